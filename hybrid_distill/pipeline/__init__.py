@@ -27,7 +27,7 @@ from ..config import PlanConfig, RunConfig, from_json, to_json
 from ..data import Batch, open_rows
 from ..distributed import agree_on, alone_in, connect, on_main_process
 from ..evaluation.evaluate import EvalResult, evaluate
-from ..export import GateReport, export_checkpoint, origin
+from ..export import ExportError, GateReport, export_checkpoint, origin
 from ..io import Record, write_json, write_text
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
@@ -375,7 +375,8 @@ class Run(RunInputs):
         """Export the student through the export gate, with the scores and results in the run directory.
 
         ``options`` go to `export_checkpoint`. Returns the gate's report on the main process, None on the others. Raises
-        ExportError if the exported model does not compute the same as the student.
+        ExportError if the exported model does not compute the same as the student. Nothing is lost then: the student is
+        in its last stage's folder, and the same command finds everything but the export.
         """
         reports: list[GateReport] = []
         license, base_model = origin(self.config.teacher.path)
@@ -389,9 +390,17 @@ class Run(RunInputs):
             "base_model": base_model,
         }
         place = path or self.out / "export"
-        on_main_process(
-            lambda: reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
-        )
+
+        def write() -> None:
+            try:
+                reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
+            except ExportError as error:
+                raise ExportError(
+                    f"{error}\nNothing else is lost: the trained student is in {self.out / 'stages'} and its results are "
+                    "written; the same command repeats the export alone."
+                ) from error
+
+        on_main_process(write)
         return next(iter(reports), None)
 
     def _training(self) -> list[Record]:

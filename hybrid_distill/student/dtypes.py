@@ -26,12 +26,12 @@ def make_master_weights(parameters: Iterable[nn.Parameter]) -> None:
         parameter.data = parameter.data.float()
 
 
-def settle(student: HybridForCausalLM) -> HybridForCausalLM:
-    """Cast all parameters of a student to the dtype that it was built in, its teacher's; return it.
+def settle(student: HybridForCausalLM, dtype: torch.dtype | None = None) -> HybridForCausalLM:
+    """Cast all parameters of a student to one dtype, by default that in which it was built, its teacher's; return it.
 
     Buffers keep theirs: RoPE's frequencies are float32 in any model. Tied parameters stay tied.
     """
-    dtype = student.config.dtype
+    dtype = dtype or student.config.dtype
     assert isinstance(dtype, torch.dtype)
     for parameter in student.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -59,7 +59,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator)
     ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone"):
         alone_LV = _logits(model, document_1L)
-        with _rounded_once_more(model, generator):
+        with rounded_once_more(model, generator, _eps(model)):
             limit = MARGIN * _size(_logits(model, document_1L) - alone_LV)
     for way, logits in ways.items():
         with _refusal(model, way):
@@ -134,10 +134,13 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
             setattr(config, field, size)
 
 
+def _eps(model: PreTrainedModel) -> float:
+    return max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
+
+
 @contextmanager
-def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
-    """Perturb every decoder layer's output by about one rounding error."""
-    eps = max(torch.finfo(model.dtype).eps, TF32_EPS if model.device.type == "cuda" else 0)
+def rounded_once_more(model: PreTrainedModel, generator: torch.Generator, eps: float) -> Iterator[None]:
+    """Perturb every decoder layer's output by about one rounding error of relative size ``eps``."""
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output

@@ -102,7 +102,7 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
         gate_in_this_process(monkeypatch, tmp_path / "modules")
     else:
         monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
-        monkeypatch.setattr("hybrid_distill.export.gate.write_record", lambda *_, **__: None)
+        monkeypatch.setattr("hybrid_distill.export.gate.write_record", lambda *_, **__: {"kernels": None})
         monkeypatch.setattr("hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None)
     out = run(two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection))
     exported = load_file(out / "export" / "model.safetensors")
@@ -126,11 +126,10 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
 
 def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> None:
     student, _ = tiny_student("qwen2")
-    student.config.dtype = torch.bfloat16
     frequencies = student.model.rotary_emb.inv_freq.clone()
     make_master_weights(student.parameters())
     exact = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
-    settle(student)
+    settle(student, torch.bfloat16)
     assert all(torch.equal(p, exact[name].bfloat16()) for name, p in student.named_parameters())
     assert torch.equal(student.model.rotary_emb.inv_freq, frequencies) and frequencies.dtype == torch.float32
     assert student.lm_head.weight is student.model.embed_tokens.weight
