@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
 from ..data import Batch, open_rows
-from ..distributed import agree_on, alone_in, connect, on_main_process
+from ..distributed import agree_on, alone_in, connect, on_main_process, own_device
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import ExportError, GateReport, export_checkpoint, origin
 from ..io import Record, write_json, write_text
+from ..kernels import check_kernels
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..progress import Phase
@@ -85,6 +86,7 @@ class Run(RunInputs):
         Raises ValueError naming the fields that differ, or the problem with the input.
         """
         processes = connect().num_processes
+        check_kernels(self.config.student.kernels, own_device(), "student.kernels")
         for stage in self.config.stage_configs:
             stage.check_world(processes)
         left = outdated(self.config)
@@ -218,6 +220,7 @@ class Run(RunInputs):
             init=init,
             calibration=calibration,
             seed=self.seed,
+            kernels=options.kernels,
         )
         student.name_or_path = self.config.name
         return student, report
