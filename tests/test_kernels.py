@@ -1,4 +1,5 @@
-"""The option that selects kernels: what it reaches, in every command, and what it refuses before anything is computed."""
+"""The option that selects kernels: what it reaches in every command, and what it refuses before it
+computes."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
     kernels: Kernels, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)  # all are installed: what is missing is a GPU
-    monkeypatch.setattr(pipeline.Run, "teacher", property(lambda self: pytest.fail("the teacher was loaded")))
+    monkeypatch.setattr(
+        ssd, "_unusable", lambda impl: None
+    )  # all are installed: what is missing is a GPU
+    monkeypatch.setattr(
+        pipeline.Run, "teacher", property(lambda self: pytest.fail("the teacher was loaded"))
+    )
     config = small_run(tmp_path / "run")
     assert "student.kernels" in refusal(capsys, config, "--student.kernels", kernels)
     assert not (tmp_path / "run" / "config.json").exists()
@@ -42,11 +47,13 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
 
 def test_an_absent_package_is_named(monkeypatch) -> None:
     monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed")
-    with pytest.raises(ValueError, match="--kernels is 'mamba_ssm': .* is not installed"):
+    with pytest.raises(ValueError, match=r"--kernels is 'mamba_ssm': .* is not installed"):
         check_kernels("mamba_ssm", torch.device("cuda"))
 
 
-def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_itself(tmp_path: Path, monkeypatch):
+def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_itself(
+    tmp_path: Path, monkeypatch
+):
     seen = []
     check = pipeline.build_student.__globals__["check_rows"]
     monkeypatch.setitem(
@@ -84,7 +91,9 @@ def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
     monkeypatch.setattr(end_to_end, "fused_distillation_loss", noting)
     for kernels in ("auto", "torch"):
         student, teacher = small_models()
-        stage = make_stage(small_config("distill"), use_kernels(student, kernels, CPU), teacher, vocab_size=99)
+        stage = make_stage(
+            small_config("distill"), use_kernels(student, kernels, CPU), teacher, vocab_size=99
+        )
         stage(small_rows().batch(0, 2))
     assert asked == ["auto", "torch"]
 
@@ -105,38 +114,61 @@ def student_folder(tmp_path: Path) -> Path:
 
 def test_experiments_load_a_student_on_the_kernels(student_folder: Path, monkeypatch) -> None:
     student, _ = tiny_student("llama")
-    monkeypatch.setattr("hybrid_distill.lab.analysis.experiment.load_on_own_device", lambda *_, **__: (student, None))
+    monkeypatch.setattr(
+        "hybrid_distill.lab.analysis.experiment.load_on_own_device",
+        lambda *_, **__: (student, None),
+    )
     model, _ = Subject(model=str(student_folder), kernels="torch").load()
     assert model.ssm_implementation == "torch"
 
 
-def test_the_suite_measures_a_student_on_the_kernels(student_folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_suite_measures_a_student_on_the_kernels(
+    student_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
     from hybrid_distill.cli import evaluate_suite
 
     student, _ = tiny_student("llama")
     monkeypatch.setattr(evaluate_suite, "check_job", lambda job: None)
     monkeypatch.setattr(evaluate_suite, "load_on_own_device", lambda *_, **__: (student, None))
     measured = []
-    monkeypatch.setattr(evaluate_suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0)
-    words = ["evaluate-suite", "--model", str(student_folder), "--kernels", "torch", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(
+        evaluate_suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0
+    )
+    words = [
+        "evaluate-suite",
+        "--model",
+        str(student_folder),
+        "--kernels",
+        "torch",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     with pytest.raises(ZeroDivisionError):
         main(words)
     assert [model.ssm_implementation for model in measured] == ["torch"]
 
 
-def test_the_server_gets_a_student_on_the_kernels(student_folder: Path, monkeypatch, capsys) -> None:
+def test_the_server_gets_a_student_on_the_kernels(
+    student_folder: Path, monkeypatch, capsys
+) -> None:
     import transformers
     from transformers.cli import transformers as transformers_cli
 
     find_spec = importlib.util.find_spec
     packages = ("fastapi", "uvicorn", "openai")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: name in packages or find_spec(name, *of))
-    monkeypatch.setattr(transformers, "HybridForCausalLM", None, raising=False)  # taken back after the test
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: name in packages or find_spec(name, *of)
+    )
+    monkeypatch.setattr(
+        transformers, "HybridForCausalLM", None, raising=False
+    )  # taken back after the test
     given = []
     monkeypatch.setattr(transformers_cli, "app", given.append)
     main(["serve", str(student_folder), "--port", "8123", "--kernels", "torch"])
     assert given == [["serve", str(student_folder), "--port", "8123"]]
-    assert transformers.HybridForCausalLM.from_pretrained(student_folder).ssm_implementation == "torch"
+    assert (
+        transformers.HybridForCausalLM.from_pretrained(student_folder).ssm_implementation == "torch"
+    )
     with pytest.raises(SystemExit, match="2"):
         main(["serve", str(student_folder), "--kernels", "fastest"])
     assert "'fastest'" in capsys.readouterr().err

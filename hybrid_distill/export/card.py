@@ -44,8 +44,8 @@ def model_card(
 ) -> str:
     """Render the model card (README.md) of an export: Markdown with the hub's YAML header.
 
-    ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage; ``kernels`` the student's ``implementation``
-    and the ``difference`` of its logits from the export's, if it does not compute as the export does.
+    ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage. If the student does not compute as its
+    export does, ``kernels`` holds its ``implementation`` and the ``difference`` of its logits from the export's.
     """
     config, n_heads = student.config, plan.n_layers * plan.n_heads
     sizes = sorted({size for result in (results or {}).values() for size in result.kv_generation})

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor

@@ -399,8 +399,8 @@ class Run(RunInputs):
                 reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
             except ExportError as error:
                 raise ExportError(
-                    f"{error}\nNothing else is lost: the trained student is in {self.out / 'stages'} and its results are "
-                    "written; the same command repeats the export alone."
+                    f"{error}\nNothing else is lost: the trained student is in {self.out / 'stages'} and its "
+                    "results are written; the same command repeats the export alone."
                 ) from error
 
         on_main_process(write)

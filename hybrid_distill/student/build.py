@@ -64,9 +64,10 @@ def build_student(
 
     ``init`` initializes the recurrent heads; the inits in `CALIBRATED` need ``calibration``, a batch of ordinary text:
     ``input_ids`` and optionally ``seq_idx``, both [B, L]. ``recurrence`` is the form of the recurrent heads
-    (`SSMHeads`), ``kernels`` their implementation (`ssd.IMPLEMENTATIONS`). ``seed`` sets all random draws. The teacher is unchanged and shares no tensor with the student; to
-    share, call `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad option,
-    unsupported attention, and a model that fails `check_rows`.
+    (`SSMHeads`), ``kernels`` their implementation (`ssd.IMPLEMENTATIONS`), which the student checks itself on.
+    ``seed`` sets all random draws. The teacher is unchanged and shares no tensor with the student; to share, call
+    `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad option, unsupported attention,
+    and a model that fails `check_rows`.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)

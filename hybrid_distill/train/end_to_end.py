@@ -77,14 +77,17 @@ class EndToEnd(Stage[DistillConfig]):
         self, ours_BLD: Tensor, theirs: Tensor | TeacherTopK, mask_BL: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Compute the loss; ``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
-        fused, known = self.is_fused, theirs
+        if self.is_fused:
+            options |= {"impl": loss_implementation(self.model)}
+            known = theirs
+            if isinstance(theirs, Tensor):
+                known = TeacherHead(theirs, _head(self.teacher).weight)
+            assert not isinstance(known, Tensor)
+            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
         if isinstance(theirs, Tensor):
             with torch.no_grad():
-                known = TeacherHead(theirs, _head(self.teacher).weight) if fused else logits_of(self.teacher, theirs)
-        if fused and isinstance(known, TeacherHead | TeacherTopK):
-            options |= {"impl": loss_implementation(self.model)}
-            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
-        return distillation_loss(logits_of(self.model, ours_BLD), known, mask_BL, **options)
+                theirs = logits_of(self.teacher, theirs)
+        return distillation_loss(logits_of(self.model, ours_BLD), theirs, mask_BL, **options)
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:

@@ -1,7 +1,9 @@
-"""Kernels that a stage runs on: tried before its first step, compared between processes, and reported in one line.
+"""Kernels that a stage runs on: tried before its first step, compared between processes, and
+reported in one line.
 
-A fallback in one process of a launch is easy to miss, since only process 0 prints, and costs all of them: every step
-waits for the slowest, and weights that were trained on two implementations are nobody's.
+A fallback in one process of a launch is easy to miss, since only process 0 prints, and costs all of
+them: every step waits for the slowest, and weights that were trained on two implementations are
+nobody's.
 """
 
 from __future__ import annotations
@@ -26,30 +28,35 @@ Chosen = dict[str, str]
 
 
 def agree_on_kernels(stage: Stage, device: torch.device) -> Chosen:
-    """Return what a stage's kernels run on, after trying them on a device and comparing all processes; log it.
+    """Return what a stage's kernels run on, after trying them on a device and comparing all
+    processes; log it.
 
     Every process must call this. Raises WorldError, in all of them, if they differ.
     """
     found = compute_everywhere(lambda: kernels_of(stage, device))
     if difference := difference_between(found):
         raise WorldError(
-            f"the processes of this launch run {difference}; give all nodes the same packages and GPUs, or pass "
-            "--student.kernels torch."
+            f"the processes of this launch run {difference}; give all nodes the same packages and "
+            "GPUs, or pass --student.kernels torch."
         )
-    described = ", ".join(f"{kernel} {implementation}" for kernel, implementation in found[0].items())
+    described = ", ".join(
+        f"{kernel} {implementation}" for kernel, implementation in found[0].items()
+    )
     log.info("%s: kernels: %s", stage.config.name, described or "none")
     return found[0]
 
 
 def difference_between(found: list[Chosen]) -> str:
-    """Describe the first kernel that runs on different implementations in different processes; empty if none does.
+    """Describe the first kernel that runs on different implementations in different processes;
+    empty if none does.
 
     Reasons may differ: they name devices.
     """
     for kernel, on_main in found[0].items():
         for process, chosen in enumerate(found):
             if chosen[kernel].partition(" ")[0] != on_main.partition(" ")[0]:
-                return f"the {kernel} on {on_main} in process 0 and on {chosen[kernel]} in process {process}"
+                here = chosen[kernel]
+                return f"the {kernel} on {on_main} in process 0 and on {here} in process {process}"
     return ""
 
 
@@ -63,7 +70,9 @@ def kernels_of(stage: Stage, device: torch.device) -> Chosen:
         if isinstance(stage, OnPolicy) and _has_step(heads):
             sizes = heads.head_dim, heads.d_state, heads.conv_weight.shape[1]
             options = {"training": False, "masked": True}
-            chosen["decoding step"] = implementation_of(heads.impl, "decoding step", device, dtype, *sizes, **options)
+            chosen["decoding step"] = implementation_of(
+                heads.impl, "decoding step", device, dtype, *sizes, **options
+            )
     if isinstance(stage, EndToEnd):
         chosen["distillation loss"] = _of_loss(stage, device)
     return chosen
@@ -76,7 +85,9 @@ def _of_heads(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chos
     if heads.recurrence == "gdn":
         recurrence = _of_delta_rule(heads, device, dtype)
     else:
-        recurrence = implementation_of(heads.impl, "recurrence", device, dtype, *sizes, gated=True, **options)
+        recurrence = implementation_of(
+            heads.impl, "recurrence", device, dtype, *sizes, gated=True, **options
+        )
     width = heads.conv_weight.shape[1]
     convolution = "torch"  # also with mamba-ssm's scan
     if heads.impl != "mamba_ssm" and width in KERNEL_WIDTHS:
@@ -85,7 +96,8 @@ def _of_heads(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chos
 
 
 def _of_delta_rule(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> str:
-    """Return what the gated delta rule runs on: flash-linear-attention's kernel, or ours between its own products."""
+    """Return what the gated delta rule runs on: flash-linear-attention's kernel, or ours between
+    its own products."""
     from ..model.gated_delta import kernel_fits
 
     sizes = heads.head_dim, heads.d_state
@@ -103,6 +115,8 @@ def _has_step(heads: SSMHeads) -> bool:
 def _of_loss(stage: EndToEnd, device: torch.device) -> str:
     if not stage.is_fused:
         return "torch (not fused)"
-    dtype = torch.bfloat16 if stage.bf16 else stage.student.get_output_embeddings().weight.dtype
+    dtype = torch.bfloat16 if stage.bf16 else stage.student.lm_head.weight.dtype
     impl = loss_implementation(stage.student)
-    return fused_loss.implementation_of(impl, device, dtype, stage.config.kind, bool(stage.teachers))
+    return fused_loss.implementation_of(
+        impl, device, dtype, stage.config.kind, bool(stage.teachers)
+    )

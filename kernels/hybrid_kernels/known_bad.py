@@ -1,4 +1,5 @@
-"""Combinations of triton, torch and GPU that are known to miscompile, read by "auto" before a kernel is tried.
+"""Combinations of triton, torch and GPU that are known to miscompile, read by "auto" before a
+kernel is tried.
 
 A test at first use finds what fails every time. What fails now and then, it may not.
 """
@@ -11,7 +12,8 @@ import torch
 
 
 class KnownBad(NamedTuple):
-    """Versions, without local parts, and the compute capability on which ``kernels`` must not run."""
+    """Versions, without local parts, and the compute capability on which ``kernels`` must not run.
+    """
 
     triton: str
     torch: str
@@ -28,11 +30,12 @@ KNOWN_BAD = (
         torch="",
         capability=(9, 0),
         kernels=("recurrence",),  # the only one whose programs multiply several times
-        report="triton-lang/triton#11366: wgmma reads illegal addresses in kernels of several products and 4 warps",
+        report="triton-lang/triton#11366: wgmma reads illegal addresses, several products in 4 warps",
     ),
 )
-"""One row a public report. #11366 was seen with torch 2.9.1 on an H20, and 3.5.1 was clean there; #10486 may be the
-same. `make prove` found nothing of it in our kernels, but an emulator has no wgmma of its own."""
+"""One row a public report. #11366 was seen with torch 2.9.1 on an H20, and 3.5.1 was clean there;
+#10486 may be the same. `make prove` found nothing of it in our kernels, but an emulator has no
+wgmma of its own."""
 
 
 def known_bad(kernel: str, device: torch.device) -> str | None:
@@ -46,5 +49,8 @@ def known_bad(kernel: str, device: torch.device) -> str | None:
     for row in KNOWN_BAD:
         is_version = versions[0] == row.triton and row.torch in ("", versions[1])
         if is_version and capability == row.capability and kernel in row.kernels:
-            return f"triton {versions[0]} is known to fail on this GPU ({row.report}); install another version of it"
+            return (
+                f"triton {versions[0]} is known to fail on this GPU ({row.report}); install another "
+                "version of it"
+            )
     return None

@@ -1,12 +1,14 @@
 """First use of a kernel, tried where a failure does no harm: in a child process, with a time limit.
 
-An illegal address ends a process's use of its GPU for good, and a compiler can abort or hang: a test in the caller's own
-process could not hand over to torch. So a child runs `first_use`; whatever becomes of it is a verdict.
+An illegal address ends a process's use of its GPU for good, and a compiler can abort or hang: a
+test in the caller's own process could not hand over to torch. So a child runs `first_use`; whatever
+becomes of it is a verdict.
 
-The processes of a machine share verdicts as files below ~/.cache (HYBRID_KERNELS_CACHE names another folder): the first
-one that needs a verdict has it made, the others wait for it. A verdict belongs to one version of torch, triton, CUDA,
-driver and kernels, and to one kind of device. That a kernel is right stays true; that it is not holds for `RETRY_AFTER`,
-long enough for all processes of a launch and short enough for a device that was full or has been repaired.
+The processes of a machine share verdicts as files below ~/.cache (HYBRID_KERNELS_CACHE names
+another folder): the first one that needs a verdict has it made, the others wait for it. A verdict
+belongs to one version of torch, triton, CUDA, driver and kernels, and to one kind of device. That a
+kernel is right stays true; that it is not holds for `RETRY_AFTER`, long enough for all processes of
+a launch and short enough for a device that was full or has been repaired.
 """
 
 from __future__ import annotations
@@ -40,7 +42,17 @@ TIME_LIMIT = 180.0
 RETRY_AFTER = 600.0
 """Seconds for which a verdict against a kernel is shared."""
 READY = "ready"
-OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_")
+OF_A_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "FSDP_",
+)
 """Beginnings of variables that would make the child a member of the caller's launch."""
 
 
@@ -61,21 +73,27 @@ class NoChild(RuntimeError):
 _known: dict[Trial, str | None] = {}
 
 
-def trial_of(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any) -> Trial:
+def trial_of(
+    kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
+) -> Trial:
     """Describe a call of `mistake`."""
     name = str(dtype).removeprefix("torch.")
     return Trial(kernel, str(device), name, tuple(map(int, sizes)), tuple(sorted(options.items())))
 
 
-def mistake(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any) -> str | None:
-    """Return what is wrong with a kernel on a device, as `first_use.mistake` does, but survive whatever it does."""
+def mistake(
+    kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
+) -> str | None:
+    """Return what is wrong with a kernel on a device, as `first_use.mistake` does, but survive
+    whatever it does."""
     if device.type == "cuda" and not torch.cuda.is_available():  # of a fake tensor
         return None
     return mistakes([trial_of(kernel, device, dtype, *sizes, **options)])[0]
 
 
 def mistakes(trials: Sequence[Trial]) -> list[str | None]:
-    """Return the verdicts of several trials; those that nobody knows yet share one child process."""
+    """Return the verdicts of several trials; those that nobody knows yet share one child process.
+    """
     if any(trial not in _known for trial in trials):
         with _shared_folder() as folder:
             unknown = []
@@ -94,8 +112,8 @@ def mistakes(trials: Sequence[Trial]) -> list[str | None]:
 
 
 def _try_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, str | None]]:
-    """Yield each trial with its verdict. A child ends with the first kernel that is not right: an illegal address
-    would make all later ones look wrong."""
+    """Yield each trial with its verdict. A child ends with the first kernel that is not right: an
+    illegal address would make all later ones look wrong."""
     remaining = list(trials)
     while remaining:
         try:
@@ -112,7 +130,9 @@ def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
 
     Raises NoChild if the child does not come as far as the first trial.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)
+    }
     answers, child_writes = os.pipe()
     command = [sys.executable, "-m", f"{__package__}.trial", str(child_writes)]
     try:
@@ -131,7 +151,7 @@ def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
     finally:
         os.close(child_writes)
     try:
-        with contextlib.suppress(BrokenPipeError), child.stdin as questions:  # type: ignore[union-attr]
+        with contextlib.suppress(BrokenPipeError), child.stdin as questions:
             questions.write(json.dumps(trials).encode())
         reader = _Lines(answers)
         first = reader.next(START_LIMIT)
@@ -161,7 +181,8 @@ class _Lines:
         self._descriptor, self._received = descriptor, b""
 
     def next(self, limit: float) -> str | None:
-        """Wait for a line for ``limit`` seconds; return None if none comes, or the child has ended."""
+        """Wait for a line for ``limit`` seconds; return None if none comes, or the child has ended.
+        """
         deadline = time.monotonic() + limit
         while b"\n" not in self._received:
             left = max(deadline - time.monotonic(), 0.0)
@@ -189,7 +210,9 @@ def _test_here(trial: Trial) -> str | None:
     from .first_use import mistake
 
     dtype = getattr(torch, trial.dtype)
-    return mistake(trial.kernel, torch.device(trial.device), dtype, *trial.sizes, **dict(trial.options))
+    return mistake(
+        trial.kernel, torch.device(trial.device), dtype, *trial.sizes, **dict(trial.options)
+    )
 
 
 # Shared verdicts
@@ -236,7 +259,12 @@ def _write(folder: Path | None, trial: Trial, found: str | None) -> None:
     if folder is None:
         return
     file = _file(folder, trial)
-    record = {"trial": trial, "of": [_versions(), _kind(trial.device)], "mistake": found, "time": time.time()}
+    record = {
+        "trial": trial,
+        "of": [_versions(), _kind(trial.device)],
+        "mistake": found,
+        "time": time.time(),
+    }
     new = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         new.write_text(json.dumps(record))
@@ -245,7 +273,8 @@ def _write(folder: Path | None, trial: Trial, found: str | None) -> None:
 
 @functools.cache
 def _versions() -> list[str]:
-    """Name all that a verdict depends on besides the device: versions, the machine, and the kernels' own code."""
+    """Name all that a verdict depends on besides the device: versions, the machine, and the
+    kernels' own code."""
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
@@ -253,7 +282,15 @@ def _versions() -> list[str]:
     cuda = str(torch.version.cuda or torch.version.hip)
     interpreted = os.environ.get("TRITON_INTERPRET", "")
     machine = platform.node()
-    return [torch.__version__, triton.__version__, cuda, driver, interpreted, machine, code.hexdigest()]
+    return [
+        torch.__version__,
+        triton.__version__,
+        cuda,
+        driver,
+        interpreted,
+        machine,
+        code.hexdigest(),
+    ]
 
 
 @functools.cache
@@ -285,11 +322,16 @@ def _answer(trials: list[Trial], descriptor: int) -> None:
 
 
 def main() -> None:
-    """Test the kernels that are asked for on standard input; write verdicts to the given file descriptor."""
+    """Test the kernels that are asked for on standard input; write verdicts to the given file
+    descriptor."""
     asked = json.load(sys.stdin)
     trials = []
     for kernel, device, dtype, sizes, options in asked:
-        trials.append(Trial(kernel, device, dtype, tuple(sizes), tuple((name, value) for name, value in options)))
+        trials.append(
+            Trial(
+                kernel, device, dtype, tuple(sizes), tuple((name, value) for name, value in options)
+            )
+        )
     _answer(trials, int(sys.argv[1]))
 
 

@@ -1,4 +1,5 @@
-"""A student that ran on kernels, or on another device, passes the gate of its export, and a wrong one does not."""
+"""A student that ran on kernels, or on another device, passes the gate of its export, and a wrong
+one does not."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.student.dtypes import settle
 
 SMOLLM2 = {
-    "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536,
+    "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    "intermediate_size": 1536,
     "num_hidden_layers": 2, "vocab_size": 300, "tie_word_embeddings": True, "rope_theta": 100000.0,
     "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
 }  # fmt: skip
@@ -53,8 +55,11 @@ def smollm2() -> tuple[HybridForCausalLM, HeadPlan]:
     return student.eval(), plan
 
 
-def test_a_student_on_kernels_is_exported_as_what_the_export_computes(smollm2, tmp_path: Path, monkeypatch) -> None:
-    """The gate's process has no kernels: a record of what they compute would be off by more than it allows."""
+def test_a_student_on_kernels_is_exported_as_what_the_export_computes(
+    smollm2, tmp_path: Path, monkeypatch
+) -> None:
+    """The gate's process has no kernels: a record of what they compute would be off by more than it
+    allows."""
     pytest.importorskip("triton", reason="triton is not installed")
     from hybrid_kernels import common
 
@@ -73,7 +78,9 @@ def test_a_student_on_kernels_is_exported_as_what_the_export_computes(smollm2, t
     prompts = load_prompts(tmp_path / "export" / "gate", "cpu")
     for ids, logits in zip(prompts.ids, prompts.logits, strict=True):
         on_torch = student(input_ids=ids[None], use_cache=False).logits[0]
-        assert torch.equal(logits, on_torch.detach()), "the record is what torch computes, not what the kernels do"
+        assert torch.equal(logits, on_torch.detach()), (
+            "the record is what torch computes, not what the kernels do"
+        )
     kernels = json.loads((tmp_path / "export/gate/reference.json").read_text())["kernels"]
     assert kernels["implementation"] == "triton"
     assert 0 < kernels["difference"] < TOLERANCE[torch.float32]["order"]
@@ -86,11 +93,15 @@ def test_a_student_on_torch_has_no_kernels_to_report(smollm2, tmp_path: Path) ->
     assert read_record(tmp_path / "export" / "gate")["kernels"] is None
 
 
-def attend_wrongly(module, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, None]:
+def attend_wrongly(
+    module, query: Tensor, key: Tensor, value: Tensor, *_, **__
+) -> tuple[Tensor, None]:
     return torch.zeros_like(query).transpose(1, 2), None
 
 
-def test_the_record_is_made_with_the_attention_that_the_export_names(tmp_path: Path, monkeypatch) -> None:
+def test_the_record_is_made_with_the_attention_that_the_export_names(
+    tmp_path: Path, monkeypatch
+) -> None:
     """One that needs a GPU is not what the gate's process will run on a CPU."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "of_a_gpu", attend_wrongly)
     gate_in_this_process(monkeypatch, tmp_path / "modules")
@@ -108,20 +119,26 @@ class OtherOrder(TorchDispatchMode):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
             a, b = (t.flip(dim) for t, dim in zip(args, (-1, -2)))
             half = a.shape[-1] // 2
-            first, second = (func(a[..., part].contiguous(), b[..., part, :].contiguous()) for part in
-                             (slice(0, half), slice(half, None)))  # fmt: skip
+            first = func(a[..., :half].contiguous(), b[..., :half, :].contiguous())
+            second = func(a[..., half:].contiguous(), b[..., half:, :].contiguous())
             return first + second
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_export_made_on_one_device_passes_its_check_on_another(dtype, tmp_path: Path, monkeypatch) -> None:
+def test_an_export_made_on_one_device_passes_its_check_on_another(
+    dtype, tmp_path: Path, monkeypatch
+) -> None:
     """Both ways: the record of the other device checked here, and this record checked there."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     student, plan = tiny_student("llama")
     student = settle(student, dtype)
     with monkeypatch.context() as elsewhere_now, OtherOrder():
-        elsewhere_now.setattr("hybrid_distill.export.check.arithmetic", lambda device: "cuda: a GPU")
+        elsewhere_now.setattr(
+            "hybrid_distill.export.check.arithmetic", lambda device: "cuda: a GPU"
+        )
         export_checkpoint(student, byte_tokenizer(), tmp_path / "there", plan=plan, gate=False)
     checks = run_checks(tmp_path / "there", tmp_path / "there" / "gate")
     assert all(check.ok for check in checks), table(checks)
@@ -131,7 +148,9 @@ def test_an_export_made_on_one_device_passes_its_check_on_another(dtype, tmp_pat
 
     export_checkpoint(student, byte_tokenizer(), tmp_path / "here", plan=plan, gate=False)
     with monkeypatch.context() as elsewhere_now, OtherOrder():
-        elsewhere_now.setattr("hybrid_distill.export.check.arithmetic", lambda device: "cuda: a GPU")
+        elsewhere_now.setattr(
+            "hybrid_distill.export.check.arithmetic", lambda device: "cuda: a GPU"
+        )
         checks = run_checks(tmp_path / "here", tmp_path / "here" / "gate")
     assert all(check.ok for check in checks), table(checks)
 

@@ -1,4 +1,5 @@
-"""The first use of a kernel in a child process: crashes, hangs and wrong values there are verdicts here."""
+"""The first use of a kernel in a child process: crashes, hangs and wrong values there are verdicts
+here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from hybrid_kernels.first_use import TESTS
 
 from hybrid_distill.model import ssd
 
-pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set")
+pytestmark = pytest.mark.skipif(
+    not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+)
 
 CPU = torch.device("cpu")
 PLANTED = """
@@ -49,7 +52,8 @@ if "hybrid_kernels.trial" in sys.orig_argv:
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kernels' tests that crash, hang, find a mistake and find none, in child processes only; a file of the latter."""
+    """Kernels' tests that crash, hang, find a mistake and find none, in child processes only; a
+    file of the latter."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
@@ -63,15 +67,19 @@ def asked(kernel: str) -> trial.Trial:
 
 
 @pytest.mark.launched
-def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_all_the_same(planted: Path) -> None:
-    right, crash, wrong, _ = [asked(name) for name in ("distillation loss", "recurrence", "decoding step", "recurrence")]
+def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_all_the_same(
+    planted: Path,
+) -> None:
+    right, crash, wrong = (
+        asked(name) for name in ("distillation loss", "recurrence", "decoding step")
+    )
     found = trial.mistakes([right, crash, wrong, right])
     assert found[0] is None and found[3] is None
     assert found[1] and "SIGSEGV" in found[1]
     assert found[2] and "output" in found[2]
     assert len(planted.read_text().split()) == 1
 
-    # Another process of the machine, later: nothing is tried again, and a verdict against a kernel ends.
+    # Another process of the machine: nothing is tried again; later, a verdict against a kernel ends.
     trial._known.clear()
     assert trial.mistakes([right, crash, wrong]) == found[:3]
     assert len(planted.read_text().split()) == 1
@@ -89,7 +97,9 @@ def test_a_hang_ends_and_torch_takes_over_with_one_line(planted: Path, monkeypat
     monkeypatch.setattr(trial, "TIME_LIMIT", 0.5)
     for name in ("_unusable", "_reason_against", "_best_on_gpu"):
         monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
-    assert [ssd._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ()) for _ in range(2)] == ["torch"] * 2
+    assert [
+        ssd._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ()) for _ in range(2)
+    ] == ["torch"] * 2
     (record,) = caplog.records
     assert "0.5 s" in record.message and "\n" not in record.message
 
@@ -100,29 +110,40 @@ def test_the_right_kernel_is_right_in_a_child_too(tmp_path: Path, monkeypatch) -
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(trial, "_known", {})
-    assert trial.mistake("decoding step", CPU, torch.float32, 16, 4, 4, masked=True, training=False) is None
+    assert (
+        trial.mistake("decoding step", CPU, torch.float32, 16, 4, 4, masked=True, training=False)
+        is None
+    )
 
 
-def test_without_a_second_process_the_test_runs_in_this_one(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_without_a_second_process_the_test_runs_in_this_one(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
     """A device in exclusive mode, or full."""
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", "/dev/null/nowhere")
     monkeypatch.setattr(trial, "_known", {})
     monkeypatch.setattr(trial.sys, "executable", str(tmp_path / "no-python"))
-    monkeypatch.setitem(TESTS, "convolution", lambda draw, *sizes, **options: iter([("y", draw(2), draw(2) * 0)]))
+    monkeypatch.setitem(
+        TESTS, "convolution", lambda draw, *sizes, **options: iter([("y", draw(2), draw(2) * 0)])
+    )
     found = trial.mistake("convolution", CPU, torch.float32, 3, training=False)
     assert found and "its y is off" in found
     assert "no-python" in caplog.text
 
 
 def test_no_child_is_started_where_there_is_no_gpu() -> None:
-    """Importing the package and a step of a student on a CPU import neither triton's kernels nor their trials."""
+    """Importing the package and a step of a student on a CPU import neither triton's kernels nor
+    their trials."""
     code = (
         "import sys, torch; from hybrid_distill.model import SSMHeads\n"
-        "heads = SSMHeads(8, 2, 4, 4, 4); heads.reset_parameters(); heads(torch.zeros(1, 5, 8)).sum().backward()\n"
+        "heads = SSMHeads(8, 2, 4, 4, 4); heads.reset_parameters()\n"
+        "heads(torch.zeros(1, 5, 8)).sum().backward()\n"
         "import hybrid_kernels.loss\n"
         "assert not {'hybrid_kernels.trial', 'hybrid_kernels.first_use'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "0"})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "0"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +158,9 @@ def test_no_child_is_started_where_there_is_no_gpu() -> None:
         ("3.9.0", (9, 0), None, "recurrence", False),
     ],
 )
-def test_what_is_reported_to_fail_is_not_tried(triton, capability, hip, kernel, is_bad, monkeypatch) -> None:
+def test_what_is_reported_to_fail_is_not_tried(
+    triton, capability, hip, kernel, is_bad, monkeypatch
+) -> None:
     """triton-lang/triton#11366: illegal addresses of wgmma on Hopper."""
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=triton))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,5 @@
-"""A student outside training has its teacher's dtype, whatever was trained, and runs from its training to its export."""
+"""A student outside training has its teacher's dtype, whatever was trained, from its training to
+its export."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
     return selection in ("random", "restoration") or stages == "align distill"
 
 
-CASES = [case for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS) if is_possible(*case)]
+CASES = [
+    case for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS) if is_possible(*case)
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +60,30 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random teacher of two layers with the embedded tokenizer."""
     folder = tmp_path_factory.mktemp("teacher")
     tokenizer = load_tokenizer("tiny", "--teacher")
-    teacher = make_family_model("llama", **SMALL, vocab_size=len(tokenizer), max_position_embeddings=512)
+    teacher = make_family_model(
+        "llama", **SMALL, vocab_size=len(tokenizer), max_position_embeddings=512
+    )
     teacher.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     lines = [f"The river is {n} and the lantern is {n * n}." for n in range(400)]
-    (folder / "text.txt").write_text("\n\n".join(lines))  # the embedded corpus takes longer to read than to train on
+    (folder / "text.txt").write_text(
+        "\n\n".join(lines)
+    )  # the embedded corpus takes longer to read than to train on
     return folder
 
 
-def two_steps(out: Path, teacher: Path, dtype: str, stages: str, trained: str, selection: str) -> RunConfig:
+def two_steps(
+    out: Path, teacher: Path, dtype: str, stages: str, trained: str, selection: str
+) -> RunConfig:
     """A run of two steps a stage, with evaluation and export."""
     base, text = small_run(out), str(teacher / "text.txt")
     precision = "fp32" if dtype == "float32" else "bf16"
-    shared: dict[str, Any] = {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "precision": precision}
+    shared: dict[str, Any] = {
+        "steps": 2,
+        "batch_size": 2,
+        "micro_batch_size": 2,
+        "precision": precision,
+    }
     in_alignment = trained == "mixer" and "align" in STAGES[stages]
     aligned, target = ("mixer", "mixer") if in_alignment else ("ssm", "head")
     return replace(
@@ -86,9 +100,13 @@ def two_steps(out: Path, teacher: Path, dtype: str, stages: str, trained: str, s
         matrix=replace(base.matrix, **shared),
         align=replace(base.align, **shared, train=aligned, target=target),
         distill=replace(base.distill, **shared, train=trained),
-        on_policy=replace(base.on_policy, **shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0),
+        on_policy=replace(
+            base.on_policy, **shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0
+        ),
         long=replace(base.long, **shared, train=trained, seq_len=64, segment_len=32),
-        post=replace(base.post, **shared, train=trained, data=DataConfig(sources=(text,), seq_len=64)),
+        post=replace(
+            base.post, **shared, train=trained, data=DataConfig(sources=(text,), seq_len=64)
+        ),
         evaluation=EvaluationConfig(n_pairs=(4,), n_examples=1, n_texts=1, texts=text),
         export=True,
     )
@@ -96,13 +114,21 @@ def two_steps(out: Path, teacher: Path, dtype: str, stages: str, trained: str, s
 
 @pytest.mark.parametrize(("dtype", "stages", "trained", "selection"), CASES)
 def test_a_run_ends_in_an_export_of_the_teachers_dtype(
-    dtype: str, stages: str, trained: str, selection: str, teacher_folder: Path, tmp_path: Path, monkeypatch
+    dtype: str,
+    stages: str,
+    trained: str,
+    selection: str,
+    teacher_folder: Path,
+    tmp_path: Path,
+    monkeypatch,
 ) -> None:
     if (stages, trained, selection) == GATED:
         gate_in_this_process(monkeypatch, tmp_path / "modules")
     else:
         monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
-        monkeypatch.setattr("hybrid_distill.export.gate.write_record", lambda *_, **__: {"kernels": None})
+        monkeypatch.setattr(
+            "hybrid_distill.export.gate.write_record", lambda *_, **__: {"kernels": None}
+        )
         monkeypatch.setattr("hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None)
     out = run(two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection))
     exported = load_file(out / "export" / "model.safetensors")
@@ -118,10 +144,14 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
         finished = finished_run(out / "aligned")
     master = load_file(finished.last_stage() / "model.safetensors")
     ssm = {name: tensor for name, tensor in master.items() if ".ssm." in name}
-    assert ssm and {tensor.dtype for tensor in ssm.values()} == {torch.float32}, "nothing of what was trained is lost"
+    assert ssm and {tensor.dtype for tensor in ssm.values()} == {torch.float32}, (
+        "nothing of what was trained is lost"
+    )
     for name, tensor in student.state_dict().items():
         assert tensor.dtype == DTYPES[dtype], name
-        assert torch.equal(tensor, exported.get(name, tensor)), "the command exports what the run exports"
+        assert torch.equal(tensor, exported.get(name, tensor)), (
+            "the command exports what the run exports"
+        )
 
 
 def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> None:
@@ -131,7 +161,10 @@ def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> N
     exact = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
     settle(student, torch.bfloat16)
     assert all(torch.equal(p, exact[name].bfloat16()) for name, p in student.named_parameters())
-    assert torch.equal(student.model.rotary_emb.inv_freq, frequencies) and frequencies.dtype == torch.float32
+    assert (
+        torch.equal(student.model.rotary_emb.inv_freq, frequencies)
+        and frequencies.dtype == torch.float32
+    )
     assert student.lm_head.weight is student.model.embed_tokens.weight
 
 

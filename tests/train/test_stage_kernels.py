@@ -1,4 +1,5 @@
-"""What a stage's kernels run on: tried before the first step, the same in every process, and known to the user."""
+"""What a stage's kernels run on: tried before the first step, the same in every process, and known
+to the user."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def tried(monkeypatch) -> list[tuple]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["align", "distill", "on_policy", "long"])
-def test_what_is_tried_before_training_is_what_a_step_calls(name: str, precision: str, tried, monkeypatch) -> None:
+def test_what_is_tried_before_training_is_what_a_step_calls(
+    name: str, precision: str, tried, monkeypatch
+) -> None:
     stage = stage_of(name, precision=precision)
     chosen = kernels_of(stage, GPU)
     assert chosen["recurrence"] == "triton" and chosen["convolution"] == "torch (it is off by 3)"
@@ -76,7 +79,10 @@ def test_what_is_tried_before_training_is_what_a_step_calls(name: str, precision
 def test_a_cpu_tries_nothing_and_reports_torch(tried, caplog) -> None:
     with caplog.at_level(logging.INFO):
         chosen = agree_on_kernels(stage_of(), torch.device("cpu"))
-    assert chosen == dict.fromkeys(("recurrence", "convolution", "distillation loss"), "torch") and not tried
+    assert (
+        chosen == dict.fromkeys(("recurrence", "convolution", "distillation loss"), "torch")
+        and not tried
+    )
     assert "torch" in caplog.text
 
 
@@ -87,7 +93,10 @@ def test_kernels_that_were_named_are_reported_as_such() -> None:
     assert kernels_of(stage, GPU)["convolution"] == "torch"
     stage.student.set_ssm_implementation("torch")
     assert set(kernels_of(stage, GPU).values()) == {"torch"}
-    assert kernels_of(stage_of(fused=False), torch.device("cpu"))["distillation loss"] == "torch (not fused)"
+    assert (
+        kernels_of(stage_of(fused=False), torch.device("cpu"))["distillation loss"]
+        == "torch (not fused)"
+    )
 
 
 def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> None:
@@ -100,7 +109,12 @@ def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> 
         assert named in str(refusal.value)
     assert "\n" not in str(refusal.value)
     # All on torch, each for its own device's reason: slow, and the same.
-    assert difference_between([{"recurrence": "torch (on cuda:0)"}, {"recurrence": "torch (on cuda:1)"}]) == ""
+    assert (
+        difference_between(
+            [{"recurrence": "torch (on cuda:0)"}, {"recurrence": "torch (on cuda:1)"}]
+        )
+        == ""
+    )
 
 
 def test_a_stage_is_refused_before_its_first_step(tmp_path, monkeypatch) -> None:
@@ -116,5 +130,9 @@ def test_warnings_of_the_loss_are_shown(monkeypatch) -> None:
     from hybrid_distill.cli.app import exit_cleanly
 
     levels = SimpleNamespace(seen=[])
-    exit_cleanly(lambda: levels.seen.append(logging.getLogger("hybrid_kernels.loss").isEnabledFor(logging.WARNING)))
+    exit_cleanly(
+        lambda: levels.seen.append(
+            logging.getLogger("hybrid_kernels.loss").isEnabledFor(logging.WARNING)
+        )
+    )
     assert levels.seen == [True]
