@@ -55,6 +55,12 @@ def smollm2() -> tuple[HybridForCausalLM, HeadPlan]:
     return student.eval(), plan
 
 
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_gate, "NEW_TOKENS", 3)
+    monkeypatch.setattr(export_gate, "PROMPT_LENGTHS", (1, 24))
+
+
 def test_a_student_on_kernels_is_exported_as_what_the_export_computes(
     smollm2, tmp_path: Path, monkeypatch
 ) -> None:
