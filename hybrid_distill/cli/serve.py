@@ -44,16 +44,21 @@ def main(words: list[str]) -> None:
 
     check_kernels(kernels, own_device())
 
-    class Served(HybridForCausalLM):
-        """Student on the chosen kernels."""
+    # The server looks up a model's class in transformers by name; the folder's own code is not run.
+    served = HybridForCausalLM if kernels == "auto" else _on_kernels(kernels)
+    setattr(transformers, HybridForCausalLM.__name__, served)
+    app(["serve", str(folder), *flags])
 
+
+def _on_kernels(kernels: Kernels) -> type[HybridForCausalLM]:
+    """Make a class of students that are on these kernels from the start: the server builds them itself."""
+
+    class Served(HybridForCausalLM):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.set_ssm_implementation(kernels)
 
-    # The server looks up a model's class in transformers by name; the folder's own code is not run.
-    setattr(transformers, HybridForCausalLM.__name__, Served)
-    app(["serve", str(folder), *flags])
+    return Served
 
 
 def _without_kernels(words: list[str]) -> tuple[list[str], Kernels]:

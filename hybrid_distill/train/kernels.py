@@ -24,7 +24,7 @@ from .stage import Stage
 log = logging.getLogger(__name__)
 
 Chosen = dict[str, str]
-"""What runs for each kernel: "triton", "torch", or "torch" with the reason."""
+"""Implementation by kernel: "triton", "torch", or "torch" with the reason."""
 
 
 def agree_on_kernels(stage: Stage, device: torch.device) -> Chosen:

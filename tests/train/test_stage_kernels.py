@@ -1,17 +1,23 @@
-"""What a stage's kernels run on: tried before the first step, the same in every process, and known
-to the user."""
+"""Kernels of a stage: tried before the first step, the same in every process, and shown to the user."""
 
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
 from hybrid_kernels import loss as fused_loss
 from training import small_config, small_models, small_rows
 
-from hybrid_distill.distributed import WorldError
+from hybrid_distill.cli.app import exit_cleanly
+from hybrid_distill.distributed import WorldError, connect
 from hybrid_distill.model import ssd
 from hybrid_distill.train import kernels as module
 from hybrid_distill.train.kernels import agree_on_kernels, difference_between, kernels_of
@@ -127,8 +133,6 @@ def test_a_stage_is_refused_before_its_first_step(tmp_path, monkeypatch) -> None
 
 def test_warnings_of_the_loss_are_shown(monkeypatch) -> None:
     """Its package is another one than ours, whose logger was never opened."""
-    from hybrid_distill.cli.app import exit_cleanly
-
     levels = SimpleNamespace(seen=[])
     exit_cleanly(
         lambda: levels.seen.append(
@@ -136,3 +140,28 @@ def test_warnings_of_the_loss_are_shown(monkeypatch) -> None:
         )
     )
     assert levels.seen == [True]
+
+
+@pytest.mark.launched
+def test_two_processes_on_different_kernels_end_before_training(tmp_path) -> None:
+    from test_launch import DDP, launch
+
+    run = launch(DDP, tmp_path / "stage", program=Path(__file__))
+    assert run.returncode != 0
+    (line,) = {line for line in run.stderr.splitlines() if line.startswith("error: ")}
+    assert "process 1" in line and "cuda:1" in line
+    assert not (tmp_path / "stage" / "metrics.jsonl").exists()
+
+
+def main() -> None:
+    """Train on the launched processes, the last of which has lost a kernel."""
+    state = connect()
+    is_last = state.process_index == state.num_processes - 1
+    loss = "torch (on cuda:1 it is off by 3e-2)" if is_last else "triton"
+    module.kernels_of = lambda stage, device: {"recurrence": "triton", "distillation loss": loss}
+    out = Path(sys.argv[1])
+    exit_cleanly(lambda: train_stage(stage_of(), small_rows(), out, progress=False))
+
+
+if __name__ == "__main__":
+    main()
