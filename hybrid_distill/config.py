@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
 from .io import Record, refused
+from .kernels import Kernels
 from .limits import Count, CountOrZero, Positive, Share, check_options
 from .probes.forms import check_form
 from .student.init import Init
@@ -111,6 +112,9 @@ class StudentConfig:
     weights, with each head's decay set by its mean attention distance on these rows and its content scale by its
     attention entropy. ``teacher``: the same weights, without text. ``random``: neither. In benchmarks/init.py,
     ``fitted`` leads at the start and for 60 steps; after 100, ``statistics`` leads by 3 %."""
+    kernels: Kernels = "auto"
+    """Implementation of the recurrent heads and of the distillation loss. ``auto``: Triton's kernels on a GPU if they
+    pass a test at first use, else torch. ``mamba_ssm``: its scan. It may change when a run resumes."""
     aligned: Path | None = None
     """Stage folder of a finished alignment, with target ``head``, of a student without kept heads. Its recurrent heads
     are copied for any plan, so that students that differ only in their plan share one alignment."""
@@ -204,6 +208,11 @@ class RunConfig:
             raise ValueError(
                 f"--stages is {' '.join(self.stages)}, but matrix and align train on the teacher's own weights, which "
                 f"the other stages change; pass --stages {' '.join(ordered)}."
+            )
+        if self.plan.selection == "restoration" and self.align.train != "ssm":
+            raise ValueError(
+                f"align.train is {self.align.train!r} and plan.selection 'restoration', which aligns recurrent heads "
+                "alone, so that any of them can give way to attention; use --align.train ssm."
             )
         if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
             raise ValueError(

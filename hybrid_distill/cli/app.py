@@ -84,6 +84,7 @@ def _with_style(words: list[str]) -> list[str]:
     progress.style = "json" if "--json" in asked else "quiet" if asked else "lines"
     if asked:
         logging.getLogger("hybrid_distill").setLevel(logging.WARNING)
+        logging.getLogger("hybrid_kernels").setLevel(logging.WARNING)
     return [word for word in words if word not in asked]
 
 
@@ -166,7 +167,8 @@ def exit_cleanly(action: Callable[[], object]) -> None:
     If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is finished.
     """
     logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[_Stderr()])
-    logging.getLogger("hybrid_distill").setLevel(logging.INFO if is_launched_main() else logging.ERROR)
+    for package in ("hybrid_distill", "hybrid_kernels"):  # the latter warns of a loss that runs on torch
+        logging.getLogger(package).setLevel(logging.INFO if is_launched_main() else logging.ERROR)
     if not sys.warnoptions:  # users need this package's warnings, not those of libraries
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module="hybrid_distill")

@@ -139,6 +139,11 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         for heads in self.recurrent_heads():
             heads.impl = impl
 
+    @property
+    def ssm_implementation(self) -> str:
+        """Implementation of recurrent heads that `set_ssm_implementation` selected; ``auto`` without such heads."""
+        return next((heads.impl for heads in self.recurrent_heads()), "auto")
+
     def new_cache(self, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
         """Make an empty cache for this model.
 

@@ -102,7 +102,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator,
     ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone", fix):
         alone_LV = _logits(model, document_1L)
-        with _rounded_once_more(model, generator):
+        with rounded_once_more(model, generator, _eps(model)):
             limit = MARGIN * _size(_logits(model, document_1L) - alone_LV)
     for way, logits in ways.items():
         with _refusal(model, way, fix):
@@ -181,14 +181,19 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
             setattr(config, field, size)
 
 
-@contextmanager
-def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
-    """Perturb every decoder layer's output by about one rounding error."""
+def _eps(model: PreTrainedModel) -> float:
+    """Return the relative rounding error of the model's products."""
     eps = torch.finfo(model.dtype).eps
     if model.device.type == "cuda":
         eps = max(eps, TF32_EPS)
     if getattr(model.config, "quantization_config", None) is not None:
         eps = max(eps, QUANTIZED_EPS)
+    return eps
+
+
+@contextmanager
+def rounded_once_more(model: PreTrainedModel, generator: torch.Generator, eps: float) -> Iterator[None]:
+    """Perturb every decoder layer's output by about one rounding error of relative size ``eps``."""
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
 from ..data import PINS, Batch, open_rows, write_pins
-from ..distributed import agree_on, alone_in, connect, on_main_process
+from ..distributed import agree_on, alone_in, connect, on_main_process, own_device
 from ..evaluation.evaluate import EvalResult, evaluate
-from ..export import GateReport, export_checkpoint, origin
+from ..export import ExportError, GateReport, export_checkpoint, origin
 from ..io import Record, write_json, write_text
+from ..kernels import check_kernels
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..progress import Phase
@@ -42,6 +43,7 @@ from ..student.build import (
     graft_recurrent_heads,
     unshare_weights,
 )
+from ..student.dtypes import settle
 from ..student.init import CALIBRATED, DEFAULT_INIT, Init
 from ..teacher import fingerprint
 from ..train.checkpoint import StageManifest, load_stage, weights_hash
@@ -91,6 +93,7 @@ class Run(RunInputs):
         Raises ValueError naming the fields that differ, or the problem with the input.
         """
         processes = connect().num_processes
+        check_kernels(self.config.student.kernels, own_device(), "student.kernels")
         for stage in self.config.stage_configs:
             stage.check_world(processes)
         left = outdated(self.config)
@@ -217,9 +220,10 @@ class Run(RunInputs):
             rows = open_rows(data, self.tokenizer, pins=self.pins)
             calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
-            student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
             if aligned:
-                graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
+                student, report = self._student_from_alignment(plan, aligned)
+            else:
+                student, report = self._new_student(plan, options.init, calibration)
         path = self.out / "build.json"
         on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **dataclasses.asdict(report)}))
         return student
@@ -237,8 +241,15 @@ class Run(RunInputs):
             init=init,
             calibration=calibration,
             seed=self.seed,
+            kernels=options.kernels,
         )
         student.name_or_path = self.config.name
+        return student, report
+
+    def _student_from_alignment(self, plan: HeadPlan, stage: Path) -> tuple[HybridForCausalLM, BuildReport]:
+        """Build a student whose recurrent heads come from a finished alignment of all heads."""
+        student, report = self._new_student(plan)
+        graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), stage))
         return student, report
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
@@ -250,7 +261,10 @@ class Run(RunInputs):
     # align, distill
 
     def train(self, plan: HeadPlan) -> HybridForCausalLM:
-        """Build the student and train it stage by stage; finished stages are loaded instead."""
+        """Build the student and train it stage by stage; finished stages are loaded instead.
+
+        The result has the teacher's dtype (`settle`); the float32 weights are in the last stage's folder.
+        """
         student = self.build(plan)
         if plan.keeps_all:
             log.info("every head is kept: the student is the teacher, and there is nothing to train")
@@ -260,7 +274,7 @@ class Run(RunInputs):
             parent = self._train_stage(student, stage, folder, parent, steps).weights
             steps += stage.steps
         unshare_weights(student)
-        return student
+        return settle(student)
 
     def _stage_folders(self) -> list[tuple[StageConfig, Path]]:
         stages = enumerate(self.config.own_stages, start=1)
@@ -327,7 +341,10 @@ class Run(RunInputs):
         plan = HeadPlan.load(path)
         if plan.keeps_all:
             return self._new_student(plan)[0], plan
-        return self._loaded_student(plan, self.last_stage()), plan
+        if not self.config.own_stages:  # `restoration` has aligned it in ``aligned/``, and nothing came after
+            aligned = finished_run(self.out / "aligned").last_stage()
+            return settle(self._student_from_alignment(plan, aligned)[0]), plan
+        return settle(self._loaded_student(plan, self.last_stage())), plan
 
     # evaluate
 
@@ -382,7 +399,8 @@ class Run(RunInputs):
         """Export the student through the export gate, with the scores and results in the run directory.
 
         ``options`` go to `export_checkpoint`. Returns the gate's report on the main process, None on the others. Raises
-        ExportError if the exported model does not compute the same as the student.
+        ExportError if the exported model does not compute the same as the student. Nothing is lost then: the student is
+        in its last stage's folder, and the same command finds everything but the export.
         """
         reports: list[GateReport] = []
         license, base_model = origin(self.config.teacher.path)
@@ -396,9 +414,17 @@ class Run(RunInputs):
             "base_model": base_model,
         }
         place = path or self.out / "export"
-        on_main_process(
-            lambda: reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
-        )
+
+        def write() -> None:
+            try:
+                reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
+            except ExportError as error:
+                raise ExportError(
+                    f"{error}\nNothing else is lost: the trained student is in {self.out / 'stages'} and its "
+                    "results are written; the same command repeats the export alone."
+                ) from error
+
+        on_main_process(write)
         return next(iter(reports), None)
 
     def _training(self) -> list[Record]:

@@ -66,18 +66,21 @@ def build_student(
     init: Init = DEFAULT_INIT,
     calibration: Mapping[str, object] | None = None,
     seed: int = 0,
+    kernels: str = "auto",
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, and replace every head outside the plan by a recurrent head.
 
     ``init`` initializes the recurrent heads; the inits in `CALIBRATED` need ``calibration``, a batch of ordinary text:
     ``input_ids`` and optionally ``seq_idx``, both [B, L]. ``recurrence`` is the form of the recurrent heads
-    (`SSMHeads`). ``seed`` sets all random draws. The teacher is unchanged and shares no tensor with the student; to
-    share, call `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad option,
-    unsupported attention, and a model that fails `check_rows`.
+    (`SSMHeads`), ``kernels`` their implementation (`ssd.IMPLEMENTATIONS`), which the student checks itself on.
+    ``seed`` sets all random draws. The teacher is unchanged and shares no tensor with the student; to share, call
+    `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad option, unsupported attention,
+    and a model that fails `check_rows`.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
     student = empty_student(teacher, plan, d_state, conv_width, recurrence)
+    student.set_ssm_implementation(kernels)  # before the student checks itself
     check_teacher_rows(teacher)
     traces = _trace(teacher, calibration, init)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data import Batch, TaughtBatch, cu_seqlens
+from ..kernels import loss_implementation
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
 from ..student.build import unshare_weights
@@ -57,6 +58,11 @@ class EndToEnd(Stage[DistillConfig]):
         elif any(getattr(part, "gradient_checkpointing", False) for part in self.parts()):  # set by an earlier stage
             keep_activations(student)
 
+    @property
+    def is_fused(self) -> bool:
+        """True if the loss is computed from hidden states: both models' logits are then plain products."""
+        return self.config.fused and all(_is_product(model) for model in (self.model, *self.teachers))
+
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)
 
@@ -93,14 +99,17 @@ class EndToEnd(Stage[DistillConfig]):
         self, ours_BLD: Tensor, theirs: Tensor | TeacherTopK, mask_BL: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Compute the loss; ``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
-        known, fused = theirs, self.config.fused and _is_product(self.model)
+        if self.is_fused:
+            options |= {"impl": loss_implementation(self.model)}
+            known = theirs
+            if isinstance(theirs, Tensor):
+                known = TeacherHead(theirs, _head(self.teacher).weight)
+            assert not isinstance(known, Tensor)
+            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
         if isinstance(theirs, Tensor):
             with torch.no_grad():
-                is_head = fused and _is_product(self.teacher)
-                known = TeacherHead(theirs, _head(self.teacher).weight) if is_head else logits_of(self.teacher, theirs)
-        if isinstance(known, TeacherHead) or (fused and isinstance(known, TeacherTopK)):
-            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
-        return distillation_loss(logits_of(self.model, ours_BLD), known, mask_BL, **options)
+                theirs = logits_of(self.teacher, theirs)
+        return distillation_loss(logits_of(self.model, ours_BLD), theirs, mask_BL, **options)
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:

@@ -35,6 +35,7 @@ from ..progress import Phase
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .end_to_end import EndToEnd
+from .kernels import agree_on_kernels
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .parallel.strategy import Strategy
 from .resume import (
@@ -162,6 +163,7 @@ class _Training:
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
         self.strategy = _spread(self.stage, self.accelerator, teacher_sharding)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
+        agree_on_kernels(self.strategy.stage, self.accelerator.device)
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:

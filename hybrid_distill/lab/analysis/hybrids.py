@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data import read_held_out
 from ...distributed import own_device
 from ...guard import load_student
+from ...kernels import Kernels, use_kernels
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run
 from ...pipeline.folder import is_run
@@ -70,6 +71,8 @@ class ReplaceLayer(Experiment):
     """Folder of a run with its alignment (for a demo: OUT/aligned), or a student's checkpoint."""
     teacher: str | None = None
     """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
+    kernels: Kernels = "auto"
+    """Implementation of the student's recurrent heads."""
     by: Literal["layer", "head"] = "layer"
     """Unit to put back at a time: a ``layer`` or a ``head``."""
     questions: Questions = field(default_factory=Questions)
@@ -93,6 +96,7 @@ class ReplaceLayer(Experiment):
             check_teacher(read_teacher(name, flag="--teacher")[0], name=name)
             teacher, tokenizer = load_teacher(name, dtype=dtype, flag="--teacher")
             tokenizer = own or tokenizer
+        use_kernels(student, self.kernels, own_device())
         student.name_or_path = str(self.student)
         if (ours := _shape(student)) != (theirs := _shape(teacher)):
             raise ValueError(
