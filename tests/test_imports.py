@@ -15,7 +15,7 @@ import hybrid_distill
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("io", "limits", "locking", "provenance", "distributed", "progress"),
+    ("io", "limits", "locking", "provenance", "devices", "exchange", "distributed", "progress"),
     ("assets", "model", "plan"),
     ("guard",),
     ("teacher",),
