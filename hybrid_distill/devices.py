@@ -16,7 +16,7 @@ from .limits import first_line
 
 CPU_ASKED = "ACCELERATE_USE_CPU"
 """accelerate's variable for computing on the CPU; `accelerate launch` sets it from a launch file's ``use_cpu``."""
-ON_CPU = f"set {CPU_ASKED}=true to compute on the CPU"
+ON_CPU = f"to compute on the CPU, set {CPU_ASKED}=true or use launch/cpu.yaml"
 NVIDIA_DRIVER = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 AMD_DRIVER = ("/sys/module/amdgpu/version",)
 NVIDIA_SIGNS = ("/dev/nvidia[0-9]*", *NVIDIA_DRIVER)
