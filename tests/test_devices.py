@@ -67,10 +67,11 @@ def test_a_container_without_its_gpus_has_the_driver_alone(machine):
         check_devices()
 
 
-@pytest.mark.parametrize("variables", [{CPU_ASKED: "true"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}])
-def test_whoever_asks_for_the_cpu_gets_it(machine, monkeypatch, variables):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize(
+    ("name", "value"), [(CPU_ASKED, "true"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")]
+)
+def test_whoever_asks_for_the_cpu_gets_it(machine, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     assert DeviceFacts.find().problem == ""
     check_devices()
 

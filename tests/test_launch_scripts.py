@@ -79,8 +79,9 @@ def machine(tmp_path: Path) -> dict[str, str]:
     (record / "worker.py").write_text(WORKER)
     variables = {
         "PATH": f"{commands}:{os.environ['PATH']}", "RECORD": str(record), "PYTHON": "recorder",
-        "GPUS": "4", "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save", "SLURM_JOB_ID": JOB, "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
+        "GPUS": "4", "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save",
+        "SLURM_JOB_ID": JOB, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     ours = ("NNODES", "NODE_RANK", "NPROC", "MASTER_ADDR", "MASTER_PORT", "CONFIG", "ACCELERATE_USE_CPU")

@@ -249,8 +249,8 @@ class _Training:
         n_tokens, totals = self._totals(micro_batches)
         loss = torch.zeros((), device=self.accelerator.device)
         layers: dict[str, Tensor] = {}
-        for micro_batch in micro_batches:
-            with self.accelerator.accumulate(self.model):
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self.strategy.micro_batch(is_last=number == len(micro_batches)):
                 found = self.model(micro_batch, totals)
                 loss += found.total.detach()
                 for name, value in found.per_layer.items():

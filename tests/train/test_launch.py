@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from processes import ON_CPU
+from safetensors.torch import load_file
 from training import CHAIN, StoppingRows, free_port, small_config, small_rows, sure_models, train_chain
 
 from hybrid_distill.train.loop import Interrupted, train_stage
