@@ -1,4 +1,4 @@
-"""What a process computes on, and why it must not: a launch for GPUs never falls back to the CPU without a word."""
+"""Devices that processes compute on: a launch for GPUs never falls back to the CPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from .limits import first_line
 
 CPU_ASKED = "ACCELERATE_USE_CPU"
-"""accelerate's variable for computing on the CPU; `accelerate launch` sets it from a launch file's ``use_cpu``."""
+"""accelerate's variable for computing on the CPU, set from a launch file's ``use_cpu``."""
 ON_CPU = f"to compute on the CPU, set {CPU_ASKED}=true or use launch/cpu.yaml"
 NVIDIA_DRIVER = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 AMD_DRIVER = ("/sys/module/amdgpu/version",)
 NVIDIA_SIGNS = ("/dev/nvidia[0-9]*", *NVIDIA_DRIVER)
-"""Files of a machine with an NVIDIA GPU; a container that was started without GPUs has those of the driver alone."""
+"""Files of a machine with an NVIDIA GPU; a container without GPUs has those of the driver alone."""
 AMD_SIGNS = ("/dev/kfd",)
 """The same for AMD. Many laptops have it, so it counts only for a torch that is built for AMD."""
 HIDDEN = ("", "-1", "NoDevFiles")
@@ -38,7 +38,7 @@ def is_launched() -> bool:
 
 
 def computes_on_gpu() -> bool:
-    """Check whether this process computes on a GPU: torch can use one, and nobody asked for the CPU."""
+    """Check whether torch can use a GPU and nobody asked for the CPU."""
     import torch
 
     return torch.cuda.is_available() and not flag(CPU_ASKED)
@@ -46,7 +46,7 @@ def computes_on_gpu() -> bool:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What one process computes on, and with what."""
+    """Device of one process, and the versions that it computes with."""
 
     host: str
     kind: str
@@ -71,7 +71,9 @@ class DeviceFacts:
         if kind == "cuda" and not problem:
             name = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
         cuda = torch.version.cuda or torch.version.hip or ""
-        return cls(socket.gethostname(), kind, name, torch.__version__, cuda, driver_version(), problem)
+        return cls(
+            socket.gethostname(), kind, name, torch.__version__, cuda, driver_version(), problem
+        )
 
     def summary(self, kernels: str) -> str:
         """Describe device, kernels, torch, CUDA and driver in one line."""
@@ -109,7 +111,8 @@ def unusable_gpu() -> str:
     signs = signs_of_gpu()
     if torch.cuda.is_available() or flag(CPU_ASKED) or not signs:
         return ""
-    return f"this machine has a GPU ({signs[0]}), and torch {torch.__version__} cannot use it: {_reason()}"
+    version = torch.__version__
+    return f"this machine has a GPU ({signs[0]}), and torch {version} cannot use it: {_reason()}"
 
 
 def is_built_for_gpu() -> bool:
@@ -140,14 +143,15 @@ def _problem() -> str:
         return ""
     if not torch.cuda.is_available():
         if is_launched():
-            return f"it was launched for a GPU, and torch {torch.__version__} cannot use one: {_reason()}"
+            version = torch.__version__
+            return f"it was launched for a GPU, and torch {version} cannot use one: {_reason()}"
         # Somebody who installed a torch without CUDA expects the CPU: `distributed` only warns.
         return unusable_gpu() if is_built_for_gpu() else ""
     number, n_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= n_gpus:
         return (
-            f"it is number {number + 1} on its machine, where torch sees {n_gpus} GPUs; start at most {n_gpus} "
-            "processes on each machine."
+            f"it is number {number + 1} on its machine, where torch sees {n_gpus} GPUs; start at "
+            f"most {n_gpus} processes on each machine."
         )
     return ""
 
@@ -158,7 +162,8 @@ def problem_of_launch(facts: Sequence[DeviceFacts]) -> str:
     if refused:
         rank, first = next(iter(refused.items()))
         others = f" ({len(refused)} of {len(facts)} processes cannot.)" if len(refused) > 1 else ""
-        return f"process {rank} of {len(facts)} on {first.host} must not compute: {first.problem}{others}"
+        name = f"process {rank} of {len(facts)} on {first.host}"
+        return f"{name} must not compute: {first.problem}{others}"
     return _difference(facts, "kind", f"Start all processes on GPUs, or {ON_CPU} on all machines.")
 
 
@@ -175,11 +180,16 @@ def _difference(facts: Sequence[DeviceFacts], name: str, advice: str) -> str:
     if len(first_with) < 2:
         return ""
     found = ", ".join(
-        f"process {rank} on {facts[rank].host} has {value or 'none'}" for value, rank in first_with.items()
+        f"process {rank} on {facts[rank].host} has {value or 'none'}"
+        for value, rank in first_with.items()
     )
     return f"the processes of this launch differ in their {LABELS[name]}: {found}. {advice}".strip()
 
 
 LABELS: Mapping[str, str] = {
-    "kind": "device", "name": "GPU", "torch": "torch", "cuda": "CUDA version", "driver": "GPU driver",
-}  # fmt: skip
+    "kind": "device",
+    "name": "GPU",
+    "torch": "torch",
+    "cuda": "CUDA version",
+    "driver": "GPU driver",
+}

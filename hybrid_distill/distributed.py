@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .devices import DeviceFacts, computes_on_gpu, flag, note_on_launch, problem_of_launch, unusable_gpu
 from .exchange import FAREWELL_S, Exchange, OtherProcessError, describe_error, wait_for_keys
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import KwargsHandler
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """accelerate's FSDP settings: two would be silently ignored, and the last (on by default!) loads empty teachers."""
@@ -182,8 +182,9 @@ def _facts_of_launch(own: DeviceFacts) -> list[DeviceFacts]:
 
     Raises WorldError naming processes that do not come within the time that torch waits for them.
     """
-    import torch.distributed as dist
+    import torch
 
+    dist: Any = torch.distributed
     world = int(os.environ.get("WORLD_SIZE", 1))
     is_connecting = int(os.environ.get("LOCAL_RANK", -1)) >= 0 and "MASTER_ADDR" in os.environ
     if world == 1 or not is_connecting:

@@ -1,8 +1,9 @@
-"""Exchange of values between the processes of a launch through the rendezvous store: no wait has a time limit.
+"""Exchange of values between processes through the rendezvous store, without a time limit.
 
-A collective ends with an error when one process is late: after 10 minutes with NCCL. Whatever one process may do alone,
-or much more slowly than the others (tokenize, download, evaluate, export), therefore waits here. What replaces the time
-limit: every process counts up a heartbeat in the store, and a wait ends if that of an awaited process stands still.
+A collective ends with an error when one process is late: after 10 minutes with NCCL. Whatever one
+process may do alone, or much more slowly than the others (tokenize, download, evaluate, export),
+therefore waits here. Heartbeats replace the time limit: a wait ends if that of an awaited process
+stands still.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .limits import first_line
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
 BEAT_S = 5.0
 """Seconds between two heartbeats."""
 SILENCE_S = 300.0
-"""Seconds without a heartbeat after which a process counts as gone; a library may hold the interpreter for a while."""
+"""Seconds without a heartbeat after which a process counts as gone. Libraries may hold the
+interpreter, and with it the heartbeat, for a while."""
 FAREWELL_S = 10.0
 """Longest wait, at the end of a program, for the others to read what is left in the store."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.0005, 0.5, 1.2
 """Pauses between two looks at the store; they grow, so that a long wait costs the store little."""
+CAREFUL_PAUSE_S = 0.1
+"""Pause from which on a wait also looks whether the other process still runs."""
 CHUNK = 2**20  # bytes; the store refuses values of more than a few megabytes
 
 
@@ -39,7 +43,10 @@ class OtherProcessError(RuntimeError):
 
 
 class Exchange:
-    """Values that the processes of one launch give to one another. Every process must make the same calls in order."""
+    """Values that the processes of one launch give to one another.
+
+    Every process must make the same calls, in the same order.
+    """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
@@ -47,11 +54,12 @@ class Exchange:
         self._own_keys: list[tuple[int, str]] = []
         self._is_over = threading.Event()
         # A connection of its own: the store's lock is held while a library waits for a key.
-        beats = store.clone() if hasattr(store, "clone") else store
-        self._heart = threading.Thread(target=self._beat, args=(beats,), name="heartbeat", daemon=True)
+        beats: Any = cast(Any, store).clone() if hasattr(store, "clone") else store
+        self._heart = threading.Thread(
+            target=self._beat, args=(beats,), name="heartbeat", daemon=True
+        )
         self._heart.start()
-        # A thread that is inside the store's code while the interpreter ends would crash it.
-        atexit.register(self.stop)
+        atexit.register(self.leave)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all processes, in rank order, once all have given theirs."""
@@ -62,9 +70,10 @@ class Exchange:
         return values
 
     def from_main(self, compute: Callable[[], T]) -> T:
-        """Run ``compute`` on the main process and return its result on all; nobody returns before all others can.
+        """Run ``compute`` on the main process and return its result on all.
 
-        An error is raised on the main process and, as `OtherProcessError`, on the others.
+        The main process returns once all have the result. An error is raised on the main process
+        and, as `OtherProcessError`, on the others.
         """
         number = next(self._calls)
         if self.rank != 0:
@@ -85,24 +94,24 @@ class Exchange:
         self._forget_before(number)
         return result
 
-    def stop(self) -> None:
-        """End the heartbeat."""
-        atexit.unregister(self.stop)
+    def leave(self) -> None:
+        """Record that this process ends, and stop its heartbeat. Runs at every exit."""
+        atexit.unregister(self.leave)
         self._is_over.set()
+        # A thread that is inside the store's code while the interpreter ends would crash it.
         self._heart.join(timeout=BEAT_S)
+        # If the store is gone, nobody waits any more.
+        with suppress(RuntimeError):
+            self.store.set(_key("end", self.rank), "")
 
     def farewell(self) -> None:
-        """End the exchange. The main process may hold the store, and leaves last, or after `FAREWELL_S`."""
-        self.stop()
-        try:
-            self.store.set(_key("end", self.rank), "")
-            if self.rank == 0:
-                end = time.monotonic() + FAREWELL_S
-                keys = [_key("end", rank) for rank in range(self.world)]
-                while not self.store.check(keys) and time.monotonic() < end:
-                    time.sleep(FIRST_PAUSE_S)
-        except RuntimeError:  # the store is gone: nobody waits any more
-            pass
+        """Leave without an error. The main process, which may hold the store, leaves last."""
+        self.leave()
+        if self.rank == 0:
+            with suppress(RuntimeError):
+                wait_for_keys(
+                    self.store, [_key("end", rank) for rank in range(self.world)], FAREWELL_S
+                )
 
     def _beat(self, store: Store) -> None:
         for count in itertools.count():
@@ -121,7 +130,7 @@ class Exchange:
         # The key that the others look for comes last.
         self._set(number, _key(number, self.rank), str(len(parts)))
 
-    def _set(self, number: int, key: str, value: str | bytes) -> None:
+    def _set(self, number: int, key: str, value: Any) -> None:
         with _connected():
             self.store.set(key, value)
         self._own_keys.append((number, key))
@@ -140,15 +149,19 @@ class Exchange:
         while not self.store.check([key]):
             time.sleep(pause)
             pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_S)
-            if pause < LONGEST_PAUSE_S:
+            if pause < CAREFUL_PAUSE_S:
                 continue
+            if self.store.check([_key("end", rank)]) and not self.store.check([key]):
+                raise OtherProcessError(
+                    f"process {rank} of {self.world} has ended; see its own output for the reason."
+                )
             latest = self._heartbeat(rank)
             if latest != count:
                 count, changed = latest, time.monotonic()
             elif time.monotonic() - changed > SILENCE_S:
                 raise OtherProcessError(
-                    f"process {rank} of {self.world} has given no sign of life for {SILENCE_S:g} s; see its own "
-                    "output for the reason, and run the same command again."
+                    f"process {rank} of {self.world} has given no sign of life for {SILENCE_S:g} "
+                    "seconds; see its own output for the reason, and run the same command again."
                 )
 
     def _heartbeat(self, rank: int) -> bytes:
@@ -156,7 +169,7 @@ class Exchange:
         return self.store.get(key) if self.store.check([key]) else b""
 
     def _forget_before(self, number: int) -> None:
-        """Remove this process's values of earlier calls, which all processes have read, from the store."""
+        """Remove this process's values of earlier calls, which all have read, from the store."""
         with _connected():
             for call, key in self._own_keys:
                 if call < number:
@@ -173,8 +186,8 @@ def _connected() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise OtherProcessError(
-            f"the connection to the main process is lost ({first_line(error)}); see its own output for the reason, "
-            "and run the same command again."
+            f"the connection to the main process is lost ({first_line(error)}); see its own output "
+            "for the reason, and run the same command again."
         ) from error
 
 
@@ -187,7 +200,7 @@ def describe_error(error: Exception) -> str:
 
 
 def wait_for_keys(store: Store, keys: Iterable[str], patience: float) -> list[str]:
-    """Wait until all keys are in the store, or for ``patience`` seconds; return those that are not."""
+    """Wait at most ``patience`` seconds for keys in the store; return those that are not there."""
     pause, end = FIRST_PAUSE_S, time.monotonic() + patience
     missing = list(keys)
     while missing := [key for key in missing if not store.check([key])]:

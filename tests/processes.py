@@ -1,4 +1,4 @@
-"""Two processes of one launch, each started by hand: with its own environment, and without a launcher."""
+"""Two processes of one launch, each started by hand with its own environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Ended(NamedTuple):
 
 
 def start_two(
-    program: Path, *arguments: object, own: Sequence[Mapping[str, str]] = ({}, {}), timeout: float = 120.0
+    program: Path,
+    *arguments: object,
+    own: Sequence[Mapping[str, str]] = ({}, {}),
+    timeout: float = 120.0,
 ) -> list[Ended]:
     """Run a program as the two processes of a launch; ``own`` adds to the environment of each."""
     common = os.environ | ON_CPU
@@ -37,7 +40,11 @@ def start_two(
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(changes)
             running.append(
                 subprocess.Popen(
-                    command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                    command,
+                    env=environment,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                 )
             )
         ended = []

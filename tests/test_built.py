@@ -102,7 +102,9 @@ def test_the_file_holds_the_recurrent_heads_and_nothing_else(before):
     stored = load_file(before[0] / TENSORS)
     assert stored and all(".ssm." in name for name in stored)
     sources = json.loads((before[0] / RECORD).read_text())["tensors"]
-    assert set(stored) == {tensor["name"] for tensor in sources if tensor["action"] == "initialized"}
+    assert set(stored) == {
+        tensor["name"] for tensor in sources if tensor["action"] == "initialized"
+    }
 
 
 @pytest.mark.parametrize("keep", ["some", "all"])

@@ -1,4 +1,4 @@
-"""A launch for GPUs refuses the CPU, all processes compute on one kind of device, and a run's first line says which.
+"""A launch for GPUs refuses the CPU, and a run's first line says what it computes on.
 
 This file is also the program that each of two processes runs: ``test_devices.py``.
 """
@@ -37,7 +37,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with a GPU, a torch for CUDA, and a driver that is too old; nobody has asked for the CPU."""
+    """A machine with a GPU, a torch for CUDA, and a driver that is too old."""
     for name in (CPU_ASKED, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
 
@@ -46,7 +46,9 @@ def machine(monkeypatch, tmp_path):
 
     (tmp_path / "nvidia0").touch()
     (tmp_path / "version").write_text("470.256.02\n")
-    monkeypatch.setattr(devices, "NVIDIA_SIGNS", (str(tmp_path / "nvidia[0-9]*"), str(tmp_path / "version")))
+    monkeypatch.setattr(
+        devices, "NVIDIA_SIGNS", (str(tmp_path / "nvidia[0-9]*"), str(tmp_path / "version"))
+    )
     monkeypatch.setattr(devices, "NVIDIA_DRIVER", (str(tmp_path / "version"),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", refuse)
@@ -68,7 +70,8 @@ def test_a_container_without_its_gpus_has_the_driver_alone(machine):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(CPU_ASKED, "true"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")]
+    ("name", "value"),
+    [(CPU_ASKED, "true"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")],
 )
 def test_whoever_asks_for_the_cpu_gets_it(machine, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
@@ -149,10 +152,23 @@ def test_a_launch_file_for_gpus_refuses_the_cpu(tmp_path, file):
 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop(CPU_ASKED, None)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_FILES / file)]
-    command += ["--num_processes", "1" if file == "single_gpu.yaml" else "2", "--main_process_port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(LAUNCH_FILES / file),
+    ]
+    command += [
+        "--num_processes",
+        "1" if file == "single_gpu.yaml" else "2",
+        "--main_process_port",
+        str(free_port()),
+    ]
     command.append(__file__)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode != 0 and done.stderr.count("error: ") == 1, done.stderr
     assert "connected" not in done.stdout
 
@@ -160,9 +176,20 @@ def test_a_launch_file_for_gpus_refuses_the_cpu(tmp_path, file):
 @pytest.mark.launched
 def test_the_launch_file_for_the_cpu_computes_there():
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_FILES / "cpu.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(LAUNCH_FILES / "cpu.yaml"),
+    ]
     done = subprocess.run(
-        [*command, __file__], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*command, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0 and "connected cpu" in done.stdout, done.stderr
 
@@ -192,7 +219,8 @@ def main() -> None:
     odd = os.environ.get("ODD")
     found = {"no": GPU, "bad": replace(CPU, problem="the driver is too old"), "mixed": CPU}
     if odd:
-        DeviceFacts.find = classmethod(lambda cls: found[odd])  # type: ignore[method-assign,assignment]
+        facts = found[odd]
+        DeviceFacts.find = classmethod(lambda cls: facts)  # type: ignore[method-assign,assignment]
     exit_cleanly(lambda: print("connected", connect().device.type))
 
 

@@ -1,4 +1,4 @@
-"""Processes wait for one another as long as it takes, and not for one that is gone; all must see one folder.
+"""Processes wait for one another, but not for one that is gone; all must see one folder.
 
 This file is also the program that each of two processes runs: ``test_exchange.py OUT``.
 """
@@ -40,7 +40,7 @@ LONGER_S = 2.5
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """What each process has found."""
+    """Findings of each process."""
     from processes import start_two
 
     out = tmp_path_factory.mktemp("exchange")
@@ -96,11 +96,13 @@ def test_a_folder_that_one_process_does_not_see_is_refused_by_all(tmp_path):
 
 
 @pytest.mark.launched
-def test_a_process_that_is_gone_ends_the_wait(tmp_path):
+@pytest.mark.parametrize(("how", "status"), [("killed", -signal.SIGKILL), ("failed", 3)])
+def test_a_process_that_is_gone_ends_the_wait(how, status):
+    """One that ends by itself does so at once; one that is killed stops its heartbeat."""
     from processes import start_two
 
-    ended = start_two(Path(__file__), "gone")
-    assert ended[1].status == -signal.SIGKILL
+    ended = start_two(Path(__file__), how)
+    assert [process.status for process in ended] == [0, status], ended
     assert ended[0].out.strip() == "OtherProcessError"
 
 
@@ -186,7 +188,7 @@ def folders() -> None:
     disconnect()
 
 
-def gone() -> None:
+def killed() -> None:
     """Wait for a process that has been killed."""
     exchange.BEAT_S = 0.1
     exchange.SILENCE_S = 2.0
@@ -197,7 +199,16 @@ def gone() -> None:
     print(kind_of_error(wait_for_all), flush=True)
 
 
+def failed() -> None:
+    """Wait for a process that has ended with an error, on its own."""
+    rank = connect().process_index
+    wait_for_all()
+    if rank == 1:
+        sys.exit(3)
+    print(kind_of_error(wait_for_all), flush=True)
+
+
 if __name__ == "__main__":
     assert issubclass(InUse, ValueError)
-    programs = {"waits": waits, "folders": folders, "gone": gone}
+    programs = {"waits": waits, "folders": folders, "killed": killed, "failed": failed}
     programs[sys.argv[1]](*map(Path, sys.argv[2:]))

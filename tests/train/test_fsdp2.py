@@ -1,4 +1,4 @@
-"""FSDP2 moves each weight once a step, however many micro-batches it has, and in bfloat16 where autocast rounds it.
+"""FSDP2 moves each weight once a step, and in bfloat16 where autocast rounds it.
 
 This file is also the program that each of two processes runs: ``test_fsdp2.py OUT``.
 """
@@ -33,7 +33,10 @@ PRECISIONS = ("fp32", "bf16")
 STAGES = ("align", "distill", "long")
 MICRO_BATCHES = (1, 4)
 CASES = [
-    (name, precision, count) for name in STAGES for precision in PRECISIONS for count in MICRO_BATCHES
+    (name, precision, count)
+    for name in STAGES
+    for precision in PRECISIONS
+    for count in MICRO_BATCHES
 ]
 
 
@@ -42,7 +45,7 @@ def name_of(name: str, precision: str, count: int) -> str:
 
 
 def train(out: Path, name: str, precision: str, count: int, world: int) -> dict[str, Any]:
-    """Train two steps of 16 rows in ``count`` micro-batches of each process; what they logged and moved."""
+    """Train two steps of 16 rows in ``count`` micro-batches; what they logged and moved."""
     config = small_config(name, steps=STEPS, batch_size=16, micro_batch_size=16 // world // count)
     config = replace(config, precision=precision)
     stage = make_stage(config, *sure_models(), vocab_size=99)
@@ -60,7 +63,7 @@ def train(out: Path, name: str, precision: str, count: int, world: int) -> dict[
 
 
 class Moved(TorchDispatchMode):
-    """Bytes of the whole tensors that collectives of FSDP2 gather and reduce; torch calls them by varying names."""
+    """Bytes of the whole tensors that FSDP2 gathers and reduces, by collectives of any name."""
 
     def __init__(self) -> None:
         super().__init__()
