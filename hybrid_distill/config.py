@@ -24,6 +24,7 @@ from .probes.forms import check_form
 from .student.init import Init
 from .teacher import TINY
 from .train.config import (
+    COLLECTIVE_TIMEOUT,
     AlignConfig,
     DistillConfig,
     LongConfig,
@@ -180,6 +181,9 @@ class RunConfig:
     teacher_sharding: Literal["replicated", "sharded"] = "replicated"
     """``sharded``: while a stage trains, each process holds a shard of the teacher's decoder layers, however the launch
     file shards the student. Scoring and evaluation still need the whole teacher."""
+    collective_timeout: Positive = COLLECTIVE_TIMEOUT
+    """Minutes that processes wait for one another within a training step before the run ends in an error. Tokenizing,
+    downloading, scoring, evaluating and exporting have no limit."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     """Write the student as a Hugging Face checkpoint."""

@@ -15,7 +15,7 @@ import hybrid_distill
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("io", "limits", "locking", "provenance", "distributed", "progress", "vocabulary"),
+    ("io", "limits", "locking", "provenance", "devices", "exchange", "distributed", "progress", "vocabulary"),
     ("assets", "model", "plan"),
     ("guard", "kernels"),
     ("teacher",),

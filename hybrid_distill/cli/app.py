@@ -24,7 +24,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from .. import progress
-from ..distributed import WorldError, disconnect, is_launched_main
+from ..distributed import LaunchRefused, UnsharedFolder, WorldError, disconnect, is_launched_main
+from ..exchange import OtherProcessError
 from ..locking import InUse
 from .aliases import in_current_words
 
@@ -43,6 +44,8 @@ COMMANDS = {
 NAMES = tuple(name for group in COMMANDS.values() for name in group)
 STYLES = ("--quiet", "--json")
 WITH_JSON = ("score", "run", "demo", "evaluate")
+IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
+"""Errors that all processes of a launch raise together; the main one prints them."""
 QUIET = 1.0
 """Seconds of loading libraries after which a line reports it."""
 for _name in ("torchao", "torch.utils._pytree"):  # warn about a missing GPU; a recipe's imports load them
@@ -191,7 +194,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         status = _exit_status(error)
         if status is None:
             raise
-        if is_launched_main() or not (status == 0 or isinstance(error, InUse)):  # raised in every process of a launch
+        if is_launched_main() or not (status == 0 or isinstance(error, IN_EVERY_PROCESS)):
             print(f"error: {error}" if status else error, file=sys.stderr)
             if progress.style == "json":
                 progress.write(error=str(error))
@@ -213,7 +216,7 @@ def _lost_its_reader() -> bool:
 
 def _exit_status(error: Exception) -> int | None:
     """Return the exit status of an error; None for a bug."""
-    if isinstance(error, (ValueError, OSError, WorldError)):
+    if isinstance(error, (ValueError, OSError, WorldError, OtherProcessError)):
         return 2
     from ..export import ExportError
     from ..train.loop import Diverged, Interrupted

@@ -16,13 +16,14 @@ log = logging.getLogger(__name__)
 
 MAY_CHANGE = (
     "out", "resume", "trackers", "group", "profile", "dry_run", "show_config", "gpus", "gpu_memory", "export",
-    "teacher_sharding",
+    "teacher_sharding", "collective_timeout",
 )  # fmt: skip
 """Config fields that may differ from config.json when a run resumes."""
 STUDENT_MAY_CHANGE = ("kernels",)
 """Fields of ``student`` that may differ too: they change how it is computed, not what it is."""
 LEAVES = (
-    "scores.json", "scores.partial.json", "plan.json", "restoration-*.json", "build.json", "aligned", "stages/*-*",
+    "scores.json", "scores.partial.json", "plan.json", "restoration-*.json", "build.json", "build.safetensors",
+    "aligned", "stages/*-*",
     "teacher/evaluation.json", "evaluation.json", "export", ".export.*.tmp", "report.md",
     f"{PROJECT}/events.out.tfevents.*",
 )  # fmt: skip

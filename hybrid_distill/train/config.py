@@ -21,6 +21,8 @@ Fixed = Annotated[T, tyro.conf.Suppress]
 """Field that the command line hides."""
 Factor = Annotated[float, Limits(0)]
 
+COLLECTIVE_TIMEOUT = 30.0
+"""Minutes that processes wait for one another within a training step, unless a run sets its own."""
 MAY_CHANGE = frozenset(
     {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "gradient_checkpointing", "spike",
      "on_divergence", "max_skips", "data_workers"}

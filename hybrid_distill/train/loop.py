@@ -23,17 +23,21 @@ from torch import Tensor, nn
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import (
     agree_on,
+    check_shared,
     compute_everywhere,
     is_deepspeed,
     is_fsdp2,
+    limit_collectives,
     make_accelerator,
     on_main_process,
     set_batch,
+    wait_for_all,
 )
 from ..io import Record
 from ..progress import Phase
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
+from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
 from .kernels import agree_on_kernels
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
@@ -78,6 +82,7 @@ def train_stage(
     progress: bool = True,
     profile: bool = False,
     teacher_sharding: str = "replicated",
+    collective_timeout: float = COLLECTIVE_TIMEOUT,
 ) -> StageManifest:
     """Train a stage's student; the result is in ``stage.student`` and in ``out_dir``.
 
@@ -85,7 +90,7 @@ def train_stage(
     ``manifest.json`` at the end; a finished stage is loaded, not run again. ``parent_hash`` is the
     `checkpoint.weights_hash` that the student must have at the start (empty: any). ``resume`` is ``auto`` or ``never``;
     ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes ``trace-<process>.json``; ``tracked``
-    names the run in ``trackers``.
+    names the run in ``trackers``; ``collective_timeout`` is in minutes (`RunConfig`).
 
     Raises StageParentError for a student with another hash, ValueError for a folder of a run with other settings,
     CorruptCheckpoint if no checkpoint is intact, SaveFailed if the disk is full, Diverged, and, after saving,
@@ -107,6 +112,7 @@ def train_stage(
             f"{parent[:16]}; load the result of the stage before it."
         )
     identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.to_dict()}
+    check_shared(out)
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
         on_main_process(lambda: clear(out, checkpoints))
@@ -118,7 +124,7 @@ def train_stage(
         check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
-        training.begin(snapshot, teacher_sharding)
+        training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
             trace = out / f"trace-{accelerator.process_index}.json" if profile else None
             training.run(stop_requested, progress, trace)
@@ -151,7 +157,7 @@ class _Training:
         """Steps without a token in their loss (`_note_empty_step`)."""
         self.spikes = SpikeDetector(self.config.spike)
 
-    def begin(self, snapshot: Snapshot | None, teacher_sharding: str) -> None:
+    def begin(self, snapshot: Snapshot | None, teacher_sharding: str, collective_timeout: float) -> None:
         """Set everything to the state in the snapshot, or to the start."""
         torch.manual_seed(self.identity["seed"] + self.rank)
         if snapshot is not None:
@@ -161,7 +167,12 @@ class _Training:
         set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
         teacher_forced = not isinstance(self.stage, EndToEnd)  # count now: ZeRO-3 empties weights
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
+        # From here on, processes meet in collectives. First those of the groups that exist are limited, then those of
+        # the groups that the strategy has made.
+        wait_for_all()
+        limit_collectives(collective_timeout)
         self.strategy = _spread(self.stage, self.accelerator, teacher_sharding)
+        limit_collectives(collective_timeout)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         agree_on_kernels(self.strategy.stage, self.accelerator.device)
         if snapshot is not None:
@@ -272,8 +283,8 @@ class _Training:
         """Accumulate the gradients of a step; return this process's loss, in total and per layer."""
         loss = torch.zeros((), device=self.accelerator.device)
         layers: dict[str, Tensor] = {}
-        for micro_batch in micro_batches:
-            with self.accelerator.accumulate(self.model):
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self.strategy.micro_batch(is_last=number == len(micro_batches)):
                 found = self.model(micro_batch, totals)
                 loss += found.total.detach()
                 for name, value in found.per_layer.items():

@@ -7,6 +7,7 @@ FSDP2, under the parameter names. So a run can resume with another number of pro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class Strategy:
         self.stage, self._accelerator = stage, accelerator
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of one micro-batch's passes; processes exchange gradients in the ``is_last`` of a step."""
+        return self._accelerator.accumulate(self.model)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained parameters, in float32, as ``weights/NAME`` and AdamW's state as ``optimizer/KEY/NAME``."""
