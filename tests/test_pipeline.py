@@ -184,7 +184,7 @@ def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(impleme
     with pytest.raises(ValueError, match=implementation):
         given.prepare()
     with pytest.raises(ValueError, match=implementation):
-        given.check_student()
+        given.check_teachers()
     assert not this.out.exists()
 
 

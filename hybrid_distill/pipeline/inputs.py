@@ -165,6 +165,8 @@ class RunInputs:
 
     def check_teachers(self) -> None:
         """Check that the run's teacher and every stage's can be one, and that their tokenizers fit their embeddings."""
+        # Flags name packable attention only; a given teacher or a config.json may name any.
+        check_packs(self.shape_and_tokenizer[0]._attn_implementation)
         # A model in memory may be of a class that only its owner can build; `check_student` looks at its heads.
         check_teacher(*self.shape_and_tokenizer, name=self.config.teacher.path, heads=self._given is None)
         for stage in self.config.stage_configs:
@@ -215,8 +217,6 @@ class RunInputs:
         """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""
         options, path = self.config.student, self.out / "plan.json"
         teacher = self._given[0] if self._given else shape_of_teacher(self.config.teacher)
-        # Flags name packable attention only; a given teacher or a config.json may name any.
-        check_packs(teacher.config._attn_implementation)
         if plan is None and self.config.resume != "never" and path.exists():
             heads = HeadPlan.load(path)
         else:
