@@ -98,7 +98,7 @@ class HybridConfig(PretrainedConfig):
 
     ``backbone`` is the teacher's ``config.to_dict()``. ``kept`` lists, per layer and ascending, the query heads that
     stay attention; every other head is recurrent with state size ``d_state``, in one of the `RECURRENCES` (see
-    `SSMHeads`). Only Llamba has ``conv_bias``. An export records how it was checked: ``checked_attention``, the default
+    `SSMHeads`). Only Llamba sets ``conv_bias``. An export records how it was checked: ``checked_attention``, the default
     attention implementation, and ``checked_transformers``, the versions of transformers under which exports of its
     family computed the same, oldest first. An older version is refused, an unknown one makes the model check itself
     when it is loaded. Raises ValueError for invalid fields, before any tensor is allocated.
@@ -347,7 +347,7 @@ def _fields_of(backbone: dict[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def _updated(backbone: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return a backbone with the given fields. Raises ValueError for RoPE fields that contradict ``rope_parameters``."""
+    """Return a backbone with the given fields. Raises ValueError for RoPE fields against ``rope_parameters``."""
     rope = backbone.get("rope_parameters")
     if "rope_parameters" in given and given["rope_parameters"] != rope:
         backbone = {name: value for name, value in backbone.items() if name not in _ROPE_OF_TRANSFORMERS_4}
