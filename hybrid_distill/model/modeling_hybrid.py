@@ -5,6 +5,7 @@ Shapes: B batch, L length, S source length, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields
 from functools import wraps
 from typing import Any, ClassVar, NoReturn
@@ -97,6 +98,8 @@ class HybridPreTrainedModel(PreTrainedModel):
         found["missing"] = [name for name in found["missing"] if name not in cls._own_tensors]
         if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
             where = path or "this checkpoint"
+            if kwargs.get("tie_word_embeddings") is False and found["missing"] == ["lm_head.weight"]:
+                raise ValueError(f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out.")
             raise ValueError(
                 f"the tensors of {where} do not match this model under transformers {__version__} "
                 f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
@@ -247,7 +250,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         A new one is as long as the longest so far. If ``is_shared``, `generate` returns the cache to its caller, who
         may go on from it: it is not used again.
         """
-        key = (n_rows, self.dtype, self.device)
+        # Tensors of inference mode cannot be reset outside it; threads generate at the same time.
+        key = (n_rows, self.dtype, self.device, torch.is_inference_mode_enabled(), threading.get_ident())
         kept_key, kept_length, kept = getattr(self, "_static_cache", (None, 0, None))
         if kept is not None and kept_key == key and max_length <= kept_length:
             kept.reset()
