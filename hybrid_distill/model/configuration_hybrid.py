@@ -230,7 +230,7 @@ class HybridConfig(PretrainedConfig):
         if backbone is None:
             return own
         derived = {name: getattr(self, name) for name in _DERIVED}
-        return {**derived, **self._fields_of_backbone(), **own, "backbone": backbone}
+        return {**self._fields_of_backbone(), **derived, **own, "backbone": backbone}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what a config.json holds: the backbone's fields once, under ``backbone``."""
@@ -340,9 +340,7 @@ def _check_padding(backbone: Mapping[str, Any]) -> None:
 
 def _fields_of(backbone: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the given fields that are the backbone's."""
-    known = {*backbone, *_DERIVED, *_ROPE_OF_TRANSFORMERS_4}
-    if any(name not in known for name in given):
-        known |= {*_backbone_config(backbone).to_dict()}
+    known = {*backbone, *_DERIVED, *_ROPE_OF_TRANSFORMERS_4, *_backbone_config(backbone).to_dict()}
     return {name: value for name, value in given.items() if name in known and name not in (*_OWN, *_IN_BOTH)}
 
 
@@ -358,7 +356,12 @@ def _updated(backbone: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
                     f"{name} is {shortened(given[name])}, and the backbone has rope_parameters; pass rope_parameters, "
                     "with all its entries."
                 )
-    return _with_old_rope_spelling({**backbone, **given})
+    derived = _backbone_config(backbone)
+    for name, value in given.items():
+        left_out = name in _DERIVED and backbone.get(name) is None
+        if not (left_out and value == _DERIVED[name](derived)):
+            backbone = {**backbone, name: value}
+    return _with_old_rope_spelling(backbone)
 
 
 def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
