@@ -46,7 +46,7 @@ def _all_ids(value: Any) -> bool:
     return all(type(token) is int and -1 <= token < LARGEST["vocab_size"] for token in ids)
 
 
-_FRACTION: Rule = (lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to less than 1")
+_FRACTION: Rule = (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1")
 _SWITCH: Rule = (lambda value: type(value) is bool, "true or false")
 _TOKENS: Rule = (_all_ids, "a token id, a list of them, or null")
 # Rules for fields that are present and not null.
@@ -200,6 +200,8 @@ class HybridConfig(PretrainedConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         """Write a field of the backbone where it is stored, and any other field here."""
         shared = self.__dict__.get("_backbone")
+        if name == "_attn_implementation" and shared is not None:
+            shared._attn_implementation = value
         if shared is None or name.startswith("_"):
             super().__setattr__(name, value)
         elif name in _IN_BOTH:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ def put_mixers(decoder: PreTrainedModel, config: HybridConfig) -> None:
         setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
         layer.__class__ = _layer_class(type(layer), name)
     decoder.__class__ = _decoder_class(type(decoder))
+    # The backbone's plans for several devices name projections that a mixer has elsewhere, or not at all.
+    decoder._tp_plan = {}
+    decoder._pp_plan = {}
+    decoder._ep_plan = {}
     # Stored, because wrappers (FSDP, torch.compile) put other modules in the place of the layers.
     decoder.layers_with_attention = [bool(heads) for heads in config.kept]
 
@@ -63,7 +67,16 @@ def _decoder_class(decoder_class: type[nn.Module]) -> type[nn.Module]:
         arguments = {**dict(zip(names, args)), **kwargs}
         return decoder_class.forward(self, **row_arguments(self, cache_name, arguments))
 
-    return _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
+    subclass = _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
+    subclass.save_pretrained = _refuse_to_save
+    return subclass
+
+
+def _refuse_to_save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"a student's decoder has the config of a {type(self).__name__}, which would be loaded without its recurrent "
+        "heads; call save_pretrained of the student, or of a HybridModel."
+    )
 
 
 @lru_cache

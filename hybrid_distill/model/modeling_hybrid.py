@@ -156,9 +156,24 @@ class HybridModel(HybridPreTrainedModel):
         self._take_decoder(config, requested)
         self._finish(config)
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
         """Run the decoder. The arguments are those of `HybridForCausalLM.forward`, without ``labels``."""
-        return self.model(*args, **kwargs)
+        return self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+            **kwargs,
+        )
 
 
 class HybridForSequenceClassification(GenericForSequenceClassification, HybridPreTrainedModel):

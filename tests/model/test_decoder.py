@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,13 @@ def test_a_decoder_makes_and_continues_its_cache(student: HybridForCausalLM) -> 
     close(rest.last_hidden_state, whole.last_hidden_state[:, 6:])
     with pytest.raises(ValueError, match="DynamicCache"):
         student.model(ids, mask, past_key_values=DynamicCache())
+
+
+def test_a_decoder_is_not_saved_as_its_backbone(student: HybridForCausalLM, tmp_path: Path) -> None:
+    """transformers would load it as the backbone's class, with attention of random weights."""
+    with pytest.raises(ValueError, match="HybridModel"):
+        student.model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 @torch.no_grad()
