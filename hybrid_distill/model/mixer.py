@@ -149,8 +149,9 @@ class SSMHeads(nn.Module):
     a gate. B and C are per head. ``conv_bias`` adds a bias after the convolution, as in Llamba.
 
     This is the ``discrete`` recurrence. ``mamba2`` uses the heads of Mamba-2 (arXiv 2405.21060, A = -1), which other
-    programs support: the biases of x, B and C are those of the convolution, a SiLU follows, and the step size scales the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no gate bias, like
-    published models.
+    programs support: the biases of x, B and C are those of the convolution, a SiLU follows, and the step size scales
+    the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no gate bias, like published
+    models.
 
     ``gdn`` follows the gated delta rule (`gated_delta`): x is the value, B scaled to unit length the key, C the query.
     ``a_proj`` has a second row per head, the write gate, after its decay. Everything else is as in ``discrete``.

@@ -10,7 +10,7 @@ import torch
 from students import close, left_padded, mixed_student, tokens
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from hybrid_distill.model import HybridForCausalLM, HybridForSequenceClassification, HybridModel
+from hybrid_distill.model import HybridForCausalLM, HybridForSequenceClassification, HybridModel, self_check
 
 FamilyModel = Callable[..., PreTrainedModel]
 
@@ -30,6 +30,22 @@ def test_auto_model_is_the_decoder_alone(student: HybridForCausalLM, tmp_path: P
     close(model(ids, mask).last_hidden_state, expected)
     model.save_pretrained(tmp_path / "decoder")
     close(AutoModel.from_pretrained(tmp_path / "decoder")(ids, mask).last_hidden_state, expected)
+
+
+def test_every_class_checks_itself_under_an_unknown_transformers(
+    student: HybridForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student.config.checked_transformers = ["5.2.0"]
+    student.save_pretrained(tmp_path)
+    monkeypatch.setattr(self_check, "__version__", "5.99.0")
+    for auto_class in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        for flags in ({}, {"return_dict": False}, {"use_cache": False}):
+            assert auto_class.from_pretrained(tmp_path, **flags) in self_check._checked
+    # A decoder that computes something else with a cache.
+    monkeypatch.setattr(self_check, "cache_of", lambda output: None)
+    for auto_class in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        with pytest.raises(ValueError, match="from a cache"):
+            auto_class.from_pretrained(tmp_path)
 
 
 def test_a_classifier_reads_the_last_token_and_is_saved(student: HybridForCausalLM, tmp_path: Path) -> None:

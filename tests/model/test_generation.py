@@ -241,7 +241,9 @@ def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student: 
     assert addresses() == before and len(before) == 13  # keys, values, states and counts of three layers
 
 
-def test_generate_compiles_a_static_step_as_often_as_for_the_teacher(family_model: Callable[..., PreTrainedModel]) -> None:
+def test_generate_compiles_a_static_step_as_rarely_as_a_teachers(
+    family_model: Callable[..., PreTrainedModel],
+) -> None:
     """Shorter texts fit the first cache; a longer one is compiled once more, for every length."""
     teacher = family_model("llama", num_hidden_layers=1)
     student = student_of(teacher, keep(teacher, KEPT["mixed"]))

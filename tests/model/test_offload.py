@@ -32,7 +32,11 @@ def in_memory(folder: Path) -> HybridForCausalLM:
 )
 @pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "mamba2-stock", "gdn"])
 def test_offloaded_weights_give_the_same_logits_and_tokens(
-    recurrence: str, impl: str, offloaded: Callable[[Path], HybridForCausalLM], family_model: FamilyModel, tmp_path: Path
+    recurrence: str,
+    impl: str,
+    offloaded: Callable[[Path], HybridForCausalLM],
+    family_model: FamilyModel,
+    tmp_path: Path,
 ) -> None:
     teacher = family_model("llama", num_hidden_layers=1)
     student = student_of(teacher, keep(teacher, ALL_BUT_ONE), recurrence=recurrence)
