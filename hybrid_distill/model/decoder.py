@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,9 @@ from .layout import CACHE_NAMES, attention_name, cache_argument, given_cache
 from .mixer import ROW_ARGUMENTS, HybridMixer
 
 
-def put_mixers(decoder: PreTrainedModel, config: HybridConfig) -> None:
+def put_mixers(decoder: Any, config: HybridConfig) -> None:
     """Replace every attention module of a decoder by a `HybridMixer`, and the classes of the decoder and its layers."""
-    layers: Any = decoder.layers
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(decoder.layers):
         name = attention_name(layer)
         setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
         layer.__class__ = _layer_class(type(layer), name)
@@ -67,7 +66,7 @@ def _decoder_class(decoder_class: type[nn.Module]) -> type[nn.Module]:
         arguments = {**dict(zip(names, args)), **kwargs}
         return decoder_class.forward(self, **row_arguments(self, cache_name, arguments))
 
-    subclass = _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
+    subclass: Any = _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
     subclass.save_pretrained = _refuse_to_save
     return subclass
 
@@ -136,7 +135,7 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     others = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     input_ids = others.pop("input_ids", None)
     inputs_embeds = others.pop("inputs_embeds", None)
-    attention_mask = others.pop("attention_mask", None)
+    attention_mask: Any = others.pop("attention_mask", None)
     position_ids = others.pop("position_ids", None)
     use_cache = others.pop("use_cache", None)
     seq_idx = others.pop("seq_idx", None)
@@ -167,7 +166,7 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
             seq_idx = seq_idx_of_positions(position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached)
         backbone_packs = attention_mask is None and packs_by_itself(decoder.config, position_ids, batch)
     if token_mask is not None and seq_idx is None:
-        _refuse_padding_in_windows(decoder, attention_mask)
+        _refuse_padding_in_windows(decoder, cast(Tensor, attention_mask))
     if seq_idx is not None:
         if cache is not None or use_cache:
             raise ValueError(CACHE_WITH_PACKING)

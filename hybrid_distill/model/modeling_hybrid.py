@@ -24,7 +24,7 @@ from transformers import (
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from .cache import HybridCache
 from .configuration_hybrid import HybridConfig, rope_settings
@@ -40,7 +40,9 @@ from .ssd import check_implementation
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
 OUTPUT_CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)})
-GENERATION_CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation)
+_prepare_inputs: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
+_like_prepare_inputs: Any = wraps(_prepare_inputs)  # `generate` reads the names of a method's arguments
+GENERATION_CACHE = cache_argument(_prepare_inputs)
 
 LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
 
@@ -188,7 +190,7 @@ class HybridForSequenceClassification(GenericForSequenceClassification, HybridPr
     def __init__(self, config: HybridConfig) -> None:
         requested = config._attn_implementation or config.checked_attention
         HybridPreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
+        self.num_labels: Any = config.num_labels
         self._take_decoder(config, requested)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self._finish(config)
@@ -216,13 +218,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         """Return what a copy or a pickle holds: no cache of an earlier `generate`."""
         return {name: value for name, value in self.__dict__.items() if name != "_static_cache"}
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, but store both embeddings if the config unties them and the model shares them."""
         if not self.config.tie_word_embeddings and self.all_tied_weights_keys:
             self.all_tied_weights_keys = {}
             state = kwargs.get("state_dict") or self.state_dict()
             kwargs["state_dict"] = {**state, "lm_head.weight": state["lm_head.weight"].clone()}
-        return super().save_pretrained(save_directory, **kwargs)
+        return super().save_pretrained(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -276,7 +278,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         self._static_cache = (key, max(max_length, kept_length), None if is_shared else cache)
         return cache
 
-    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads the names of its arguments
+    @_like_prepare_inputs
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does, but drop the cache when LongRoPE switches to its long factors.
 
