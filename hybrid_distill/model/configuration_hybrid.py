@@ -157,6 +157,7 @@ class HybridConfig(PretrainedConfig):
                 value = kwargs.get(name, getattr(shared, name, None))
                 setattr(shared, name, value)
                 super().__setattr__(name, value)
+            shared._attn_implementation = self._attn_implementation
             self._backbone = shared
 
     @property

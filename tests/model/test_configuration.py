@@ -80,6 +80,15 @@ def test_a_value_that_means_nothing_is_refused(name: str, value: Any, student: H
     assert student.config.to_dict() == before
 
 
+def test_the_attention_implementation_is_that_of_the_decoder(student: HybridForCausalLM) -> None:
+    fields = student.config.to_dict()
+    config = HybridConfig(**fields, attn_implementation="eager")
+    assert config.shared_backbone()._attn_implementation == "eager"
+    config._attn_implementation = "sdpa"
+    assert config.shared_backbone()._attn_implementation == "sdpa"
+    assert HybridForCausalLM(config).model.config._attn_implementation == "sdpa"
+
+
 def test_a_rope_keyword_of_transformers_4_beside_rope_parameters_is_refused(student: HybridForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"rope_theta is 3\.0"):
         HybridConfig(student.config.backbone, student.config.kept, d_state=5, rope_theta=3.0)
