@@ -272,16 +272,16 @@ def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
     student: Any = stage.student
     teacher = stage.teacher.base_model
     with torch.autocast(device, torch.bfloat16, enabled=stage.bf16), torch.no_grad():
-        ours = student.backbone_outputs(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
+        ours = student.model(input_ids=batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
         theirs = teacher(input_ids=batch["input_ids"], use_cache=False)[0]
     ours = ours.detach().requires_grad_()
-    student.backbone_outputs = lambda *args, **kwargs: (ours,)
+    student.model.forward = lambda *args, **kwargs: (ours,)
     teacher.forward = lambda *args, **kwargs: (theirs,)
     with allocations(device) as forward:
         loss = stage(batch).total
     with allocations(device) as backward:
         loss.backward()
-    del student.backbone_outputs, teacher.forward
+    del student.model.forward, teacher.forward
     return LossMemory(forward.end, max(forward.peak, forward.end + backward.peak))
 
 

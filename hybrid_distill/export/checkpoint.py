@@ -41,7 +41,9 @@ Form = Literal["remote-code", "falcon-h1", "safetensors", "vllm", "gguf", "mlx",
 log = logging.getLogger(__name__)
 AUTO_MAP = {
     "AutoConfig": "configuration_hybrid.HybridConfig",
+    "AutoModel": "modeling_hybrid.HybridModel",
     "AutoModelForCausalLM": "modeling_hybrid.HybridForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_hybrid.HybridForSequenceClassification",
 }
 
 

@@ -133,8 +133,17 @@ def _is_student(model: PreTrainedModel) -> bool:
     return isinstance(model.config, HybridConfig)
 
 
+def _run(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Any:
+    """Run a model on a row; a student without an output embedding (`HybridModel`, a classifier) runs its decoder."""
+    called: Any = model
+    if _is_student(model) and model.get_output_embeddings() is None:
+        called = decoder_of(model)
+    return called(input_ids=ids_1L, return_dict=True, **inputs)
+
+
 def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
-    return model(input_ids=ids_1L, **{"use_cache": False, **inputs}).logits[0].float()
+    """Compute the logits, or the hidden states of a decoder alone."""
+    return _run(model, ids_1L, **{"use_cache": False, **inputs})[0][0].float()
 
 
 def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
@@ -155,9 +164,9 @@ def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
     cache = None
     logits = []
     for piece_1L in document_1L.split(PIECES, dim=1):
-        output = model(input_ids=piece_1L, use_cache=True, **{name: cache})
+        output = _run(model, piece_1L, use_cache=True, **{name: cache})
         cache = cache_of(output)
-        logits.append(output.logits[0].float())
+        logits.append(output[0][0].float())
     return torch.cat(logits)
 
 

@@ -92,7 +92,7 @@ class EndToEnd(Stage[DistillConfig]):
             taught = cast(TaughtBatch, batch)
             theirs = TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
         packed = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens(batch)}
-        ours_BLD = self.model.backbone_outputs(input_ids, use_cache=False, **packed)[0]
+        ours_BLD = self.model.model(input_ids=input_ids, use_cache=False, **packed)[0]
         return StageLoss(self._compare(ours_BLD, theirs, batch["mask"], options), {})
 
     def _compare(

@@ -12,7 +12,7 @@ from students import close, left_padded, logits, lose_caches, mixed_student, pac
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import modeling_hybrid, packed_inputs, self_check
+from hybrid_distill.model import decoder, packed_inputs, self_check
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, check_family, check_teacher_rows
@@ -89,7 +89,7 @@ def test_a_teacher_that_fails_is_refused_by_name(settings: Any, family_model: Fa
 
 @pytest.mark.parametrize("lost", ["token_mask", "seq_idx"])
 def test_a_layer_that_drops_arguments_is_found(lost: str, family_model: FamilyModel, monkeypatch) -> None:
-    monkeypatch.setattr(modeling_hybrid, "ROW_ARGUMENTS", tuple({"token_mask", "seq_idx"} - {lost}))
+    monkeypatch.setattr(decoder, "ROW_ARGUMENTS", tuple({"token_mask", "seq_idx"} - {lost}))
     way = {"token_mask": "padded on the left", "seq_idx": "packed behind another document"}[lost]
     teacher = family_model("nemotron").to(torch.bfloat16)
     with pytest.raises(ValueError, match=f"a student made from NemotronModel does not compute a document {way}"):

@@ -111,7 +111,8 @@ def _register_outside_use(module: nn.Module) -> None:
         projection = getattr(part, name, None)
         if isinstance(projection, nn.Linear) and hasattr(projection.weight, "ds_id"):
             zero.register_external_parameter(part, projection.weight)
-            zero.register_external_parameter(part, projection.bias)
+            if projection.bias is not None:
+                zero.register_external_parameter(part, projection.bias)
 
 
 def _flat_partitions(engine: Any) -> list[Tensor]:
