@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .configuration_hybrid import HybridConfig, release
 from .documents import LIMITED, PACKING, packed_inputs

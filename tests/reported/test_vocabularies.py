@@ -102,7 +102,7 @@ def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monke
     config = replace(config, distill=replace(config.distill, hard_weight=1.0))
     stage, batch = stage_of(config, monkeypatch)
     labels = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
-    hidden = stage.student.backbone_outputs(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
+    hidden = stage.student.model(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
     is_end = (labels == EOS) & ((labels == EOS).flatten().cumsum(0).view_as(labels) == 1)
     (end,) = hidden[is_end]
     with torch.no_grad():
