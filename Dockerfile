@@ -1,7 +1,10 @@
-# The GPU path with pinned versions: the wheels of torch and triton bring their own CUDA libraries.
+# The GPU path with pinned versions: the wheels of torch and triton bring their own CUDA 13.0 libraries; the host's driver
+# must be of version 580 or newer.
 #   docker build -t hybrid-distill .
 #   docker run --rm --gpus all -v "$PWD:/work" hybrid-distill run llama_1b --dry-run
-# For flash-attn, mamba-ssm or DeepSpeed's own kernels, which compile against CUDA, begin from an image with nvcc.
+# Training needs shared memory, for data workers and NCCL; launch/README.md has the whole command:
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 -v "$PWD:/work" ...
+# For flash-attn, mamba-ssm or DeepSpeed, which compile against CUDA, begin from an image with nvcc.
 FROM python:3.12-slim-bookworm
 
 ENV HF_HOME=/work/.cache PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -17,7 +20,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY hybrid_distill hybrid_distill
 COPY kernels kernels
 COPY recipes recipes
-RUN pip install --constraint constraints.txt '.[eval,finetune,plot,track]' && hybrid-distill recipes
+RUN pip install --constraint constraints.txt '.[eval,finetune,plot,sweep,track]' && hybrid-distill recipes
 
 COPY launch /opt/launch
 WORKDIR /work

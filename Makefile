@@ -99,10 +99,12 @@ docs: $(VENV)/docs.stamp ## the documentation as a site with search: build/site
 # Not installed by this Makefile: it checks the .venv that is there, else $(PYTHON), which must have a CUDA build of torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-gpu-check: ## check the kernels on an NVIDIA GPU and time them; exit status 2 where there is none
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-		|| { echo "gpu-check: no CUDA device that $(GPU_PYTHON) can use; nothing was checked."; exit 2; }
-	@$(GPU_PYTHON) benchmarks/gpu_check.py
+gpu-check: ## on an NVIDIA GPU, run what a user runs, check and time the kernels: one table; exit status 2 without a GPU
+	@PYTHONPATH=.:kernels $(GPU_PYTHON) benchmarks/gpu_check.py
+
+.PHONY: gpu-rehearsal
+gpu-rehearsal: ## the rows of gpu-check on a CPU, to test the script
+	@PYTHONPATH=.:kernels $(GPU_PYTHON) benchmarks/gpu_check.py --rehearse
 
 $(VENV)/torch.stamp:
 	@echo "Installing into $(VENV): some minutes, once."

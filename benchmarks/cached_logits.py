@@ -40,6 +40,7 @@ from hybrid_distill.teacher import fingerprint
 from hybrid_distill.train.config import DistillConfig
 from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stages import make_stage
+from hybrid_distill.vocabulary import vocabulary_size
 
 RESULTS = Path(__file__).parent / "results" / "cached_logits.json"
 HELD_OUT_ROWS = 16
@@ -55,7 +56,7 @@ class LiveTopK:
 
     def batch(self, *place: int) -> Any:
         batch = self.rows.batch(*place)
-        known = top_k_of(self.run.teacher, batch, self.k, vocab_size=len(self.run.tokenizer))
+        known = top_k_of(self.run.teacher, batch, self.k, vocab_size=vocabulary_size(self.run.tokenizer))
         return {**batch, "teacher_ids_BLK": known.ids_BLK, "teacher_log_probs_BLK": known.log_probs_BLK}
 
 
@@ -64,7 +65,7 @@ def train(run: Run, rows: Rows | LiveTopK, config: DistillConfig, held_out: Batc
     plan = HeadPlan.random(run.teacher, run.config.plan.k, seed=0)
     calibration = cast(Batch, open_rows(run.config.data, run.tokenizer).batch(0, 8))
     student, _ = build_student(run.teacher, plan, d_state=d_state, calibration=calibration)
-    stage = make_stage(config, student, run.teacher, vocab_size=len(run.tokenizer))
+    stage = make_stage(config, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer))
     optimizer = make_adamw(stage, learning_rate=config.learning_rate, betas=config.betas, weight_decay=0.1)
     losses, began = [], time.process_time()
     for step in range(config.steps):
@@ -77,7 +78,8 @@ def train(run: Run, rows: Rows | LiveTopK, config: DistillConfig, held_out: Batc
         losses.append(loss.item())
     seconds = time.process_time() - began
     with torch.no_grad():
-        whole = make_stage(DistillConfig(), student, run.teacher, vocab_size=len(run.tokenizer))(held_out).total.item()
+        n_ids = vocabulary_size(run.tokenizer)
+        whole = make_stage(DistillConfig(), student, run.teacher, vocab_size=n_ids)(held_out).total.item()
     return {
         "losses": [round(loss, 6) for loss in losses],
         "held_out_kl": round(whole, 6),

@@ -104,7 +104,8 @@ def launch(strategy: str, processes: int, tree: Path) -> dict[str, Any]:
         out = Path(name)
         command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCHERS[strategy]]
         command += ["--num_processes", str(processes), __file__, "--as-process", str(out)]
-        done = subprocess.run(command, env=environment(tree), capture_output=True, text=True, check=False)
+        on_cpu = environment(tree, ACCELERATE_USE_CPU="true")
+        done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
         ranks = [json.loads((out / f"saves-{rank}.json").read_text()) for rank in range(processes)]

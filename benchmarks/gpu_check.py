@@ -1,358 +1,388 @@
-"""Everything that needs a GPU, in one command of at most 10 minutes: are the kernels right here, and how fast are they?
+"""Everything that needs a GPU, as a user runs it, in one command and one table. Needs no pytest.
 
-    python benchmarks/gpu_check.py            # `make gpu-check`; a second call goes on where the first stopped
-    python benchmarks/gpu_check.py --list     # the cases; needs triton, but no GPU
-    python benchmarks/gpu_check.py --report   # the tables from what is there; needs neither
-    TRITON_INTERPRET=1 python benchmarks/gpu_check.py --only "N=4 P=64 plain"     # a case in the interpreter
+    python benchmarks/gpu_check.py               # `make gpu-check`; about 20 minutes
+    python benchmarks/gpu_check.py --rehearse    # `make gpu-rehearsal`: every row, on a CPU
+    python benchmarks/gpu_check.py --list        # the rows
+    python benchmarks/gpu_check.py --only launch # rows whose name has this expression
 
-1. At the same time, in processes of their own: every configuration of the recurrence's tile table against the
-   recurrence in fp64, outputs, final state and every gradient; the same bits twice; forward and backward at offsets
-   beyond 2^31 elements; the kernels' test at first use; tests/kernels on the device instead of the interpreter; and,
-   where compute-sanitizer is installed, the smallest case under its memory checker and its race checker.
-2. Alone on the device: the kernels at the shapes that goals are set for, then a table of these.
+- the embedded teacher's run from scores to export, in float32 and bfloat16; `verify` of both;
+- a step of alignment and of distillation with every file of launch/, some on two GPUs;
+- attention over packed rows, values and gradients, against the mask of all pairs;
+- every kernel against its definition, its time against its goal (`gpu_kernels.py`, resumes);
+- a training step of Llama-3.2-1B's shape: tokens a second, and share of the peak.
 
-One result per case goes to benchmarks/results/gpu_check.json, which belongs to one device, one version of triton and
-one state of the sources. Peers are timed by `ssd.py`, `distillation_loss.py`, `decode.py` and `train_step.py`.
-
-Exit status 0 if all is right, 1 if something is wrong or was not reached, 2 where there is no GPU.
+A row that cannot run says why: too few GPUs, a package that is missing. The output of each is in
+OUT/logs. Exit status 0 if no row is wrong, 1 if one is, 2 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from provenance import ROOT, read, write
-from torch import Tensor
 
-from hybrid_distill.model.ssd import log_decay
+ROOT = Path(__file__).resolve().parents[1]
+OK, WRONG, SKIPPED = "ok", "WRONG", "skipped"
+LIMIT = 400
+"""Seconds that a row may take; in a rehearsal, three times as many."""
+KERNELS_LIMIT = 620
+"""Seconds of `gpu_kernels.py`, which ends itself before."""
+PROCESSES = {"cpu.yaml": 1, "single_gpu.yaml": 1}
+"""Processes that a launch file is tried with; two with any other."""
+SMALL = """
+    --scoring.n-examples 4 --scoring.min-accuracy 0 --scoring.n-control-texts 2
+    --align.steps 2 --align.batch-size 2 --distill.steps 2 --distill.batch-size 2
+    --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2
+""".split()
+ONE_STEP = "--plan.selection random --align.steps 1 --distill.steps 1 --no-export".split()
+BF16 = "--teacher.dtype bfloat16 --align.precision bf16 --distill.precision bf16".split()
+REHEARSED_KERNELS = "ssd float32 N=4 P=64 plain"
+"""The case of `gpu_kernels.py` that a rehearsal interprets."""
+HEADS, WIDTH = (8, 2), 64
+"""Query and key heads of the attention that is compared, and their width."""
+ROWS_OF = {"cuda": ((2, 2048, 700), (2, 1900, 60)), "cpu": ((2, 300, 150),)}
+"""Batch, length, and mean length of the documents of these rows."""
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}  # float32 may be computed in TF32
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_check.json"
-TESTED_ON_THE_DEVICE = ("conv_kernel", "step_kernel", "loss_kernel", "model_on_kernels")
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-# dtype of the inputs -> largest error, relative to the largest element of the expected tensor
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-BATCH, LENGTH, HEADS = 2, 200, 3
-HUGE = 1 << 31
-HUGE_BYTES = 16 * HUGE  # of all tensors together
-SECONDS = {"all": 570, "checks": 390}  # until checks are cut off, and the whole
-PARTS = 6  # processes that share the cases: compiling is what takes time
+
+class Outcome(NamedTuple):
+    result: str
+    detail: str = ""
 
 
-class Case(NamedTuple):
-    """One call of `ssd`. ``full`` has gate, skip, initial state and packed documents, else it has none of them."""
+class Setting(NamedTuple):
+    """Where the rows run."""
 
-    dtype: torch.dtype
-    d_state: int
-    head_dim: int
-    full: bool = True
-    n_segments: int = 1
-    softplus: bool = True
-    heads: int = HEADS  # 16 compile to what any multiple of 16 does
+    out: Path
+    rehearse: bool
+    n_gpus: int
 
     @property
-    def name(self) -> str:
-        words = ["ssd", str(self.dtype).removeprefix("torch."), f"N={self.d_state}", f"P={self.head_dim}"]
-        words += ["full" if self.full else "plain"]
-        words += [f"{self.n_segments} segments"] if self.n_segments > 1 else []
-        words += [] if self.softplus else ["log decays"]
-        words += [f"H={self.heads}"] if self.heads != HEADS else []
-        return " ".join(words)
+    def device(self) -> str:
+        return "cpu" if self.rehearse else "cuda"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+        variables = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
+        if self.rehearse:
+            # A launch for GPUs must be told to use the CPU.
+            on_cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+            variables |= {**on_cpu, "OMP_NUM_THREADS": "1"}
+        return variables
 
 
-def ssd_cases() -> list[Case]:
-    """Every entry of the tile table, masked sizes, and each option at least once."""
-    from hybrid_kernels.ssd_tiles import TILES
-
-    found = list(dict.fromkeys(Case(dtype, n, p) for dtype, _, n, p in TILES))  # the device picks among them
-    for dtype in (torch.bfloat16, torch.float32):
-        found += [Case(dtype, n, 64) for n in (4, 8, 12)]
-        found += [Case(dtype, 16, p) for p in (20, 48, 80, 96)]
-        found += [Case(dtype, n, 64, full=False) for n in (4, 16, 64, 128)]
-        found += [Case(dtype, n, 64, n_segments=3) for n in (4, 16, 64, 128)]
-        found += [Case(dtype, 16, 64, softplus=False)]
-    found += [Case(torch.bfloat16, n, 64, full=full, heads=16) for n in (16, 64) for full in (False, True)]
-    return found
-
-
-def check_ssd(case: Case) -> dict[str, Any]:
-    """The errors of every output and gradient, relative to the largest expected element."""
-    sys.path.append(str(ROOT / "tests" / "kernels"))
-    import test_ssd_kernel as interpreted
-
-    torch.manual_seed(0)
-    sizes = BATCH, LENGTH, case.heads, case.head_dim, case.d_state
-    with torch.device(DEVICE):
-        given = interpreted.problem(*sizes, dtype=case.dtype, gated=case.full, state=case.full)
-        if not case.softplus:
-            given = given._replace(a=log_decay(given.a).detach().float().double().requires_grad_())
-        options: dict[str, Any] = {"dtype": case.dtype, "softplus": case.softplus, "n_segments": case.n_segments}
-        options["seq_idx"] = interpreted.documents(BATCH, LENGTH) if case.full else None
-        runs = []
-        for _ in range(2):
-            torch.manual_seed(1)
-            runs.append(interpreted.compare(given, **options))
-    (actual, expected), (again, _) = runs
-    errors = {name: interpreted.relative_error(actual[name], wanted) for name, wanted in expected.items()}
-    same_bits = all(torch.equal(actual[name], again[name]) for name in actual)
-    return {"ok": same_bits and max(errors.values()) < TOLERANCE[case.dtype], "same_bits": same_bits, "errors": errors}
-
-
-def check_huge_offsets() -> dict[str, Any]:
-    """The end of a row of more than 2^31 elements is what it is when that end is run alone, from the state before."""
-    from hybrid_kernels.ssd import ssd
-
-    if torch.cuda.get_device_properties(0).total_memory < HUGE_BYTES:
-        return {"ok": True, "skipped": f"needs {HUGE_BYTES / 1e9:.0f} GB"}
-    heads, head_dim, tail = 32, 64, 256
-    length = HUGE // (heads * head_dim) + 2 * tail
-    sizes = dict(x=(heads, head_dim), a=(heads,), b=(heads, 4), c=(heads, 4), z_BLHP=(heads, head_dim))
-    args = {n: torch.randn(1, length, *size, device=DEVICE, dtype=torch.bfloat16) for n, size in sizes.items()}
-    options = {"D_H": torch.ones(heads, device=DEVICE)}
-
-    def run(tokens: slice, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x, a, b, c, z = (t[:, tokens] for t in args.values())
-        return ssd(x, a, b, c, z_BLHP=z, state_BHPN=state, **options)
-
-    def run_with_gradients(tokens: slice, state: Tensor | None = None) -> list[Tensor]:
-        leaves = [t.requires_grad_() for t in args.values()]
-        y, final = run(tokens, state)
-        weights = torch.linspace(-1, 1, tail, device=DEVICE, dtype=y.dtype).view(1, -1, 1, 1)
-        gradients = torch.autograd.grad((y[:, -tail:] * weights).sum() + final.sum(), leaves)
-        return [y[:, -tail:].detach(), final.detach(), *(gradient[:, -tail:].clone() for gradient in gradients)]
-
-    with torch.no_grad():
-        _, before = run(slice(None, -tail))
-    expected = run_with_gradients(slice(-tail, None), before)
-    actual = run_with_gradients(slice(None))
-    names = ["y", "final", *(f"d{name[0]}" for name in args)]
-    errors = {n: ((a - e).abs().max() / e.abs().max()).item() for n, a, e in zip(names, actual, expected)}
-    return {"ok": max(errors.values()) < TOLERANCE[torch.bfloat16], "errors": errors}
-
-
-def check_first_use(dtype: torch.dtype) -> dict[str, Any]:
-    """The test that users' own devices are put to."""
-    from hybrid_kernels.first_use import mistake
-
-    calls = {
-        "recurrence": ((64, 16), {"gated": True, "packed": True}),
-        "convolution": ((4,), {"packed": True}),
-        "decoding step": ((64, 16, 4), {"masked": True}),
-    }
-    for kernel, (sizes, options) in calls.items():
-        if found := mistake(kernel, torch.device(DEVICE), dtype, *sizes, training=True, **options):
-            return {"ok": False, "error": found}
-    return {"ok": True}
-
-
-def cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    """All checks by name, in the order they run."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {"ssd offsets beyond 2^31": check_huge_offsets}
-    for dtype in TOLERANCE:
-        found[f"first use {str(dtype).removeprefix('torch.')}"] = lambda dtype=dtype: check_first_use(dtype)
-    for case in ssd_cases():
-        found[case.name] = lambda case=case: check_ssd(case)
-    return found
-
-
-def run_cases(names: list[str], out: Path) -> None:
-    """Run cases by name; an exception is a result. Each line of ``out`` is a name and what was found."""
-    known = cases()
-    for name in names:
-        start = time.perf_counter()
-        try:
-            result = known[name]()
-        except Exception as error:  # a kernel that does not compile is a finding, the others go on
-            result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
-        result["seconds"] = round(time.perf_counter() - start, 1)
-        with out.open("a") as file:
-            file.write(json.dumps([name, result]) + "\n")
-        if "CUDA error" in result.get("error", ""):
-            raise SystemExit("the device is in an error state; the other cases of this process were not run.")
-
-
-def line(name: str, result: dict[str, Any]) -> str:
-    verdict = "ok   " if result["ok"] else "WRONG"
-    detail = result.get("error") or result.get("skipped")
-    detail = detail or " ".join(f"{n} {e:.0e}" for n, e in result.get("errors", {}).items())
-    bits = "" if result.get("same_bits", True) else " not the same bits twice"
-    return f"{verdict} {name:<45} {detail}{bits}"
-
-
-def run_checks(record: dict[str, Any], only: str, deadline: float) -> None:
-    """Run what is missing in processes side by side, and end those that are not done at the deadline."""
-    missing = [name for name in cases() if only in name and name not in record["cases"]]
-    own = [sys.executable, str(Path(__file__).resolve())]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        commands: dict[str, list[str]] = {}
-        for part in range(min(PARTS, len(missing))):
-            (folder / f"{part}.json").write_text(json.dumps(missing[part::PARTS]))
-            commands[f"part {part}"] = [*own, "--part", str(folder / f"{part}.json")]
-        if not only:
-            (folder / "smallest.json").write_text(json.dumps([Case(torch.bfloat16, 16, 16).name]))
-            smallest = [*own, "--part", str(folder / "smallest.json")]
-            if sanitizer := shutil.which("compute-sanitizer"):
-                for tool in ("memcheck", "racecheck"):
-                    commands[tool] = [sanitizer, "--tool", tool, "--error-exitcode", "1", *smallest]
-            tests = [f"tests/kernels/test_{name}.py" for name in TESTED_ON_THE_DEVICE]
-            pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not bad_input", *tests]
-            commands["tests of the other kernels"] = pytest
-        running = {}
-        for name, command in commands.items():
-            if record["steps"].get(name) != "ok":
-                log = (folder / f"{name}.log").open("w")
-                environment = {**os.environ, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
-                running[name] = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-        for name, process in running.items():
-            try:
-                status = process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                status = None
-            if status or not name.startswith("part"):
-                print((folder / f"{name}.log").read_text(), flush=True)
-            if not name.startswith("part"):
-                record["steps"][name] = "ok" if status == 0 else "out of time" if status is None else f"exit {status}"
-        for found in folder.glob("*.jsonl"):
-            if found.stem != "smallest":
-                record["cases"] |= dict(json.loads(row) for row in found.read_text().splitlines())
-    for name in missing:
-        record["cases"].setdefault(name, {"ok": False, "error": "not reached: run again to go on"})
-
-
-class Goal(NamedTuple):
-    """Bounds that a training step's forward and backward, or the loss, must reach; ``most`` in milliseconds."""
-
+class Row(NamedTuple):
     name: str
-    milliseconds: Callable[[], float | str]
-    most: float
+    run: Callable[[Setting, str], Outcome]
+    """Takes the setting and the row's name."""
 
 
-def goals() -> list[Goal]:
-    """Return the goals: shares of the limit of benchmarks/traffic.py, a third of mamba-ssm's traffic, 53 ms a loss."""
-    from ssd import ours_gated_milliseconds, ours_milliseconds
-    from traffic import DEVICES, Shape, limit, mamba_ssm, milliseconds
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
-    rates = next((rate for known, rate in DEVICES.items() if known in name), DEVICES["H100"])
-    found = []
-    for batch, length, d_state, share, gated in (
-        (8, 2048, 4, None, False), (8, 2048, 16, 0.5, False), (8, 2048, 64, 0.7, False), (8, 2048, 64, 0.5, True),
-        (8, 2048, 128, None, False), (1, 32768, 64, 0.6, False),
-    ):  # fmt: skip
-        shape = Shape(batch, length, 32, 64, d_state, 32)
-        bound = milliseconds(shape, limit(shape), rates, backward=True)
-        bound += 3e3 * shape.x() / rates.bandwidth if gated else 0.0  # z twice, its gradient once
-        third = milliseconds(shape, mamba_ssm(shape), rates, backward=True) / 3
-        most = third if share is None else min(bound / share, third)
-        words = f"B={batch} L={length} N={d_state}{' gated' if gated else ''}"
-        why = "a third of mamba-ssm's traffic" if most == third else f"{share:.0%} of the limit"
-        run = ours_gated_milliseconds if gated else ours_milliseconds
-        found.append(Goal(f"ssd {words}, {why}", lambda run=run, shape=shape: run(shape), most))
-    return [*found, Goal("loss, 16,384 tokens, 128,256 words", loss_milliseconds, 53.0)]
-
-
-def loss_milliseconds() -> float | str:
-    from distillation_loss import FULL, draw, measure, ours
-
-    found = measure(ours, "jsd", draw(FULL, DEVICE), 5)
-    return found.get("milliseconds", found.get("failed", "no time"))
+def program(
+    setting: Setting, name: str, *words: str, limit: float = LIMIT, **variables: str
+) -> Outcome:
+    """Run Python with ``words``; its output goes to the row's log."""
+    seconds = limit * (3 if setting.rehearse else 1)
+    log = log_of(setting, name)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=setting.environment(**variables),
+            stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return Outcome(WRONG, f"not finished after {seconds:.0f} s; see {log}")
+    if status:
+        lines = [line for line in log.read_text().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line or line.startswith("error")] or lines[
+            -1:
+        ]
+        return Outcome(WRONG, f"exit status {status}: {' '.join(errors[-1:])[:160]}; see {log}")
+    return Outcome(OK)
 
 
-def time_goals(record: dict[str, Any], deadline: float) -> None:
-    """Fill ``record["times"]`` until the deadline: milliseconds, or why there are none."""
-    for goal in goals():
-        if not isinstance(record["times"].get(goal.name), float):
-            late = time.monotonic() > deadline
-            record["times"][goal.name] = "not reached: run again to go on" if late else goal.milliseconds()
+def log_of(setting: Setting, name: str) -> Path:
+    path = setting.out / "logs" / f"{name.replace('/', '-').replace(' ', '-')}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
-def conditions() -> dict[str, Any]:
-    """Return the device and versions that the results belong to."""
+def hybrid_distill(setting: Setting, name: str, *words: str) -> Outcome:
+    return program(setting, name, "-m", "hybrid_distill", *words)
+
+
+def device(setting: Setting, name: str) -> Outcome:
+    """Say what the other rows belong to."""
     import triton
-    from kernel_resources import digest, kernel_modules
 
-    return {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "interpreter",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "sources": {module.__name__: digest(module) for module in kernel_modules()},
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton.__version__}"
+    if setting.rehearse:
+        return Outcome(OK, f"a CPU, rehearsing; {versions}")
+    names = [torch.cuda.get_device_name(i) for i in range(setting.n_gpus)]
+    driver = "unknown"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split(
+            "\n"
+        )[0]
+    return Outcome(OK, f"{len(names)} x {names[0]}, driver {driver}, {versions}")
+
+
+def whole_run(flags: list[str], setting: Setting, name: str) -> Outcome:
+    """Run the embedded teacher from scores to export, which checks itself in another process."""
+    out = folder_of(setting, name)
+    shutil.rmtree(out, ignore_errors=True)
+    outcome = hybrid_distill(setting, name, "run", "tiny", "--out", str(out), *SMALL, *flags)
+    if outcome.result == OK and not (out / "export" / "gate").is_dir():
+        return Outcome(WRONG, f"no export in {out}; see {log_of(setting, name)}")
+    return outcome
+
+
+def folder_of(setting: Setting, name: str) -> Path:
+    return setting.out / name.replace(" ", "-")
+
+
+def verification(of: str, setting: Setting, name: str) -> Outcome:
+    """Check an export once more, on the device that `verify` chooses."""
+    export = folder_of(setting, of) / "export"
+    if not export.is_dir():
+        return Outcome(WRONG, f"{of!r} has left no export")
+    return hybrid_distill(setting, name, "verify", str(export))
+
+
+def launch(file: str, setting: Setting, name: str) -> Outcome:
+    """Take a step of alignment and one of distillation with a launch file."""
+    n = PROCESSES.get(file, 2)
+    if not setting.rehearse and file != "cpu.yaml" and setting.n_gpus < n:
+        return Outcome(SKIPPED, f"it needs {n} GPUs; this machine has {setting.n_gpus}")
+    if file.startswith("zero") and find_spec("deepspeed") is None:
+        return Outcome(
+            SKIPPED, "deepspeed is not installed; pip install 'hybrid-distill[deepspeed]'"
+        )
+    out = folder_of(setting, f"with-{file}")
+    shutil.rmtree(out, ignore_errors=True)
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "launch" / file)]
+    launcher += ["--num_processes", str(n), "--main_process_port", str(free_port())]
+    if setting.rehearse and n == 1:
+        launcher += ["--cpu"]  # for one process, accelerate overrides the variable
+    run = ["-m", "hybrid_distill", "run", "tiny", "--out", str(out), *SMALL, *ONE_STEP]
+    outcome = program(setting, name, *launcher, *run)
+    if outcome.result != OK:
+        return outcome
+    metrics = [path.read_text() for path in out.glob("stages/*/metrics.jsonl")]
+    n_steps = sum(len(text.splitlines()) for text in metrics)
+    if n_steps != 2:
+        return Outcome(WRONG, f"{n_steps} steps were taken, expected 2; see {log_of(setting, name)}")
+    return Outcome(OK, f"{n} process{'es' * (n > 1)}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def attention(setting: Setting, name: str) -> Outcome:
+    """Compare attention over packed rows in a process of its own."""
+    outcome = program(setting, name, str(Path(__file__)), "--attention", setting.device)
+    if outcome.result != OK:
+        return outcome
+    *_, line = log_of(setting, name).read_text().splitlines()
+    return Outcome(OK, line)
+
+
+def compare_attention(device: str) -> str:
+    """Compare packed rows, each way that this machine has, with their mask; gradients too on a GPU.
+
+    Return the largest errors. Raise SystemExit with them if one is too large.
+    """
+    from hybrid_distill.model import documents
+
+    flash = documents._flash_attention()
+    ways = {"flex": None} if flash is None else {"flex": None, "flash-attn": flash}
+    errors: dict[str, float] = {}
+    wrong: list[str] = []
+    torch.manual_seed(0)
+    for dtype, first, window in packed_cases(device):
+        batch, length = first.shape
+        sizes = [(batch, n, length, WIDTH) for n in (HEADS[0], HEADS[1], HEADS[1])]
+        heads = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
+        expected = attended(heads, documents._seen(first).unsqueeze(1))
+        for way, function in ways.items():
+            documents._flash_attention = lambda function=function: function
+            found = attended(heads, documents.DocumentMask.of(first, None, window))
+            for what, actual, wanted in zip(("out", "dq", "dk", "dv"), found, expected):
+                error = ((actual - wanted).abs().max() / wanted.abs().max()).item()
+                name = f"{way} {what} {str(dtype).removeprefix('torch.')}"
+                errors[name] = max(errors.get(name, 0.0), error)
+                if not error < TOLERANCE[dtype]:
+                    wrong.append(name)
+    documents._flash_attention = lambda: flash
+    text = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
+    if wrong:
+        raise SystemExit(f"Error: packed attention differs from its mask in {wrong[0]}: {text}")
+    return text
+
+
+def packed_cases(device: str) -> Iterator[tuple[torch.dtype, torch.Tensor, int | None]]:
+    """Yield dtype, first token that each token sees, [B, L], and window, of random documents."""
+    for dtype in TOLERANCE:
+        for batch, length, mean in ROWS_OF[device]:
+            for window in (None, 200):
+                place = torch.arange(length)
+                starts = torch.rand(batch, length) < 1 / mean
+                starts[:, 0] = True
+                first = torch.where(starts, place, 0).cummax(1).values
+                if window is not None:
+                    first = first.maximum(place - window + 1)
+                yield dtype, first.to(device), window
+
+
+def attended(heads: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return attention's output, and on a GPU its gradients: FlexAttention has none on a CPU."""
+    train = heads[0].device.type == "cuda"
+    leaves = [t.detach().requires_grad_(train) for t in heads]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+    if not train:
+        return [out.float()]
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(out.shape)
+    gradients = torch.autograd.grad((out * weights).sum(), leaves)
+    return [t.float() for t in (out.detach(), *gradients)]
+
+
+def kernels(setting: Setting, name: str) -> Outcome:
+    """Compare every kernel with its definition, and time it; a rehearsal interprets one case."""
+    script = str(ROOT / "benchmarks" / "gpu_kernels.py")
+    path = setting.out / "rehearsed_kernels.json"
+    words, variables = [script], {"TRITON_INTERPRET": "0"}
+    if setting.rehearse:
+        words += ["--only", REHEARSED_KERNELS, "--again", "--out", str(path)]
+        variables = {"TRITON_INTERPRET": "1"}
+    else:
+        path = ROOT / "benchmarks" / "results" / "gpu_kernels.json"
+    outcome = program(setting, name, *words, limit=KERNELS_LIMIT, **variables)
+    record = (
+        json.loads(path.read_text()) if path.exists() else {"cases": {}, "steps": {}, "times": {}}
+    )
+    cases = record["cases"].values()
+    right = sum(case["ok"] for case in cases)
+    steps = [f"{step}: {status}" for step, status in record["steps"].items()]
+    times = [
+        f"{goal}: {ms:.3f} ms" for goal, ms in record["times"].items() if isinstance(ms, float)
+    ]
+    detail = "; ".join([f"{right} of {len(cases)} cases right", *steps, *times])
+    if outcome.result == OK and not cases:
+        return Outcome(WRONG, f"no case was run; see {log_of(setting, name)}")
+    return Outcome(outcome.result, "; ".join(filter(None, [outcome.detail, detail])))
+
+
+def training_step(setting: Setting, name: str) -> Outcome:
+    """Time a step of Llama-3.2-1B's shape; on a CPU, of a small one."""
+    words = [str(ROOT / "benchmarks" / "train_step.py")]
+    if setting.rehearse:
+        words += ["--small", "--stages", "align"]
+    outcome = program(setting, name, *words)
+    if outcome.result != OK:
+        return outcome
+    measured = []
+    for line in log_of(setting, name).read_text().splitlines():
+        if line.startswith("{"):
+            case = json.loads(line)
+            ours = case["ours"]
+            speed = ours.get("failed") or f"{ours['tokens_per_s']:,.0f} tokens/s"
+            share = f", {ours['mfu']:.0%} of the peak" if "mfu" in ours else ""
+            measured.append(f"{case['case']}: {speed}{share}")
+    return Outcome(
+        OK if measured else WRONG,
+        "; ".join(measured) or f"nothing measured; see {log_of(setting, name)}",
+    )
+
+
+def rows() -> Iterator[Row]:
+    """Yield all rows, in the order they run."""
+    yield Row("device", device)
+    for name, flags in (("run tiny", []), ("run tiny in bfloat16", BF16)):
+        yield Row(name, partial(whole_run, flags))
+        yield Row(f"verify of {name}", partial(verification, name))
+    for path in sorted((ROOT / "launch").glob("*.yaml")):
+        yield Row(f"launch/{path.name}", partial(launch, path.name))
+    yield Row("packed attention", attention)
+    yield Row("kernels", kernels)
+    yield Row("training step", training_step)
+
+
+def line(name: str, result: str, seconds: str, detail: str) -> str:
+    return f"{name:<32} {result:<8} {seconds:>7}  {detail}".rstrip()
+
+
+def check(setting: Setting, only: str = "") -> dict[str, Outcome]:
+    """Run the rows whose name has the expression ``only``; print the table as it fills."""
+    print(line("row", "result", "seconds", "detail"), flush=True)
+    outcomes: dict[str, Outcome] = {}
+    for row in rows():
+        if not re.search(only, row.name):
+            continue
+        begun = time.monotonic()
+        try:
+            outcomes[row.name] = row.run(setting, row.name)
+        except Exception as error:  # the other rows are worth more than a traceback
+            outcomes[row.name] = Outcome(WRONG, f"{type(error).__name__}: {error}")
+        seconds = f"{time.monotonic() - begun:.0f}"
+        print(
+            line(row.name, outcomes[row.name].result, seconds, outcomes[row.name].detail),
+            flush=True,
+        )
+    counts = {
+        result: sum(o.result == result for o in outcomes.values())
+        for result in (OK, WRONG, SKIPPED)
     }
-
-
-def report(record: dict[str, Any]) -> bool:
-    """Print the tables; is everything right, and was everything reached? Goals that are missed are not mistakes."""
-    results, steps, times = (record.get(name, {}) for name in ("cases", "steps", "times"))
-    print("\n".join(line(name, result) for name, result in results.items()))
-    print("\n".join(f"{'ok   ' if status == 'ok' else 'WRONG'} {name}: {status}" for name, status in steps.items()))
-    if times:
-        print(f"\n{'':<64}{'ms':>9}{'goal':>9}")
-        for goal in goals():
-            found = times.get(goal.name, "not reached")
-            cells = (
-                f"{found:>9.3f}{goal.most:>9.3f}  {'met' if found <= goal.most else 'missed'}"
-                if isinstance(found, float)
-                else found
-            )
-            print(f"{goal.name:<64}{cells}")
-    wrong = [name for name, result in results.items() if not result["ok"]]
-    wrong += [name for name, status in steps.items() if status != "ok"]
-    wrong += [name for name, found in times.items() if isinstance(found, str)]
-    print(f"{record.get('device', 'no device yet')}: {len(results)} cases, {len(wrong)} failures")
-    return not wrong
+    print(", ".join(f"{n} {result}" for result, n in counts.items()), flush=True)
+    return outcomes
 
 
 def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="name the cases")
-    parser.add_argument("--report", action="store_true", help="print what is known")
-    parser.add_argument("--only", default="", help="cases whose name contains this; no further steps")
-    parser.add_argument("--again", action="store_true", help="forget what is known")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # run the cases that this file names
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run every row on the CPU, to test this script"
+    )
+    parser.add_argument("--list", action="store_true", help="name the rows")
+    parser.add_argument("--only", default="", help="rows whose name has this regular expression")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "gpu_check", help="folder of runs and logs"
+    )
+    parser.add_argument("--attention", choices=ROWS_OF, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    start = time.monotonic()
-    record = read(options.out)
     if options.list:
-        print("\n".join(cases()))
+        print("\n".join(row.name for row in rows()))
         return
-    if options.report:
-        report(record)
+    if options.attention:
+        print(compare_attention(options.attention))
         return
-    if DEVICE == "cuda" and not torch.cuda.is_available():
-        print("gpu-check: no CUDA device; nothing was checked.")
+    n_gpus = 0 if options.rehearse else torch.cuda.device_count()
+    if not options.rehearse and not torch.cuda.is_available():
+        print("gpu-check: no CUDA device that this Python can use; nothing was checked.")
         raise SystemExit(2)
-    if options.part:
-        run_cases(json.loads(options.part.read_text()), options.part.with_suffix(".jsonl"))
-        return
-
-    current = conditions()
-    if options.again or {name: record.get(name) for name in current} != current:
-        record = {**current, "cases": {}, "steps": {}, "times": {}}
-    record["date"] = datetime.date.today().isoformat()
-    record["cases"] = {n: r for n, r in record["cases"].items() if "not reached" not in r.get("error", "")}
-    run_checks(record, options.only, start + SECONDS["checks"])
-    if not options.only:
-        time_goals(record, start + SECONDS["all"] - 60)  # which the last one may take
-    write(options.out, record)
-    raise SystemExit(0 if report(record) else 1)
+    outcomes = check(Setting(options.out.resolve(), options.rehearse, n_gpus), options.only)
+    raise SystemExit(
+        1 if not outcomes or any(outcome.result == WRONG for outcome in outcomes.values()) else 0
+    )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import argparse
 import functools
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -271,16 +272,16 @@ def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
     student: Any = stage.student
     teacher = stage.teacher.base_model
     with torch.autocast(device, torch.bfloat16, enabled=stage.bf16), torch.no_grad():
-        ours = student.backbone_outputs(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
+        ours = student.model(input_ids=batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
         theirs = teacher(input_ids=batch["input_ids"], use_cache=False)[0]
     ours = ours.detach().requires_grad_()
-    student.backbone_outputs = lambda *args, **kwargs: (ours,)
+    student.model.forward = lambda *args, **kwargs: (ours,)
     teacher.forward = lambda *args, **kwargs: (theirs,)
     with allocations(device) as forward:
         loss = stage(batch).total
     with allocations(device) as backward:
         loss.backward()
-    del student.backbone_outputs, teacher.forward
+    del student.model.forward, teacher.forward
     return LossMemory(forward.end, max(forward.peak, forward.end + backward.peak))
 
 
@@ -341,7 +342,8 @@ def two_processes(strategy: str) -> dict[str, Any]:
     module, *options = LAUNCHERS[strategy]
     count = "--nproc_per_node" if module.startswith("torch") else "--num_processes"
     command = [sys.executable, "-m", module, *options, count, str(PROCESSES), __file__, "--as-process", strategy]
-    done: Any = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done: Any = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=600, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("peak ")]
     if done.returncode or not lines:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -392,14 +394,22 @@ def _train_with_fsdp2() -> int:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybrid_distill.train.parallel.fsdp2 import sharded_stage
+    from hybrid_distill.train.parallel.fsdp2 import begin_micro_batch, sharded_stage, stay_gathered
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     stage = sharded_stage(make_real_stage(DIVIDED, "cpu"), mesh)
     optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     batch = make_batch(DIVIDED, stage.teacher.config.vocab_size, "cpu")
-    _two_steps(lambda: stage(batch).total.backward(), optimizer)
+    root: Any = stage
+    stay_gathered(root)
+    numbers = itertools.count()
+
+    def micro_batch() -> None:
+        begin_micro_batch(root, is_last=next(numbers) % 2 == 1)
+        stage(batch).total.backward()
+
+    _two_steps(micro_batch, optimizer)
     return dist.get_rank()
 
 

@@ -37,8 +37,8 @@ def main() -> None:
     for recurrence in () if options.only_report else RECURRENCES:
         grid = ["--heads", "0,2,4,8", "--d-state", "16", "--seeds", "3", "--selection", "top"]
         fields = ["--set", f"student.recurrence={recurrence}", *SETTINGS]
-        recipe = ["--recipe", str(ROOT / "recipes" / "sweep_tiny.py")]
-        command(["sweep", *recipe, "--out", str(options.out / recurrence), *grid, *fields])
+        recipe = str(ROOT / "recipes" / "sweep_tiny.py")
+        command(["sweep", recipe, "--out", str(options.out / recurrence), *grid, *fields])
     tables = {name: options.out / name / "results.csv" for name in RECURRENCES}
     found = pd.concat([pd.read_csv(path).assign(recurrence=name) for name, path in tables.items() if path.exists()])
     students = found[(found.state == "done") & (found.selection != "teacher")].astype({"heads": int})

@@ -75,7 +75,7 @@ def main() -> None:
 def command(arguments: list[str], processes: int = 0) -> None:
     """Run a Python program on one thread, or on so many connected processes of one thread each."""
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes else []
-    alone = environment(ROOT, OMP_WAIT_POLICY="passive")
+    alone = environment(ROOT, OMP_WAIT_POLICY="passive", ACCELERATE_USE_CPU="true")
     subprocess.run([sys.executable, *launcher, *arguments], check=True, env=alone)
 
 

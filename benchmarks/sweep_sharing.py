@@ -39,6 +39,7 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.train.config import AlignConfig
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
+from hybrid_distill.vocabulary import vocabulary_size
 
 RESULTS = ROOT / "benchmarks" / "results" / "sweep_sharing.json"
 HEADS, D_STATE, SEEDS = "0,2,6", 16, 2
@@ -173,7 +174,7 @@ def steps() -> dict[str, Any]:
         for name, plan in plans.items():
             student, _ = build_student(run.teacher, plan, d_state=d_state, init="teacher")
             options = replace(getattr(base, name), steps=TIMED)
-            stage = make_stage(options, student, run.teacher, vocab_size=len(run.tokenizer))
+            stage = make_stage(options, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer))
             with tempfile.TemporaryDirectory() as out:
                 _, seconds = _timed(lambda: train_stage(stage, rows, out, progress=False))  # noqa: B023
             found.setdefault(name, {})[str(d_state)] = round(seconds / TIMED, 3)

@@ -36,6 +36,7 @@ def steps_per_second(steps: int) -> dict[str, float]:
     from hybrid_distill.train.stages import make_stage
     from hybrid_distill.plan import HeadPlan
     from hybrid_distill.teacher import load_teacher
+    from hybrid_distill.vocabulary import vocabulary_size
     import torch
 
     teacher, tokenizer = load_teacher("tiny")
@@ -43,7 +44,7 @@ def steps_per_second(steps: int) -> dict[str, float]:
     rows = open_rows(DataConfig(sources=("tiny",), seq_len=256), tokenizer)
     speed = {}
     for config in (AlignConfig(steps=1, batch_size=8, target="head"), DistillConfig(steps=1, batch_size=8)):
-        stage = make_stage(config, student, teacher, vocab_size=len(tokenizer))
+        stage = make_stage(config, student, teacher, vocab_size=vocabulary_size(tokenizer))
         optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-4)
         begun = 0.0
         for step in range(steps + 2):

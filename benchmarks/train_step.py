@@ -234,7 +234,7 @@ def waiting(stages: list[str], steps: int) -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as out:
                 arguments = [out, name, str(workers), str(steps)]
                 command = [*launcher, str(Path(__file__).with_name("train_loop_worker.py")), *arguments]
-                on_cpu = environment(ROOT, CUDA_VISIBLE_DEVICES="")
+                on_cpu = environment(ROOT, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
                 subprocess.run(command, env=on_cpu, check=True, stdout=subprocess.DEVNULL)
                 lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
                 reads = json.loads((Path(out) / "reads.json").read_text())

@@ -132,7 +132,7 @@ def _groups(parser: argparse.ArgumentParser) -> Iterator[Group]:
 
 
 def _flag(action: argparse.Action) -> Flag:
-    name = ", ".join(action.option_strings) or action.dest.upper()
+    name = ", ".join(action.option_strings) or action.dest.rpartition(".")[2].upper()
     text = (action.help or "").replace("%%", "%")
     tail = _TAIL.search(text)
     default = tail["default"] if tail else None

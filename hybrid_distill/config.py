@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,12 +16,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
 from .io import Record, refused
+from .kernels import Kernels
 from .limits import Count, CountOrZero, Positive, Share, check_options
 from .plan import Unit
 from .probes.forms import check_form
 from .student.init import Init
 from .teacher import TINY
 from .train.config import (
+    COLLECTIVE_TIMEOUT,
     AlignConfig,
     DistillConfig,
     LongConfig,
@@ -111,6 +113,9 @@ class StudentConfig:
     weights, with each head's decay set by its mean attention distance on these rows and its content scale by its
     attention entropy. ``teacher``: the same weights, without text. ``random``: neither. In benchmarks/init.py,
     ``fitted`` leads at the start and for 60 steps; after 100, ``statistics`` leads by 3 %."""
+    kernels: Kernels = "auto"
+    """Implementation of the recurrent heads and of the distillation loss. ``auto``: Triton's kernels on a GPU if they
+    pass a test at first use, else torch. ``mamba_ssm``: its scan. It may change when a run resumes."""
     aligned: Path | None = None
     """Stage folder of a finished alignment, with target ``head``, of a student without kept heads. Its recurrent heads
     are copied for any plan, so that students that differ only in their plan share one alignment."""
@@ -176,6 +181,9 @@ class RunConfig:
     teacher_sharding: Literal["replicated", "sharded"] = "replicated"
     """``sharded``: while a stage trains, each process holds a shard of the teacher's decoder layers, however the launch
     file shards the student. Scoring and evaluation still need the whole teacher."""
+    collective_timeout: Positive = COLLECTIVE_TIMEOUT
+    """Minutes that processes wait for one another within a training step before the run ends in an error. Tokenizing,
+    downloading, scoring, evaluating and exporting have no limit."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: bool = True
     """Write the student as a Hugging Face checkpoint."""
@@ -204,6 +212,11 @@ class RunConfig:
             raise ValueError(
                 f"--stages is {' '.join(self.stages)}, but matrix and align train on the teacher's own weights, which "
                 f"the other stages change; pass --stages {' '.join(ordered)}."
+            )
+        if self.plan.selection == "restoration" and self.align.train != "ssm":
+            raise ValueError(
+                f"align.train is {self.align.train!r} and plan.selection 'restoration', which aligns recurrent heads "
+                "alone, so that any of them can give way to attention; use --align.train ssm."
             )
         if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
             raise ValueError(
@@ -243,6 +256,12 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
         data=replace(config.data, sources=(TINY,), weights=(), chat=False, seq_len=min(config.data.seq_len, 256)),
         **small,
     )
+
+
+def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """Scale a run down to the embedded teacher if the flags ask for it."""
+    text = " ".join(words).replace("=", " ").replace("--teacher.path", "--teacher")
+    return on_embedded_teacher(config) if f"--teacher {TINY} " in f"{text} " else config
 
 
 def config_of(recipe: ModuleType) -> RunConfig:

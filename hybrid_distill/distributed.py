@@ -8,19 +8,25 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
-import itertools
+import json
 import logging
 import netrc
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from .devices import DeviceFacts, computes_on_gpu, flag, note_on_launch, problem_of_launch, unusable_gpu
+from .exchange import FAREWELL_S, Exchange, OtherProcessError, describe_error, wait_for_keys
+from .io import write_text
 from .locking import InUse, locked
 
 if TYPE_CHECKING:
@@ -28,11 +34,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import KwargsHandler
+    from torch._C._distributed_c10d import Store
 
 FSDP_MUST_BE_OFF = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """accelerate's FSDP settings: two would be silently ignored, and the last (on by default!) loads empty teachers."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TRACKERS = ("tensorboard", "trackio", "wandb")
+SEEN_WITHIN_S = 30.0
+"""Seconds in which a file of the main process must be seen on all machines."""
+UNLIMITED_DAYS = 1000
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED")
 """Supported values of accelerate's DistributedType."""
 
@@ -45,17 +55,16 @@ class WorldError(RuntimeError):
     """The running processes are not those that were asked for."""
 
 
-class OtherProcessError(RuntimeError):
-    """Another process of this launch failed; its own error message gives the reason."""
+class LaunchRefused(WorldError):
+    """All processes of a launch found, together, that they must not compute; each of them raises this."""
 
 
 def make_accelerator(*, trackers: Sequence[str] = (), logging_dir: str | Path | None = None) -> Accelerator:
     """Make an accelerator for one process, DDP (NCCL or gloo), DeepSpeed or FSDP2 (GPU or CPU).
 
-    Raises WorldError if fewer processes are connected than the launcher announced; ValueError for a tracker that is
-    unknown or not installed.
+    Raises WorldError if fewer processes are connected than the launcher announced, or if a process would compute on
+    another device than the launch is for; ValueError for a tracker that is unknown or not installed.
     """
-    import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, patch_environment
@@ -63,8 +72,9 @@ def make_accelerator(*, trackers: Sequence[str] = (), logging_dir: str | Path | 
     check_trackers(trackers)
     _check_environment()
     _die_with_launcher()
-    with_deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
-    on_cpu = not torch.cuda.is_available()
+    check_devices()
+    with_deepspeed = flag("ACCELERATE_USE_DEEPSPEED")
+    on_cpu = not computes_on_gpu()
     handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if with_deepspeed and on_cpu:
         _prepare_deepspeed_on_cpu()
@@ -73,7 +83,8 @@ def make_accelerator(*, trackers: Sequence[str] = (), logging_dir: str | Path | 
         _name_gloo_interface()
     # Otherwise accelerate refuses a second accelerator with other settings.
     AcceleratorState._reset_state()
-    with patch_environment(ACCELERATE_USE_FSDP="false"):  # see `is_fsdp2`
+    # `cpu` says it; accelerate's own reading of the variable would keep DeepSpeed from connecting. FSDP: `is_fsdp2`.
+    with patch_environment(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_CPU="false"):
         accelerator = Accelerator(
             cpu=on_cpu and not with_deepspeed,
             mixed_precision="no",  # stages autocast to bfloat16 themselves, with or without DeepSpeed
@@ -128,62 +139,196 @@ def is_launched_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def is_launched_with_others() -> bool:
+    """Check whether a launcher announced several processes; works before and after they are connected."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
 def is_first_on_machine() -> bool:
     """Check whether this is the first or only process on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def on_main_process(action: Callable[[], object]) -> None:
-    """Run ``action`` on the main process; the others wait until it is done, however long it takes.
+def check_devices() -> None:
+    """Compare the devices of all processes, before they connect: NCCL here and gloo there would wait for each other.
 
-    They poll the rendezvous store: a collective would time out, with NCCL after 10 minutes.
+    The processes read one another's facts in the rendezvous store, once. Raises WorldError unless all may compute, and
+    on the same kind of device.
     """
-    from accelerate.state import PartialState, is_initialized
+    global _facts
+    if _facts is not None:
+        return
+    own = DeviceFacts.find()
+    if not own.problem and (lost := unusable_gpu()):
+        log.warning("warning: %s", lost)
+    everyone = _facts_of_launch(own)
+    if problem := problem_of_launch(everyone):
+        raise (LaunchRefused if len(everyone) > 1 else WorldError)(problem)
+    if (note := note_on_launch(everyone)) and is_launched_main():
+        log.warning("warning: %s", note)
+    _facts = own
 
+
+_facts: DeviceFacts | None = None
+_held_stores: list[Store] = []
+
+
+def device_summary(kernels: str) -> str:
+    """Describe what this process computes on, with which kernels, and how many processes there are."""
+    check_devices()
+    assert _facts is not None
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    processes = f", {world} processes" if world > 1 else ""
+    return f"{_facts.summary(kernels)}{processes}"
+
+
+def _facts_of_launch(own: DeviceFacts) -> list[DeviceFacts]:
+    """Return the facts of all processes by rank; only this one's if it was started alone.
+
+    Raises WorldError naming processes that do not come within the time that torch waits for them.
+    """
+    import torch
+
+    dist: Any = torch.distributed
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    is_connecting = int(os.environ.get("LOCAL_RANK", -1)) >= 0 and "MASTER_ADDR" in os.environ
+    if world == 1 or not is_connecting:
+        return [own]
+    # The same store as the process group's. Process 0 may hold it, and must not close it before the group opens it.
+    whole_store, rank, world = next(dist.rendezvous("env://"))
+    _held_stores.append(whole_store)
+    store = dist.PrefixStore("hybrid-distill/devices", whole_store)
+    store.set(str(rank), json.dumps(asdict(own)))
+    keys = [str(number) for number in range(world)]
+    patience = dist.constants.default_pg_timeout.total_seconds()
+    if missing := wait_for_keys(store, keys, patience):
+        raise WorldError(
+            f"processes {', '.join(missing)} of {world} did not start within {patience:g} s; start the same command "
+            "on every machine, each with its own NODE_RANK."
+        )
+    facts = [DeviceFacts(**json.loads(store.get(key))) for key in keys]
+    # Process 0 may hold the store: if all are about to end, it ends after the others have read.
+    store.set(f"{rank} has read", "")
+    if rank == 0 and problem_of_launch(facts):
+        wait_for_keys(store, [f"{number} has read" for number in range(world)], FAREWELL_S)
+    return facts
+
+
+def on_main_process(action: Callable[[], object]) -> None:
+    """Run ``action`` on the main process; all wait until it is done and all have come, however long it takes.
+
+    An error is raised there and, as `OtherProcessError`, on the others.
+    """
+
+    def act() -> None:
+        action()
+
+    from_main(act)
+
+
+def from_main(compute: Callable[[], T]) -> T:
+    """Run ``compute`` on the main process and return its result on all processes; see `on_main_process`."""
+    exchange = _exchange()
+    return compute() if exchange is None else exchange.from_main(compute)
+
+
+def wait_for_all() -> None:
+    """Wait until all processes have come here, however long it takes."""
+    compute_everywhere(lambda: None)
+
+
+def _exchange() -> Exchange | None:
+    """Return the exchange of the connected processes; None for one process alone."""
+    global _open_exchange
+    from accelerate.state import is_initialized
+
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
     if not is_initialized():
         connect()
-    state = PartialState()
-    if state.num_processes == 1:
-        action()
-        return
-    from torch.distributed import distributed_c10d
+    rank, world = rank_and_world()
+    if world == 1:
+        return None
+    if _open_exchange is None:
+        from torch.distributed import distributed_c10d
 
-    store, done = distributed_c10d._get_default_store(), f"hybrid-distill/done-{next(_actions)}"
-    if state.is_main_process:
-        action()
-        store.set(done, "")
-    else:
-        pause = 0.001
-        while not store.check([done]):
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
-    state.wait_for_everyone()
+        _open_exchange = Exchange(distributed_c10d._get_default_store(), rank, world)
+    return _open_exchange
 
 
-_actions = itertools.count()
+_open_exchange: Exchange | None = None
 
 
 @contextmanager
 def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
     """Lock a folder against other commands (`locking.locked`); the processes of this launch share the lock.
 
-    The main process holds it. If that fails, all processes raise the same error: InUse or OSError.
+    The main process holds it. If that fails, all processes raise the same error: InUse or OSError. Raises ValueError
+    unless all processes see the folder (`check_shared`).
     """
-    from accelerate.utils import broadcast_object_list
-
-    state = connect()
-    refusal: list[InUse | OSError | None] = [None]
+    connect()
     with ExitStack() as held:
-        if state.is_main_process:
+
+        def lock() -> InUse | OSError | None:
             try:
                 held.enter_context(locked(place, beside=beside, patience=patience))
             except (InUse, OSError) as error:
-                refusal = [error]
-        if state.num_processes > 1:
-            broadcast_object_list(refusal)
-        if refusal[0] is not None:
-            raise refusal[0]
+                return error
+            return None
+
+        refusal = from_main(lock)
+        if refusal is not None:
+            raise refusal
+        check_shared(place.parent if beside else place)
         yield
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ValueError unless all processes see this folder of the main process: results would be lost silently.
+
+    The main process writes a file with a random name and value, which the others must read. An NFS may show it late.
+    """
+    _, world = rank_and_world()
+    if world == 1:
+        return
+    token = from_main(lambda: _write_token(folder))
+    seen = compute_everywhere(lambda: (socket.gethostname(), _reads(folder / token.name, token.value)))
+    on_main_process(lambda: (folder / token.name).unlink(missing_ok=True))
+    blind = [f"{rank} on {host}" for rank, (host, sees) in enumerate(seen) if not sees]
+    if blind:
+        raise UnsharedFolder(
+            f"process 0 on {seen[0][0]} writes to {token.folder}, which {len(blind)} of {world} processes do not see "
+            f"(process {', '.join(blind)}); pass an --out on a file system that all machines share."
+        )
+
+
+class UnsharedFolder(ValueError):
+    """Some processes of a launch do not see the main process's folder; each of them raises this."""
+
+
+class _Token(NamedTuple):
+    folder: str
+    name: str
+    value: str
+
+
+def _write_token(folder: Path) -> _Token:
+    token = _Token(str(folder.resolve()), f".{secrets.token_hex(8)}.token", secrets.token_hex(16))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / token.name, token.value)
+    return token
+
+
+def _reads(path: Path, value: str) -> bool:
+    """Check whether a file has this content, now or within `SEEN_WITHIN_S`."""
+    end = time.monotonic() + SEEN_WITHIN_S
+    while True:
+        with suppress(OSError):
+            if path.read_text() == value:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -204,31 +349,44 @@ def own_share(items: Sequence[T]) -> list[T]:
 def compute_everywhere(compute: Callable[[], T]) -> list[T]:
     """Run ``compute`` on every process and return all results, in rank order, on each; every process must call this.
 
-    An error in one process is raised there and as `OtherProcessError` in the others, so that none keeps waiting.
+    An error in one process is raised there and as `OtherProcessError` in the others, so that none keeps waiting. Takes
+    as long as the slowest process.
     """
-    import torch.distributed as dist
-
-    _, world = rank_and_world()
-    if world == 1:
+    exchange = _exchange()
+    if exchange is None:
         return [compute()]
-    mine, error, message = list[T](), None, ""
     try:
-        mine = [compute()]
-    except Exception as raised:
-        error, message = raised, f"{type(raised).__name__}: {raised}"
-    outcomes: list[tuple[list[T], str]] = [([], "")] * world
-    dist.all_gather_object(outcomes, (mine, message))
-    if error is not None:
-        raise error
+        mine = compute()
+    except Exception as error:
+        exchange.gather(([], describe_error(error)))
+        raise
+    outcomes = exchange.gather(([mine], ""))
     for rank, (_, message) in enumerate(outcomes):
         if message:
-            raise OtherProcessError(f"process {rank} of {world} has failed ({message})")
-    return [result for results, _ in outcomes for result in results]
+            raise OtherProcessError(f"process {rank} of {exchange.world} has failed ({message})")
+    return [results[0] for results, _ in outcomes]
 
 
 def agree_on(compute: Callable[[], T]) -> T:
     """Run ``compute`` on every process and return the main process's result on each; see `compute_everywhere`."""
     return compute_everywhere(compute)[0]
+
+
+def limit_collectives(minutes: float | None) -> None:
+    """Set how long a collective may take before it ends in an error: of every process group that exists now.
+
+    None stands for as long as it takes. Processes that wait through `compute_everywhere` or `on_main_process` run no
+    collective.
+    """
+    from torch.distributed import distributed_c10d
+
+    _, world = rank_and_world()
+    if world == 1:
+        return
+    limit = timedelta(days=UNLIMITED_DAYS) if minutes is None else timedelta(minutes=minutes)
+    # Neither name is public. A group takes its own limit from its backend, not from the default group.
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(limit, group)
 
 
 def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> None:
@@ -253,7 +411,7 @@ def is_fsdp2(accelerator: Accelerator) -> bool:
     """Check whether the launch file asks for FSDP2. accelerate then only connects the processes, as for DDP, because
     its own FSDP2 never synchronizes gradients on a CPU; `fsdp2.Fsdp2` shards the stage.
     """
-    return _flag("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
+    return flag("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1
 
 
 def check_trackers(trackers: Sequence[str]) -> None:
@@ -276,11 +434,11 @@ def _has_wandb_key() -> bool:
 
 def _check_environment() -> None:
     """Raise WorldError for a launch that would start but train something other than was asked for."""
-    if _flag("ACCELERATE_USE_FSDP"):
+    if flag("ACCELERATE_USE_FSDP"):
         version = os.environ.get("FSDP_VERSION", "1")
         if version != "2":
             raise WorldError(f"FSDP version {version} is not supported; launch with --config_file launch/fsdp2.yaml.")
-        for name in filter(_flag, FSDP_MUST_BE_OFF):
+        for name in filter(flag, FSDP_MUST_BE_OFF):
             raise WorldError(
                 f"{name.lower()} is on, which is not supported here; launch with --config_file launch/fsdp2.yaml, or "
                 f"add --{name.lower()} false."
@@ -343,16 +501,18 @@ def _prepare_deepspeed_on_cpu() -> None:
         compatible["deepspeed_shm_comm"] = False
 
 
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
-
-
 def disconnect() -> None:
     """Leave the process group at the end of a program: gloo's threads must not outlive the interpreter.
 
     Frees unreferenced models first. If torch's reducer were the last to free the process group, it would hold the GIL
     and wait forever for a gloo thread that needs it.
     """
-    if (torch := sys.modules.get("torch")) and torch.distributed.is_available() and torch.distributed.is_initialized():
-        gc.collect()
-        torch.distributed.destroy_process_group()
+    global _open_exchange
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if _open_exchange is not None:
+        _open_exchange.farewell()
+        _open_exchange = None
+    gc.collect()
+    torch.distributed.destroy_process_group()

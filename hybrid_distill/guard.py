@@ -18,6 +18,7 @@ from .io import Record, file_hash, parse_json, read_json
 from .model.configuration_hybrid import LARGEST, HybridConfig, check_sizes
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
+from .vocabulary import check_embedding
 
 INDEX = "model.safetensors.index.json"
 MARK = Path("gate") / "reference.json"  # only exports have it
@@ -86,8 +87,7 @@ def load_student(folder: str | Path) -> tuple[HybridForCausalLM, PreTrainedToken
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain exceptions
         raise ValueError(f"the tokenizer of {folder} cannot be read ({_reason(error)}); copy it again.") from error
-    if len(tokenizer) > (size := student.config.vocab_size):
-        raise ValueError(f"the tokenizer of {folder} has {len(tokenizer)} tokens, the model {size}; copy it again.")
+    check_embedding(tokenizer, student.config, str(folder))
     return student, tokenizer
 
 

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Record: TypeAlias = dict[str, Any]
 """JSON object."""
+BYTE_ORDER_MARK = "\ufeff"
 LARGEST_JSON = 2**28  # bytes; ten times the tokenizer of the largest vocabularies
 
 
@@ -41,6 +42,38 @@ def refused(what: str, fix: str) -> Iterator[None]:
         yield
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{what} ({error}); {fix}.") from error
+
+
+def text_lines(file: TextIO) -> Iterator[str]:
+    """Yield the lines of a text file without byte-order marks, which editors write at its start.
+
+    Files that were joined have more of them inside. A mark is text to a tokenizer, and an error to a JSON parser.
+    """
+    for line in file:
+        yield line.removeprefix(BYTE_ORDER_MARK)
+
+
+def whole_text(text: str) -> str:
+    """Return a text that UTF-8 can hold: halves of surrogate pairs are joined, or become U+FFFD where one is alone.
+
+    JSON can hold such halves (``\\ud83d``), and tokenizers refuse them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def whole_strings(value: object) -> Any:
+    """Apply `whole_text` to every string in a JSON value."""
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, list):
+        return [whole_strings(item) for item in value]
+    if isinstance(value, dict):
+        return {name: whole_strings(item) for name, item in value.items()}
+    return value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,9 +7,11 @@
 #     NODE_RANK    which of them this is, from 0
 #     MASTER_ADDR  the address of machine 0, as the others reach it
 #     MASTER_PORT  a free port there; 29500 if not set
-#     NPROC        processes on each machine; as many as it has GPUs, or 1, if not set
+#     NPROC        processes on each machine; as many as it has GPUs if not set
 #     CONFIG       an accelerate file of this folder, for DeepSpeed or FSDP2; DDP, started by torchrun, if not set
 #     PYTHON       the interpreter; python if not set
+#     ACCELERATE_USE_CPU  true to compute on the CPU, with NPROC processes, or 1; a machine without a GPU is refused
+#                  otherwise
 #
 # On SIGTERM or SIGUSR1 the training saves, and this script ends with status 0.
 set -euo pipefail
@@ -29,9 +31,25 @@ check_number() { # name, value, least, most
 python=${PYTHON:-python}
 command -v "$python" > /dev/null || fail "there is no '$python'; activate its environment, or set PYTHON."
 nnodes=${NNODES:-1} port=${MASTER_PORT:-29500}
-nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 1)')}
+on_cpu=${ACCELERATE_USE_CPU:-false}
+[[ ${CONFIG:-} != *cpu.yaml ]] || on_cpu=true
+if [[ $on_cpu =~ ^(1|[Tt]rue|TRUE|[Yy]es|YES)$ ]]; then
+    nproc=${NPROC:-1} most=1024
+else
+    # A driver that is too old has GPUs to count, and none to use.
+    read -r most reason < <("$python" -c '
+import torch
+reason = "torch sees none"
+try:
+    torch.cuda.init()
+except (RuntimeError, AssertionError) as error:
+    reason = str(error).strip().partition("\n")[0]
+print(torch.cuda.device_count() if torch.cuda.is_available() else 0, reason)') || true
+    [[ ${most:-0} != 0 ]] || fail "there is no GPU that torch can use on $(hostname) (${reason:-no torch}); repair that, or set ACCELERATE_USE_CPU=true to compute on the CPU."
+    nproc=${NPROC:-$most}
+fi
 check_number NNODES "$nnodes" 1 100000
-check_number NPROC "$nproc" 1 1024
+check_number NPROC "$nproc" 1 "$most"
 check_number MASTER_PORT "$port" 1 65535
 if ((nnodes > 1)); then
     [[ -n ${MASTER_ADDR:-} ]] || fail "MASTER_ADDR is not set; with $nnodes machines it is the address of machine 0."

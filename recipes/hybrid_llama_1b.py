@@ -1,7 +1,7 @@
 """Llama-3.2-1B with 20 of its 512 attention heads kept, as published (arXiv 2602.11374).
 
-accelerate launch recipes/hybrid_llama_1b.py
-python recipes/hybrid_llama_1b.py --dry-run
+python recipes/hybrid_llama_1b.py --dry-run  # says how to tokenize the text first, once, without GPUs
+accelerate launch recipes/hybrid_llama_1b.py --data.sources tokens/1 tokens/2
 python recipes/hybrid_llama_1b.py --teacher tiny
 """
 

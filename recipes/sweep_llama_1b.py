@@ -1,6 +1,6 @@
 """Llama-3.2-1B by heads kept and state size: the published grid (arXiv 2602.11374).
 
-hybrid-distill sweep --recipe recipes/sweep_llama_1b.py --out runs/sweep_llama_1b --cluster slurm --jobs 8
+hybrid-distill sweep recipes/sweep_llama_1b.py --out runs/sweep_llama_1b --cluster slurm --jobs 8
 hybrid-distill sweep-status runs/sweep_llama_1b
 """
 
@@ -30,8 +30,13 @@ def grid() -> dict[str, Any]:
     return {"heads": "0,5,10,20,30,40,all", "d_state": "4,8,16,32,64", "seeds": 1, "selection": "top"}
 
 
+def jobs() -> dict[str, Any]:
+    """Give a job one GPU and a day: a student trains in hours, and a job out of time resumes."""
+    return {"gpus": 1, "minutes": 24 * 60}
+
+
 def main() -> None:
-    command(["sweep", "--recipe", __file__, *sys.argv[1:]])
+    command(["sweep", __file__, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The embedded teacher by heads kept, state size and selection: 84 students, about 75 minutes on two cores.
 
-hybrid-distill sweep --recipe recipes/sweep_tiny.py --out runs/sweep_tiny --jobs 2
+hybrid-distill sweep recipes/sweep_tiny.py --out runs/sweep_tiny --jobs 2
 hybrid-distill sweep-status runs/sweep_tiny
 """
 
@@ -30,7 +30,7 @@ def grid() -> dict[str, Any]:
 
 
 def main() -> None:
-    command(["sweep", "--recipe", __file__, *sys.argv[1:]])
+    command(["sweep", __file__, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Read when triton is imported, which transformers does. With 0, tests/kernels run on a GPU (benchmarks/gpu_check.py).
+# Read when triton is imported, which transformers does. With 0, tests/kernels run on a GPU (benchmarks/gpu_kernels.py).
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator

@@ -216,7 +216,7 @@ def config_edits() -> Iterator[tuple[str, Damage]]:
                   [[1], [2, 3, -1], []], [[1.0], [2, 3, 7], []], [[2], [2, 3, 7], []], [[0]] * 10**5]),
         ("backbone", [None, [], "llama", {}]), ("dtype", [None, "float99", "int8", "bfloat16"]),
         ("eos_token_id", ["x", 1.5]), ("tie_word_embeddings", [True, "yes"]), ("attn_implementation", ["a/kernel"]),
-        ("hidden_size", [64]), ("vocab_size", [HUGE, 299]), ("num_labels", [-1, HUGE]),
+        ("hidden_size", [32]), ("vocab_size", [HUGE, 299]), ("num_labels", [-1, HUGE]),
     ]  # fmt: skip
     for name, values in top:
         for value in values:

@@ -57,7 +57,7 @@ def test_bfloat16_on_a_cpu_without_it_is_warned_of(monkeypatch, caplog, is_nativ
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
             "or add --fsdp_cpu_ram_efficient_loading false",
         ),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1", "RANK": "0"}, None),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1", "RANK": "0", "ACCELERATE_USE_CPU": "true"}, None),
     ],
 )
 def test_a_world_that_was_not_asked_for_is_refused(monkeypatch, environment, message):

@@ -15,9 +15,9 @@ import hybrid_distill
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("io", "limits", "locking", "provenance", "distributed", "progress"),
+    ("io", "limits", "locking", "provenance", "devices", "exchange", "distributed", "progress", "vocabulary"),
     ("assets", "model", "plan"),
-    ("guard",),
+    ("guard", "kernels"),
     ("teacher",),
     ("student", "probes"),
     ("data",),
@@ -109,7 +109,7 @@ def test_model_runs_alone_inside_a_checkpoint(path: Path) -> None:
 def test_kernels_are_imported_in_few_places_and_those_of_triton_only_where_they_are_called() -> None:
     everywhere = [*files("hybrid_distill"), *files("recipes")]
     users = {path for path in everywhere if any(n.startswith("hybrid_kernels") for n in imports(path))}
-    known = {"ssd.py", "losses.py", "end_to_end.py", "loop.py", "exact.py", "caching.py"}
+    known = {"ssd.py", "losses.py", "end_to_end.py", "loop.py", "exact.py", "caching.py", "kernels.py"}
     assert {path.name for path in users} <= known
     for path in users:
         at_once = {n.split(".")[1] for n in imports(path, lazy=False) if n.startswith("hybrid_kernels")}

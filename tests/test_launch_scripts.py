@@ -39,7 +39,9 @@ STAND_INS = {
         if [[ $1 == show ]]; then printf 'node-%s\\n' a b; fi
     """,
     # An interpreter that only writes down what it was to run; the process below it is what would train.
+    # Asked with -c, it counts GPUs.
     "recorder": f"""
+        if [[ $1 == -c ]]; then echo "$GPUS the driver is too old"; exit; fi
         echo "$*" >> "$RECORD/commands"
         {sys.executable} -S "$RECORD/worker.py" &
         wait $!
@@ -77,11 +79,12 @@ def machine(tmp_path: Path) -> dict[str, str]:
     (record / "worker.py").write_text(WORKER)
     variables = {
         "PATH": f"{commands}:{os.environ['PATH']}", "RECORD": str(record), "PYTHON": "recorder",
-        "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save", "SLURM_JOB_ID": JOB, "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
+        "GPUS": "4", "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save",
+        "SLURM_JOB_ID": JOB, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    ours = ("NNODES", "NODE_RANK", "NPROC", "MASTER_ADDR", "MASTER_PORT", "CONFIG")
+    ours = ("NNODES", "NODE_RANK", "NPROC", "MASTER_ADDR", "MASTER_PORT", "CONFIG", "ACCELERATE_USE_CPU")
     return {name: value for name, value in os.environ.items() if name not in ours} | variables
 
 
@@ -146,6 +149,42 @@ def test_what_cannot_be_is_named_before_anything_starts(machine: dict[str, str])
     assert not recorded(machine, "commands")
 
 
+@pytest.mark.parametrize(
+    ("script", "changes", "named"),
+    [
+        ("torchrun.sh", {"GPUS": "0"}, "the driver is too old"),
+        ("torchrun.sh", {"GPUS": "0", "NPROC": "2", "CONFIG": "launch/fsdp2.yaml"}, "the driver is too old"),
+        ("torchrun.sh", {"GPUS": "0", "ACCELERATE_USE_CPU": "false"}, "ACCELERATE_USE_CPU=true"),
+        ("torchrun.sh", {"GPUS": "2", "NPROC": "3"}, "'3'"),
+        ("slurm.sbatch", {"SLURM_GPUS_ON_NODE": ""}, "--gpus-per-node"),
+        ("slurm.sbatch", {"GPUS": "0"}, "the driver is too old"),
+    ],
+)
+def test_a_machine_without_a_gpu_starts_nothing(machine: dict[str, str], script, changes, named) -> None:
+    status, said = run(script, machine | changes, "recipe.py")
+    assert status == 2 and named in said
+    assert not recorded(machine, "commands")
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes"),
+    [
+        ({"ACCELERATE_USE_CPU": "true"}, 1),
+        ({"ACCELERATE_USE_CPU": "True", "NPROC": "2"}, 2),
+        ({"CONFIG": "launch/cpu.yaml"}, 1),
+        ({"GPUS": "4"}, 4),
+    ],
+)
+def test_a_machine_starts_a_process_for_each_gpu_or_on_the_cpu_that_was_asked_for(
+    machine: dict[str, str], changes, processes
+) -> None:
+    status, said = run("torchrun.sh", machine | {"GPUS": "0"} | changes, "recipe.py")
+    assert status == 0, said
+    [command] = recorded(machine, "commands")
+    flag = "--num_processes" if "CONFIG" in changes else "--nproc_per_node"
+    assert f"{flag} {processes} " in command
+
+
 @pytest.mark.parametrize("config", ["launch/zero2.yaml", ""])
 def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], config: str) -> None:
     status, said = run("slurm.sbatch", {**machine, "CONFIG": config}, "recipe.py", "--out", "runs/a b", "--flag=*")
@@ -199,7 +238,7 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(machine: di
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     one_machine = machine | {
         "PYTHON": sys.executable, "PYTHONPATH": paths, "CONFIG": "launch/ddp.yaml", "SLURM_JOB_NUM_NODES": "1",
-        "NPROC": "2", "MASTER_PORT": str(free_port()),
+        "NPROC": "2", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     out = tmp_path / "run"
     arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]

@@ -32,8 +32,8 @@ def _refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     "command",
     [
         "run {recipe} --out {out}",
-        "demo --recipe {recipe} --out {out}",
-        "sweep --recipe {recipe} --out {out} --heads 0 --d-state 4 --seeds 1",
+        "demo {recipe} --out {out}",
+        "sweep {recipe} --out {out} --heads 0 --d-state 4 --seeds 1",
         "score --out {out}/scores.json",
         "prepare-data --tokenizer tiny --sources tiny --out {out}",
         "cache-logits {recipe} --distill.teacher-logits {out}",

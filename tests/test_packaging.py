@@ -44,15 +44,28 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
 
 
 @pytest.mark.launched
-def test_without_a_clone_a_recipe_runs_as_the_docs_call_it(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (
+            "run recipes/hybrid_tiny.py --dry-run --align.steps 1 --distill.steps 1",
+            "hybrid-distill run recipes/hybrid_tiny.py",
+        ),
+        ("sweep recipes/sweep_llama_1b.py --set teacher=tiny --dry-run", "sweep-llama-1b: 31 cells"),
+        ("sweep sweep_tiny --dry-run", "sweep-tiny: "),
+    ],
+)
+def test_without_a_clone_a_recipe_runs_as_the_docs_call_it(
+    command: str, shown: str, wheel: Path, tmp_path: Path
+) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(wheel), *sys.path[1:]])}
-    words = ["run", "recipes/hybrid_tiny.py", "--dry-run", "--align.steps", "1", "--distill.steps", "1"]
+    words = command.split()
     code = "import hybrid_distill.cli as cli; print(cli.__file__); cli.main()"
     ran = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(str(wheel)) and "hybrid-distill run recipes/hybrid_tiny.py" in ran.stdout
+    assert ran.stdout.startswith(str(wheel)) and shown in ran.stdout
 
 
 def test_the_program_of_this_environment_runs_outside_the_clone(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ from unittest.mock import Mock
 
 import pytest
 import transformers
-from students import lose_caches, only_error
+from students import gate_in_this_process, lose_caches, only_error
 from training import small_run
 
 from hybrid_distill import pipeline
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.demo import Variant, compare
 from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig
+from hybrid_distill.export import ExportError, GateReport
+from hybrid_distill.export.check import Check
 from hybrid_distill.pipeline import Run, finished_run, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
@@ -172,6 +174,20 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_
         run(config)
 
 
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(implementation: str, tmp_path: Path) -> None:
+    """Also by a dry run, which asks the same questions."""
+    this = Run(small_run(tmp_path / "run"))
+    teacher, tokenizer = this.teacher_and_tokenizer
+    teacher.config._attn_implementation = implementation  # as a caller's teacher, or a config.json, may name it
+    given = Run(this.config, (teacher, tokenizer))
+    with pytest.raises(ValueError, match=implementation):
+        given.prepare()
+    with pytest.raises(ValueError, match=implementation):
+        given.check_teachers()
+    assert not this.out.exists()
+
+
 @pytest.mark.parametrize("words", [["--dry-run"], []])
 def test_a_transformers_that_breaks_students_is_refused_before_anything_is_computed(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -183,3 +199,25 @@ def test_a_transformers_that_breaks_students_is_refused_before_anything_is_compu
     assert exit_.value.code == 2
     assert f"cache with transformers {transformers.__version__}" in only_error(capsys.readouterr().err)
     assert not (tmp_path / "run" / "scores.json").exists()
+
+
+def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_alone(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    config = replace(finished_run(out).config, export=True)
+    results = [name for name in names(out) if name not in ("config.json", "build.json")]
+    before = {name: (out / name).stat().st_mtime_ns for name in results}
+    failed = GateReport((Check("reloaded = exported model, logits", 2e-5, 1e-5),))
+    with monkeypatch.context() as patch, pytest.raises(ExportError, match="stages"):
+        patch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: failed)
+        run(config)
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert not (out / "export").exists()
+
+    gate_in_this_process(monkeypatch, tmp_path / "modules")
+    monkeypatch.setattr(pipeline, "evaluate", Mock(side_effect=AssertionError("measured again")))
+    monkeypatch.setattr("hybrid_distill.train.loop._Training.run", Mock(side_effect=AssertionError("trained again")))
+    run(config)
+    assert (out / "export" / "gate" / "report.json").is_file()

@@ -24,7 +24,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from .. import progress
-from ..distributed import WorldError, disconnect, is_launched_main
+from ..distributed import LaunchRefused, UnsharedFolder, WorldError, disconnect, is_launched_main
+from ..exchange import OtherProcessError
 from ..locking import InUse
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ COMMANDS = {
 NAMES = tuple(name for group in COMMANDS.values() for name in group)
 STYLES = ("--quiet", "--json")
 WITH_JSON = ("score", "run", "demo", "evaluate")
+IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
+"""Errors that all processes of a launch raise together; the main one prints them."""
 QUIET = 1.0
 """Seconds of loading libraries after which a line reports it."""
 for _name in ("torchao", "torch.utils._pytree"):  # warn about a missing GPU; a recipe's imports load them
@@ -83,6 +86,7 @@ def _with_style(words: list[str]) -> list[str]:
     progress.style = "json" if "--json" in asked else "quiet" if asked else "lines"
     if asked:
         logging.getLogger("hybrid_distill").setLevel(logging.WARNING)
+        logging.getLogger("hybrid_kernels").setLevel(logging.WARNING)
     return [word for word in words if word not in asked]
 
 
@@ -165,7 +169,8 @@ def exit_cleanly(action: Callable[[], object]) -> None:
     If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is finished.
     """
     logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[_Stderr()])
-    logging.getLogger("hybrid_distill").setLevel(logging.INFO if is_launched_main() else logging.ERROR)
+    for package in ("hybrid_distill", "hybrid_kernels"):  # the latter warns of a loss that runs on torch
+        logging.getLogger(package).setLevel(logging.INFO if is_launched_main() else logging.ERROR)
     if not sys.warnoptions:  # users need this package's warnings, not those of libraries
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module="hybrid_distill")
@@ -188,7 +193,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         status = _exit_status(error)
         if status is None:
             raise
-        if is_launched_main() or not (status == 0 or isinstance(error, InUse)):  # raised in every process of a launch
+        if is_launched_main() or not (status == 0 or isinstance(error, IN_EVERY_PROCESS)):
             print(f"error: {error}" if status else error, file=sys.stderr)
             if progress.style == "json":
                 progress.write(error=str(error))
@@ -210,7 +215,7 @@ def _lost_its_reader() -> bool:
 
 def _exit_status(error: Exception) -> int | None:
     """Return the exit status of an error; None for a bug."""
-    if isinstance(error, (ValueError, OSError, WorldError)):
+    if isinstance(error, (ValueError, OSError, WorldError, OtherProcessError)):
         return 2
     from ..export import ExportError
     from ..train.loop import Diverged, Interrupted

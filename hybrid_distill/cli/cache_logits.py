@@ -8,15 +8,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..config import RunConfig, config_of
+from ..config import RunConfig, config_of, on_asked_teacher
 from ..data import open_rows, write_logits
 from ..data.caching import CHECK_ROWS, SHARD_TOKENS
 from ..distributed import is_launched_main
 from ..limits import Count, check_options
 from ..pipeline import Run
+from ..student.teachers import check_teacher
 from ..train.config import DistillConfig
+from ..vocabulary import vocabulary_size
 from .parsing import usage
-from .recipes import load_recipe, on_asked_teacher, override, recipe_of
+from .recipes import load_recipe, override, recipe_of
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,19 @@ def cache_logits(job: CacheJob) -> str:
     Raises ValueError for a teacher or data that cannot be loaded, and as `write_logits` does.
     """
     run, config, folder = Run(job.run), job.config, job.folder
-    _, tokenizer = run.stage_shape_and_tokenizer(config)
+    shape, tokenizer = run.stage_shape_and_tokenizer(config)
+    run.check_teachers()
+    teacher = config.teacher_within(job.run.teacher)
+    check_teacher(shape, tokenizer, name=teacher.path)  # of a stage that the run may not have
     return write_logits(
         folder,
         run.stage_teacher(config),
         tokenizer,
-        open_rows(config.data_within(job.run.data), tokenizer),
-        name=config.teacher_within(job.run.teacher).path,
+        open_rows(config.data_within(job.run.data), tokenizer, pins=run.pins),
+        name=teacher.path,
         top_k=job.top_k,
         places=config.rows_read,
-        vocab_size=len(run.tokenizer),
+        vocab_size=vocabulary_size(run.tokenizer),
         temperature=config.temperature,
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,

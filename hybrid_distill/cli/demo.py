@@ -39,6 +39,7 @@ class Variant:
 
 def command(
     recipe: Path = Path("recipes/hybrid_tiny.py"),
+    /,
     out: Path = Path("runs/demo"),
     k: CountOrZero | None = None,
     random_seeds: tuple[CountOrZero, ...] = (0,),
@@ -48,7 +49,7 @@ def command(
     """Show the central result in one table: teacher, 0 heads, k random heads, top k heads; writes OUT/report.md.
 
     Args:
-        recipe: The recipe, for everything except the kept heads.
+        recipe: The recipe, by name or as a file, for everything except the kept heads.
         out: The folder for the students and the report; a stopped demo resumes there.
         k: Attention heads to keep; by default the recipe's number.
         random_seeds: Seeds of the random selections; each seed adds a student.

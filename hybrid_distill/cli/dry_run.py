@@ -12,6 +12,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from ..config import RunConfig, to_json
+from ..data import preparations
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, StageShape, memory_plan
 from ..lab.memory.timing import training_time
 from ..lab.reporting import text_table
@@ -58,14 +59,31 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     teacher = shape_of_teacher(config.teacher)
     plan, source = _plan(config, teacher)
     stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
-    answer = "\n".join([heading, _launch(config, stages, command), source])
+    answer = "\n".join([heading, *_first(config), _launch(config, stages, command), source])
     time = training_time(config, plan, teacher.num_parameters())
     return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *([time] if time else []), *record])
 
 
+def _first(config: RunConfig) -> list[str]:
+    """Return the commands to run before a launch of several processes, which would refuse to tokenize so much."""
+    if config.gpus == 1:
+        return []
+    commands = preparations(config.data, config.teacher.path)
+    if not commands:
+        return []
+    shown = textwrap.indent("\n".join(commands), "  ")
+    return [f"First, once, without GPUs; then launch with these folders as --data.sources:\n{shown}"]
+
+
 def _problems(config: RunConfig) -> Iterator[str]:
     """Yield reasons why the run would not start, a sentence each; reads names, headers and head scores, not weights."""
-    for check in (partial(outdated, config), *Run(config).checks()):
+    run = Run(config)
+    try:
+        run.check_teachers()
+    except (OSError, ValueError) as error:  # the other checks would describe the same fault in their own words
+        yield str(error).strip()
+        return
+    for check in (partial(outdated, config), *run.checks()):
         try:
             check()
         except (OSError, ValueError) as error:

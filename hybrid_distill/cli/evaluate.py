@@ -10,6 +10,7 @@ from pathlib import Path
 import tyro
 
 from ..distributed import alone_in, is_launched_main, own_device
+from ..kernels import Kernels
 from ..limits import Count
 from ..progress import finish
 
@@ -20,6 +21,7 @@ def command(
     n_examples: Count | None = None,
     form: str | None = None,
     again: bool = False,
+    kernels: Kernels | None = None,
 ) -> None:
     """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
 
@@ -31,10 +33,12 @@ def command(
         n_examples: Questions per dictionary size, instead of the run's number; implies --again.
         form: Prompt form, instead of the run's: plain, shots=1 or chat; implies --again.
         again: Measure again and replace the earlier results.
+        kernels: Implementation of the student's recurrent heads, instead of the run's.
     """
     from torch import nn
 
     from ..evaluation.evaluate import EvalResult
+    from ..kernels import check_kernels
     from ..pipeline import Run, finished_run
 
     if (run_dir / "gate").is_dir():
@@ -46,6 +50,9 @@ def command(
         scoring = replace(config.scoring, form=form or config.scoring.form)
         this, again = Run(replace(config, evaluation=evaluation, scoring=scoring)), True
         this.check_evaluation()
+    if kernels is not None:
+        this = Run(replace(this.config, student=replace(this.config.student, kernels=kernels)))
+    check_kernels(this.config.student.kernels, own_device())
     if path.exists() and not again:
         result = EvalResult.load(path)
         if is_launched_main():

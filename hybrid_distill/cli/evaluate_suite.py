@@ -6,8 +6,9 @@ from pathlib import Path
 
 import tyro
 
-from ..distributed import alone_in, is_launched_main, on_main_process
+from ..distributed import alone_in, is_launched_main, on_main_process, own_device
 from ..io import write_text
+from ..kernels import use_kernels
 from ..lab.suites.job import SuiteJob
 from ..lab.suites.results import FILE, SuiteResult, compare, tables
 from ..lab.suites.running import run_suite
@@ -46,4 +47,7 @@ def command(job: tyro.conf.OmitArgPrefixes[SuiteJob]) -> None:
 def _measure(job: SuiteJob, name: str, flag: str, out: Path) -> SuiteResult:
     """Run all tasks on the model that ``flag`` names."""
     options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
-    return run_suite(*load_on_own_device(name, dtype=job.dtype, **options), job, out)
+    model, tokenizer = load_on_own_device(name, dtype=job.dtype, **options)
+    if flag == "--model":
+        use_kernels(model, job.kernels, own_device())
+    return run_suite(model, tokenizer, job, out)

@@ -15,7 +15,9 @@ from ..data.config import TokensOfARow
 from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
 from ..limits import Count, check_options
 from ..locking import locked
-from ..teacher import load_on_own_device
+from ..student.teachers import check_teacher
+from ..teacher import load_on_own_device, read_teacher
+from ..vocabulary import vocabulary_size
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -58,6 +60,7 @@ class GenerateJob:
 
 def generate(job: GenerateJob) -> str:
     """Run or resume the job; return a summary."""
+    check_teacher(*read_teacher(job.model, flag="--model"), name=job.model)
     model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
     chat = job.form == "chat" or (job.form == "auto" and bool(tokenizer.chat_template))
     began = time.monotonic()
@@ -69,8 +72,18 @@ def generate(job: GenerateJob) -> str:
     lines = [f"{job.out}: {header}, {time.monotonic() - began:,.1f} s"]
     if job.top_k_logits is not None:
         rows = PackedRows([open_tokens(job.out, tokenizer)], seq_len=job.seq_len)
-        options = {"name": job.model, "top_k": job.top_k_logits, "places": rows.n_rows, "vocab_size": len(tokenizer)}
-        lines.append(write_logits(job.out / "logits", model, tokenizer, rows, **options))
+        lines.append(
+            write_logits(
+                job.out / "logits",
+                model,
+                tokenizer,
+                rows,
+                name=job.model,
+                top_k=job.top_k_logits,
+                places=rows.n_rows,
+                vocab_size=vocabulary_size(tokenizer),
+            )
+        )
     return "\n".join(lines)
 
 

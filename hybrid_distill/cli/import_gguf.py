@@ -8,12 +8,13 @@ from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..io import file_hash, write_json
 from ..limits import first_line
 from ..locking import locked
 from ..provenance import now, versions
+from ..student.teachers import check_teacher
 from ..teacher.loading import DTYPES, IMPORTED
 
 
@@ -41,14 +42,16 @@ def command(
         raise ValueError(f"{file} is not a file; pass a GGUF file.")
     name = {"gguf_file": file.name}
     try:
+        shape = AutoConfig.from_pretrained(file.parent, **name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **name)
+    except Exception as error:  # errors vary by architecture and version of transformers
+        raise _unreadable(file, error) from error
+    # Not its tokenizer: one with more ids than the embedding is put right in the folder that this command writes.
+    check_teacher(shape, name=str(file), heads=True)
+    try:
         read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **name)
     except Exception as error:  # errors vary by architecture and version of transformers
-        reason = first_line(error).rstrip(".")
-        raise ValueError(
-            f"transformers cannot read {file} ({reason}); pass a whole GGUF file of an architecture that it reads "
-            "(Llama, Qwen2, Qwen3, Gemma, Mistral, Phi-3 and others), or the model's own Hugging Face folder."
-        ) from error
+        raise _unreadable(file, error) from error
     config = type(read.config).from_dict(
         {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
     )
@@ -68,3 +71,12 @@ def command(
         write_json(out / IMPORTED, origin)
     template = "with" if tokenizer.chat_template else "without"
     print(f"{out}: {config.model_type}, {model.num_parameters():,} parameters, {dtype}, {template} a chat template")
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    """Make the error for a file that transformers cannot read."""
+    reason = first_line(error).rstrip(".")
+    return ValueError(
+        f"transformers cannot read {file} ({reason}); pass a whole GGUF file of an architecture that it reads "
+        "(Llama, Qwen2, Qwen3, Gemma, Mistral, Phi-3 and others), or the model's own Hugging Face folder."
+    )

@@ -24,6 +24,7 @@ from ..limits import Count, check_options, numbers
 from ..model import layer_windows
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..scoring import HeadScores
+from ..student.teachers import check_teacher
 from ..teacher import head_dim_of, load_config
 
 MB = 1e6
@@ -88,7 +89,9 @@ def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
     if len(parts) == 4 and all(part.isdigit() for part in parts):
         *shape, head_dim = map(int, parts)
         return HeadPlan(*shape, kept=()), head_dim, [None] * shape[0]
-    config = load_config(model).get_text_config(decoder=True)
+    config = load_config(model)
+    check_teacher(config, name=model)
+    config = config.get_text_config(decoder=True)
     return HeadPlan.none(config), head_dim_of(config), layer_windows(config)
 
 

@@ -8,12 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from .parsing import flags_of, parse_as, short_help
-
-if TYPE_CHECKING:  # `hybrid-distill recipes` needs no library
-    from ..config import RunConfig
 
 T = TypeVar("T")
 
@@ -84,15 +81,6 @@ def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
     if not words or words[0].startswith("-"):
         raise ValueError(f"no recipe given; pass its name or file first: `hybrid-distill {command} tiny ...`.")
     return Path(words[0]), list(words[1:])
-
-
-def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
-    """Scale a run down to the embedded teacher if the flags ask for it."""
-    from ..config import on_embedded_teacher
-    from ..teacher import TINY
-
-    text = " ".join(words).replace("=", " ").replace("--teacher.path", "--teacher")
-    return on_embedded_teacher(config) if f"--teacher {TINY} " in f"{text} " else config
 
 
 def override(default: T, words: Sequence[str], prog: str | None, description: str | None, own: Iterable[str] = ()) -> T:

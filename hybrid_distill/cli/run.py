@@ -34,11 +34,11 @@ def run_with_flags(
     default: RunConfig, words: Sequence[str], recipe: str, description: str | None, prog: str | None = None
 ) -> None:
     """Run a recipe's config, overridden by flags; write its report."""
-    from ..config import checked_config
+    from ..config import checked_config, on_asked_teacher
     from ..evaluation.evaluate import EvalResult
     from ..lab.reporting.run import write_report
     from ..pipeline import run
-    from .recipes import on_asked_teacher, override
+    from .recipes import override
 
     base = on_asked_teacher(checked_config(default, recipe), words)
     config = override(base, words, prog, description)

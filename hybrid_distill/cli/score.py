@@ -12,17 +12,19 @@ from typing import Literal
 import tyro
 
 from ..data import read_held_out
-from ..distributed import agree_on, alone_in, connect, on_main_process
+from ..distributed import agree_on, alone_in, connect, is_launched_main, on_main_process
 from ..lab.reporting import can_draw, text_table
 from ..lab.reporting.heads import score_map, score_table
 from ..limits import Count, CountOrZero, Share, check_options, numbers
+from ..model import HybridConfig
 from ..probes import queries_of
 from ..probes.checks import check_answerable
 from ..probes.forms import N_TRIED, PLAIN, accuracy_by_form, check_form, in_form
 from ..probes.registry import make_probe
 from ..progress import finish
 from ..scoring import HeadScores, score_heads
-from ..teacher import TINY, head_sites, load_on_own_device, longest_context
+from ..student.teachers import check_teacher
+from ..teacher import TINY, head_sites, load_on_own_device, longest_context, read_teacher
 
 SHOWN = 20
 log = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ def run_score(job: ScoreJob) -> HeadScores:
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
+        _check_model(job.model)
         model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model")
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
@@ -124,6 +127,19 @@ def run_score(job: ScoreJob) -> HeadScores:
         figure = partial(score_map, scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
         on_main_process(lambda: (can_draw() and figure(), partial_path.unlink(missing_ok=True)))
     return scores
+
+
+def _check_model(name: str) -> None:
+    """Raise ValueError for a model that cannot be a teacher; warn of heads that can be ranked but not replaced."""
+    config, tokenizer = read_teacher(name, flag="--model")
+    check_teacher(config, tokenizer, name=name)
+    if config.model_type == HybridConfig.model_type:  # a student
+        return
+    try:
+        check_teacher(config, name=name, heads=True)
+    except ValueError as error:
+        if is_launched_main():
+            log.warning("note: heads of %s can be ranked, but no student can be made from it: %s", name, error)
 
 
 def table(scores: HeadScores, k: int) -> str:

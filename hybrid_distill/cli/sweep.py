@@ -6,7 +6,7 @@ import sys
 
 import tyro
 
-from ..lab.sweep.job import SweepFailed, SweepJob, sweep
+from ..lab.sweep.job import SweepFailed, SweepJob, dry_run, sweep
 from ..lab.sweep.report import write_sweep_report
 from .recipes import load_recipe
 
@@ -17,6 +17,9 @@ def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # n
     Every cell is a run, and cells share alignments. Resumes where it was stopped; `hybrid-distill sweep-status OUT`
     reports progress. Exits with status 1 if cells have failed.
     """
+    if job.dry_run:
+        print(dry_run(job, load_recipe(job.recipe)))
+        return
     failed: SweepFailed | None = None
     try:
         sweep(job, load_recipe(job.recipe))

@@ -8,9 +8,10 @@ renders conversations and marks the assistant's tokens. `caching` stores a teach
 """
 
 from .caching import write_logits
-from .config import DataConfig, check_sources, open_rows
+from .config import DataConfig, cache_root, check_launch, check_sources, open_rows, preparations
 from .documents import read_documents, read_held_out
 from .folder import TokenHeader, open_tokens, write_tokens
+from .hub import PINS, Pin, Pins, pinned, read_pins, write_pins
 from .logits import CachedLogitsDataset, LogitHeader, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch, cu_seqlens, on_device, pick_rows, read_ahead
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint

@@ -16,7 +16,7 @@ from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..distributed import alone_in, connect, on_main_process
+from ..distributed import alone_in, compute_everywhere, connect, on_main_process
 from ..io import replacing
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
@@ -114,8 +114,7 @@ def write_logits(
         on_main_process(lambda: _start(folder, header, row_ids))
         if not LogitHeader.file(folder).exists():
             torch.nn.Module.to(teacher, connect().device)
-            _write_shards(folder, header, teacher, rows, row_ids, micro_batch_size)
-            connect().wait_for_everyone()
+            compute_everywhere(lambda: _write_shards(folder, header, teacher, rows, row_ids, micro_batch_size))
             on_main_process(lambda: _finish(folder, header, rows, check_rows))
     header = LogitHeader.open(folder)
     found, line = header.measured, f"{folder}: top {header.top_k}, {header}, {time.monotonic() - began:,.1f} s"

@@ -106,8 +106,8 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = rendered(messages[:number], tokenizer, prompt=True)
         through = rendered(messages[: number + 1], tokenizer)
+        before = rendered(messages[:number], tokenizer, prompt=True) if number else _opening(through, tokenizer)
         if not (through.startswith(before) and text.startswith(through)):
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} renders the conversation up to "
@@ -118,9 +118,26 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     return text, spans
 
 
+def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what a template writes before an answer that begins a conversation: its role header, which is not learned,
+    and what comes before it (a beginning-of-text token, a default system message).
+
+    ``text`` is that conversation. Many templates cannot render an empty conversation, and those with a default system
+    message render it without; the header itself is what a prompt adds to any other conversation.
+    """
+    asked = [{"role": "user", "content": "w"}]
+    header = rendered(asked, tokenizer, prompt=True).removeprefix(rendered(asked, tokenizer))
+    before, found, _ = text.partition(header) if header else ("", "", "")
+    if header and not found:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} begins an answer with {header!r}, but "
+            f"not one that begins a conversation ({text[:60]!r}), so the assistant's tokens cannot be located; mark "
+            "them in the template with {% generation %}, or begin conversations with a user's message."
+        )
+    return before + found
+
+
 def rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt: bool = False) -> str:
     """Render messages as text; a ``prompt`` ends with the beginning of an answer."""
-    if not messages:
-        return ""
     options = {"add_generation_prompt": prompt, "date_string": _DATE}
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))

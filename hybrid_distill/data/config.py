@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 from transformers import PreTrainedTokenizerBase
 
+from ..distributed import agree_on, is_launched_with_others, on_main_process
 from ..limits import Count, CountOrZero, Limits, Positive, check_options
 from .chat import check_template
-from .documents import HUB, is_embedded, no_conversations, source_files
-from .folder import TokenHeader, cached_tokens, check_tokenizer, is_token_folder, open_tokens
+from .documents import is_embedded, no_conversations
+from .files import source_files
+from .folder import CachedSource, TokenHeader, cached_source, check_tokenizer, is_token_folder, open_tokens
+from .hub import HUB, Pins, pinned
 from .rows import PackedRows
 
+LARGEST_IN_A_LAUNCH = 100_000_000
+"""Largest number of tokens of a source on the hub that a launch of several processes tokenizes: minutes, not hours."""
 TokensOfARow = Annotated[int, Limits(2, whole=True)]
 
 
@@ -78,22 +85,94 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         check_template(tokenizer)
 
 
-def open_rows(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, cache_dir: str | Path | None = None
-) -> PackedRows:
-    """Open the rows of the configured sources. Every process calls this; the first tokenizes, the others wait.
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """Return the cache: ``cache_dir``, ``$HYBRID_DISTILL_CACHE``, or ``~/.cache/hybrid-distill``."""
+    return Path(cache_dir or os.environ.get("HYBRID_DISTILL_CACHE", Path.home() / ".cache" / "hybrid-distill"))
 
-    ``cache_dir`` defaults to ``$HYBRID_DISTILL_CACHE``, then ``~/.cache/hybrid-distill``.
-    Raises ValueError for a source that is missing, empty or without its text column, and for a token folder of
-    another tokenizer.
+
+def open_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    cache_dir: str | Path | None = None,
+    pins: Pins = MappingProxyType({}),
+) -> PackedRows:
+    """Open the rows of the configured sources. Every process calls this; the main process tokenizes, the others wait.
+
+    ``cache_dir`` defaults as in `cache_root`. ``pins`` are the commits of sources on the hub; by default, the hub is
+    asked. Raises ValueError for a source that is missing, empty or without its text column, for a token folder of
+    another tokenizer, and as `check_launch` does.
     """
     check_sources(config, tokenizer)
-    root = Path(cache_dir or os.environ.get("HYBRID_DISTILL_CACHE", Path.home() / ".cache" / "hybrid-distill"))
-    column = None if config.chat else config.text_column
-    tokens = [
-        open_tokens(source, tokenizer)
-        if is_token_folder(source)
-        else cached_tokens(source, tokenizer, root, column, config.hub_tokens)
-        for source in config.sources
-    ]
+    cached = _cached_sources(config, tokenizer, cache_dir, pins)
+    _check_small(cached.values())
+    if is_launched_with_others():
+        on_main_process(lambda: _write(cached.values(), tokenizer))
+    # In a launch, there is work left on a machine with a cache of its own; one process of it does it.
+    _write(cached.values(), tokenizer)
+    folders = [cached[source].folder if source in cached else Path(source).expanduser() for source in config.sources]
+    tokens = [open_tokens(folder, tokenizer) for folder in folders]
     return PackedRows(tokens, seq_len=config.seq_len, seed=config.seed, weights=config.weights)
+
+
+def preparations(config: DataConfig, tokenizer: str) -> list[str]:
+    """Return the commands that tokenize what a launch of several processes would refuse to (`check_launch`).
+
+    They are the same if the cache has the tokens already, which is not looked at.
+    """
+    large = [source for source in config.sources if source.startswith(HUB)]
+    if (config.hub_tokens or 0) <= LARGEST_IN_A_LAUNCH:
+        return []
+    options = f"--tokenizer {tokenizer}{' --chat' if config.chat else ''} --max-tokens {config.hub_tokens}"
+    if not config.chat and config.text_column != DataConfig.text_column:
+        options += f" --text-column {config.text_column}"
+    return [
+        f"hybrid-distill prepare-data {options} --sources {source} --out tokens/{number}"
+        for number, source in enumerate(large, 1)
+    ]
+
+
+def check_launch(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    cache_dir: str | Path | None = None,
+    pins: Pins = MappingProxyType({}),
+) -> None:
+    """Raise ValueError, in several processes, for sources on the hub that would keep them waiting for hours.
+
+    These are sources of more than `LARGEST_IN_A_LAUNCH` tokens that are not in the cache yet.
+    """
+    if is_launched_with_others():
+        _check_small(_cached_sources(config, tokenizer, cache_dir, pins).values())
+
+
+def _cached_sources(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: str | Path | None, pins: Pins
+) -> dict[str, CachedSource]:
+    """Find the places in the cache of all sources that are not token folders."""
+    root, column = cache_root(cache_dir), None if config.chat else config.text_column
+    sources = [source for source in config.sources if not is_token_folder(source)]
+    pins = pinned(sources, pins, root)
+    return {source: cached_source(source, tokenizer, root, column, config.hub_tokens, pins) for source in sources}
+
+
+def _check_small(cached: Iterable[CachedSource]) -> None:
+    if not is_launched_with_others():
+        return
+    large = [each for each in cached if (each.limit or 0) > LARGEST_IN_A_LAUNCH]
+    # The main process decides: it may be ahead of the others, or the only one that sees the cache.
+    if not large or not (missing := agree_on(lambda: [each.source for each in large if not each.is_there])):
+        return
+    limit = large[0].limit
+    raise ValueError(
+        f"{missing[0]} is to be read up to {limit:,} tokens and is not tokenized yet; a launch of several processes "
+        f"tokenizes at most {LARGEST_IN_A_LAUNCH:,} of a source, as all would wait for hours. Run `hybrid-distill "
+        f"prepare-data --tokenizer TEACHER --sources {missing[0]} --max-tokens {limit} --out FOLDER` first, on a "
+        "machine without GPUs, and pass --data.sources FOLDER."
+    )
+
+
+def _write(cached: Iterable[CachedSource], tokenizer: PreTrainedTokenizerBase) -> None:
+    for each in cached:
+        each.write(tokenizer)

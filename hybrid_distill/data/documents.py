@@ -5,34 +5,32 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TextIO
 
 from ..assets import corpus_documents
 from ..assets.dictionaries import write_probe_documents
-from ..io import Record
-from ..limits import first_line
-from ..teacher import hub_error
+from ..io import Record, text_lines, whole_strings, whole_text
 from .chat import COLUMNS as CHAT_COLUMNS
 from .chat import conversation_of
+from .files import SUFFIXES, source_files
+from .hub import HUB, Pin, Pins, hub_documents, repository
 from .tokens import hash_of
 
-if TYPE_CHECKING:
-    from datasets import IterableDataset
-
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TXT_SEPARATOR = "<|endoftext|>"
-HUB = "hf:"
 PROBE_LIKE = "tiny:probe_like"
 """Control source outside the corpus: dictionaries with questions in the probe's own wording."""
 PROBE_LIKE_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1_000_000
+MISSING, REPAIRED = "records without text (null or NaN)", "texts with half a surrogate pair, read as U+FFFD"
 _BATCH_DOCUMENTS = 1000
 _TXT_CHARACTERS = 1_000_000
 _EMBEDDED: dict[str, Callable[[], Iterable[str]]] = {
@@ -70,15 +68,23 @@ def read_held_out(source: str, n: int, text_column: str | None = "text") -> list
 
 
 def document_batches(
-    sources: Sequence[str], text_column: str | None, max_characters: int, place: SourcePlace = (0, None)
+    sources: Sequence[str],
+    text_column: str | None,
+    max_characters: int,
+    place: SourcePlace = (0, None),
+    pins: Pins = MappingProxyType({}),
 ) -> Iterator[tuple[list[str], SourcePlace]]:
     """Read the texts of sources in batches, starting at ``place``; yield each batch with the place after it.
 
-    Files that were read to the end are not opened again. Raises ValueError naming the problem.
+    Sources on the hub are read at the commits in ``pins``, which names all of them. Files that were read to the end are
+    not opened again. Raises ValueError naming the problem.
     """
     first, inside = place
     for number, source in enumerate(sources[first:], first):
-        texts, here = (_hub_documents if source.startswith(HUB) else _local_documents)(source, text_column, inside)
+        if source.startswith(HUB):
+            texts, here = _hub_documents(source, text_column, inside, pins.get(source))
+        else:
+            texts, here = _local_documents(source, text_column, inside)
         batch, characters, inside = list[str](), 0, None
         for text in texts:
             batch.append(text)
@@ -90,31 +96,16 @@ def document_batches(
             yield batch, (number, here())
 
 
-def source_files(source: str) -> list[Path]:
-    """Return the files of a local source, sorted. Raises ValueError if there are none."""
-    path = Path(source).expanduser()
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    found = [p for p in files if p.name.endswith(SUFFIXES)]
-    if not path.exists() or not found:
-        problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
-        raise ValueError(
-            f"data source {source!r} {problem}; pass files or folders of {', '.join(SUFFIXES)}, folders that "
-            "`hybrid-distill prepare-data` has written, hf:repo:config:split, or tiny."
-        )
-    if others := [p.name for p in files if p not in found and not p.name.startswith(".")]:
-        log.info("%s: %d files left out (%s ...); only %s are read", path, len(others), others[0], ", ".join(SUFFIXES))
-    return found
-
-
-def source_fingerprint(source: str) -> str:
-    """Hash a source: texts of the embedded corpus, revision of a hub dataset, or names, sizes and times of files."""
+def source_fingerprint(source: str, pin: Pin | None = None) -> str:
+    """Hash a source: texts of the embedded corpus, data files of a hub dataset (by its pin), or names, sizes and times
+    of local files."""
     if is_embedded(source):
         return hash_of(list(read_documents(source)))
     if not source.startswith(HUB):
         return hash_of(_stats(source_files(source)))
-    folder = _hub_repo(source)
-    if not folder.is_dir():
-        return hash_of([source, _hub_revision(source)])
+    if pin is not None:
+        return hash_of([source, pin.files])
+    folder = repository(source)
     names = sorted(glob("**", root_dir=folder, recursive=True))  # except hidden ones
     return hash_of([source, _stats(path for name in names if (path := folder / name).is_file())])
 
@@ -128,18 +119,61 @@ def is_embedded(source: str) -> bool:
     return source.split(":")[0] == "tiny"
 
 
-def text_of(record: object, text_column: str | None, place: str) -> str:
-    """Return the text of a record, "" if it is null. Raises ValueError, naming the columns, if it has no text."""
+class Tally:
+    """Count of records that are not read as they stand, by reason; one line reports them."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.first: dict[str, str] = {}
+
+    def add(self, reason: str, place: str) -> None:
+        self.counts[reason] += 1
+        self.first.setdefault(reason, place)
+
+    def report(self) -> None:
+        """Log the number of records and the first of each kind, if there are any."""
+        parts = [f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items()]
+        if parts:
+            log.info("%s", "; ".join(parts))
+
+
+def text_of(
+    record: object, text_column: str | None, place: str, tally: Tally, names: Sequence[str] = ()
+) -> str:
+    """Return the text of a record, "" if it is null or NaN; repair a text that UTF-8 cannot hold (`whole_text`).
+
+    Raises ValueError, naming what was found, for a record without text. ``names`` are the columns of its file, if only
+    some are in the record.
+    """
     if text_column is None:
-        return conversation_of(record, place)
+        conversation = conversation_of(record, place)
+        if "\\ud" not in conversation:  # neither a pair, as of an emoji, nor half of one
+            return conversation
+        whole = json.dumps(whole_strings(json.loads(conversation)))
+        if whole != conversation:
+            tally.add(REPAIRED, place)
+        return whole
     columns: Record = record if isinstance(record, dict) else {}
-    text = columns.get(text_column, False)
-    if text is not None and not isinstance(text, str):
+    listed = ", ".join(names or columns) or "none"
+    if text_column not in columns:
         raise ValueError(
-            f"{place} has no text in column {text_column!r}; its columns are {', '.join(columns) or 'none'}: "
+            f"{place} has no text in column {text_column!r}; its columns are {listed}: "
             "choose one with --data.text-column, or --text-column of prepare-data."
         )
-    return text or ""
+    text = columns[text_column]
+    if text is None or (isinstance(text, float) and math.isnan(text)):  # how pandas writes a missing text
+        tally.add(MISSING, place)
+        return ""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{place} holds {str(text)[:40]} in column {text_column!r}, of type {type(text).__name__}, not text; its "
+            f"columns are {listed}: choose one of text with --data.text-column, or --text-column of prepare-data, or "
+            "write this one as text."
+        )
+    whole = whole_text(text)
+    if whole is not text:
+        tally.add(REPAIRED, place)
+    return whole
 
 
 # Local sources
@@ -172,17 +206,36 @@ def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
     """Read the texts of a file. Raises ValueError if its content does not match its suffix or is truncated."""
     from pyarrow import ArrowException
 
+    tally = Tally()
     try:
         if path.suffix == ".txt":
             if text_column is None:
                 raise no_conversations(str(path))
             yield from _read_txt(path)
         else:
-            yield from (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column)
+            yield from (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column, tally)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, ArrowException) as error:
+        line = _first_bad_line(path) if isinstance(error, UnicodeDecodeError) and path.suffix != ".parquet" else ""
         raise ValueError(
-            f"{path} cannot be read ({error}); text is expected in UTF-8, whole files of {', '.join(SUFFIXES)}."
+            f"{path}{line} cannot be read ({error}); text is expected in UTF-8, whole files of {', '.join(SUFFIXES)}."
         ) from error
+    finally:
+        tally.report()
+
+
+def _opened(path: Path) -> TextIO:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+
+
+def _first_bad_line(path: Path) -> str:
+    """Return ``, line N`` for the first line that is not UTF-8: decoders know the place only within a block."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f", line {number},"
+    return ""
 
 
 def _read_txt(path: Path) -> Iterator[str]:
@@ -192,8 +245,8 @@ def _read_txt(path: Path) -> Iterator[str]:
     """
     lines: list[str] = []
     characters = 0
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    with _opened(path) as file:
+        for line in text_lines(file):
             ends = line.strip() == TXT_SEPARATOR
             if not ends:
                 lines.append(line)
@@ -204,27 +257,29 @@ def _read_txt(path: Path) -> Iterator[str]:
     yield "".join(lines)
 
 
-def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
+def _read_jsonl(path: Path, text_column: str | None, tally: Tally) -> Iterator[str]:
     """Read line by line, because the reader of `datasets` would fill in missing keys and could not name a bad line."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    with _opened(path) as file:
+        for number, line in enumerate(text_lines(file), 1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is not JSON ({error}); write one object a line.") from error
-            yield text_of(record, text_column, f"{path}, line {number}")
+            yield text_of(record, text_column, f"{path}, line {number}", tally)
 
 
-def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
+def _read_parquet(path: Path, text_column: str | None, tally: Tally) -> Iterator[str]:
     from pyarrow import parquet
 
     file, wanted = parquet.ParquetFile(path), CHAT_COLUMNS if text_column is None else (text_column,)
     columns = [name for name in file.schema_arrow.names if name in wanted]
+    number = 0
     for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns or None):
         for record in batch.to_pylist():
-            yield text_of(record, text_column, str(path))
+            number += 1
+            yield text_of(record, text_column, f"{path}, row {number}", tally, file.schema_arrow.names)
 
 
 def no_conversations(place: str) -> ValueError:
@@ -235,57 +290,18 @@ def no_conversations(place: str) -> ValueError:
     )
 
 
-# The hub
-
-
-def _hub_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
-    """Stream a dataset ``hf:repo:config:split``; config and split are optional. Raises ValueError if unreadable."""
-    from datasets import load_dataset
-
-    config, split = [*source.removeprefix(HUB).split(":"), "", ""][1:3]
-    revision = _hub_revision(source)
-    with _reachable(source):
-        options = {"split": split or "train", "streaming": True, "revision": revision}
-        dataset: IterableDataset = load_dataset(str(_hub_repo(source)), config or None, **options)
-        if isinstance(place, dict):
-            dataset.load_state_dict(place)
+def _hub_documents(
+    source: str, text_column: str | None, place: Place, pin: Pin | None
+) -> tuple[Iterator[str], Callable[[], Place]]:
+    """Stream the texts of a data set on the hub; see `hub_documents`."""
+    records, here = hub_documents(source, pin, place if isinstance(place, dict) else None)
 
     def read() -> Iterator[str]:
-        records = iter(dataset)
-        while True:
-            with _reachable(source):
-                record = next(records, None)
-            if record is None:
-                return
-            yield text_of(record, text_column, source)
+        tally = Tally()
+        try:
+            for record in records:
+                yield text_of(record, text_column, source, tally)
+        finally:
+            tally.report()
 
-    return read(), dataset.state_dict
-
-
-def _hub_revision(source: str) -> str | None:
-    """Return the commit of a hub dataset, so that a resumed preparation reads the same; None for a local folder."""
-    from huggingface_hub import dataset_info
-
-    if _hub_repo(source).is_dir():
-        return None
-    with _reachable(source):
-        if reason := hub_error():
-            raise ConnectionError(reason)
-        return dataset_info(str(_hub_repo(source))).sha
-
-
-def _hub_repo(source: str) -> Path:
-    """Return the repository that a source names; it may be a local folder."""
-    return Path(source.removeprefix(HUB).split(":")[0]).expanduser()
-
-
-@contextmanager
-def _reachable(source: str) -> Iterator[None]:
-    """Turn any error of the hub libraries into a one-line ValueError."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"cannot read {source} ({first_line(error)}); pass local files with --data.sources PATH, "
-            "or run on the embedded corpus with --data.sources tiny."
-        ) from error
+    return read(), here

@@ -6,9 +6,10 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import numpy as np
@@ -18,10 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from ..io import Record, read_json, sync
 from ..progress import Phase
 from ..provenance import now
+from ..vocabulary import vocabulary_size
 from .chat import template_hash
-from .documents import BATCH_CHARACTERS, HUB, SourcePlace, document_batches, source_fingerprint
+from .documents import BATCH_CHARACTERS, SourcePlace, document_batches, source_fingerprint
 from .header import FolderHeader
-from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint, vocabulary_size
+from .hub import HUB, Pin, Pins, is_on_hub, resolve
+from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,8 @@ class TokenHeader(FolderHeader):
     shard_tokens: int
     max_tokens: int | None
     sources: list[Record]
-    """``name``, ``fingerprint``, ``tokens`` and ``documents`` of each source, in the order they were read."""
+    """``name``, ``fingerprint``, ``tokens`` and ``documents`` of each source, in the order they were read. One on the
+    hub also has a ``pin``, the commit (`Pin`)."""
     tokens: int = 0
     documents: int = 0
     shards: list[dict[str, int]] = field(default_factory=list)
@@ -131,28 +135,61 @@ def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedToken
     )
 
 
-def cached_tokens(
-    source: str, tokenizer: PreTrainedTokenizerBase, root: Path, text_column: str | None, hub_tokens: int | None
-) -> Tokens:
-    """Memory-map the tokens of a source from the cache; tokenize it first if they are not there.
+@dataclass(frozen=True)
+class CachedSource:
+    """A source and its place in the cache of tokens."""
 
-    Several processes may call this at once: one writes, the others wait.
-    """
-    limit = hub_tokens if source.startswith(HUB) else None
-    how = template_hash(tokenizer) if text_column is None else text_column
-    key = [TokenHeader.FORMAT, source_fingerprint(source), tokenizer_fingerprint(tokenizer), how]
-    folder = root / "tokens" / hash_of([*key, limit] if limit else key)[:32]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if not TokenHeader.file(folder).exists():
-        with FileLock(f"{folder}.lock"):
+    source: str
+    text_column: str | None
+    limit: int | None
+    """Largest number of tokens to read of a source on the hub."""
+    pin: Pin | None
+    folder: Path
+
+    @property
+    def is_there(self) -> bool:
+        """True if the tokens are complete."""
+        return TokenHeader.file(self.folder).exists()
+
+    def write(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Tokenize the source, unless that is done. Several processes may call this: one writes, the others wait."""
+        if self.is_there:
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self.folder}.lock"):
             try:
-                options = {"text_column": text_column, "max_tokens": limit, "shard_tokens": CACHE_SHARD_TOKENS}
-                write_tokens(folder, [source], tokenizer, **options)
+                write_tokens(
+                    self.folder,
+                    [self.source],
+                    tokenizer,
+                    text_column=self.text_column,
+                    max_tokens=self.limit,
+                    shard_tokens=CACHE_SHARD_TOKENS,
+                    pins={} if self.pin is None else {self.source: self.pin},
+                )
             except ValueError:  # a local file must change to become readable, and then has another folder
-                if limit is None or not TokenHeader.file(folder, partial=True).exists():
-                    shutil.rmtree(folder, ignore_errors=True)
+                if self.limit is None or not TokenHeader.file(self.folder, partial=True).exists():
+                    shutil.rmtree(self.folder, ignore_errors=True)
                 raise
-    return open_tokens(folder, tokenizer)
+
+
+def cached_source(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    root: Path,
+    text_column: str | None,
+    hub_tokens: int | None,
+    pins: Pins,
+) -> CachedSource:
+    """Find the place of a source's tokens in the cache. ``pins`` has the commit of every source on the hub."""
+    limit, pin = None, pins.get(source)
+    if source.startswith(HUB):
+        limit = hub_tokens
+    how = template_hash(tokenizer) if text_column is None else text_column
+    key = [TokenHeader.FORMAT, source_fingerprint(source, pin), tokenizer_fingerprint(tokenizer), how]
+    if limit:
+        key = [*key, limit]
+    return CachedSource(source, text_column, limit, pin, root / "tokens" / hash_of(key)[:32])
 
 
 def write_tokens(
@@ -165,17 +202,25 @@ def write_tokens(
     max_tokens: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
     made_by: tuple[str, Reader] | None = None,
+    pins: Pins = MappingProxyType({}),
 ) -> TokenHeader:
     """Tokenize sources, in order, into a folder; only one process may call this.
 
     If ``text_column`` is None, records are conversations. A shard ends with the batch of documents in which it reaches
     ``shard_tokens``. With ``max_tokens``, documents are added as long as they fit. A finished folder stays unchanged;
     an unfinished one is resumed after its last complete shard, with the same bytes as without interruption. ``made_by``
-    is the fingerprint and the reader of a single source that is generated, not read.
+    is the fingerprint and the reader of a single source that is generated, not read. Sources on the hub are read at the
+    commits in ``pins``; the hub is asked for those that are not there, unless the folder names them: it then goes on
+    with its own.
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
-    prints = [made_by[0]] if made_by else [source_fingerprint(source) for source in sources]
+    if made_by:
+        pins, prints = {}, [made_by[0]]
+    else:
+        pins = {**pins, **_pins_in(folder)}
+        pins |= {source: resolve(source) for source in sources if is_on_hub(source) and source not in pins}
+        prints = [source_fingerprint(source, pins.get(source)) for source in sources]
     header = TokenHeader(
         format=TokenHeader.FORMAT,
         tokenizer=name or tokenizer.name_or_path,
@@ -187,7 +232,7 @@ def write_tokens(
         chat_template=template_hash(tokenizer) if chat else "",
         shard_tokens=shard_tokens,
         max_tokens=max_tokens,
-        sources=[{"name": s, "fingerprint": p, "tokens": 0, "documents": 0} for s, p in zip(sources, prints)],
+        sources=[_source_record(s, p, pins.get(s)) for s, p in zip(sources, prints)],
     )
     if (begun := header.begun(folder)) is not None:
         begun.check_files(folder)
@@ -195,7 +240,7 @@ def write_tokens(
             return begun
     writer = _Writer(folder, begun or header)
     characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
-    read = made_by[1] if made_by else partial(document_batches, sources, text_column, characters)
+    read = made_by[1] if made_by else partial(document_batches, sources, text_column, characters, pins=pins)
     dtype, start = id_dtype(tokenizer), writer.header.tokens
     with Phase("tokenizing", max_tokens, done=start, unit="tokens") as phase:
         for texts, place in read(writer.place):
@@ -203,6 +248,21 @@ def write_tokens(
             if writer.full:
                 break
     return writer.finish()
+
+
+def _source_record(source: str, fingerprint: str, pin: Pin | None) -> Record:
+    """Make the header's entry of a source."""
+    record: Record = {"name": source, "fingerprint": fingerprint, "tokens": 0, "documents": 0}
+    return record if pin is None else {**record, "pin": asdict(pin)}
+
+
+def _pins_in(folder: Path) -> dict[str, Pin]:
+    """Return the commits at which a folder, finished or not, reads its sources."""
+    for is_partial in (False, True):
+        if (path := TokenHeader.file(folder, is_partial)).is_file():
+            sources = TokenHeader.load(path).sources
+            return {record["name"]: Pin(**record["pin"]) for record in sources if "pin" in record}
+    return {}
 
 
 class _Writer:

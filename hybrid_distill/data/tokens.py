@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..vocabulary import vocabulary_size
 from .chat import encode_conversation
 
 _SPLITS_A_TEXT = ("added_tokens", "model", "normalizer", "post_processor", "pre_tokenizer")
@@ -97,11 +98,6 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if not isinstance(eos, int):
         raise ValueError(f"the tokenizer's EOS token is {eos!r}; packing needs one to close documents: set eos_token.")
     return eos
-
-
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the highest token id plus one; ``len(tokenizer)`` is less if ids have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def id_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:

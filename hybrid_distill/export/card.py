@@ -34,10 +34,12 @@ def model_card(
     license: str,
     base_model: str,
     training: Sequence[Record] = (),
+    kernels: Record | None = None,
 ) -> str:
     """Render the model card (README.md) of an export: Markdown with the hub's YAML header.
 
-    ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage.
+    ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage. If the student does not compute as its
+    export does, ``kernels`` holds its ``implementation`` and the ``difference`` of its logits from the export's.
     """
     config, n_heads = student.config, plan.n_layers * plan.n_heads
     sizes = sorted({size for result in (results or {}).values() for size in result.kv_generation})
@@ -63,6 +65,7 @@ def model_card(
         n_parameters=student.num_parameters(),
         missed=_most_missed(scores, plan) if scores else [],
         training=training,
+        kernels=kernels,
         results=results or {},
         n_pairs=n_pairs,
         share=_share,

@@ -16,20 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..evaluation.evaluate import EvalResult
 from ..guard import INDEX, MARK, MODEL_CODE
 from ..io import Record, file_hash, read_json, save_tensors, write_json, write_text
 from ..locking import locked
 from ..model import HybridForCausalLM
-from ..model.configuration_hybrid import ATTENTION
 from ..plan import HeadPlan
 from ..scoring import HeadScores
+from ..student.dtypes import check_one_dtype
 from . import gate as export_gate
 from .card import UNKNOWN, model_card
 from .check import PACKAGES
@@ -42,7 +41,9 @@ Form = Literal["remote-code", "falcon-h1", "safetensors", "vllm", "gguf", "mlx",
 log = logging.getLogger(__name__)
 AUTO_MAP = {
     "AutoConfig": "configuration_hybrid.HybridConfig",
+    "AutoModel": "modeling_hybrid.HybridModel",
     "AutoModelForCausalLM": "modeling_hybrid.HybridForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_hybrid.HybridForSequenceClassification",
 }
 
 
@@ -68,9 +69,11 @@ def export_checkpoint(
     appears, or replaces an earlier export, only when it is complete and has passed the gate (`verify_export`).
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not
-    the student's, ``path`` holds anything but an export, or ``form`` cannot express the student.
+    the student's, its parameters have several dtypes, ``path`` holds anything but an export, or ``form`` cannot
+    express the student.
     """
     path = Path(path)
+    check_one_dtype(student)
     plan.check_fits(student)
     kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
     if kept != [list(heads) for heads in student.config.kept]:
@@ -102,10 +105,10 @@ def export_checkpoint(
             write_json(folder / "evaluation.json", _without_paths(record))
         if training:
             write_json(folder / "training.json", {"stages": list(training)})
-        origin = {"license": license, "base_model": base_model}
+        record = export_gate.write_record(student, tokenizer, folder, tied=tied, form=form, files=files)
+        origin = {"license": license, "base_model": base_model, "kernels": record["kernels"]}
         card = model_card(student, plan, results, scores, form=form, training=training, **origin)
         write_text(folder / "README.md", card)
-        export_gate.write_record(student, tokenizer, folder, tied=tied, form=form, files=files)
         if gate and (absent := absent_program(form)):
             log.warning("%s was not checked: %s", path, absent)
         elif gate:
@@ -178,21 +181,11 @@ def write_configuration(student: HybridForCausalLM, folder: Path, form: Form) ->
             config.pop(name, None)
         config["architectures"] = [type(student).__name__]
         config["dtype"] = str(student.dtype).removeprefix("torch.")
-        config["checked_attention"] = _checked_attention(student)
+        config["checked_attention"] = export_gate.checked_attention(student)
         config["checked_transformers"] = checked_transformers(student.config.backbone["model_type"])
     if form == "remote-code":
         config["auto_map"] = AUTO_MAP
     write_json(folder / "config.json", config)
-
-
-def _checked_attention(student: HybridForCausalLM) -> str:
-    """Return the student's attention implementation; if it needs a GPU, return transformers' default instead."""
-    own = student.model.config._attn_implementation
-    if own in ATTENTION:
-        return own
-    with torch.device("meta"):
-        backbone = AutoModelForCausalLM.from_config(student.config.backbone_config(), trust_remote_code=False)
-    return backbone.config._attn_implementation
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

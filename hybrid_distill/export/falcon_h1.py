@@ -204,8 +204,10 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         biases[part] = placed(weight.new_zeros(len(weight)) if bias is None else bias, places, width)
     taps = {part: out.new_zeros(0, conv_width) for part in "xbc"}
     if mixer.ssm is not None:
-        sizes = [mixer.ssm.n_heads * widths[part] for part in "xbc"]
-        taps = dict(zip("xbc", mixer.ssm.conv_weight.split(sizes), strict=True))
+        assert mixer.ssm.conv_bias is not None  # `obstacles` allows mamba2 alone
+        taps = dict(zip("xbc", mixer.ssm.conv_weight.split(mixer.ssm.sizes), strict=True))
+        for part, bias in zip("xbc", mixer.ssm.conv_bias.split(mixer.ssm.sizes), strict=True):
+            biases[part] = placed(bias, places, widths[part])
     conv_RK = torch.cat([placed(taps[part], places, widths[part]) for part in "xbc"])
     without_gate = torch.zeros_like(torch.cat([biases[part] for part in "xbca"]))
     skip = out.new_zeros(0) if mixer.ssm is None else mixer.ssm.D

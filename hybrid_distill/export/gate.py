@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..guard import MARK, check_checkpoint, check_no_run, foreign_code
 from ..io import Record, file_hash, read_json, save_tensors, write_json
 from ..model import HybridForCausalLM
+from ..model.configuration_hybrid import ATTENTION
+from ..model.self_check import rounded_once_more
 from ..progress import Phase
 from ..teacher import eval_mode
 from . import check as program
@@ -30,6 +34,7 @@ from .check import Check, Prompts, greedy, tensor_hash
 from .engines import absent_program
 from .falcon_h1 import container
 
+log = logging.getLogger(__name__)
 PROMPT_LENGTHS = (1, 7, 24, 45)
 NEW_TOKENS = 16
 MAX_COLUMNS = 4096
@@ -136,10 +141,15 @@ def write_record(
     tied: Mapping[str, str],
     form: str = "remote-code",
     files: Mapping[str, str] | None = None,
-) -> None:
+) -> Record:
     """Write ``gate/`` of an export: the check program, and a record of what ``student`` and ``tokenizer`` compute.
 
     ``tied`` maps a tied tensor's name to the name it is stored under; ``files`` maps another program's files to hashes.
+
+    The record is computed as the gate computes (`computing_as_exported`), on the student's device, where the gate runs.
+    For other devices it also holds the arithmetic it was made with and the effect of rounding on its logits
+    (`check.MARGIN`). ``kernels`` in the returned record, None for a student that computes as the export does, holds the
+    student's ``implementation`` and how far its logits are from the recorded ones.
     """
     texts = [] if tokenizer is None else [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
     # Two programs round the same function differently; in float32 their results can be compared.
@@ -158,13 +168,91 @@ def write_record(
         record["tensors"] = {name: tensor_hash(tensor) for name, tensor in stored_tensors(student, form).items()}
     else:
         record["files"] = dict(files)
-    _begin_record(folder, record)
     ids = [*_random_prompts(student), *(torch.tensor(ids) for _, ids in texts)]
-    prompts = record_prompts(reference, ids, past_ends=form in program.PACKAGES)
+    with computing_as_exported(reference):
+        prompts = record_prompts(reference, ids, past_ends=form in program.PACKAGES)
+        record["arithmetic"] = program.arithmetic(str(reference.device))
+        record["rounding"] = _effect_of_rounding(reference, prompts)
+    record["kernels"] = _difference_of_kernels(reference, prompts, record["rounding"])
+    _begin_record(folder, record)
     lists = {name: tensors for name, tensors in vars(prompts).items() if name != "columns"}
     tensors = {f"{name}_{i}": tensor for name in lists for i, tensor in enumerate(lists[name])}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in {"columns": prompts.columns, **tensors}.items()}
     save_tensors(folder / "gate" / "reference.safetensors", tensors)
+    return record
+
+
+@contextmanager
+def computing_as_exported(student: HybridForCausalLM) -> Iterator[None]:
+    """Make a student compute what its export computes, where neither this package nor its kernels are.
+
+    Recurrent heads run on torch, attention in the implementation that the export names, and float32 products in
+    float32, not in TF32: all defaults of a process that has only torch and transformers.
+    """
+    heads = student.recurrent_heads()
+    implementations = [one.impl for one in heads]
+    configs = (student.config, student.model.config)
+    attentions = [config._attn_implementation for config in configs]
+    precision = torch.get_float32_matmul_precision()
+    try:
+        for one in heads:
+            one.impl = "torch"
+        attention = checked_attention(student)
+        for config in configs:
+            config._attn_implementation = attention
+        torch.set_float32_matmul_precision("highest")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for one, implementation in zip(heads, implementations):
+            one.impl = implementation
+        for config, attention in zip(configs, attentions):
+            config._attn_implementation = attention
+
+
+def checked_attention(student: HybridForCausalLM) -> str:
+    """Return the student's attention implementation; if it needs a GPU, return transformers' default instead."""
+    own = student.model.config._attn_implementation
+    if own in ATTENTION:
+        return own
+    with torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(student.config.backbone_config(), trust_remote_code=False)
+    return backbone.config._attn_implementation
+
+
+def _effect_of_rounding(student: HybridForCausalLM, prompts: Prompts) -> float:
+    """Measure how far one extra rounding after every layer moves the recorded logits, relative to the largest one."""
+    generator = torch.Generator().manual_seed(0)
+    with rounded_once_more(student, generator, torch.finfo(student.dtype).eps):
+        return _difference(student, prompts)
+
+
+def _difference_of_kernels(student: HybridForCausalLM, prompts: Prompts, rounding: float) -> Record | None:
+    """Compare the logits that the student computes in its own way with the recorded ones; None if they are the same."""
+    difference = _difference(student, prompts)
+    if difference == 0.0:
+        return None
+    limit = max(program.TOLERANCE[student.dtype]["order"], program.MARGIN * rounding)
+    if not difference <= limit:
+        log.warning(
+            "the student's kernels compute logits that differ from plain torch by %.2g of the largest one; rounding "
+            "accounts for at most %.2g: measure the student again with --student.kernels torch",
+            difference,
+            limit,
+        )
+    return {"implementation": student.ssm_implementation, "difference": difference}
+
+
+@torch.no_grad()
+def _difference(student: HybridForCausalLM, prompts: Prompts) -> float:
+    """Return the largest difference from the recorded logits, relative to the largest one."""
+    with eval_mode(student):
+        computed = [logits_of_prompt(student, ids_L)[:, prompts.columns] for ids_L in prompts.ids]
+    return program.check_logits("", computed, prompts.logits, 0.0, scale=prompts.scale).measured
+
+
+def logits_of_prompt(student: HybridForCausalLM, ids_L: Tensor) -> Tensor:
+    return student(input_ids=ids_L[None], use_cache=False).logits[0].float()
 
 
 def _begin_record(folder: Path, record: Record) -> None:
@@ -191,7 +279,7 @@ def record_prompts(student: HybridForCausalLM, ids: list[Tensor], *, past_ends: 
     """Compute the student's logits and greedy tokens (as `greedy`) for prompts of token ids [L], in eval mode."""
     with eval_mode(student):
         ids = [ids_L.to(student.device) for ids_L in ids]
-        logits_LV = [student(input_ids=ids_L[None], use_cache=False).logits[0].float() for ids_L in ids]
+        logits_LV = [logits_of_prompt(student, ids_L) for ids_L in ids]
         written = [greedy(student, ids_L[None], None, NEW_TOKENS, past_ends=past_ends) for ids_L in ids]
     vocab_size = student.config.vocab_size
     columns_C = torch.arange(0, vocab_size, -(-vocab_size // MAX_COLUMNS), device=student.device)

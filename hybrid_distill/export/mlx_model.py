@@ -86,7 +86,7 @@ class Recurrent(nn.Module):
             nn.Linear(args.width, size, bias=not self.is_mamba2) for size in self.sizes
         )
         if self.is_mamba2:
-            self.x_bias, self.b_bias, self.c_bias = (mx.zeros((size,)) for size in self.sizes)
+            self.conv_bias = mx.zeros((sum(self.sizes),))
         self.z_proj = nn.Linear(args.width, self.sizes[0], bias=args.recurrence != "mamba2-stock")
         self.a_proj, self.a_bias = nn.Linear(args.width, n_heads, bias=False), mx.zeros((n_heads,))
         self.conv_weight = mx.zeros((sum(self.sizes), args.conv_width))
@@ -96,7 +96,7 @@ class Recurrent(nn.Module):
         xbc = mx.concatenate([self.x_proj(u), self.b_proj(u), self.c_proj(u)], axis=-1)
         xbc = self._convolved(xbc, mask, cache)
         if self.is_mamba2:
-            xbc = nn.silu(xbc + mx.concatenate([self.x_bias, self.b_bias, self.c_bias]))
+            xbc = nn.silu(xbc + self.conv_bias)
         log_a = -nn.softplus(self.a_proj(u).astype(mx.float32) + self.a_bias)
         cuts, heads = [self.sizes[0], self.sizes[0] + self.sizes[1]], (*u.shape[:2], self.n_heads, -1)
         x, b, c = (part.reshape(heads).astype(mx.float32) for part in mx.split(xbc, cuts, axis=-1))
@@ -218,9 +218,8 @@ class Model(nn.Module):
         ]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Rename biases that the model adds outside their projections, which may be quantized."""
-        late = re.compile(rf"ssm\.([{'a' if self.args.recurrence == 'discrete' else 'axbc'}])_proj\.bias$")
-        return {late.sub(r"ssm.\1_bias", name): tensor for name, tensor in weights.items()}
+        """Rename the decays' bias: the model adds it outside its projection, which may be quantized."""
+        return {re.sub(r"ssm\.a_proj\.bias$", "ssm.a_bias", name): tensor for name, tensor in weights.items()}
 
     @property
     def layers(self) -> list[Layer]:

@@ -159,8 +159,6 @@ class _Writer:
         op, n_heads, d_state, head_dim = self.op, heads.n_heads, heads.d_state, heads.head_dim
         n_channels, width = heads.conv_weight.shape
         bias = heads.conv_bias
-        if heads.form.has_silu:
-            bias = torch.cat([heads.x_proj.bias, heads.b_proj.bias, heads.c_proj.bias])
         past = self._state(layer, "conv_state", ["batch", width - 1, n_channels])
         xbc, conv_state = self.own.CausalConvWithState(
             op.Mul(made["xbc"], self.token_BL1),

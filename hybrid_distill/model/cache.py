@@ -148,7 +148,12 @@ class StaticLayerCache(HybridLayerCache):
         return self.max_length, 0
 
     def reset(self) -> None:
-        self.__init__(self.max_length, self.kv_dtype)
+        """Forget all tokens in place: a compiled step goes on using the same addresses."""
+        for name in ("keys", "values", "conv_state", "ssm_state", "n_seen"):
+            held = getattr(self, name)
+            if held is not None:
+                held.zero_()
+        self.is_initialized = False
 
 
 def _static(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ def _all_ids(value: Any) -> bool:
     return all(type(token) is int and -1 <= token < LARGEST["vocab_size"] for token in ids)
 
 
-_FRACTION: Rule = (lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to less than 1")
+_FRACTION: Rule = (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1")
 _SWITCH: Rule = (lambda value: type(value) is bool, "true or false")
 _TOKENS: Rule = (_all_ids, "a token id, a list of them, or null")
 # Rules for fields that are present and not null.
@@ -68,9 +69,28 @@ _OWN_RULES: dict[str, Rule] = {
 # Facts that belong to one file or one process, not to the architecture.
 _NOT_ARCHITECTURE = (
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation", "attn_implementation",
-    "auto_map",
+    "auto_map", "quantization_config",
 )  # fmt: skip
-_FROM_BACKBONE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+# Fields that a HybridConfig holds itself; every other field of a backbone is the backbone's.
+_OWN = (
+    *_OWN_RULES, *_NOT_ARCHITECTURE, "checked_transformers", "kept", "backbone", "model_type", "architectures",
+    "name_or_path", "id2label", "label2id", "num_labels", "problem_type", "is_encoder_decoder",
+)  # fmt: skip
+# Fields that transformers gives every config: set in both.
+_IN_BOTH = ("output_hidden_states", "output_attentions", "return_dict", "chunk_size_feed_forward")
+_ROPE_OF_TRANSFORMERS_4 = (
+    "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
+)  # fmt: skip
+# Fields of the backbone that readers of a config.json look for at its top.
+_AT_THE_TOP = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+# Values of fields that generation, evaluation suites and launchers read, where a backbone leaves them out.
+_DERIVED: dict[str, Callable[[Any], Any]] = {
+    "num_key_value_heads": lambda backbone: backbone.num_attention_heads,
+    "head_dim": lambda backbone: backbone.hidden_size // backbone.num_attention_heads,
+    "max_position_embeddings": lambda backbone: None,
+    "initializer_range": lambda backbone: 0.02,
+    **dict.fromkeys(_AT_THE_TOP, lambda backbone: None),
+}
 
 
 class HybridConfig(PretrainedConfig):
@@ -78,10 +98,15 @@ class HybridConfig(PretrainedConfig):
 
     ``backbone`` is the teacher's ``config.to_dict()``. ``kept`` lists, per layer and ascending, the query heads that
     stay attention; every other head is recurrent with state size ``d_state``, in one of the `RECURRENCES` (see
-    `SSMHeads`). Only Llamba has ``conv_bias``. An export records how it was checked: ``checked_attention``, the default
-    attention implementation, and ``checked_transformers``, the versions of transformers under which exports of its
-    family computed the same, oldest first. An older version is refused, an unknown one makes the model check itself
+    `SSMHeads`). Only Llamba sets ``conv_bias``. An export records how it was checked: ``checked_attention``, the
+    default attention implementation, and ``checked_transformers``, the versions of transformers under which exports of
+    its family computed the same, oldest first. An older version is refused, an unknown one makes the model check itself
     when it is loaded. Raises ValueError for invalid fields, before any tensor is allocated.
+
+    Every field of the backbone's config is also a field of this one (``config.vocab_size``): as a keyword, to read, to
+    write, and in ``to_dict()``. Only the backbone stores it, and a model's decoder computes with that same backbone's
+    config, so that a change reaches the decoder. Raises ValueError for a value that no backbone can have or that
+    contradicts ``kept``.
     """
 
     model_type = "hybrid_distill"
@@ -112,43 +137,115 @@ class HybridConfig(PretrainedConfig):
             _check(name, getattr(self, name), rule)
         if conv_bias and recurrence != "discrete":
             raise ValueError(f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out.")
+        shared = None
         if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
             backbone = _clean_backbone(backbone)
             check_sizes(backbone)
-            teacher = _backbone_config(backbone)
-            kept = _check_kept(kept, teacher)
-            for name in _FROM_BACKBONE:
-                kwargs.setdefault(name, getattr(teacher, name, None))
-            padding, vocab_size = kwargs["pad_token_id"], backbone["vocab_size"]
-            if isinstance(padding, int) and padding >= vocab_size:
-                raise ValueError(f"pad_token_id is {padding}; it must be below the vocabulary's size, {vocab_size}.")
-        self.backbone: Any = backbone
+            _check_padding(backbone)
+            given = _fields_of(backbone, kwargs)
+            backbone = _updated(backbone, given)
+            check_sizes(backbone)
+            shared = _backbone_config(backbone)
+            kept = _check_kept(kept, shared)
+            _check_padding(backbone)
+            for name in given:
+                del kwargs[name]
         self.kept: Any = kept
         super().__init__(**kwargs)
+        if shared is not None:
+            for name in _IN_BOTH:
+                value = kwargs.get(name, getattr(shared, name, None))
+                setattr(shared, name, value)
+                super().__setattr__(name, value)
+            shared._attn_implementation = self._attn_implementation
+            self._backbone = shared
+
+    @property
+    def backbone(self) -> dict[str, Any] | None:
+        """The backbone's config as a dictionary, in the spellings of transformers 4 and 5."""
+        shared = self.__dict__.get("_backbone")
+        return None if shared is None else _clean_backbone(shared.to_dict())
 
     def backbone_config(self) -> PretrainedConfig:
         """Make a new config of the teacher's class."""
-        if self.backbone is None:
+        return _backbone_config(_clean_backbone(self.shared_backbone().to_dict()))
+
+    def shared_backbone(self) -> PretrainedConfig:
+        """Return the config that stores the backbone's fields, and that a model's decoder reads."""
+        shared = self.__dict__.get("_backbone")
+        if shared is None:
             raise ValueError("this HybridConfig has no backbone; pass the teacher's config.to_dict() as backbone.")
-        return _backbone_config(self.backbone)
+        return shared
+
+    def share_backbone(self, config: PretrainedConfig) -> None:
+        """Store the backbone's fields in ``config``, the one that a decoder reads."""
+        self._backbone = config
 
     def recurrent_in(self, layer: int) -> tuple[int, ...]:
         """Return the recurrent query heads of a layer, ascending."""
         kept = set(self.kept[layer])
         return tuple(head for head in range(self.num_attention_heads) if head not in kept)
 
-    def _set_vocab_size(self, value: int) -> None:
-        self.backbone["vocab_size"] = value
+    def __getattr__(self, name: str) -> Any:
+        """Read a field of the backbone; called for names that this config lacks."""
+        shared = self.__dict__.get("_backbone")
+        if shared is None or name.startswith("_") or name in _OWN:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(shared, name, None)
+        if value is None and name in _DERIVED:
+            return _DERIVED[name](shared)
+        if value is None and not hasattr(shared, name):
+            raise AttributeError(f"neither {type(self).__name__} nor its backbone's config has {name!r}")
+        return value
 
-    # Fields that generation, evaluation suites and launchers read; only the backbone stores them.
-    vocab_size = property(lambda self: self.backbone["vocab_size"], _set_vocab_size)
-    hidden_size = property(lambda self: self.backbone["hidden_size"])
-    num_hidden_layers = property(lambda self: self.backbone["num_hidden_layers"])
-    num_attention_heads = property(lambda self: self.backbone["num_attention_heads"])
-    num_key_value_heads = property(lambda self: self.backbone.get("num_key_value_heads") or self.num_attention_heads)
-    head_dim = property(lambda self: self.backbone.get("head_dim") or self.hidden_size // self.num_attention_heads)
-    max_position_embeddings = property(lambda self: self.backbone.get("max_position_embeddings"))
-    initializer_range = property(lambda self: self.backbone.get("initializer_range", 0.02))
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write a field of the backbone where it is stored, and any other field here."""
+        shared = self.__dict__.get("_backbone")
+        if name == "_attn_implementation" and shared is not None:
+            shared._attn_implementation = value
+        if shared is None or name.startswith("_"):
+            super().__setattr__(name, value)
+        elif name in _IN_BOTH:
+            setattr(shared, name, value)
+            super().__setattr__(name, value)
+        elif name == "backbone":
+            raise ValueError("backbone cannot be replaced; make a new HybridConfig, or set the backbone's fields.")
+        elif name in _OWN or not (name in _DERIVED or hasattr(shared, name)):
+            if name in _OWN_RULES:
+                _check(name, value, _OWN_RULES[name])
+            if name == "kept":
+                value = _check_kept(value, shared)
+            super().__setattr__(name, value)
+        else:
+            if name in _RULES and value is not None:
+                _check(name, value, _RULES[name])
+            if name in ("num_hidden_layers", "num_attention_heads"):
+                changed = copy.copy(shared)
+                setattr(changed, name, value)
+                _check_kept(self.kept, changed)
+            setattr(shared, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields: this config's own, the backbone's, and the latter once more as ``backbone``."""
+        own = super().to_dict()
+        own.pop("_backbone", None)
+        backbone = self.backbone
+        if backbone is None:
+            return own
+        derived = {name: getattr(self, name) for name in _DERIVED}
+        return {**self._fields_of_backbone(), **derived, **own, "backbone": backbone}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what a config.json holds: the backbone's fields once, under ``backbone``."""
+        fields = super().to_diff_dict()
+        if self.backbone is None:
+            return fields
+        twice = {*_DERIVED, *self._fields_of_backbone()} - {*_AT_THE_TOP, *self.__dict__}
+        return {name: value for name, value in fields.items() if name not in twice}
+
+    def _fields_of_backbone(self) -> dict[str, Any]:
+        stored = self.shared_backbone().to_dict()
+        return {name: value for name, value in stored.items() if name not in _OWN and not name.startswith("_")}
 
 
 def check_version(checked: Any) -> None:
@@ -235,6 +332,39 @@ def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
                 f"it must list heads from 0 to {n_heads - 1}, ascending, each once."
             )
     return [list(heads) for heads in kept]
+
+
+def _check_padding(backbone: Mapping[str, Any]) -> None:
+    padding = backbone.get("pad_token_id")
+    vocab_size = backbone["vocab_size"]
+    if isinstance(padding, int) and padding >= vocab_size:
+        raise ValueError(f"pad_token_id is {padding}; it must be below the vocabulary's size, {vocab_size}.")
+
+
+def _fields_of(backbone: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the given fields that are the backbone's."""
+    known = {*backbone, *_DERIVED, *_ROPE_OF_TRANSFORMERS_4, *_backbone_config(backbone).to_dict()}
+    return {name: value for name, value in given.items() if name in known and name not in (*_OWN, *_IN_BOTH)}
+
+
+def _updated(backbone: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return a backbone with the given fields. Raises ValueError for RoPE fields against ``rope_parameters``."""
+    rope = backbone.get("rope_parameters")
+    if "rope_parameters" in given and given["rope_parameters"] != rope:
+        backbone = {name: value for name, value in backbone.items() if name not in _ROPE_OF_TRANSFORMERS_4}
+    elif isinstance(rope, dict):
+        for name in _ROPE_OF_TRANSFORMERS_4:
+            if name in given and given[name] != backbone.get(name):
+                raise ValueError(
+                    f"{name} is {shortened(given[name])}, and the backbone has rope_parameters; pass rope_parameters, "
+                    "with all its entries."
+                )
+    derived = _backbone_config(backbone)
+    for name, value in given.items():
+        left_out = name in _DERIVED and backbone.get(name) is None
+        if not (left_out and value == _DERIVED[name](derived)):
+            backbone = {**backbone, name: value}
+    return _with_old_rope_spelling(backbone)
 
 
 def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:

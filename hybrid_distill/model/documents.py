@@ -26,6 +26,8 @@ CACHE_WITH_PACKING = (
     "packed documents (seq_idx, cu_seq_lens_q, or position_ids that restart) cannot be continued from a cache; "
     "drop the cache, or pass positions that continue from it."
 )
+PACKING = ("sdpa", "eager")
+"""Attention implementations whose mask arguments can keep packed documents separate."""
 FLEX_BLOCK = 128  # tokens per block of FlexAttention's masks
 
 
@@ -106,6 +108,16 @@ def packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batch
     return "flash" in implementation and batch == 1
 
 
+def check_packs(implementation: str | None) -> None:
+    """Raise ValueError for attention that cannot run packed rows; None is the default's name."""
+    if implementation is not None and implementation not in PACKING:
+        raise ValueError(
+            f"attention is {implementation!r}, which cannot run packed rows; pass one of "
+            f"{', '.join(PACKING)}. With 'sdpa', packed rows run flash-attn's kernels if the package is "
+            "installed."
+        )
+
+
 def packed_inputs(
     seq_idx_BL: Tensor,
     dtype: torch.dtype = torch.float32,
@@ -122,8 +134,7 @@ def packed_inputs(
     synchronization with the device. Raises ValueError for an attention implementation without such masks.
     """
     implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in ("sdpa", "eager", None):
-        raise ValueError(f"packed rows cannot run on {implementation!r} attention; load the model with 'sdpa'.")
+    check_packs(implementation)
     index_L = torch.arange(seq_idx_BL.shape[1], device=seq_idx_BL.device)
     starts_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
     starts_BL[:, 1:] = seq_idx_BL[:, 1:] != seq_idx_BL[:, :-1]
@@ -197,15 +208,34 @@ class DocumentMask(Tensor):
 
     @cached_property
     def blocks(self) -> flex_attention.BlockMask:
-        """FlexAttention's mask: each block of tokens sees the blocks from its first visible one to itself."""
+        """FlexAttention's mask: the blocks of keys that a block of queries sees in part or whole.
+
+        Only the former evaluate the mask. What is seen begins no earlier for a later token, so the
+        first query of a block knows its first visible block, and the last query knows from where on
+        all of them see everything.
+        """
         first_BL, length = self.first_BL, self.first_BL.shape[1]
-        first_block_BK = first_BL[:, ::FLEX_BLOCK] // FLEX_BLOCK
-        block_K = torch.arange(first_block_BK.shape[1], device=first_BL.device)
-        seen_BKK = (first_block_BK.unsqueeze(2) + block_K).clamp(max=len(block_K) - 1)
+        first_seen_BK = first_BL[:, ::FLEX_BLOCK] // FLEX_BLOCK
+        n_blocks = first_seen_BK.shape[1]
+        block_K = torch.arange(n_blocks, device=first_BL.device)
+        last_query_K = (block_K * FLEX_BLOCK + FLEX_BLOCK - 1).clamp(max=length - 1)
+        # Rounded up. The diagonal block is never whole: its first query does not see its last key.
+        first_whole_BK = -(-first_BL[:, last_query_K] // FLEX_BLOCK)
+        first_whole_BK = first_whole_BK.minimum(block_K)
+        n_partial_BK = first_whole_BK - first_seen_BK + 1
+        n_whole_BK = block_K - first_whole_BK
+
+        # Columns beyond a row's count are not read, but must be valid blocks.
+        partial_BKK = first_seen_BK.unsqueeze(2) + block_K
+        is_diagonal_BKK = block_K >= n_partial_BK.unsqueeze(2) - 1
+        partial_BKK = torch.where(is_diagonal_BKK, block_K.unsqueeze(1), partial_BKK)
+        whole_BKK = (first_whole_BK.unsqueeze(2) + block_K).clamp(max=n_blocks - 1)
         options: dict[str, Any] = {"seq_lengths": (length, length)} if length % FLEX_BLOCK else {}
         return flex_attention.BlockMask.from_kv_blocks(
-            (block_K - first_block_BK + 1).unsqueeze(1).int(),
-            seen_BKK.unsqueeze(1).int(),
+            n_partial_BK.unsqueeze(1).int(),
+            partial_BKK.unsqueeze(1).int(),
+            n_whole_BK.unsqueeze(1).int(),
+            whole_BKK.unsqueeze(1).int(),
             BLOCK_SIZE=FLEX_BLOCK,
             mask_mod=lambda b, h, q, kv: (kv >= first_BL[b, q]) & (kv <= q),
             **options,
@@ -230,7 +260,9 @@ def _compiled_flex_attention() -> Any:
     config: Any = torch._dynamo.config
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # name until torch 2.6
     setattr(config, limit, max(64, getattr(config, limit)))  # each head count compiles anew; past it, flex is dense
-    return torch.compile(flex_attention.flex_attention)
+    # By default, a second shape recompiles with symbolic sizes: slower kernels, for rows whose
+    # length never changes.
+    return torch.compile(flex_attention.flex_attention, dynamic=False)
 
 
 def _attend_documents(
@@ -257,7 +289,9 @@ def _attend_documents(
         }  # fmt: skip
         out_THP = flash(*end_to_end, borders, borders, length, length, **options)
         return out_THP.unflatten(0, (batch, length)).transpose(1, 2)
-    if dropout_p or width < 16 or (device != "cpu" and find_spec("triton") is None):
+    # A row within one block skips nothing; compiling for it would cost more than its mask.
+    is_short = length <= FLEX_BLOCK
+    if is_short or dropout_p or width < 16 or (device != "cpu" and find_spec("triton") is None):
         numbers = _seen(attn_mask.first_BL).unsqueeze(1)
         options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(*of_heads, attn_mask=numbers, **options)

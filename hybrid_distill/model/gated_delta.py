@@ -69,7 +69,7 @@ def delta_scan(
     """Run the recurrence over a whole sequence; arguments and results as in `ssd_scan`."""
     dtype = state_dtype(x_BLHP)
     on_kernel = impl == "auto" and x_BLHP.is_cuda and x_BLHP.shape[1] > 0
-    if on_kernel and _kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
+    if on_kernel and kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
         return _on_kernel(x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN, state_BHPN, seq_idx_BL)
     with torch.autocast(x_BLHP.device.type, enabled=False):
         x, log_a, write, k, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN))
@@ -172,7 +172,7 @@ def _on_kernel(
 
 
 @once
-def _kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> bool:
+def kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> bool:
     """Return True if the kernel is installed, accepts these tensors and matches torch on this device; else log why."""
     if importlib.util.find_spec("fla") is None:
         reason = "flash-linear-attention is not installed"

@@ -75,16 +75,16 @@ def _unprojected(t_BLD: Tensor) -> Tensor:
     return t_BLD
 
 
-class _LateBias(nn.Linear):
-    """Linear that does not add its bias: Mamba-2 adds it after the convolution."""
+def _is_plain(projection: nn.Module, device: torch.device) -> bool:
+    """Return True if a projection is its plain weight on ``device``: not quantized, no adapter (LoRA), not offloaded.
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight)
-
-
-def _is_plain(projection: nn.Module) -> bool:
-    """Return True if a projection consists of its plain weight, without quantization or an adapter (LoRA)."""
-    return type(projection) in (nn.Linear, _LateBias) and type(projection.weight) is nn.Parameter
+    Offloading (accelerate) brings a weight to the device only while its own module runs.
+    """
+    return (
+        type(projection) is nn.Linear
+        and type(projection.weight) is nn.Parameter
+        and projection.weight.device == device
+    )
 
 
 class _DecayProjection(nn.Linear):
@@ -123,7 +123,7 @@ class Recurrence(NamedTuple):
     n_gates: int = 1
     """Rows of ``a_proj`` per head: the raw decay, and any further gates of the recurrence."""
     has_silu: bool = False
-    """Add the biases of x, B and C after the convolution, then apply a SiLU."""
+    """Hold the biases of x, B and C in the convolution, and apply a SiLU after it."""
     has_gate_bias: bool = True
     steps_in_place: bool = False
     """Decoding step may run in one kernel."""
@@ -149,9 +149,9 @@ class SSMHeads(nn.Module):
     a gate. B and C are per head. ``conv_bias`` adds a bias after the convolution, as in Llamba.
 
     This is the ``discrete`` recurrence. ``mamba2`` uses the heads of Mamba-2 (arXiv 2405.21060, A = -1), which other
-    programs support: the biases of x, B and C are added after the convolution, a SiLU follows, and the step size
-    scales the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no gate bias, like
-    published models.
+    programs support: the biases of x, B and C are those of the convolution, a SiLU follows, and the step size scales
+    the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no gate bias, like published
+    models.
 
     ``gdn`` follows the gated delta rule (`gated_delta`): x is the value, B scaled to unit length the key, C the query.
     ``a_proj`` has a second row per head, the write gate, after its decay. Everything else is as in ``discrete``.
@@ -175,16 +175,18 @@ class SSMHeads(nn.Module):
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
-        linear = _LateBias if self.form.has_silu else nn.Linear
-        self.x_proj = linear(hidden_size, n_heads * head_dim)
-        self.b_proj = linear(hidden_size, n_heads * d_state)
-        self.c_proj = linear(hidden_size, n_heads * d_state)
+        # A bias of x, B and C is either the projection's or, before a SiLU, the convolution's: adapters merge their own
+        # bias into the projection's, which adds it before the convolution.
+        has_bias = not self.form.has_silu
+        self.x_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=has_bias)
+        self.b_proj = nn.Linear(hidden_size, n_heads * d_state, bias=has_bias)
+        self.c_proj = nn.Linear(hidden_size, n_heads * d_state, bias=has_bias)
         self.z_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=self.form.has_gate_bias)
         self.a_proj = _DecayProjection(hidden_size, n_heads * self.form.n_gates)
         self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
         n_channels = sum(self.sizes)
         self.conv_weight = nn.Parameter(torch.empty(n_channels, conv_width))
-        self.conv_bias = nn.Parameter(torch.empty(n_channels)) if conv_bias else None
+        self.conv_bias = nn.Parameter(torch.empty(n_channels)) if conv_bias or self.form.has_silu else None
         self.D = nn.Parameter(torch.empty(n_heads))
 
     @property
@@ -197,7 +199,8 @@ class SSMHeads(nn.Module):
         """Draw random projections; set an identity convolution, an open gate and half-lives spread over the heads."""
         for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
             projection.weight.normal_(std=std)
-            projection.bias.zero_()
+            if projection.bias is not None:
+                projection.bias.zero_()
         if self.z_proj.bias is None:
             self.z_proj.weight.normal_(std=std)
         else:
@@ -282,7 +285,8 @@ class SSMHeads(nn.Module):
         projections = self.x_proj, self.b_proj, self.c_proj
         batch, length, width = hidden_BLD.shape
         on_kernels = hidden_BLD.is_cuda or self.impl == "triton"
-        if on_kernels and length > 1 and batch * length >= width and all(map(_is_plain, projections)):
+        is_plain = all(_is_plain(projection, hidden_BLD.device) for projection in projections)
+        if on_kernels and length > 1 and batch * length >= width and is_plain:
             # Join the weights, which are smaller than the activations. Padding makes the rows longer than `sizes`.
             bias = None if self.form.has_silu else _join([projection.bias for projection in projections])
             xbc_BLC = F.linear(hidden_BLD, _join([projection.weight for projection in projections]), bias)
@@ -346,8 +350,7 @@ class SSMHeads(nn.Module):
         if self.conv_bias is not None:
             xbc_BLC = xbc_BLC + in_row(self.conv_bias).to(xbc_BLC.dtype)
         if self.form.has_silu:
-            bias_C = in_row(torch.cat([self.x_proj.bias, self.b_proj.bias, self.c_proj.bias]))
-            xbc_BLC = F.silu(xbc_BLC + bias_C.to(xbc_BLC.dtype))
+            xbc_BLC = F.silu(xbc_BLC)
         x, b, c = (part.unflatten(-1, (self.n_heads, -1)) for part in _Parts.apply(xbc_BLC, self.sizes))
         raw = raw_BLR if self.form.n_gates == 1 else raw_BLR.unflatten(-1, (self.n_heads, -1))
         if token_BL1 is not None:

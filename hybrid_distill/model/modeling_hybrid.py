@@ -5,9 +5,10 @@ Shapes: B batch, L length, S source length, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields
-from functools import lru_cache
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +22,17 @@ from transformers import (
     __version__,
 )
 from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
-from .cache import HybridCache, HybridLayerCache, StaticLayerCache
+from .cache import HybridCache
 from .configuration_hybrid import HybridConfig, rope_settings
-from .documents import (
-    CACHE_WITH_PACKING,
-    layer_windows,
-    packed_inputs,
-    packs_by_itself,
-    seq_idx_of_borders,
-    seq_idx_of_positions,
-)
+from .decoder import make_cache, put_mixers
+from .documents import layer_windows  # noqa: F401  # see below
 from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
-from .mixer import ROW_ARGUMENTS, HybridMixer, SSMHeads
+from .mixer import HybridMixer, SSMHeads
 
 # Keep every import: transformers 4 and 5.0 load only those files of an export that this file imports directly.
 from .self_check import check_new_version
@@ -43,16 +40,17 @@ from .ssd import check_implementation
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
 OUTPUT_CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)})
-GENERATION_CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation)
+_prepare_inputs: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
+_like_prepare_inputs: Any = wraps(_prepare_inputs)  # `generate` reads the names of a method's arguments
+GENERATION_CACHE = cache_argument(_prepare_inputs)
 
 LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
 
 
-class HybridForCausalLM(PreTrainedModel, GenerationMixin):
-    """Causal language model that keeps some attention heads and replaces the others by recurrent heads.
+class HybridPreTrainedModel(PreTrainedModel):
+    """Base of the models with a hybrid decoder, ``model``: the backbone's decoder with a `HybridMixer` in each layer.
 
-    ``model`` and ``lm_head`` are the backbone's. In each of ``model.layers``, a `HybridMixer` replaces the attention
-    module (``self_attn`` in most families).
+    The mixer replaces the attention module of the layer (``self_attn`` in most families).
     """
 
     config_class = HybridConfig
@@ -65,24 +63,22 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _is_stateful = True  # assisted decoding would have to roll back a recurrent state, which is impossible
+    _own_tensors: ClassVar[tuple[str, ...]] = ()
+    """Tensors that a student's checkpoint lacks: they are drawn."""
 
-    def __init__(self, config: HybridConfig) -> None:
-        requested = config._attn_implementation or config.checked_attention
-        super().__init__(config)
-        backbone = _make_backbone(config.backbone_config(), requested)
+    model: Any
+
+    def _take_decoder(self, config: HybridConfig, requested: str | None) -> PreTrainedModel:
+        """Make the backbone and take over its decoder; return the backbone."""
+        backbone = _make_backbone(config.shared_backbone(), requested)
+        config.share_backbone(decoder_of(backbone).config)
         config._attn_implementation = backbone.config._attn_implementation
-        self.model: Any = decoder_of(backbone)
-        self.lm_head: Any = backbone.get_output_embeddings()
-        embedding = self.model.get_input_embeddings()
-        name = next(name for name, module in self.model.named_modules() if module is embedding)
-        self._tied_weights_keys = {"lm_head.weight": f"model.{name}.weight"}
+        self.model = decoder_of(backbone)
         self._no_split_modules = backbone._no_split_modules
-        self._decoder_cache = cache_argument(self.model.forward)
-        self._longrope_switch = _longrope_switch(backbone)
-        for index, layer in enumerate(self.model.layers):
-            name = attention_name(layer)
-            setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
-            layer.__class__ = _handing_over(type(layer), name)
+        put_mixers(self.model, config)
+        return backbone
+
+    def _finish(self, config: HybridConfig) -> None:
         self.post_init()
         for heads in self.recurrent_heads():  # post_init uses the backbone's initialization, which skips these
             heads.reset_parameters(config.initializer_range)
@@ -101,8 +97,11 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         model, info = loaded
         path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         found = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
+        found["missing"] = [name for name in found["missing"] if name not in cls._own_tensors]
         if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
             where = path or "this checkpoint"
+            if kwargs.get("tie_word_embeddings") is False and found["missing"] == ["lm_head.weight"]:
+                raise ValueError(f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out.")
             raise ValueError(
                 f"the tensors of {where} do not match this model under transformers {__version__} "
                 f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
@@ -139,16 +138,98 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         for heads in self.recurrent_heads():
             heads.impl = impl
 
+    @property
+    def ssm_implementation(self) -> str:
+        """Implementation of recurrent heads that `set_ssm_implementation` selected; ``auto`` without such heads."""
+        return next((heads.impl for heads in self.recurrent_heads()), "auto")
+
     def new_cache(self, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
         """Make an empty cache for this model.
 
         Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`), by default in their own dtype; recurrent states in
         float32. ``max_length`` makes a cache for at most that many tokens, with static addresses (`StaticLayerCache`).
         """
-        windows = layer_windows(self.model.config)
-        if max_length is not None:
-            return HybridCache([StaticLayerCache(max_length, kv_dtype) for _ in windows])
-        return HybridCache([HybridLayerCache(window, kv_dtype) for window in windows])
+        return make_cache(self.model.config, kv_dtype, max_length)
+
+
+class HybridModel(HybridPreTrainedModel):
+    """Hybrid decoder alone, for `AutoModel`: computes hidden states, and loads checkpoints of `HybridForCausalLM`."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]
+
+    def __init__(self, config: HybridConfig) -> None:
+        requested = config._attn_implementation or config.checked_attention
+        super().__init__(config)
+        self._take_decoder(config, requested)
+        self._finish(config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run the decoder. The arguments are those of `HybridForCausalLM.forward`, without ``labels``."""
+        return self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+            **kwargs,
+        )
+
+
+class HybridForSequenceClassification(GenericForSequenceClassification, HybridPreTrainedModel):
+    """Hybrid decoder with a linear classifier of each row's last token: classifiers and reward models.
+
+    Loads checkpoints of `HybridForCausalLM`; the classifier is then drawn, and has to be trained.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    _own_tensors = ("score.weight",)
+
+    def __init__(self, config: HybridConfig) -> None:
+        requested = config._attn_implementation or config.checked_attention
+        HybridPreTrainedModel.__init__(self, config)
+        self.num_labels: Any = config.num_labels
+        self._take_decoder(config, requested)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self._finish(config)
+
+
+class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
+    """Causal language model that keeps some attention heads and replaces the others by recurrent heads.
+
+    ``model`` and ``lm_head`` are the backbone's. In each of ``model.layers``, a `HybridMixer` replaces the attention
+    module.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        requested = config._attn_implementation or config.checked_attention
+        super().__init__(config)
+        backbone = self._take_decoder(config, requested)
+        self.lm_head: Any = backbone.get_output_embeddings()
+        embedding = self.model.get_input_embeddings()
+        name = next(name for name, module in self.model.named_modules() if module is embedding)
+        self._tied_weights_keys = {"lm_head.weight": f"model.{name}.weight"}
+        self._longrope_switch = _longrope_switch(backbone)
+        self._finish(config)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: no cache of an earlier `generate`."""
+        return {name: value for name, value in self.__dict__.items() if name != "_static_cache"}
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does, but store both embeddings if the config unties them and the model shares them."""
+        if not self.config.tie_word_embeddings and self.all_tied_weights_keys:
+            self.all_tied_weights_keys = {}
+            state = kwargs.get("state_dict") or self.state_dict()
+            kwargs["state_dict"] = {**state, "lm_head.weight": state["lm_head.weight"].clone()}
+        return super().save_pretrained(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -177,9 +258,32 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 "install version 5, or leave prefill_chunk_size out."
             )
         if generation_config.use_cache and model_kwargs.get(GENERATION_CACHE) is None:
-            _, _, max_length, *_ = args
-            model_kwargs[GENERATION_CACHE] = self.new_cache(max_length=max_length if is_static else None)
+            _, batch_size, max_length, *_ = args
+            if is_static:
+                n_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+                cache = self._kept_cache(n_rows, max_length, is_shared=bool(generation_config.return_dict_in_generate))
+            else:
+                cache = self.new_cache()
+            model_kwargs[GENERATION_CACHE] = cache
 
+    def _kept_cache(self, n_rows: int, max_length: int, is_shared: bool) -> HybridCache:
+        """Return an empty static cache: if possible that of the last call, for which the step is compiled.
+
+        A new one is as long as the longest so far. If ``is_shared``, `generate` returns the cache to its caller, who
+        may go on from it: it is not used again.
+        """
+        # Tensors of inference mode cannot be reset outside it; threads generate at the same time.
+        key = (n_rows, self.dtype, self.device, torch.is_inference_mode_enabled(), threading.get_ident())
+        kept_key, kept_length, kept = getattr(self, "_static_cache", (None, 0, None))
+        if kept is not None and kept_key == key and max_length <= kept_length:
+            kept.reset()
+            cache = kept
+        else:
+            cache = self.new_cache(max_length=max(max_length, kept_length))
+        self._static_cache = (key, max(max_length, kept_length), None if is_shared else cache)
+        return cache
+
+    @_like_prepare_inputs
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does, but drop the cache when LongRoPE switches to its long factors.
 
@@ -188,7 +292,10 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """
         cache = kwargs.get(GENERATION_CACHE)
         switch = self._longrope_switch
+        prompt = kwargs.get("inputs_embeds")  # if given, `input_ids` are the new tokens alone
         length = input_ids.shape[1]
+        if prompt is not None:
+            length += prompt.shape[1]
         if isinstance(cache, HybridCache) and switch is not None and 0 < cache.get_seq_length() <= switch < length:
             anew = {
                 GENERATION_CACHE: self.new_cache(cache.layer(0).kv_dtype),
@@ -196,10 +303,16 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 "cache_position": torch.arange(length, device=input_ids.device),  # transformers 4
             }
             kwargs |= {name: value for name, value in anew.items() if name in kwargs}
+            if prompt is not None:
+                written = self.get_input_embeddings()(input_ids)
+                kwargs["inputs_embeds"] = torch.cat([prompt, written.to(prompt.dtype)], dim=1)
+                kwargs["is_first_iteration"] = True
         parent: Any = super()
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        if isinstance(cache, HybridCache) and cache.is_compileable and inputs["input_ids"].shape[1] > 1:
-            inputs["attention_mask"] = kwargs.get("attention_mask")
+        if isinstance(cache, HybridCache) and cache.is_compileable:
+            read = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            if read.shape[1] > 1:
+                inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
 
     def create_masks_for_generate(self, config: PretrainedConfig, **kwargs: Any) -> Any:
@@ -213,6 +326,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             "call generate with a left-padded batch."
         )
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -238,8 +352,16 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if cache is None:
             cache = past_key_values
-        outputs = self.backbone_outputs(
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, seq_idx, **kwargs
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            seq_idx=seq_idx,
+            return_dict=True,
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = finish_logits(self.lm_head(outputs[0][:, kept, :]), self.model.config)
@@ -253,84 +375,6 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             **{OUTPUT_CACHE: cache_of(outputs)},
         )
-
-    def backbone_outputs(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: HybridCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        seq_idx: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Run `forward` without the output embedding: the outputs hold ``last_hidden_state`` [B, L, D]."""
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs is None:
-            raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
-        if cache is not None and not isinstance(cache, HybridCache):
-            raise ValueError(
-                f"the cache is a {type(cache).__name__}, which cannot hold recurrent states; "
-                "pass model.new_cache(), or nothing."
-            )
-        batch, length = inputs.shape[:2]
-        token_mask = None  # stays None for a 4-D mask, which does not mark padding
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-            token_mask = attention_mask[:, -length:]
-        backbone_packs = False
-        if seq_idx is None and length > 1:
-            borders, cached = kwargs.get("cu_seq_lens_q"), cache is not None or bool(use_cache)
-            if borders is not None:
-                seq_idx = seq_idx_of_borders(borders, batch, length)
-            elif position_ids is not None and position_ids.ndim == 2:
-                cached = cached or (torch.compiler.is_compiling() and use_cache is None and not self.training)
-                n_past = 0 if cache is None else cache.get_seq_length()
-                seq_idx = seq_idx_of_positions(
-                    position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached
-                )
-            backbone_packs = attention_mask is None and packs_by_itself(self.model.config, position_ids, batch)
-        if attention_mask is not None and token_mask is not None and seq_idx is None:
-            self._refuse_padding_in_windows(attention_mask)
-        if seq_idx is not None:
-            if cache is not None or use_cache:
-                raise ValueError(CACHE_WITH_PACKING)
-            use_cache = False
-        use_cache = not self.training if use_cache is None else use_cache
-        if use_cache and cache is None:
-            cache = self.new_cache()
-        if not any(mixer.kept for mixer in self.mixers()):
-            attention_mask = None  # no head reads it, and the backbone would expand it to length² elements
-        elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
-            borders = kwargs.pop("cu_seq_lens_q", None)
-            packed = packed_inputs(seq_idx, self.dtype, self.model.config, attention_mask, borders)
-            attention_mask = packed["attention_mask"]
-            position_ids = packed["position_ids"] if position_ids is None else position_ids
-        return self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            token_mask=token_mask,
-            seq_idx=seq_idx,
-            **{self._decoder_cache: cache},
-            **kwargs,
-        )
-
-    def _refuse_padding_in_windows(self, attention_mask_BS: Tensor) -> None:
-        """Raise ValueError for padding between tokens, if a row is longer than a kept head's sliding window."""
-        windows = layer_windows(self.model.config)
-        kept = [window for mixer, window in zip(self.mixers(), windows) if mixer.kept and window is not None]
-        if torch.compiler.is_compiling() or not kept or attention_mask_BS.shape[1] <= min(kept):
-            return
-        is_token_BS = attention_mask_BS != 0
-        follows_padding_BS = is_token_BS[:, 1:] & ~is_token_BS[:, :-1] & (is_token_BS.cumsum(1)[:, :-1] > 0)
-        if follows_padding_BS.any():
-            raise ValueError(
-                f"attention_mask has padding between the tokens of a row, and some layers have a window of {min(kept)} "
-                "tokens, in which transformers counts padding; pad on the left."
-            )
 
 
 def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) -> PreTrainedModel:
@@ -361,25 +405,6 @@ def _longrope_switch(backbone: PreTrainedModel) -> int | None:
             trained = rope.get("original_max_position_embeddings")
             return trained or getattr(backbone.config, "original_max_position_embeddings", None)
     return None
-
-
-@lru_cache
-def _handing_over(layer_class: type[nn.Module], attention: str) -> type[nn.Module]:
-    """Subclass a decoder layer to pass `ROW_ARGUMENTS` directly to its mixer: some layers (Nemotron's) drop arguments.
-
-    A hook would not do: gradient checkpointing calls only a layer's forward.
-    """
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mixer = getattr(self, attention)
-        mixer.row = {name: kwargs.get(name) for name in ROW_ARGUMENTS}
-        try:
-            return layer_class.forward(self, *args, **kwargs)
-        finally:
-            mixer.row = {}
-
-    names = {"forward": forward, "__module__": layer_class.__module__, "__doc__": layer_class.__doc__}
-    return type(layer_class.__name__, (layer_class,), names)
 
 
 def finishes_logits(config: PretrainedConfig) -> bool:

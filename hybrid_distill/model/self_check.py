@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .configuration_hybrid import HybridConfig, release
-from .documents import LIMITED, packed_inputs
+from .documents import LIMITED, PACKING, packed_inputs
 from .layout import cache_argument, cache_of, decoder_of, text_config
 
 BESIDE = 5
@@ -97,12 +97,12 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator, fix: str) -> None:
     document_1L = ids_1L[:, BESIDE:]
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
-    if model.config._attn_implementation in ("eager", "sdpa"):  # `packed_inputs` refuses the others, in training too
+    if model.config._attn_implementation in PACKING:  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone", fix):
         alone_LV = _logits(model, document_1L)
-        with _rounded_once_more(model, generator):
+        with rounded_once_more(model, generator, _eps(model)):
             limit = MARGIN * _size(_logits(model, document_1L) - alone_LV)
     for way, logits in ways.items():
         with _refusal(model, way, fix):
@@ -133,8 +133,17 @@ def _is_student(model: PreTrainedModel) -> bool:
     return isinstance(model.config, HybridConfig)
 
 
+def _run(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Any:
+    """Run a model on a row; a student without an output embedding (`HybridModel`, a classifier) runs its decoder."""
+    called: Any = model
+    if _is_student(model) and model.get_output_embeddings() is None:
+        called = decoder_of(model)
+    return called(input_ids=ids_1L, return_dict=True, **inputs)
+
+
 def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
-    return model(input_ids=ids_1L, **{"use_cache": False, **inputs}).logits[0].float()
+    """Compute the logits, or the hidden states of a decoder alone."""
+    return _run(model, ids_1L, **{"use_cache": False, **inputs})[0][0].float()
 
 
 def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
@@ -155,9 +164,9 @@ def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
     cache = None
     logits = []
     for piece_1L in document_1L.split(PIECES, dim=1):
-        output = model(input_ids=piece_1L, use_cache=True, **{name: cache})
+        output = _run(model, piece_1L, use_cache=True, **{name: cache})
         cache = cache_of(output)
-        logits.append(output.logits[0].float())
+        logits.append(output[0][0].float())
     return torch.cat(logits)
 
 
@@ -181,14 +190,19 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
             setattr(config, field, size)
 
 
-@contextmanager
-def _rounded_once_more(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
-    """Perturb every decoder layer's output by about one rounding error."""
+def _eps(model: PreTrainedModel) -> float:
+    """Return the relative rounding error of the model's products."""
     eps = torch.finfo(model.dtype).eps
     if model.device.type == "cuda":
         eps = max(eps, TF32_EPS)
     if getattr(model.config, "quantization_config", None) is not None:
         eps = max(eps, QUANTIZED_EPS)
+    return eps
+
+
+@contextmanager
+def rounded_once_more(model: PreTrainedModel, generator: torch.Generator, eps: float) -> Iterator[None]:
+    """Perturb every decoder layer's output by about one rounding error of relative size ``eps``."""
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output

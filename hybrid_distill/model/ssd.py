@@ -253,21 +253,42 @@ def _choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> 
     return _best_on_gpu(kernel, x.device, x.dtype, sizes, torch.is_grad_enabled(), tuple(options.items()))
 
 
+def implementation_of(
+    impl: str, kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, training: bool, **options: bool
+) -> str:
+    """Describe what runs for a kernel of `_choose`: "triton", or another implementation and why it is not triton."""
+    if impl != "auto" or device.type != "cuda":
+        return "torch" if impl == "auto" else impl
+    reason = _reason_against(kernel, device, dtype, sizes, training, tuple(options.items()))
+    return "triton" if reason is None else f"torch ({reason})"
+
+
 @once
 def _best_on_gpu(
     kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool, options: Any
 ) -> str:
     """Return "triton" if it runs and its first use on this device matches torch; else log why and return "torch"."""
-    reason = _unusable("triton")
-    if reason is None and (dtype not in KERNEL_DTYPES or max(sizes) > LARGEST_IN_KERNELS):
-        reason = f"kernels take bfloat16 and float32, sizes up to {LARGEST_IN_KERNELS}; got {dtype}, {sizes}"
-    if reason is None:
-        mistake = importlib.import_module("hybrid_kernels.first_use").mistake
-        reason = mistake(kernel, device, dtype, *sizes, training=training, **dict(options))
+    reason = _reason_against(kernel, device, dtype, sizes, training, options)
     if reason is None:
         return "triton"
     log.warning("the %s runs on torch, not on its kernel: %s", kernel, reason)
     return "torch"
+
+
+@once
+def _reason_against(
+    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool, options: Any
+) -> str | None:
+    """Return in one line why a kernel must not run: it cannot, is known to fail, or failed when it was tried."""
+    reason = _unusable("triton")
+    if reason is None and (dtype not in KERNEL_DTYPES or max(sizes) > LARGEST_IN_KERNELS):
+        reason = f"kernels take bfloat16 and float32, sizes up to {LARGEST_IN_KERNELS}; got {dtype}, {sizes}"
+    if reason is None:
+        reason = importlib.import_module("hybrid_kernels.known_bad").known_bad(kernel, device)
+    if reason is None:
+        mistake = importlib.import_module("hybrid_kernels.trial").mistake
+        reason = mistake(kernel, device, dtype, *sizes, training=training, **dict(options))
+    return reason
 
 
 @once

@@ -3,8 +3,8 @@
 Every step writes its result to the run directory and is skipped if the result exists, so an interrupted run resumes
 where it stopped::
 
-    config.json  scores.json  plan.json  build.json  stages/1-align/  stages/2-distill/
-    teacher/evaluation.json  evaluation.json  export/
+    config.json  sources.json  scores.json  plan.json  build.json  build.safetensors
+    stages/1-align/  stages/2-distill/  teacher/evaluation.json  evaluation.json  export/
 
 A run with a ``restoration`` plan also has ``aligned/``, a separate run that aligned every head.
 """
@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import shutil
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
-from ..data import Batch, open_rows
-from ..distributed import agree_on, alone_in, connect, on_main_process
+from ..data import PINS, Batch, open_rows, write_pins
+from ..devices import computes_on_gpu
+from ..distributed import agree_on, alone_in, connect, device_summary, from_main, on_main_process, own_device
 from ..evaluation.evaluate import EvalResult, evaluate
-from ..export import GateReport, export_checkpoint, origin
+from ..export import ExportError, GateReport, export_checkpoint, origin
 from ..io import Record, write_json, write_text
+from ..kernels import check_kernels
+from ..limits import first_line
 from ..model.modeling_hybrid import HybridForCausalLM
+from ..model.ssd import check_implementation
 from ..plan import HeadPlan
 from ..progress import Phase
 from ..scoring import HeadScores, score_heads
@@ -38,17 +42,22 @@ from ..student.build import (
     BuildReport,
     build_student,
     check_plan,
-    check_teacher,
+    check_teacher_rows,
+    empty_student,
     graft_recurrent_heads,
+    load_recurrent_heads,
     unshare_weights,
 )
+from ..student.dtypes import settle
 from ..student.init import CALIBRATED, DEFAULT_INIT, Init
 from ..teacher import fingerprint
-from ..train.checkpoint import StageManifest, load_stage, weights_hash
+from ..train.checkpoint import StageManifest, load_stage, stage_tensors
 from ..train.config import StageConfig
 from ..train.loop import train_stage
 from ..train.stages import make_stage
 from ..train.tracking import TrackedRun, log_figures
+from ..vocabulary import vocabulary_size
+from .built import built_weights, load_built, save_built
 from .folder import outdated
 from .inputs import PROBE_SEEDS, RunInputs, load, make_plan
 
@@ -65,6 +74,7 @@ def run(config: RunConfig) -> Path:
     on SIGINT, SIGTERM or SIGUSR1, after saving.
     """
     this = Run(config)
+    announce()
     with alone_in(this.out):
         this.prepare()
         plan = this.plan()
@@ -73,6 +83,23 @@ def run(config: RunConfig) -> Path:
         if config.export:
             this.export(student, plan)
     return this.out
+
+
+@cache
+def announce() -> None:
+    """Log what this process computes on, and with which kernels, once: the first line of every run."""
+    log.info("%s", device_summary(kernels_in_use()))
+
+
+def kernels_in_use() -> str:
+    """Describe which implementation of the recurrent heads ``auto`` stands for on this process's device."""
+    if not computes_on_gpu():
+        return "kernels of torch"
+    try:
+        check_implementation("triton")
+    except RuntimeError as error:
+        return f"kernels of torch ({first_line(error)})"
+    return "kernels in Triton"
 
 
 def is_there(path: Path) -> bool:
@@ -89,13 +116,27 @@ class Run(RunInputs):
 
         Raises ValueError naming the fields that differ, or the problem with the input.
         """
+        announce()
         processes = connect().num_processes
+        check_kernels(self.config.student.kernels, own_device(), "student.kernels")
         for stage in self.config.stage_configs:
             stage.check_world(processes)
         left = outdated(self.config)
         for check in self.checks():
             check()
-        if self.config.plan.selection != "all":
+        trains = self.config.plan.selection != "all"
+        # All processes take part in asking for them.
+        pins = self.pins if trains or self.config.student.init in CALIBRATED else {}
+
+        def write_own_pins() -> None:
+            """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
+            if pins:
+                write_pins(self.out / PINS, pins)
+
+        if trains:
+            self.check_launch()
+            if self.config.resume != "never":  # otherwise `begin` does, together with what it deletes
+                on_main_process(write_own_pins)
             for stage in self.config.stage_configs:
                 self.rows(stage)  # tokenizes local sources, which may be broken anywhere
 
@@ -104,6 +145,7 @@ class Run(RunInputs):
                 shutil.rmtree(found) if found.is_dir() else found.unlink()
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(self.out / "config.json", to_json(self.config))
+            write_own_pins()
 
         on_main_process(begin)
 
@@ -122,7 +164,7 @@ class Run(RunInputs):
             on_main_process(lambda: given.save(path))
             return given
         if not is_there(path):
-            check_teacher(self.teacher)  # otherwise `build_student` refuses after hours of scoring
+            check_teacher_rows(self.teacher)  # otherwise `build_student` refuses after hours of scoring
             partial = self.out / "scores.partial.json"
             nn.Module.to(self.teacher, connect().device)
             scores = score_heads(  # all processes share the work
@@ -186,7 +228,7 @@ class Run(RunInputs):
             align=dataclasses.replace(self.config.align, target="head"),
             stages=before or ("align",),
         )
-        run = Run(config, self.teacher_and_tokenizer)
+        run = Run(config, self.teacher_and_tokenizer, self.pins)
         run.prepare()
         run.train(run.plan())
         return run
@@ -194,23 +236,62 @@ class Run(RunInputs):
     # build
 
     def build(self, plan: HeadPlan) -> HybridForCausalLM:
-        """Build the student for its first stage; build.json lists the source of every tensor."""
-        options, data, calibration = self.config.student, self.config.data, None
-        aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
-        # The device changes the last bits, and a resumed run must rebuild the student its checkpoints started from.
+        """Return the student for its first stage. The main process builds and saves it once (`built`); all other
+        processes and all later starts load it. build.json lists the source of every tensor."""
         nn.Module.to(self.teacher, connect().device)
+        made_for = self._made_for(plan)
+        if self._built_weights(made_for) is None:
+            # All processes align together, before one of them builds alone.
+            restores = self.config.plan.selection == "restoration"
+            aligned = self.aligned.last_stage() if restores else self.config.student.aligned
+            built: list[HybridForCausalLM] = []
+            on_main_process(lambda: built.append(self._build_and_save(plan, aligned, made_for)))
+            if built:
+                return built[0]
+        return self._new_student(plan, recurrent=load_built(self.out))[0]
+
+    def _build_and_save(self, plan: HeadPlan, aligned: Path | None, made_for: Record) -> HybridForCausalLM:
+        options, data, calibration = self.config.student, self.config.data, None
         if aligned is None and options.init in CALIBRATED:  # the run's first rows of text
-            calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+            rows = open_rows(data, self.tokenizer, pins=self.pins)
+            calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
-            student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
             if aligned:
-                graft_recurrent_heads(student, self._loaded_student(HeadPlan.none(self.teacher), aligned))
-        path = self.out / "build.json"
-        on_main_process(lambda: write_json(path, {"weights": weights_hash(student), **dataclasses.asdict(report)}))
+                student, report = self._student_from_alignment(plan, aligned)
+            else:
+                student, report = self._new_student(plan, options.init, calibration)
+            save_built(self.out, student, report, made_for)
         return student
 
+    def _made_for(self, plan: HeadPlan) -> Record:
+        """Return everything that the built student depends on and that a folder's owner may replace."""
+        aligned = self.config.student.aligned
+        manifest = StageManifest.read(aligned) if aligned else None
+        return {
+            "plan": dataclasses.asdict(plan),
+            "teacher": fingerprint(self.teacher),
+            "student": {**dataclasses.asdict(self.config.student), "aligned": manifest and manifest.weights},
+            "seed": self.seed,
+        }
+
+    def _built_weights(self, made_for: Record) -> str | None:
+        return from_main(lambda: built_weights(self.out, made_for))
+
+    def _donor(self, stage: Path) -> HybridForCausalLM:
+        """Return a student without kept heads that holds the recurrent heads of a finished alignment, and no other
+        weights: a second copy of a large model would not fit."""
+        options = self.config.student
+        none = HeadPlan.none(self.teacher)
+        donor = empty_student(self.teacher, none, options.d_state, options.conv_width, options.recurrence)
+        load_recurrent_heads(donor, stage_tensors(stage), str(stage))
+        return donor
+
     def _new_student(
-        self, plan: HeadPlan, init: Init = DEFAULT_INIT, calibration: Batch | None = None
+        self,
+        plan: HeadPlan,
+        init: Init = DEFAULT_INIT,
+        calibration: Batch | None = None,
+        recurrent: Mapping[str, Tensor] | None = None,
     ) -> tuple[HybridForCausalLM, BuildReport]:
         options = self.config.student
         student, report = build_student(
@@ -221,9 +302,17 @@ class Run(RunInputs):
             recurrence=options.recurrence,
             init=init,
             calibration=calibration,
+            recurrent=recurrent,
             seed=self.seed,
+            kernels=options.kernels,
         )
         student.name_or_path = self.config.name
+        return student, report
+
+    def _student_from_alignment(self, plan: HeadPlan, stage: Path) -> tuple[HybridForCausalLM, BuildReport]:
+        """Build a student whose recurrent heads come from a finished alignment of all heads."""
+        student, report = self._new_student(plan)
+        graft_recurrent_heads(student, self._donor(stage))
         return student, report
 
     def _loaded_student(self, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
@@ -235,17 +324,20 @@ class Run(RunInputs):
     # align, distill
 
     def train(self, plan: HeadPlan) -> HybridForCausalLM:
-        """Build the student and train it stage by stage; finished stages are loaded instead."""
+        """Build the student and train it stage by stage; finished stages are loaded instead.
+
+        The result has the teacher's dtype (`settle`); the float32 weights are in the last stage's folder.
+        """
         student = self.build(plan)
         if plan.keeps_all:
             log.info("every head is kept: the student is the teacher, and there is nothing to train")
             return student
-        parent, steps = json.loads((self.out / "build.json").read_text())["weights"], 0
+        parent, steps = self._built_weights(self._made_for(plan)) or "", 0
         for stage, folder in self._stage_folders():
             parent = self._train_stage(student, stage, folder, parent, steps).weights
             steps += stage.steps
         unshare_weights(student)
-        return student
+        return settle(student)
 
     def _stage_folders(self) -> list[tuple[StageConfig, Path]]:
         stages = enumerate(self.config.own_stages, start=1)
@@ -260,7 +352,7 @@ class Run(RunInputs):
         elif (teacher := self.stage_teacher(config)) is not self.teacher:
             self.teacher.cpu()  # frees GPU memory; later steps move it back
         return train_stage(
-            make_stage(config, student, teacher, vocab_size=len(self.tokenizer)),
+            make_stage(config, student, teacher, vocab_size=vocabulary_size(self.tokenizer)),
             rows,
             folder,
             seed=self.seed,
@@ -270,6 +362,7 @@ class Run(RunInputs):
             tracked=self._tracked(steps_before),
             profile=self.config.profile,
             teacher_sharding=self.config.teacher_sharding,
+            collective_timeout=self.config.collective_timeout,
         )
 
     def stage_teacher(self, stage: StageConfig) -> PreTrainedModel:
@@ -312,7 +405,10 @@ class Run(RunInputs):
         plan = HeadPlan.load(path)
         if plan.keeps_all:
             return self._new_student(plan)[0], plan
-        return self._loaded_student(plan, self.last_stage()), plan
+        if not self.config.own_stages:  # `restoration` has aligned it in ``aligned/``, and nothing came after
+            aligned = finished_run(self.out / "aligned").last_stage()
+            return settle(self._student_from_alignment(plan, aligned)[0]), plan
+        return settle(self._loaded_student(plan, self.last_stage())), plan
 
     # evaluate
 
@@ -367,7 +463,8 @@ class Run(RunInputs):
         """Export the student through the export gate, with the scores and results in the run directory.
 
         ``options`` go to `export_checkpoint`. Returns the gate's report on the main process, None on the others. Raises
-        ExportError if the exported model does not compute the same as the student.
+        ExportError if the exported model does not compute the same as the student. Nothing is lost then: the student is
+        in its last stage's folder, and the same command finds everything but the export.
         """
         reports: list[GateReport] = []
         license, base_model = origin(self.config.teacher.path)
@@ -381,9 +478,17 @@ class Run(RunInputs):
             "base_model": base_model,
         }
         place = path or self.out / "export"
-        on_main_process(
-            lambda: reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
-        )
+
+        def write() -> None:
+            try:
+                reports.append(export_checkpoint(student, self.tokenizer, place, plan=plan, **known, **options))
+            except ExportError as error:
+                raise ExportError(
+                    f"{error}\nNothing else is lost: the trained student is in {self.out / 'stages'} and its "
+                    "results are written; the same command repeats the export alone."
+                ) from error
+
+        on_main_process(write)
         return next(iter(reports), None)
 
     def _training(self) -> list[Record]:
@@ -414,7 +519,7 @@ def run_beside(shared: Run, config: RunConfig) -> tuple[Run, HybridForCausalLM, 
 
     If every head is kept, the student is the teacher and has the same figures.
     """
-    this = Run(config, shared.teacher_and_tokenizer)
+    this = Run(config, shared.teacher_and_tokenizer, shared.pins)
     this.prepare()
     plan = this.plan()
 

@@ -16,11 +16,14 @@ log = logging.getLogger(__name__)
 
 MAY_CHANGE = (
     "out", "resume", "trackers", "group", "profile", "dry_run", "show_config", "gpus", "gpu_memory", "export",
-    "teacher_sharding",
+    "teacher_sharding", "collective_timeout",
 )  # fmt: skip
 """Config fields that may differ from config.json when a run resumes."""
+STUDENT_MAY_CHANGE = ("kernels",)
+"""Fields of ``student`` that may differ too: they change how it is computed, not what it is."""
 LEAVES = (
-    "scores.json", "scores.partial.json", "plan.json", "restoration-*.json", "build.json", "aligned", "stages/*-*",
+    "scores.json", "scores.partial.json", "plan.json", "restoration-*.json", "build.json", "build.safetensors",
+    "aligned", "stages/*-*",
     "teacher/evaluation.json", "evaluation.json", "export", ".export.*.tmp", "report.md",
     f"{PROJECT}/events.out.tfevents.*",
 )  # fmt: skip
@@ -72,7 +75,8 @@ def _check_same(config: RunConfig, before: Record, now: Record) -> None:
     """Raise ValueError unless ``before`` is the record of this run's config. Settings may differ for the evaluation,
     and for stages that are not run or have not started."""
     free = [stage for stage in config.stages if not _has_begun(config.out, stage)]
-    changed = differences(before, now, {*MAY_CHANGE, *config.unused_stages, *free, "evaluation"}, STAGE_MAY_CHANGE)
+    within = {*STAGE_MAY_CHANGE, *STUDENT_MAY_CHANGE}
+    changed = differences(before, now, {*MAY_CHANGE, *config.unused_stages, *free, "evaluation"}, within)
     if changed:
         raise ValueError(
             f"{config.out} holds a run with other settings: {', '.join(changed)}; "

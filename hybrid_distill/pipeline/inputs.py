@@ -8,21 +8,26 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import PlanConfig, RunConfig
 from ..data import (
+    PINS,
     CachedLogitsDataset,
+    Pins,
     Rows,
+    cache_root,
+    check_launch,
     check_same_vocabulary,
     check_sources,
     open_logits,
     open_rows,
+    pinned,
     read_held_out,
+    read_pins,
 )
-from ..distributed import check_trackers
-from ..limits import first_line
+from ..distributed import agree_on, check_trackers
+from ..model.documents import check_packs
 from ..plan import HeadPlan
 from ..probes import Probe
 from ..probes.checks import check_answerable
@@ -32,9 +37,11 @@ from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
 from ..scoring import HeadScores
 from ..student.build import check_family, checked_sites, empty_student
+from ..student.teachers import check_teacher, empty_teacher
 from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, longest_context, read_teacher
 from ..train.checkpoint import StageManifest
 from ..train.config import DistillConfig, StageConfig, TeacherConfig
+from ..vocabulary import vocabulary_size
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
@@ -44,9 +51,9 @@ PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
 class RunInputs:
     """Inputs of a run. Models load on first use; an already loaded ``teacher`` may be passed in."""
 
-    def __init__(self, config: RunConfig, teacher: Loaded | None = None) -> None:
+    def __init__(self, config: RunConfig, teacher: Loaded | None = None, pins: Pins | None = None) -> None:
         self.config, self.out, self.seed = config, Path(config.out), config.seed
-        self._given = teacher
+        self._given, self._given_pins = teacher, pins
 
     @cached_property
     def teacher_and_tokenizer(self) -> Loaded:
@@ -78,7 +85,7 @@ class RunInputs:
         """Open the rows of a stage, with its cached logits if any, after checking that these match."""
         _, tokenizer = self.stage_shape_and_tokenizer(stage)
         data, teacher = stage.data_within(self.config.data), stage.teacher_within(self.config.teacher)
-        rows = open_rows(data, tokenizer)
+        rows = open_rows(data, tokenizer, pins=self.pins)
         if not isinstance(stage, DistillConfig) or stage.cached_logits is None:
             return rows
         logits = open_logits(stage.cached_logits)
@@ -86,11 +93,21 @@ class RunInputs:
             rows,
             tokenizer,
             fingerprint(self.teacher) if teacher == self.config.teacher else teacher.path,
-            vocab_size=len(self.tokenizer),
+            vocab_size=vocabulary_size(self.tokenizer),
             places=stage.rows_read,
             temperature=stage.temperature,
         )
         return CachedLogitsDataset(rows, logits)
+
+    @cached_property
+    def pins(self) -> Pins:
+        """Commits of the sources on the hub: those in the run's folder, else the newest. All processes must access this
+        together; only the main process asks the hub."""
+        starts_over = self.config.resume == "never"
+        known = self._given_pins or ({} if starts_over else agree_on(lambda: read_pins(self.out / PINS)))
+        stages = [stage.data_within(self.config.data) for stage in self.config.stage_configs]
+        sources = [source for data in (self.config.data, *stages) for source in data.sources]
+        return pinned(sources, known, cache_root())
 
     def held_out_texts(self, n: int) -> list[str]:
         return read_held_out(self.config.evaluation.texts, n, self.config.data.text_column)
@@ -131,10 +148,22 @@ class RunInputs:
     def checks(self) -> list[Callable[[], object]]:
         return [
             partial(check_trackers, self.config.trackers),
+            self.check_teachers,
             self.check_data,
             self.check_evaluation,
             self.check_student,
         ]
+
+    def check_teachers(self) -> None:
+        """Check that the run's teacher and every stage's can be one, and that their tokenizers fit their embeddings."""
+        # Flags name packable attention only; a given teacher or a config.json may name any.
+        check_packs(self.shape_and_tokenizer[0]._attn_implementation)
+        # A model in memory may be of a class that only its owner can build; `check_student` looks at its heads.
+        check_teacher(*self.shape_and_tokenizer, name=self.config.teacher.path, heads=self._given is None)
+        for stage in self.config.stage_configs:
+            teacher = stage.teacher_within(self.config.teacher)
+            if teacher != self.config.teacher:
+                check_teacher(*self.stage_shape_and_tokenizer(stage), name=teacher.path)
 
     def check_data(self) -> None:
         """Check sources, vocabularies, and that rows fit into the teachers' contexts; read no text."""
@@ -153,6 +182,12 @@ class RunInputs:
                     f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
                     "(rope_parameters of type yarn)."
                 )
+
+    def check_launch(self) -> None:
+        """Check that no process would wait for hours until the main one has tokenized a source."""
+        for stage in self.config.stage_configs:
+            _, tokenizer = self.stage_shape_and_tokenizer(stage)
+            check_launch(stage.data_within(self.config.data), tokenizer, pins=self.pins)
 
     def check_evaluation(self) -> None:
         """Check evaluation texts and questions now, not after training."""
@@ -199,14 +234,7 @@ def load(options: TeacherConfig) -> Loaded:
 def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
     """Build the teacher on the meta device, without weights. Raises ValueError if transformers cannot."""
     shape = load_config(options.path, options.revision)
-    attention = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype], **attention)
-    except Exception as error:  # each version of transformers raises other errors
-        raise ValueError(
-            f"cannot build the teacher {options.path!r} ({first_line(error)}); pass another model."
-        ) from error
+    return empty_teacher(shape, options.path, DTYPES[options.dtype], options.attn_implementation)
 
 
 def make_plan(

@@ -16,7 +16,7 @@ from string import ascii_uppercase
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..assets import facts_path
-from ..io import Record, refused
+from ..io import Record, refused, text_lines, whole_strings
 from ..limits import Limits
 from . import Example, SeededProbe, digest
 
@@ -62,11 +62,12 @@ def read_questions(path: str | Path | None, read: Callable[[Record], Item], expe
     """
     file, found = Path(path or facts_path()), []
     with refused(f"the questions {file} cannot be read", "pass a file of JSON lines"):
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also cuts inside JSON strings
+        with file.open(encoding="utf-8") as text:
+            lines = list(text_lines(text))
     for number, line in enumerate(lines, start=1):
         with refused(f"line {number} of {file} is not a question", f"write {expected}"):
             if line.strip():
-                found.append(read(json.loads(line)))
+                found.append(read(whole_strings(json.loads(line))))
     if not found:
         raise ValueError(f"{file} holds no questions; write one per line.")
     return found

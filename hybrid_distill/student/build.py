@@ -65,23 +65,28 @@ def build_student(
     recurrence: str = "discrete",
     init: Init = DEFAULT_INIT,
     calibration: Mapping[str, object] | None = None,
+    recurrent: Mapping[str, Tensor] | None = None,
     seed: int = 0,
+    kernels: str = "auto",
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, and replace every head outside the plan by a recurrent head.
 
     ``init`` initializes the recurrent heads; the inits in `CALIBRATED` need ``calibration``, a batch of ordinary text:
     ``input_ids`` and optionally ``seq_idx``, both [B, L]. ``recurrence`` is the form of the recurrent heads
-    (`SSMHeads`). ``seed`` sets all random draws. The teacher is unchanged and shares no tensor with the student; to
-    share, call `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad option,
-    unsupported attention, and a model that fails `check_rows`.
+    (`SSMHeads`), ``kernels`` their implementation (`ssd.IMPLEMENTATIONS`), which the student checks itself on.
+    ``seed`` sets all random draws. ``recurrent`` holds the `recurrent_tensors` of the same student, built before:
+    nothing is initialized then, and the student has the same bits. The teacher is unchanged and shares no tensor with
+    the student; to share, call `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad
+    option, unsupported attention, and a model that fails `check_rows`.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
     student = empty_student(teacher, plan, d_state, conv_width, recurrence)
-    check_teacher(teacher)
-    traces = _trace(teacher, calibration, init)
+    student.set_ssm_implementation(kernels)  # before the student checks itself
+    check_teacher_rows(teacher)
+    traces = _trace(teacher, calibration, init) if recurrent is None else [None] * len(sites)
     with torch.no_grad():
-        made = list(_tensors(student, teacher, sites, init, traces, seed))
+        made = list(_tensors(student, teacher, sites, init, traces, seed, recurrent))
     tensors = {record.name: tensor.clone(memory_format=torch.contiguous_format) for record, tensor in made}
     student.load_state_dict(tensors, strict=True, assign=True)
     _copy_buffers(student, teacher)
@@ -109,7 +114,7 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
         )
 
 
-def check_teacher(teacher: PreTrainedModel) -> None:
+def check_teacher_rows(teacher: PreTrainedModel) -> None:
     """Check that the teacher itself computes a document in every way alike. Raises ValueError as `check_rows` does."""
     check_rows(teacher, _OTHER_TEACHER)
 
@@ -260,6 +265,7 @@ def _tensors(
     init: Init,
     traces: Sequence[LayerTrace | None],
     seed: int,
+    recurrent: Mapping[str, Tensor] | None,
 ) -> Iterator[tuple[TensorRecord, Tensor]]:
     """Yield every student tensor with its record."""
     generator = torch.Generator().manual_seed(seed)
@@ -279,7 +285,11 @@ def _tensors(
             yield made(f"{own}.attention.{name}", action, tensor, original)
         for name, tensor in site.o_proj.state_dict().items():
             yield made(f"{own}.o_proj.{name}", "copied", tensor, f"{site.name}.{site.layout.output}.{name}")
-        if mixer.ssm is not None:
+        if mixer.ssm is not None and recurrent is not None:
+            for name in mixer.ssm.state_dict():
+                whole_name = f"{own}.ssm.{name}"
+                yield made(whole_name, "initialized", recurrent[whole_name].to(teacher.device))
+        elif mixer.ssm is not None:
             like = mixer.ssm.state_dict()
             started = init_ssm(init, site, mixer.recurrent, config, generator, trace)
             for name, (tensor, used) in started.items():
@@ -289,6 +299,29 @@ def _tensors(
     for name in student.state_dict():
         if not name.startswith(tuple(inside)):
             yield made(name, "copied", source[named(name)], named(name))
+
+
+def recurrent_tensors(student: HybridForCausalLM) -> dict[str, Tensor]:
+    """Return the tensors of a student's recurrent heads by name: all that it does not copy from its teacher."""
+    inside = tuple(f"{name}.ssm." for name in _mixer_names(student))
+    return {name: tensor for name, tensor in student.state_dict().items() if name.startswith(inside)}
+
+
+def load_recurrent_heads(student: HybridForCausalLM, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Set a student's recurrent heads, and nothing else, so that `graft_recurrent_heads` can copy them.
+
+    Raises ValueError, naming the ``source``, for the tensors of another student.
+    """
+    own = {}
+    for name, expected in recurrent_tensors(student).items():
+        shape = tuple(tensors[name].shape) if name in tensors else None
+        if shape != tuple(expected.shape):
+            raise ValueError(
+                f"{source} holds another student: {name} has shape {shape} there and {tuple(expected.shape)} here; "
+                "align a student that keeps no head, with the same d_state, conv_width and recurrence."
+            )
+        own[name] = tensors[name]
+    student.load_state_dict(own, strict=False, assign=True)
 
 
 def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:

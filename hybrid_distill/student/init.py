@@ -137,13 +137,14 @@ def init_ssm(
     gate = {"z_proj.weight": torch.zeros_like(x_weight), "z_proj.bias": torch.full_like(x_bias, OPEN_GATE)}
     if config.recurrence == "mamba2-stock":  # open at the mean input, if calibration data provides it
         gate = {"z_proj.weight": open_D + _normal(generator, *x_weight.shape, like=x_weight)}
+    biases = {"x_proj.bias": (x_bias, from_v), "b_proj.bias": (b_bias, from_qk), "c_proj.bias": (c_bias, from_qk)}
+    if config.recurrence.startswith("mamba2"):  # the convolution adds them
+        biases = {"conv_bias": (torch.cat([x_bias, b_bias, c_bias]), (*from_v, *from_qk))}
     return {
         "x_proj.weight": (x_weight, from_v),
-        "x_proj.bias": (x_bias, from_v),
         "b_proj.weight": (b_weight, from_qk),
-        "b_proj.bias": (b_bias, from_qk),
         "c_proj.weight": (c_weight, from_qk),
-        "c_proj.bias": (c_bias, from_qk),
+        **biases,
         **{name: (tensor, ()) for name, tensor in gate.items()},
         "a_proj.weight": (x_weight.new_zeros(len(a_bias), x_weight.shape[1]), ()),
         "a_proj.bias": (a_bias, ()),

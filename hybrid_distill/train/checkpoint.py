@@ -216,7 +216,7 @@ def load(folder: str | Path) -> Snapshot:
     """
     folder, records, problem = Path(folder), [], ""
     try:
-        records = [_read_sealed(path, FORMAT) for path in _records(folder)]
+        records = [read_sealed(path, FORMAT) for path in _records(folder)]
         for record in own_share(records):
             check_files(folder, record["files"])
         if not records:
@@ -256,7 +256,7 @@ class StageManifest:
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
             return None
-        return cls(**_read_sealed(folder / MANIFEST, STAGE_FORMAT))
+        return cls(**read_sealed(folder / MANIFEST, STAGE_FORMAT))
 
 
 def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageManifest:
@@ -285,9 +285,7 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     Raises ValueError if the student does not match, CorruptCheckpoint for damaged files.
     """
     folder = Path(folder)
-    manifest = StageManifest.read(folder)
-    if manifest is None:
-        raise ValueError(f"{folder} does not hold a finished stage (no {MANIFEST}); run the stage first.")
+    manifest = _finished(folder)
     compute_everywhere(lambda: check_files(folder, manifest.files if is_first_on_machine() else {}))
     stored = load_file(folder / WEIGHTS)
     own = student.state_dict(keep_vars=True)
@@ -304,6 +302,22 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
             target.data.copy_(tensor)
         else:
             target.data = tensor.to(target.device)
+    return manifest
+
+
+def stage_tensors(folder: Path) -> ShardedTensors:
+    """Open the weights of a finished stage, in this process alone; each tensor is read on access.
+
+    Raises ValueError if the stage is not finished, CorruptCheckpoint for damaged files.
+    """
+    check_files(folder, _finished(folder).files)
+    return ShardedTensors([folder / WEIGHTS])
+
+
+def _finished(folder: Path) -> StageManifest:
+    manifest = StageManifest.read(folder)
+    if manifest is None:
+        raise ValueError(f"{folder} does not hold a finished stage (no {MANIFEST}); run the stage first.")
     return manifest
 
 
@@ -356,7 +370,8 @@ def _seal(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _read_sealed(path: Path, expected: str) -> Record:
+def read_sealed(path: Path, expected: str) -> Record:
+    """Read a record that `write_sealed` wrote, of the ``expected`` format. Raises CorruptCheckpoint for any other."""
     try:
         record = json.loads(path.read_text())
         found = record.get("format")

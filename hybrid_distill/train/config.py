@@ -21,6 +21,8 @@ Fixed = Annotated[T, tyro.conf.Suppress]
 """Field that the command line hides."""
 Factor = Annotated[float, Limits(0)]
 
+COLLECTIVE_TIMEOUT = 30.0
+"""Minutes that processes wait for one another within a training step, unless a run sets its own."""
 MAY_CHANGE = frozenset(
     {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "gradient_checkpointing", "spike",
      "on_divergence", "max_skips", "data_workers"}
@@ -38,14 +40,16 @@ class TeacherConfig:
     """Hub revision: branch, tag or commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the teacher's weights; the student always trains float32 weights."""
-    attn_implementation: str | None = None
-    """Attention implementation: ``sdpa``, ``flash_attention_2`` or ``eager``; by default, transformers chooses."""
+    attn_implementation: Literal["sdpa", "eager"] | None = None
+    """Attention implementation; by default, transformers chooses. For packed rows, ``sdpa`` runs flash-attn's kernels
+    if the package is installed."""
     allow_bin: bool = False
     """Accept pickled weights (``*.bin``). Loading a pickle can run code: use only for files that you trust."""
 
     def __post_init__(self) -> None:
         if not self.path.strip():
             raise ValueError(f"teacher.path is {self.path!r}; name a local folder, a model on the hub, or tiny.")
+        check_options(self, "teacher.")
 
 
 @dataclass(frozen=True)

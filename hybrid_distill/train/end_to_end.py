@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data import Batch, TaughtBatch, cu_seqlens
+from ..kernels import loss_implementation
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
 from ..student.build import unshare_weights
@@ -57,8 +58,19 @@ class EndToEnd(Stage[DistillConfig]):
         elif any(getattr(part, "gradient_checkpointing", False) for part in self.parts()):  # set by an earlier stage
             keep_activations(student)
 
+    @property
+    def is_fused(self) -> bool:
+        """True if the loss is computed from hidden states: both models' logits are then plain products."""
+        return self.config.fused and all(_is_product(model) for model in (self.model, *self.teachers))
+
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)
+
+    def n_tokens(self, batch: Batch) -> Tensor:
+        """Count as `Stage.n_tokens` does; for a loss on the text alone, only tokens whose next one has a label."""
+        if self.config.hard_weight < 1:
+            return super().n_tokens(batch)
+        return (next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"]) != IGNORE).sum()
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
         """Extend `Stage.totals` by the number of tokens that have a hard label."""
@@ -80,21 +92,24 @@ class EndToEnd(Stage[DistillConfig]):
             taught = cast(TaughtBatch, batch)
             theirs = TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
         packed = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens(batch)}
-        ours_BLD = self.model.backbone_outputs(input_ids, use_cache=False, **packed)[0]
+        ours_BLD = self.model.model(input_ids=input_ids, use_cache=False, **packed)[0]
         return StageLoss(self._compare(ours_BLD, theirs, batch["mask"], options), {})
 
     def _compare(
         self, ours_BLD: Tensor, theirs: Tensor | TeacherTopK, mask_BL: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Compute the loss; ``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
-        known, fused = theirs, self.config.fused and _is_product(self.model)
+        if self.is_fused:
+            options |= {"impl": loss_implementation(self.model)}
+            known = theirs
+            if isinstance(theirs, Tensor):
+                known = TeacherHead(theirs, _head(self.teacher).weight)
+            assert not isinstance(known, Tensor)
+            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
         if isinstance(theirs, Tensor):
             with torch.no_grad():
-                is_head = fused and _is_product(self.teacher)
-                known = TeacherHead(theirs, _head(self.teacher).weight) if is_head else logits_of(self.teacher, theirs)
-        if isinstance(known, TeacherHead) or (fused and isinstance(known, TeacherTopK)):
-            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
-        return distillation_loss(logits_of(self.model, ours_BLD), known, mask_BL, **options)
+                theirs = logits_of(self.teacher, theirs)
+        return distillation_loss(logits_of(self.model, ours_BLD), theirs, mask_BL, **options)
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:

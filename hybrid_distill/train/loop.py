@@ -23,18 +23,23 @@ from torch import Tensor, nn
 from ..data import Batch, Rows, on_device, read_ahead
 from ..distributed import (
     agree_on,
+    check_shared,
     compute_everywhere,
     is_deepspeed,
     is_fsdp2,
+    limit_collectives,
     make_accelerator,
     on_main_process,
     set_batch,
+    wait_for_all,
 )
 from ..io import Record
 from ..progress import Phase
 from . import checkpoint
 from .checkpoint import Checkpoints, Snapshot, StageManifest
+from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
+from .kernels import agree_on_kernels
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .parallel.strategy import Strategy
 from .resume import (
@@ -56,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 GPU_WORKERS = 2
 """Worker processes that prepare batches for a GPU. On a CPU, making a batch takes under a thousandth of a step."""
+NO_LOSS: Record = {"loss": None, "grad_norm": None, "per_layer": {}}
+"""Metrics of a step that has no loss, or one that JSON cannot hold."""
 
 
 class Diverged(RuntimeError):
@@ -75,6 +82,7 @@ def train_stage(
     progress: bool = True,
     profile: bool = False,
     teacher_sharding: str = "replicated",
+    collective_timeout: float = COLLECTIVE_TIMEOUT,
 ) -> StageManifest:
     """Train a stage's student; the result is in ``stage.student`` and in ``out_dir``.
 
@@ -82,7 +90,7 @@ def train_stage(
     ``manifest.json`` at the end; a finished stage is loaded, not run again. ``parent_hash`` is the
     `checkpoint.weights_hash` that the student must have at the start (empty: any). ``resume`` is ``auto`` or ``never``;
     ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes ``trace-<process>.json``; ``tracked``
-    names the run in ``trackers``.
+    names the run in ``trackers``; ``collective_timeout`` is in minutes (`RunConfig`).
 
     Raises StageParentError for a student with another hash, ValueError for a folder of a run with other settings,
     CorruptCheckpoint if no checkpoint is intact, SaveFailed if the disk is full, Diverged, and, after saving,
@@ -104,6 +112,7 @@ def train_stage(
             f"{parent[:16]}; load the result of the stage before it."
         )
     identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.to_dict()}
+    check_shared(out)
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
         on_main_process(lambda: clear(out, checkpoints))
@@ -115,7 +124,7 @@ def train_stage(
         check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
-        training.begin(snapshot, teacher_sharding)
+        training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
             trace = out / f"trace-{accelerator.process_index}.json" if profile else None
             training.run(stop_requested, progress, trace)
@@ -144,9 +153,11 @@ class _Training:
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.n_rows = self.config.batch_size // self.world
         self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.empty_steps = 0
+        """Steps without a token in their loss (`_note_empty_step`)."""
         self.spikes = SpikeDetector(self.config.spike)
 
-    def begin(self, snapshot: Snapshot | None, teacher_sharding: str) -> None:
+    def begin(self, snapshot: Snapshot | None, teacher_sharding: str, collective_timeout: float) -> None:
         """Set everything to the state in the snapshot, or to the start."""
         torch.manual_seed(self.identity["seed"] + self.rank)
         if snapshot is not None:
@@ -156,8 +167,14 @@ class _Training:
         set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
         teacher_forced = not isinstance(self.stage, EndToEnd)  # count now: ZeRO-3 empties weights
         self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
+        # From here on, processes meet in collectives. First those of the groups that exist are limited, then those of
+        # the groups that the strategy has made.
+        wait_for_all()
+        limit_collectives(collective_timeout)
         self.strategy = _spread(self.stage, self.accelerator, teacher_sharding)
+        limit_collectives(collective_timeout)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
+        agree_on_kernels(self.strategy.stage, self.accelerator.device)
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
@@ -185,7 +202,8 @@ class _Training:
                 profiled()
                 if log or "skipped" in metrics:
                     self._log({**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)})
-                    phase.note = f"loss {metrics['loss']:.4g}"
+                    if metrics["loss"] is not None:
+                        phase.note = f"loss {metrics['loss']:.4g}"
                 phase.update()
                 if self.step == config.steps:
                     return
@@ -211,42 +229,69 @@ class _Training:
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
         recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
         with on_fast_cpu(self.accelerator.device, recomputes):
-            n_tokens, loss, layers = self._forward_backward(micro_batches)
+            n_tokens, totals = self._totals(micro_batches)
+            loss, layers = torch.zeros((), device=self.accelerator.device), dict[str, Tensor]()
+            # DeepSpeed's step is part of the backward pass: for it alone, an empty step costs a sync.
+            if not self.strategy.steps_in_backward or n_tokens.item():
+                loss, layers = self._forward_backward(micro_batches, totals)
         norm = self.strategy.clip_gradients(config.clip)
         sums = self._sum(torch.stack([loss, loss.new_full((), float(stop())), *layers.values()]))
         known = torch.cat([sums.double(), torch.stack([n_tokens.double(), norm.double()])])
         # Read all that the host needs from the device in one transfer, before the weights change.
         mean_loss, stops, *layer_losses, tokens, grad_norm = known.tolist()
         per_layer = dict(zip(layers, layer_losses))
-        skipped = self._reason_to_skip(mean_loss, grad_norm, per_layer)
-        if skipped is None:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.tokens += int(tokens)
-        metrics = {
+        metrics: Record = {
             "step": self.step + 1,
             "loss": mean_loss,
             "per_layer": per_layer,
             "lr": learning_rate,
             "grad_norm": grad_norm,
-            "tokens": self.tokens,
+            "tokens": self.tokens + int(tokens),
         }
-        return metrics | ({} if skipped is None else {"skipped": skipped}), stops > 0
+        if tokens == 0:
+            self._note_empty_step()
+            metrics |= NO_LOSS
+        elif (skipped := self._reason_to_skip(mean_loss, grad_norm, per_layer)) is None:
+            self.optimizer.step()
+        else:
+            metrics |= {"skipped": skipped}
+        self.optimizer.zero_grad()
+        self.tokens = metrics["tokens"]
+        if self.empty_steps:
+            metrics["empty_steps"] = self.empty_steps
+        return metrics, stops > 0
 
-    def _forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Accumulate the gradients of a step; return its tokens, and this process's loss, in total and per layer."""
-        n_tokens, totals = self._totals(micro_batches)
+    def _note_empty_step(self) -> None:
+        """Count a step that has no token in its loss: rows of a conversation's questions alone, for example.
+
+        Its loss of 0 is not one to compare others with, and its gradient of 0 would still move the weights (AdamW's
+        momentum and weight decay), so the step is left out of both. The first is reported, metrics count all.
+        """
+        self.empty_steps += 1
+        if self.empty_steps > 1 or not self.accelerator.is_main_process:
+            return
+        size = self.config.batch_size
+        logger.warning(
+            "%s: no token of step %d is in the loss (rows %d to %d of the data's order). Such steps leave the weights "
+            "as they are and have no loss; metrics.jsonl counts them as empty_steps. To have fewer, pass a larger "
+            "--%s.batch-size.",
+            self.config.name, self.step + 1, self.step * size, (self.step + 1) * size - 1,
+            self.config.name.replace("_", "-"),
+        )  # fmt: skip
+
+    def _forward_backward(self, micro_batches: list[Batch], totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        """Accumulate the gradients of a step; return this process's loss, in total and per layer."""
         loss = torch.zeros((), device=self.accelerator.device)
         layers: dict[str, Tensor] = {}
-        for micro_batch in micro_batches:
-            with self.accelerator.accumulate(self.model):
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self.strategy.micro_batch(is_last=number == len(micro_batches)):
                 found = self.model(micro_batch, totals)
                 loss += found.total.detach()
                 for name, value in found.per_layer.items():
                     layers[name] = layers.get(name, 0.0) + value
                 # accelerate divides by the number of micro-batches; DDP, DeepSpeed and FSDP2 by that of processes.
                 self.accelerator.backward(found.total * (len(micro_batches) * self.world))
-        return n_tokens, loss, layers
+        return loss, layers
 
     def _totals(self, micro_batches: list[Batch]) -> tuple[Tensor, Totals]:
         """Count the tokens in the loss of a step, and sum the denominators of its losses. There are none if one
@@ -288,16 +333,17 @@ class _Training:
     def _log(self, metrics: Record) -> None:
         if self.accelerator.is_main_process:
             if "skipped" in metrics:  # JSON has neither NaN nor infinity
-                metrics = metrics | {"loss": None, "grad_norm": None, "per_layer": {}}
+                metrics = metrics | NO_LOSS
             with (self.out / METRICS).open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
-        if self.accelerator.trackers and "skipped" not in metrics:
+        if self.accelerator.trackers and metrics["loss"] is not None and "skipped" not in metrics:
             flat = {name: value for name, value in metrics.items() if name not in ("step", "per_layer")}
             self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
 
     def _save(self) -> Path:
         """Start saving a checkpoint of the current state; every process writes its share."""
-        state = {"identity": self.identity, "tokens": self.tokens, "seconds": self.seconds}
+        state: Record = {"identity": self.identity, "tokens": self.tokens, "seconds": self.seconds}
+        state |= {"empty_steps": self.empty_steps}
         state |= {"watch": self.spikes.state_dict(), "rng": rng_state()}
         self.checkpoints.save(self.step, self.strategy.shares, state)
         return self.checkpoints.path(self.step)
@@ -305,7 +351,7 @@ class _Training:
     def _restore(self, snapshot: Snapshot) -> None:
         self.strategy.load_optimizer(snapshot.optimizer)
         self.step, state = snapshot.step, snapshot.states[0]
-        self.tokens, self.seconds = state["tokens"], state["seconds"]
+        self.tokens, self.seconds, self.empty_steps = state["tokens"], state["seconds"], state["empty_steps"]
         self.spikes.load_state_dict(state["watch"])
         if self.rank < len(snapshot.states):
             set_rng_state(snapshot.states[self.rank]["rng"])
@@ -313,6 +359,10 @@ class _Training:
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""
         self.checkpoints.wait()
+        if self.empty_steps and self.accelerator.is_main_process:
+            logger.warning(
+                "%s: %d of %d steps had no token in their loss", self.config.name, self.empty_steps, self.config.steps
+            )
         is_whole = self.strategy.unshard()
         student = self.stage.student.eval()
         nn.Module.to(student, student.device)  # all of it: with a sharded teacher, only the parts that ran may be there

@@ -27,6 +27,7 @@ from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..student.build import share_frozen_weights
+from ..student.dtypes import make_master_weights
 from ..teacher import AttentionSite, MixerCall, attention_sites, watch_calls
 from .config import StageConfig
 
@@ -128,9 +129,7 @@ class Stage(nn.Module, ABC, Generic[Config]):
             raise ValueError("the student has nothing to train: its plan keeps every head.")
         for model in (self.student, *self.teachers):
             model.requires_grad_(False)
-        for parameter in chosen.values():
-            parameter.requires_grad_(True)
-            parameter.data = parameter.data.float()
+        make_master_weights(chosen.values())
 
 
 class TeacherForced(Stage[Config]):

@@ -35,6 +35,7 @@ IGNORE = -100
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 CHUNK_LOGITS = {"triton": 2**29, "torch": 2**25}  # 4,096 tokens of 128k words on a GPU
 LARGE_DEVICE = 60 * 10**9  # bytes; chunks are half as long on a smaller GPU
 ALIGNED = 16  # elements a row of logits starts at a multiple of: for others triton does not compile wide loads
@@ -369,7 +370,7 @@ def _default_chunk(n_real: int, impl: str, device: torch.device) -> int:
 
 def _pick(impl: str, device: torch.device, dtype: torch.dtype, options: Options, from_head: bool) -> str:
     """The implementation that "auto" stands for; a named one if it can compute in this dtype."""
-    has_kernels = dtype in (torch.bfloat16, torch.float32)
+    has_kernels = dtype in KERNEL_DTYPES
     if impl == "triton" and not has_kernels:
         raise ValueError(f"impl is 'triton' for {dtype}; the kernels are for bfloat16 and float32: use impl='torch'.")
     if impl == "triton" and (reason := unusable()):
@@ -380,17 +381,38 @@ def _pick(impl: str, device: torch.device, dtype: torch.dtype, options: Options,
     return impl
 
 
+def implementation_of(impl: str, device: torch.device, dtype: torch.dtype, kind: str, from_head: bool) -> str:
+    """Describe what runs: "triton", or "torch" and, on a GPU, why."""
+    if impl != "auto" or device.type != "cuda":
+        return "torch" if impl == "auto" else impl
+    reason = _reason_against(device, dtype, kind, from_head)
+    return "triton" if reason is None else f"torch ({reason})"
+
+
 @functools.cache
 def _is_right(device: torch.device, dtype: torch.dtype, kind: str, from_head: bool) -> bool:
     """Return True if the kernels run here and give what torch gives; else log why not."""
-    reason = unusable()
-    if reason is None:
-        from .first_use import mistake
-
-        reason = mistake("distillation loss", device, dtype, kind=kind, from_head=from_head)
+    reason = _reason_against(device, dtype, kind, from_head)
     if reason is not None:
         log.warning("the distillation loss runs on torch, not on its kernel: %s", reason)
     return reason is None
+
+
+@functools.cache
+def _reason_against(device: torch.device, dtype: torch.dtype, kind: str, from_head: bool) -> str | None:
+    """Return in one line why the kernels must not run: they cannot, are known to fail, or failed when tried."""
+    reason = unusable()
+    if reason is None and dtype not in KERNEL_DTYPES:
+        reason = f"the kernels are for bfloat16 and float32, not {dtype}"
+    if reason is None:
+        from .known_bad import known_bad
+
+        reason = known_bad("distillation loss", device)
+    if reason is None:
+        from .trial import mistake
+
+        reason = mistake("distillation loss", device, dtype, kind=kind, from_head=from_head)
+    return reason
 
 
 def _real_vocabulary(head_VD: Tensor, teacher: TeacherHead | TeacherTopK, vocab_size: int | None) -> int:

@@ -30,6 +30,8 @@ CASES = """
     --json verify nowhere: verify does not write JSON
     verify nowhere --device foo: --device is 'foo', which is not usable
     run: no recipe given; pass its name or file first
+    run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
+    run tiny --dry-run --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     recipes large: large is not a recipe; pass a Python file with config(), or one of llama_1b,
     memory --batch -1: --batch is -1; it must be a whole number of at least 1.
     memory --heads '': --heads is empty
@@ -46,9 +48,9 @@ CASES = """
     sweep --jobs 0: --jobs is 0
     sweep --options timeout_min=5: --cluster
     sweep --set distill.steps: NAME=VALUE
-    sweep --recipe sweep_llama_1b --set teacher.path=no/such: no/such
+    sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow
-    sweep --recipe README.md: is not a recipe
+    sweep README.md: is not a recipe
     report nowhere: nowhere is neither a run nor a comparison nor a sweep
     analyze prune-layers --last-layer 6: layer 6 does not exist: this model has layers 0..5
     analyze prune-layers --tasks sudoku: unknown task 'sudoku'; pass one of kv

@@ -168,7 +168,7 @@ RECIPES_THAT_FAIL = {
 @pytest.mark.parametrize(
     ("command", "text"),
     [*(("run {} --out {}", text) for text in RECIPES_THAT_FAIL)]
-    + [("demo --recipe {} --out {}", "config = 3\n"), ("sweep --recipe {} --out {}", "config = 3\n")],
+    + [("demo {} --out {}", "config = 3\n"), ("sweep {} --out {}", "config = 3\n")],
 )
 def test_a_recipe_that_fails_is_named_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str

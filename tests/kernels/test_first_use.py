@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import hybrid_kernels
 import triton
 import triton.language as tl
-from hybrid_kernels import common, conv, first_use, loss, loss_triton, step
+from hybrid_kernels import common, conv, first_use, loss, loss_triton, step, trial
 from hybrid_kernels import ssd as kernels
 from hybrid_kernels.loss import KINDS
 
@@ -36,7 +36,8 @@ def nothing_known(monkeypatch):
     """Forget what was found before, here and afterwards; draw less than on a GPU."""
     monkeypatch.setattr(first_use, "LENGTH", 70)
     monkeypatch.setattr(first_use, "N_HEADS", 2)
-    remembering = first_use.mistake, loss._is_right, hybrid_kernels.unusable
+    monkeypatch.setattr(trial, "mistake", first_use.mistake)  # planted mistakes are in this process
+    remembering = first_use.mistake, loss._is_right, loss._reason_against, hybrid_kernels.unusable
     for function in remembering:
         function.cache_clear()
     yield
@@ -132,8 +133,8 @@ def best(kernel: str = "recurrence", dtype: torch.dtype = FP32, sizes: tuple[int
 
 @pytest.fixture
 def fresh_choice(monkeypatch) -> None:
-    """`_best_on_gpu` and `_unusable` without what they remember."""
-    for name in ("_unusable", "_best_on_gpu"):
+    """`_best_on_gpu` and what it asks, without what they remember."""
+    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
         monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
 
 

@@ -26,7 +26,7 @@ from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
 from hybrid_distill.lab.sweep.folder import Outcome, Sweep, Task
 from hybrid_distill.lab.sweep.grid import Cell, Grid
 from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob, base_config, sweep
-from hybrid_distill.lab.sweep.jobs import run_tasks, share_of_machine
+from hybrid_distill.lab.sweep.jobs import run_tasks
 from hybrid_distill.lab.sweep.results import progress, status
 from hybrid_distill.locking import is_locked, locked
 from hybrid_distill.pipeline import Run, run
@@ -194,13 +194,6 @@ def test_progress_and_time_left(tmp_path: Path) -> None:
         assert "top2-n4-s0: 1 of 2 steps" in status(tmp_path).partition("running:")[2]
 
 
-def test_jobs_of_this_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    shares = [share_of_machine(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)]
-    assert shares == ["0,2", "1,3"] and share_of_machine(5, 6)["CUDA_VISIBLE_DEVICES"] == "1"
-    assert share_of_machine(0, 64)["OMP_NUM_THREADS"] == "1"
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of three cells on the tiny teacher, carried out in this process."""
@@ -302,7 +295,7 @@ GRID: dict[str, Any] = {"heads": "0,2", "d_state": "4", "seeds": 1, "selection":
 def begun(recipe_file: Path, out: Path) -> subprocess.Popen[bytes]:
     """A sweep in a process of its own, once its first student has saved a checkpoint."""
     flags = [word for name, value in GRID.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "hybrid_distill", "sweep", "--recipe", str(recipe_file), "--out", str(out), *flags]
+    command = [sys.executable, "-m", "hybrid_distill", "sweep", str(recipe_file), "--out", str(out), *flags]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL)
     while not [*out.glob("cells/none-n4-s0/stages/*/checkpoints/step-*/rank-*.json")] and process.poll() is None:

@@ -184,7 +184,7 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
 
     monkeypatch.setattr("hybrid_distill.cli.sweep.sweep", fail)
     with pytest.raises(SystemExit, match="1"):
-        main(["sweep", "--recipe", "tiny", "--out", str(tmp_path)])
+        main(["sweep", "tiny", "--out", str(tmp_path)])
     main(["report", str(tmp_path), "--context", "32768", "--to", str(tmp_path / "docs")])
     assert "MB at 32,768" in (tmp_path / "docs" / "report.html").read_text()
     text = (tmp_path / "report.md").read_text()
@@ -201,11 +201,11 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
 
 def test_a_sweep_in_which_only_the_teacher_is_finished_has_a_report(tmp_path: Path, no_figures: None) -> None:
     rows = [row for row in cells() if row["selection"] in ("teacher", "all")]
-    record = {"grid": {"heads": ["all"], "seeds": [0, 1, 2]}, "share_alignment": False, "command": "--recipe r.py"}
+    record = {"grid": {"heads": ["all"], "seeds": [0, 1, 2]}, "share_alignment": False, "command": "r.py"}
     (write(tmp_path, rows) / "sweep.json").write_text(json.dumps(record))
     text = write_sweep_report(tmp_path).read_text()
     assert "3 of 3 cells are finished" in text
-    assert "`hybrid-distill sweep --heads all --seeds 3 --no-share --recipe r.py`" in text
+    assert "`hybrid-distill sweep r.py --heads all --seeds 3 --no-share`" in text
 
 
 def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures: None) -> None:

@@ -5,6 +5,7 @@ FlashAttention needs a GPU: `flash` does what it does, by its documentation, doc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from students import mixed_student
 from test_segments import allocations
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from training import small_config, small_models
 from transformers import PreTrainedModel
 
@@ -144,19 +146,163 @@ def test_a_row_of_8192_tokens_costs_no_mask(as_on_a_gpu):
     assert peaks[1] < MANY**2 < peaks[0] - peaks[1]
 
 
-def test_blocks_of_documents_are_those_of_their_mask(as_on_a_gpu):
+BLOCK = documents.FLEX_BLOCK
+REACHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "documents": ("llama", {}),
+    "short windows": ("mistral", {"sliding_window": 40}),
+    "long windows": ("mistral", {"sliding_window": 300}),
+    "chunks": ("llama4", {"attention_chunk_size": 200}),
+}
+
+
+def masks_of(reach: str, length: int, mean: int, family_model, as_on_a_gpu) -> list[tuple[DocumentMask, Tensor]]:
+    """Each kind of mask of two rows, with its numbers [2, 1, L, L]."""
+    family, settings = REACHES[reach]
+    config = family_model(family, **settings).config
+    seq_idx = packed_rows(length, mean)["seq_idx"]
+    numbers = packed_inputs(seq_idx, config=config)["attention_mask"]
     as_on_a_gpu(None)
-    seq_idx = packed_rows(MANY, mean=250)["seq_idx"]
+    masks = packed_inputs(seq_idx, config=config)["attention_mask"]
+    if not isinstance(masks, dict):
+        return [(masks, numbers)]
+    return [(mask, numbers[kind]) for kind, mask in masks.items()]
+
+
+def listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Which blocks a BlockMask's lists name, [B, K, K], each at most once."""
+    named = torch.zeros_like(indices[:, 0])
+    for row, block, place in (torch.arange(indices.shape[-1]) < counts[:, 0].unsqueeze(-1)).nonzero().tolist():
+        named[row, block, indices[row, 0, block, place]] += 1
+    return named
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize(("length", "mean"), [(1024, 250), (1000, 600), (129, 90), (257, 10**6)])
+def test_blocks_of_documents_are_those_of_their_mask(reach, length, mean, family_model, as_on_a_gpu):
+    """A block is evaluated if some pair in it is seen, and read whole if every query sees all of its keys."""
+    for mask, numbers in masks_of(reach, length, mean, family_model, as_on_a_gpu):
+        beyond = -length % BLOCK
+        # Queries beyond the end see nothing that counts; keys beyond the end must never be read whole.
+        by_block = F.pad(numbers[:, 0], (0, beyond, 0, beyond)).unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+        is_query = (torch.arange(length + beyond) < length).view(-1, BLOCK, 1, 1)
+        some = by_block.any(4).any(2)
+        whole = (by_block | ~is_query).all(4).all(2)
+        blocks = mask.blocks
+        partial_kv = listed(blocks.kv_num_blocks, blocks.kv_indices)
+        whole_kv = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+        assert torch.equal(partial_kv, (some & ~whole).int()) and torch.equal(whole_kv, whole.int())
+        # The backward reads the same blocks by key.
+        assert torch.equal(listed(blocks.q_num_blocks, blocks.q_indices), partial_kv.mT)
+        assert torch.equal(listed(blocks.full_q_num_blocks, blocks.full_q_indices), whole_kv.mT)
+        if (reach, length) in (("documents", 1000), ("long windows", 1024), ("documents", 257)):
+            assert whole.any(), "whole blocks were not tested"
+
+
+def test_blocks_of_a_long_row_are_small(as_on_a_gpu):
+    as_on_a_gpu(None)
     config = small_models()[1].config
-    mask = packed_inputs(seq_idx, config=config)["attention_mask"]
-    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
-    seen = torch.zeros(2, 64, 64, dtype=torch.int32)
-    for row, token in begins.nonzero().tolist():
-        end = next((t for t in range(token + 1, MANY) if begins[row, t]), MANY) - 1
-        for block in range(token // 128, end // 128 + 1):
-            seen[row, block, token // 128 : block + 1] = 1
-    assert torch.equal(mask.blocks.to_dense()[:, 0], seen)
+    mask = packed_inputs(packed_rows(MANY, mean=250)["seq_idx"], config=config)["attention_mask"]
     assert mask.blocks.kv_indices.nbytes < MANY**2 / 500
+
+
+HEADS = [(4, 4), (4, 2), (6, 1), (3, 3)]
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), HEADS)
+@pytest.mark.parametrize("length", [256, 300])
+@pytest.mark.parametrize("reach", REACHES)
+def test_flex_attention_and_its_backward(
+    reach, length, n_heads, n_kv_heads, family_model, as_on_a_gpu, monkeypatch: pytest.MonkeyPatch
+):
+    """Values and gradients of the additive mask. FlexAttention refuses only at its border to train on a CPU."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *args: None)
+    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: flex_attention.flex_attention)
+    for mask, numbers in masks_of(reach, length, 150, family_model, as_on_a_gpu):
+        heads = [torch.randn(2, n, length, 16, requires_grad=True) for n in (n_heads, n_kv_heads, n_kv_heads)]
+        weights = torch.randn(2, n_heads, length, 16)
+        additive = torch.zeros(numbers.shape).masked_fill_(~numbers, torch.finfo(torch.float32).min)
+        results = []
+        for attn_mask in (mask, additive):
+            out = F.scaled_dot_product_attention(*heads, attn_mask=attn_mask, scale=0.3, enable_gqa=True)
+            results.append([out, *torch.autograd.grad((out * weights).sum(), heads)])
+        for found, expected in zip(*results):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("length", [512, 300])
+def test_attention_by_its_blocks_alone(reach, length, family_model, as_on_a_gpu):
+    """The kernels' work lists: whole blocks without the mask, the others with it; forward by query, backward by key.
+
+    They must come to the pairs of the mask, no more and no fewer. A CPU runs no backward kernel that would read them.
+    """
+    for mask, numbers in masks_of(reach, length, 200, family_model, as_on_a_gpu):
+        blocks, padded = mask.blocks, length + -length % BLOCK
+        inside = F.pad(numbers, (0, padded - length, 0, padded - length))
+        partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+        whole = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+        by_query = _seen_by_blocks(partial, whole, inside)
+        partial = listed(blocks.q_num_blocks, blocks.q_indices).mT
+        whole = listed(blocks.full_q_num_blocks, blocks.full_q_indices).mT
+        by_key = _seen_by_blocks(partial, whole, inside)
+        for seen in (by_query, by_key):
+            assert torch.equal(seen[:, :, :length, :length], numbers)
+        assert not by_query[:, :, :length, length:].any()
+
+
+def _seen_by_blocks(partial: Tensor, whole: Tensor, inside: Tensor) -> Tensor:
+    def spread(blocks: Tensor) -> Tensor:
+        return blocks.bool().repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2).unsqueeze(1)
+
+    return spread(whole) | (spread(partial) & inside)
+
+
+def test_flex_attention_compiles_each_shape_once_and_static(as_on_a_gpu, monkeypatch: pytest.MonkeyPatch):
+    """A row of 16 tokens, as the self-check has, compiles nothing; other documents of a shape compile nothing new."""
+    graphs: list[list[Any]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(inputs)
+        return graph.forward
+
+    real = torch.compile
+    documents._compiled_flex_attention.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=record, **options))
+    config = small_models()[1].config
+    as_on_a_gpu(None)
+    counts = []
+    for length, mean in ((16, 5), (256, 60), (256, 30), (384, 60), (384, 200), (256, 100), (16, 4)):
+        mask = packed_inputs(packed_rows(length, mean)["seq_idx"], config=config)["attention_mask"]
+        assert isinstance(mask, DocumentMask)
+        q = torch.randn(2, 4, length, 16)
+        numbers = torch.zeros(2, 1, length, length, dtype=torch.bool) | mask
+        found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q, attn_mask=numbers))
+        counts.append(len(graphs))
+    documents._compiled_flex_attention.cache_clear()
+    assert counts == [0, 1, 1, 2, 2, 2, 2]
+    sizes = [size for inputs in graphs for t in inputs if isinstance(t, Tensor) for size in t.shape]
+    assert all(type(size) is int for size in sizes) and not any(isinstance(t, torch.SymInt) for g in graphs for t in g)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_flex_attention_compiled_for_this_cpu(family_model, as_on_a_gpu):
+    """The forward that inductor compiles, with whole blocks and a ragged end."""
+    for mask, numbers in masks_of("long windows", 600, 500, family_model, as_on_a_gpu):
+        assert mask.blocks.full_kv_num_blocks.any()
+        q, k, v = torch.randn(2, 4, 600, 16), *torch.randn(2, 2, 2, 600, 16)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=numbers, enable_gqa=True)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa"])
+def test_other_attention_is_refused_by_name(implementation: str) -> None:
+    for packs in (None, "sdpa", "eager"):
+        documents.check_packs(packs)
+    with pytest.raises(ValueError, match=re.escape(implementation)):
+        documents.check_packs(implementation)
 
 
 def test_a_mask_of_documents_has_its_numbers_for_any_other_function(as_on_a_gpu):

@@ -103,7 +103,7 @@ def test_a_kernel_that_does_not_work_is_not_used(monkeypatch: pytest.MonkeyPatch
 def test_without_the_kernel_one_line_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_delta.importlib.util, "find_spec", lambda name: None)
     for _ in range(2):
-        assert not gated_delta._kernel_fits(torch.device("cuda"), torch.bfloat16, 16, 16)
+        assert not gated_delta.kernel_fits(torch.device("cuda"), torch.bfloat16, 16, 16)
     assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
         "flash-linear-attention is not installed"
     ]

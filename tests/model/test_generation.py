@@ -27,6 +27,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from hybrid_distill.export.check import TOLERANCE
 from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model.layout import cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import TINY, load_teacher
 
@@ -238,6 +239,43 @@ def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student: 
     found = llama_student.generate(ids, cache=cache, compile_config=config, **GREEDY)
     assert torch.equal(found, expected) and len(graphs) == 1
     assert addresses() == before and len(before) == 13  # keys, values, states and counts of three layers
+
+
+def test_generate_compiles_a_static_step_as_rarely_as_a_teachers(
+    family_model: Callable[..., PreTrainedModel],
+) -> None:
+    """Shorter texts fit the first cache; a longer one is compiled once more, for every length."""
+    teacher = family_model("llama", num_hidden_layers=1)
+    student = student_of(teacher, keep(teacher, KEPT["mixed"]))
+    for model in (teacher, student):
+        graphs, backend = counting_backend()
+        config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+        config._compile_all_devices = True
+        torch.compiler.reset()
+        counts = []
+        for length in (8, 6, 8, 12, 20):
+            ids = tokens(2, length)
+            options = {"cache_implementation": "static", "compile_config": config, **GREEDY}
+            assert torch.equal(model.generate(ids, **options), model.generate(ids, **GREEDY))
+            counts.append(len(graphs))
+        assert counts[:3] == [1, 1, 1] and counts[3:] in ([1, 1], [2, 2])
+
+
+def test_a_static_cache_that_generate_returned_is_not_used_again(llama_student: HybridForCausalLM) -> None:
+    ids, others = tokens(2, 9), tokens(2, 9)
+    options = {"cache_implementation": "static", **GREEDY}
+    expected = generated(llama_student, others, **GREEDY)
+    generated(llama_student, others, **{**options, "max_new_tokens": NEW + 5})  # all later caches are as long
+    for _ in range(2):
+        assert torch.equal(generated(llama_student, others, **options), expected)
+    first = llama_student.generate(ids, return_dict_in_generate=True, **options)
+    with torch.inference_mode():
+        assert torch.equal(generated(llama_student, others, **options), expected)
+    for _ in range(2):
+        assert torch.equal(generated(llama_student, others, **options), expected)
+    last = first.sequences[:, -1:]
+    whole = logits(llama_student, first.sequences, use_cache=False)[:, -1]
+    same_logits(logits(llama_student, last, cache=cache_of(first))[:, -1], whole)
 
 
 def test_what_must_roll_a_cache_back_is_refused(family_model: Callable[..., PreTrainedModel]) -> None:

@@ -12,10 +12,10 @@ from students import close, left_padded, logits, lose_caches, mixed_student, pac
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import modeling_hybrid, packed_inputs, self_check
+from hybrid_distill.model import decoder, packed_inputs, self_check
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import build_student, check_family, check_teacher
+from hybrid_distill.student.build import build_student, check_family, check_teacher_rows
 from hybrid_distill.train.end_to_end import checkpoint_activations
 
 FamilyModel = Callable[..., PreTrainedModel]
@@ -89,7 +89,7 @@ def test_a_teacher_that_fails_is_refused_by_name(settings: Any, family_model: Fa
 
 @pytest.mark.parametrize("lost", ["token_mask", "seq_idx"])
 def test_a_layer_that_drops_arguments_is_found(lost: str, family_model: FamilyModel, monkeypatch) -> None:
-    monkeypatch.setattr(modeling_hybrid, "ROW_ARGUMENTS", tuple({"token_mask", "seq_idx"} - {lost}))
+    monkeypatch.setattr(decoder, "ROW_ARGUMENTS", tuple({"token_mask", "seq_idx"} - {lost}))
     way = {"token_mask": "padded on the left", "seq_idx": "packed behind another document"}[lost]
     teacher = family_model("nemotron").to(torch.bfloat16)
     with pytest.raises(ValueError, match=f"a student made from NemotronModel does not compute a document {way}"):
@@ -102,11 +102,11 @@ def test_a_teacher_whose_documents_leak_is_found(dtype: Any, family_model: Famil
         return {**packed_inputs(seq_idx, *args), "attention_mask": torch.ones_like(seq_idx)}
 
     teacher = family_model("llama").to(dtype)
-    check_teacher(teacher)
+    check_teacher_rows(teacher)
     monkeypatch.setattr(self_check, "packed_inputs", without)
     monkeypatch.setattr(self_check, "_checked", {})
     with pytest.raises(ValueError, match="LlamaForCausalLM does not compute a document packed"):
-        check_teacher(teacher)
+        check_teacher_rows(teacher)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "phi3", "gpt_neox", "olmo3", "llama4"])
@@ -135,7 +135,7 @@ def test_the_teacher_is_checked_once_and_nothing_is_drawn(family_model: FamilyMo
     monkeypatch.setattr(self_check, "_compare", count)
     teacher = family_model("mistral", sliding_window=6).train()
     before = torch.get_rng_state()
-    check_teacher(teacher)
+    check_teacher_rows(teacher)
     assert torch.equal(torch.get_rng_state(), before) and teacher.training and teacher.config.sliding_window == 6
     for _ in range(2):
         student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import ON_CPU
 from safetensors.torch import load_file
 from training import CHAIN, StoppingRows, free_port, small_config, small_rows, sure_models, train_chain
 
@@ -30,7 +31,7 @@ SHARDED = ("--teacher-sharding", "sharded")
 def launch(launcher: tuple[str, ...], *arguments: object, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
     """Run `training.py`, or another program, under ``accelerate launch``, on a free port."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **ON_CPU}
     return subprocess.run(
         [*command, *launcher, str(program), *map(str, arguments)],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
@@ -161,7 +162,7 @@ def test_a_killed_launcher_leaves_no_process_that_trains() -> None:
     started = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     launcher = subprocess.Popen(
         ["bash", "-c", f"{sys.executable} -c '{CONNECTED}' & wait"],
-        env={**os.environ, **started, "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **ON_CPU, **started, "MASTER_PORT": str(free_port())},
         stdout=subprocess.PIPE,
     )
     assert launcher.stdout is not None and launcher.stdout.readline() == b"up\n"

@@ -13,13 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 
-from hybrid_distill.distributed import connect, on_main_process
+from hybrid_distill.distributed import connect, limit_collectives, on_main_process, wait_for_all
 
 pytestmark = pytest.mark.launched
 
@@ -54,10 +52,12 @@ def machines() -> Iterator[list[str]]:
 
 def launch(machines: list[str], config: str, *arguments: object, program: Path = PROGRAM) -> list[int]:
     """Run `training.py`, or another program, with one process on each machine; the exit status of each."""
+    from processes import ON_CPU
+
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | {
         "NNODES": "2", "NPROC": "1", "MASTER_ADDR": ADDRESSES[0], "CONFIG": config, "PYTHON": sys.executable,
-        "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": paths, **ON_CPU,
     }  # fmt: skip
     processes = []
     try:
@@ -97,8 +97,8 @@ def main() -> None:
     """Work on the main process for longer than a collective may take; then fail there."""
     out = Path(sys.argv[1])
     state = connect()
-    # Not a public name; what a GPU run meets after 10 minutes is met after five seconds.
-    torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=5))
+    wait_for_all()
+    limit_collectives(5 / 60)  # what a GPU run meets after 10 minutes is met after five seconds
     on_main_process(lambda: time.sleep(8))
     (out / f"{state.process_index} is back").touch()
 

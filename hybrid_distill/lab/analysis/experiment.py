@@ -19,8 +19,10 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
+from ...distributed import own_device
 from ...evaluation.evaluate import compare_on_text
 from ...io import Record, write_text
+from ...kernels import Kernels, use_kernels
 from ...limits import words
 from ...plan import HeadId
 from ...probes import Example, Probe
@@ -31,7 +33,8 @@ from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...progress import track
 from ...scoring.measure import Steps
-from ...teacher import TINY, load_on_own_device, longest_context
+from ...student.teachers import check_teacher
+from ...teacher import TINY, load_on_own_device, longest_context, read_teacher
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
 from ..suites.job import SuiteJob, tasks_of
 from ..suites.running import run_suite
@@ -139,10 +142,14 @@ class Subject:
     """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
+    kernels: Kernels = "auto"
+    """Implementation of a student's recurrent heads, if the model is one."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load model and tokenizer; errors name ``flag``."""
-        return load_on_own_device(self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag)
+        """Load model and tokenizer; errors name ``flag``. Raises ValueError if the model cannot be a teacher."""
+        check_teacher(read_teacher(self.model, flag=flag)[0], name=self.model)
+        model, tokenizer = load_on_own_device(self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag)
+        return use_kernels(model, self.kernels, own_device()), tokenizer
 
 
 class Task(NamedTuple):

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data import read_held_out
 from ...distributed import own_device
 from ...guard import load_student
+from ...kernels import Kernels, use_kernels
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run
 from ...pipeline.folder import is_run
@@ -28,7 +29,17 @@ from ...plan import HeadId
 from ...probes import check_counts
 from ...scoring import HeadScores, score_heads
 from ...scoring.restoration import restore_heads, restore_layers
-from ...teacher import TINY, HeadKind, ablate_heads, asked_for, head_kinds, head_sites, load_teacher
+from ...student.teachers import check_teacher
+from ...teacher import (
+    TINY,
+    HeadKind,
+    ablate_heads,
+    asked_for,
+    head_kinds,
+    head_sites,
+    load_teacher,
+    read_teacher,
+)
 from .experiment import (
     Bench,
     Column,
@@ -60,6 +71,8 @@ class ReplaceLayer(Experiment):
     """Folder of a run with its alignment (for a demo: OUT/aligned), or a student's checkpoint."""
     teacher: str | None = None
     """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
+    kernels: Kernels = "auto"
+    """Implementation of the student's recurrent heads."""
     by: Literal["layer", "head"] = "layer"
     """Unit to put back at a time: a ``layer`` or a ``head``."""
     questions: Questions = field(default_factory=Questions)
@@ -79,8 +92,11 @@ class ReplaceLayer(Experiment):
         else:
             student, own = load_student(self.student)
             dtype = str(student.dtype).removeprefix("torch.")
-            teacher, tokenizer = load_teacher(self.teacher or TINY, dtype=dtype, flag="--teacher")
+            name = self.teacher or TINY
+            check_teacher(read_teacher(name, flag="--teacher")[0], name=name)
+            teacher, tokenizer = load_teacher(name, dtype=dtype, flag="--teacher")
             tokenizer = own or tokenizer
+        use_kernels(student, self.kernels, own_device())
         student.name_or_path = str(self.student)
         if (ours := _shape(student)) != (theirs := _shape(teacher)):
             raise ValueError(

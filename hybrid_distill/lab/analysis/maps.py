@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...data import check_same_vocabulary
+from ...io import whole_text
 from ...plan import HeadId
 from ...probes import check_counts
 from ...probes.answering import EncodedExample, Tokens, choice_result, encode_example, forward
@@ -90,7 +91,10 @@ class Maps(Experiment):
                 table = table._replace(columns=columns, rows=rows)
             shown = [self.save(table, suffix=".patterns")]
             chosen = chosen if chosen or ssm_heads else first
-        prompt = mark_example(tokenizer, asked[0]) if self.prompt is None else mark_prompt(tokenizer, self.prompt)
+        if self.prompt is None:
+            prompt = mark_example(tokenizer, asked[0])
+        else:
+            prompt = mark_prompt(tokenizer, whole_text(self.prompt))
         panels = self._panels(model, self.subject.model, prompt, chosen, ssm_heads)
         for path in self.beside:
             other, its_tokenizer = replace(self.subject, model=path).load("--beside")

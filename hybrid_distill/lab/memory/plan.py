@@ -22,12 +22,14 @@ from ...train.config import StageConfig
 from ...train.end_to_end import EndToEnd
 from ...train.losses import CHUNK_LOGITS as UNFUSED_CHUNK_LOGITS
 from ...train.matrix import MatrixAlignment
+from ...train.parallel.fsdp2 import gathered_in_bf16
 from ...train.stages import make_stage
 
 GB = 1e9
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 """Strategies for splitting a stage among processes. They differ in what they send: DDP and ZeRO-1 once per step, ZeRO-2
-the gradients of every micro-batch, ZeRO-3 and FSDP2 also the parameters of every pass."""
+the gradients of every micro-batch, ZeRO-3 also the parameters of every pass. FSDP2 sends parameters and gradients once
+per step if it has several micro-batches, for which it holds both whole in between."""
 
 FP32, BF16 = 4, 2
 NEVER = 2**62  # longer than any row
@@ -68,6 +70,8 @@ class StageShape:
         self.trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
         # Parameters shared with the teacher are the teacher's.
         self.frozen_bytes = _nbytes(p for p in stage.parameters() if not p.requires_grad)
+        # Elements of float32 that FSDP2 gathers as bfloat16.
+        self.gathered_in_bf16 = sum(p.numel() for p in gathered_in_bf16(stage) if p.dtype == torch.float32)
         self.teacher_bytes = sum(_nbytes(model.parameters()) for model in stage.teachers)
         self.teacher_layer_bytes = max(_nbytes(block.parameters()) for _, block in decoder_blocks(teacher))
         self.layer_bytes = max(_nbytes(layer.parameters()) for layer in (blocks if self.end_to_end else mixers))
@@ -134,6 +138,8 @@ def memory_plan(
         trained = FP32 + (0 if fused else shape.itemsize) if shape.trains_all else 0
         activations += shape.width * (FP32 + trained)
     copied = shape.trained_matrices + (0 if recompute else shape.frozen_matrices)
+    if strategy == "fsdp2":
+        copied = max(0, copied - shape.gathered_in_bf16)
     work = int(tokens * _workspace(shape, seq_len, kernels, max(layers) if recompute else 0))
     loss = _loss(shape, tokens, kernels, fused) if shape.end_to_end else 0
     teacher = shape.teacher_bytes
@@ -168,8 +174,11 @@ def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bu
     if strategy == "zero3":
         elements = shape.trained + shape.frozen_bytes // shape.teacher_itemsize
         return 2 * share, frozen, share, 2 * share, bucket + int(held * min(1.0, LIVE_PARAMETERS / elements))
-    if not shape.end_to_end:  # nothing flows back into a layer's input, so FSDP2 reshards when the backward ends
-        return share, frozen, share, 2 * share, held + whole
+    if micro_batches > 1 or not shape.end_to_end:
+        # Everything stays gathered until the last micro-batch's backward has come by, or, where nothing flows back into
+        # a layer's input, until it has ended; so do whole gradients.
+        gathered = held - (FP32 - BF16) * shape.gathered_in_bf16
+        return share, frozen, share, 2 * share, gathered + whole
     # Parameters outside layers stay gathered; so do a layer, the next one, and one layer's gradients.
     outside = max(0, held - len(shape.layers) * shape.layer_bytes)
     return share, frozen, share, 2 * share, min(2 * held, outside + 3 * shape.layer_bytes)

@@ -57,6 +57,7 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
                 conv_width=form.conv_width,
                 recurrence=form.recurrence,
                 init="random",
+                kernels=form.kernels,
             )
             stage = make_stage(options, student.train(), teacher)
             stage.place(device)

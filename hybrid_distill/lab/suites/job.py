@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ...kernels import Kernels
 from ...limits import Count, CountOrZero, Limits, check_options, numbers, words
 from ...probes.registry import PROBES as OWN_PROBES
 from ...probes.ruler import NEEDLES
@@ -53,6 +54,8 @@ class SuiteJob:
     batch_size: Count = 16
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    kernels: Kernels = "auto"
+    """Implementation of a student's recurrent heads, if the model is one."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Our own exports do not need it."""
     allow_bin: bool = False

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ...distributed import make_accelerator, on_main_process
+from ...distributed import limit_collectives, make_accelerator, on_main_process
 from ...io import Record, differences
 from ...probes import digest
 from ...scoring import describe_run
@@ -52,6 +52,7 @@ def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_si
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token, which lm-eval needs; set its eos_token.")
     accelerator = make_accelerator()
+    limit_collectives(None)  # lm-eval gathers results, and a process may have longer texts than another
     from lm_eval.models.huggingface import HFLM
 
     wrap: Untyped = HFLM

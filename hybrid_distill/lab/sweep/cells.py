@@ -55,7 +55,7 @@ def perform(sweep: Sweep, task: Task) -> None:
 
 
 def _work(sweep: Sweep, task: Task) -> None:
-    shared = Run(_seeded(sweep, task.seed), sweep.teacher)
+    shared = Run(_seeded(sweep, task.seed), sweep.teacher, sweep.pins)
     if task.cell is not None:
         run_beside(shared, cell_config(sweep, task.cell))
     elif task.d_state is not None:
@@ -96,7 +96,7 @@ def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
     config, name = _seeded(sweep, seed), f"n{d_state}-s{seed}"
     student = replace(config.student, d_state=d_state)
     config = variant_config(config, f"shared-{name}", sweep.out / "shared" / name, config.plan)
-    return Run(replace(config, student=student), sweep.teacher)
+    return Run(replace(config, student=student), sweep.teacher, sweep.pins)
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:

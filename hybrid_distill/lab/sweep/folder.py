@@ -14,6 +14,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...config import RunConfig, StageName, from_record, to_json
+from ...data import PINS, Pins, read_pins
 from ...io import Record, differences, read_json, refused, write_json
 from ...locking import is_locked
 from ...pipeline import Run
@@ -135,6 +136,11 @@ class Sweep:
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Teacher and tokenizer, loaded once by a process that runs several tasks."""
         return Run(self.base).teacher_and_tokenizer
+
+    @cached_property
+    def pins(self) -> Pins:
+        """Commits of the sources on the hub, which the command that started the sweep has asked for."""
+        return read_pins(self.out / PINS)
 
     @property
     def own_stages(self) -> tuple[StageName, ...]:

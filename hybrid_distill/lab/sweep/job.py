@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from ...config import PlanConfig, RunConfig, ask_recipe, config_of
+from ...config import PlanConfig, RunConfig, ask_recipe, config_of, on_asked_teacher
+from ...data import PINS, write_pins
 from ...distributed import check_trackers
-from ...limits import COUNT
 from ...locking import locked
 from ...pipeline import Run
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
 from ...train.loop import Interrupted
-from .cells import perform
 from .folder import Sweep, Task
-from .grid import Grid
-from .jobs import Here, Jobs, executor, run_tasks
+from .grid import Cell, Grid
+from .jobs import run_tasks
 from .results import progress, status, write_results
+from .workers import JOBS, WorkerOptions, split_pairs
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
 """Default grid, where neither the command nor the recipe sets an axis."""
+
+
+RecipeArgument = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")]
 
 
 class SweepFailed(Exception):
@@ -37,8 +42,9 @@ class SweepFailed(Exception):
 class SweepJob:
     """Students to make, how, and where; the same command resumes a stopped sweep."""
 
-    recipe: Path = Path("recipes/hybrid_tiny.py")
-    """Recipe of all cells; the grid replaces its plan, state size and seed. Its grid(), if any, sets the defaults."""
+    recipe: RecipeArgument = Path("recipes/hybrid_tiny.py")
+    """Recipe of all cells, by name or as a file; the grid replaces its plan, state size and seed.
+    Its grid() and jobs(), if any, set defaults."""
     heads: str | None = None
     """Numbers of heads to keep, over all layers: ``0,2,4,8,all``."""
     d_state: str | None = None
@@ -50,12 +56,19 @@ class SweepJob:
     set: tuple[str, ...] = ()
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
-    jobs: int = 1
-    """Cells to run in parallel. 1 runs in this process; more are submitit jobs that share threads and GPUs."""
+    jobs: int | None = None
+    """Cells to run in parallel; by default as many as this machine's GPUs serve, 1 without GPUs.
+    1 runs in this process; more are submitit jobs."""
+    gpus: int | None = None
+    """GPUs of each job; by default 1, with --launcher all of this machine's. Jobs on this machine
+    each get their own, and share its threads."""
     cluster: Literal["slurm", "local"] | None = None
     """Where jobs run (submitit); by default on this machine (``local``)."""
+    minutes: int | None = None
+    """Time limit of a SLURM job; by default 1440. A job out of time saves, is requeued and
+    resumes."""
     options: tuple[str, ...] = ()
-    """Options of the jobs, as submitit names them: ``slurm_partition=gpu gpus_per_node=8 timeout_min=1440``."""
+    """Other options of the jobs, as submitit names them: ``slurm_partition=gpu mem_gb=128``."""
     launcher: str = ""
     """Command that starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
     share: bool = True
@@ -64,29 +77,64 @@ class SweepJob:
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: one run per cell, grouped by sweep. By default the
     recipe's."""
+    dry_run: bool = False
+    """Check everything and print cells and jobs; start nothing."""
+
+
+class Request(NamedTuple):
+    """Sweep that was asked for, checked."""
+
+    run: Run
+    """Run of the recipe, whose inputs were checked."""
+    grid: Grid
+    cells: list[Cell]
+    workers: WorkerOptions
+
+
+def checked(job: SweepJob, recipe: ModuleType) -> Request:
+    """Check a job before anything runs. Raises ValueError for an invalid request."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
+    base = base_config(job, recipe)
+    check_trackers(base.trackers)
+    of_recipe = _defaults(recipe, "grid", AXES)
+    asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
+    grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
+    run = Run(base)
+    run.check_teachers()
+    run.check_data()
+    run.check_evaluation()
+    run.check_student(PlanConfig("none", k=0))
+    cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
+    options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
+    return Request(run, grid, cells, options)
+
+
+def dry_run(job: SweepJob, recipe: ModuleType) -> str:
+    """Describe cells and jobs of a sweep that would start. Writes nothing.
+
+    Raises ValueError as `sweep` does.
+    """
+    run, _, cells, options = checked(job, recipe)
+    names = ", ".join(cell.name for cell in cells)
+    with TemporaryDirectory() as folder:  # submitit makes its folder at once
+        workers = options.workers(Path(folder))
+    return f"{run.config.name}: {len(cells)} cells, into {job.out}: {names}\n{workers.described()}"
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     """Run a job's sweep, or resume it, and print its state.
 
-    ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before anything runs;
-    SweepFailed at the end, if cells have failed; Interrupted if stopped.
+    ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before
+    anything runs; SweepFailed at the end, if cells have failed; Interrupted if stopped.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
-    base = base_config(job, recipe)
-    check_trackers(base.trackers)
-    of_recipe = ask_recipe(recipe, "grid") if hasattr(recipe, "grid") else {}
-    asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
-    grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
-    run = Run(base)
-    run.check_data()
-    run.check_evaluation()
-    run.check_student(PlanConfig("none", k=0))
-    cells, workers = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher))), _workers(job)
-    command = " ".join(["--recipe", str(job.recipe), *(["--set", *job.set] if job.set else [])])
+    run, grid, cells, options = checked(job, recipe)
+    workers = options.workers(job.out / "jobs")
+    command = " ".join([str(job.recipe), *(["--set", *job.set] if job.set else [])])
     with locked(job.out):
-        this = Sweep.open(base, grid, cells, share=job.share, command=command)
+        this = Sweep.open(run.config, grid, cells, share=job.share, command=command)
+        if run.pins:  # all cells read the same commits of sources on the hub, and none of them asks
+            write_pins(job.out / PINS, run.pins)
 
         def changed(task: Task) -> None:
             write_results(this)
@@ -112,13 +160,14 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
 def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     """Return the recipe's config with the command's changes."""
     flags = []
-    for name, value in _pairs("set", job.set, "distill.steps=100"):
+    for name, value in split_pairs("set", job.set, "distill.steps=100"):
         section, dot, field = name.rpartition(".")
         if value.lower() in ("true", "false"):
             flags.append(f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
-    base = tyro.cli(RunConfig, default=config_of(recipe), args=flags)
+    default = on_asked_teacher(config_of(recipe), flags)
+    base = tyro.cli(RunConfig, default=default, args=flags)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
@@ -126,19 +175,16 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
 
 
-def _workers(job: SweepJob) -> Here | Jobs:
-    COUNT.check("--jobs", job.jobs)
-    pairs = _pairs("options", job.options, "timeout_min=1440")
-    options = {name: int(value) if value.isdigit() else value for name, value in pairs}
-    if options and job.cluster is None:
-        raise ValueError("--options are for jobs of a cluster; pass --cluster slurm too, or leave them out.")
-    if job.jobs == 1 and not job.launcher and job.cluster is None:
-        return Here(perform)
-    return Jobs(executor(job.out / "jobs", job.cluster or "local", options), job.jobs, job.launcher)
+def _defaults(recipe: ModuleType, function: str, known: Collection[str]) -> dict[str, Any]:
+    """Return what a recipe's function sets, if it has one.
 
-
-def _pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
-    split = [pair.partition("=") for pair in pairs]
-    if odd := [pair for pair, (name, equals, value) in zip(pairs, split) if not (name and equals and value)]:
-        raise ValueError(f"--{flag} has {odd[0]!r}; write NAME=VALUE, for example --{flag} {example}.")
-    return [(name, value) for name, _, value in split]
+    Raises ValueError for a name that is not ``known``.
+    """
+    if not hasattr(recipe, function):
+        return {}
+    values = ask_recipe(recipe, function)
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(
+            f"{function}() of {recipe.__file__} sets {unknown[0]!r}; pass only {', '.join(known)}."
+        )
+    return values

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 60 * 24 * 365
 """Minutes that a job on this machine may take; submitit's default is 5."""
+REQUEUES = 1000
+"""Times that SLURM may requeue a job which ran out of time; submitit gives up after 3."""
+CPUS_OF_GPU = 4
+"""Cores that a SLURM job asks for with each GPU: its process, two data workers, checkpoints."""
 POLL = 0.2
 """Seconds between polls of running jobs."""
 PATIENCE = 120.0
@@ -40,6 +44,9 @@ class Here:
     slots: int = 1
     state: str = "FINISHED"
 
+    def described(self) -> str:
+        return "one at a time, in this process"
+
     def start(self, sweep: Sweep, task: Task, slot: int) -> Here:
         self.perform(sweep, task)
         return self
@@ -52,20 +59,43 @@ class Here:
 
 @dataclass
 class Jobs:
-    """Submitit jobs, one process each; jobs on this machine share its threads and GPUs.
+    """Submitit jobs, one process each.
 
+    Jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs.
     ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several processes.
     """
 
     executor: AutoExecutor
     slots: int
     launcher: str = ""
+    n_gpus: int = 1
+    options: Mapping[str, str | int] = field(default_factory=dict)
+
+    def described(self) -> str:
+        """Describe the jobs in a line, and on this machine the GPUs of each."""
+        where = f"{self.slots} at a time, jobs of {self.executor.cluster}"
+        if self.executor.cluster != "local":
+            pairs = [f"{name}={value}" for name, value in self.options.items()]
+            return f"{where}, each {' '.join(pairs)}"
+        shares = [share_of_machine(slot, self.slots, self.n_gpus) for slot in range(self.slots)]
+        gpus = [share.get("CUDA_VISIBLE_DEVICES", "none") for share in shares]
+        threads = shares[0]["OMP_NUM_THREADS"]
+        return f"{where}; GPUs of each: {' | '.join(gpus)}; {threads} threads each"
 
     def start(self, sweep: Sweep, task: Task, slot: int) -> Job[int]:
         launcher = shlex.split(self.launcher) or [sys.executable]
         argv = [*launcher, "-m", "hybrid_distill.lab.sweep", str(sweep.out), task.name]
-        here = share_of_machine(slot, self.slots) if self.executor.cluster == "local" else {}
-        return self.executor.submit(Command(argv, task.log_path, here))
+        here: dict[str, str] = {}
+        if self.executor.cluster == "local":
+            here = share_of_machine(slot, self.slots, self.n_gpus)
+        try:
+            return self.executor.submit(Command(argv, task.log_path, here))
+        except Exception as error:  # submitit raises what the cluster's commands answer
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{self.executor.cluster} did not accept the job {task.name}: {reason}. Pass other "
+                "--options, --minutes or --gpus; the same command continues with what has run."
+            ) from error
 
 
 @dataclass
@@ -99,6 +129,19 @@ class Command:
         return DelayedSubmission(self)
 
 
+def job_options(
+    cluster: Literal["slurm", "local"], n_gpus: int, minutes: int
+) -> dict[str, str | int]:
+    """Return submitit's options for a job; its own ask SLURM for 5 minutes and no GPU."""
+    if cluster == "local":
+        return {"timeout_min": NO_LIMIT}
+    n_cpus = CPUS_OF_GPU * max(1, n_gpus)
+    options: dict[str, str | int] = {"timeout_min": minutes, "cpus_per_task": n_cpus}
+    if n_gpus:
+        options["gpus_per_node"] = n_gpus
+    return options
+
+
 def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[str, str | int]) -> AutoExecutor:
     """Open submitit's executor with its options: ``slurm_partition``, ``gpus_per_node``, ``timeout_min`` ...
 
@@ -111,24 +154,38 @@ def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[
             "separate jobs need submitit; run `pip install 'hybrid-distill[sweep]'`, or pass --jobs 1."
         ) from error
     try:
-        found = submitit.AutoExecutor(folder=folder, cluster=cluster)
-        found.update_parameters(**{**({"timeout_min": NO_LIMIT} if cluster == "local" else {}), **options})
+        found = submitit.AutoExecutor(
+            folder=folder, cluster=cluster, slurm_max_num_timeout=REQUEUES
+        )
+        found.update_parameters(**options)
     except Exception as error:  # submitit raises what its plugins raise
         reason = " ".join(str(error).split())
         raise ValueError(f"submitit cannot use --cluster {cluster} with these options: {reason}") from error
     return found
 
 
-def share_of_machine(slot: int, slots: int) -> dict[str, str]:
-    """Return the environment of one of several jobs: its threads, and its GPUs, which submitit would hide."""
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
     import torch
 
+    n_gpus = torch.cuda.device_count()
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return visible.split(",")[:n_gpus]
+    return [str(i) for i in range(n_gpus)]
+
+
+def share_of_machine(slot: int, slots: int, n_gpus: int = 1) -> dict[str, str]:
+    """Return the environment of one of several jobs: its threads and GPUs, which submitit hides.
+
+    Jobs share GPUs only if together they need more than there are.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
     threads = max(1, cores // slots)
     share = {"OMP_NUM_THREADS": str(min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads)))}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus := visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]:
-        share["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot::slots]) or gpus[slot % len(gpus)]
+    if gpus := visible_gpus():
+        first = slot * n_gpus
+        own = [gpus[i % len(gpus)] for i in range(first, first + n_gpus)]
+        share["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return share
 
 

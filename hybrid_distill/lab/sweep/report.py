@@ -182,7 +182,8 @@ def _made(results: SweepResults) -> list[Block]:
         grid["seeds"] = str(len(record["grid"].get("seeds", [])))
         flags = [f"--{name} {values}" for name, values in grid.items()]
         flags += [] if record.get("share_alignment", True) else ["--no-share"]
-        made.append(f"`{' '.join(['hybrid-distill sweep', *flags, record.get('command', '')]).rstrip()}`")
+        recipe = [record["command"]] if record.get("command") else []
+        made.append(f"`{' '.join(['hybrid-distill sweep', *recipe, *flags])}`")
     if "train_seconds" in results.rows:
         made.append(f"The students' own stages took {duration(results.students['train_seconds'].sum())} together.")
     if versions := record.get("versions"):

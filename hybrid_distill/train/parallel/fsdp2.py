@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import cast
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from ...distributed import rank_and_world
 from ...model.layout import decoder_of
+from ...model.mixer import SSMHeads
 from ...teacher import decoder_blocks
 from ..optimizer import trainable
 from ..stage import Stage
 from .strategy import Strategy, placeholder, stage_adamw, whole_tensor
+
+IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+"""Weights are gathered in bfloat16; gradients are summed in float32, and hidden states keep their dtype."""
+GATHERED_IN_BF16 = ("forward", "heads")
+"""Entries that call each module of a layer: one that is sharded by itself is gathered only when it is called."""
 
 
 class Fsdp2(Strategy):
@@ -29,13 +38,21 @@ class Fsdp2(Strategy):
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if not stage.shardable:
             raise ValueError(f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
-        self._whole, self._device = stage, accelerator.device
+        self._whole, self._accelerator = stage, accelerator
         self.model = self.stage = sharded_stage(stage, process_mesh(accelerator))
+        self._root: FSDPModule = cast(FSDPModule, self.model)
+        if accelerator.gradient_accumulation_steps > 1:
+            stay_gathered(self._root)
         for parameter in trainable(stage).values():
             parameter.data = placeholder(parameter)
         for teacher in self.stage.teachers:
             nn.Module.to(teacher, accelerator.device)
         self.optimizer = accelerator.prepare(stage_adamw(self.stage))
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of one micro-batch's passes. accelerate's own does nothing for FSDP2."""
+        begin_micro_batch(self._root, is_last)
+        return super().micro_batch(is_last)
 
     def unshard(self) -> bool:
         targets, is_main = trainable(self._whole), rank_and_world()[0] == 0
@@ -43,9 +60,22 @@ class Fsdp2(Strategy):
             whole = whole_tensor(parameter)
             if is_main:
                 targets[name].data = whole.cpu()
-        del self.model, self.stage, self.optimizer
-        self._whole.place(self._device)
+        del self.model, self.stage, self.optimizer, self._root
+        self._whole.place(self._accelerator.device)
         return is_main
+
+
+def stay_gathered(root: FSDPModule) -> None:
+    """Gather layers once a step, not twice in every micro-batch. A single micro-batch does better without: its layers
+    give their memory back between forward and backward."""
+    root.set_reshard_after_forward(False)
+
+
+def begin_micro_batch(root: FSDPModule, is_last: bool) -> None:
+    """Let gradients add up in this process, whole, and layers stay gathered, until the last micro-batch of a step."""
+    root.set_requires_gradient_sync(is_last)
+    root.set_reshard_after_backward(is_last)
+    root.set_is_last_backward(is_last)
 
 
 def process_mesh(accelerator: Accelerator) -> DeviceMesh:
@@ -57,11 +87,39 @@ def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
     shared = {parameter for teacher in stage.teachers for parameter in teacher.parameters()}
     copied = _copied(stage, owned=set(stage.student.parameters()) - shared, left_alone=stage.teachers)
     for part in copied.parts():
-        fully_shard(part, mesh=mesh)
+        policy = MixedPrecisionPolicy()
+        if copied.bf16 and copied.entry in GATHERED_IN_BF16:
+            policy = IN_BF16
+            for module in _kept_in_float32(part):
+                fully_shard(module, mesh=mesh)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
         if copied.entry != "forward":
             register_fsdp_forward_method(part, copied.entry)
     fully_shard(copied, mesh=mesh)
     return copied
+
+
+def gathered_in_bf16(stage: Stage) -> set[nn.Parameter]:
+    """Return the parameters of a stage that FSDP2 would gather in bfloat16."""
+    if not stage.bf16 or stage.entry not in GATHERED_IN_BF16:
+        return set()
+    parameters: set[nn.Parameter] = set()
+    for part in stage.parts():
+        parameters |= set(part.parameters())
+        for module in _kept_in_float32(part):
+            parameters -= set(module.parameters())
+    return parameters
+
+
+def _kept_in_float32(part: nn.Module) -> list[nn.Module]:
+    """List the modules of a layer that autocast does not compute in bfloat16: all with parameters but plain linears.
+
+    The recurrent heads are one of them, as a whole: their decays, convolutions and biases need float32. The rest, the
+    large matrices, may travel in bfloat16: autocast would round them in the same way after the transfer.
+    """
+    if isinstance(part, SSMHeads) or (next(part.parameters(recurse=False), None) is not None):
+        return [] if type(part) is nn.Linear else [part]
+    return [module for child in part.children() for module in _kept_in_float32(child)]
 
 
 def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:

@@ -7,6 +7,7 @@ FSDP2, under the parameter names. So a run can resume with another number of pro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class Strategy:
 
     stage: Stage
     """Stage that trains: the given one, or a copy."""
+    steps_in_backward = False
+    """True if the optimizer steps at the end of the backward pass, before its gradient can be looked at."""
     model: Any
     """Module to call with a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
@@ -38,12 +41,16 @@ class Strategy:
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
 
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of one micro-batch's passes; processes exchange gradients in the ``is_last`` of a step."""
+        return self._accelerator.accumulate(self.model)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained parameters, in float32, as ``weights/NAME`` and AdamW's state as ``optimizer/KEY/NAME``."""
         state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
             yield f"weights/{name}", parameter.detach()
-            for key, tensor in state[parameter].items():
+            for key, tensor in state.get(parameter, {}).items():
                 yield f"optimizer/{key}/{name}", tensor
 
     def shares(self) -> dict[str, Tensor]:
@@ -52,7 +59,12 @@ class Strategy:
         return {name: share for name, share in shares.items() if share is not None}
 
     def load_optimizer(self, tensors: ShardedTensors) -> None:
-        """Load the optimizer state that `tensors` yielded; weights are loaded into a stage before it is distributed."""
+        """Load the optimizer state that `tensors` yielded; weights are loaded into a stage before it is distributed.
+
+        There is none if the optimizer had not stepped yet: every step so far was empty or skipped.
+        """
+        if not len(tensors):
+            return
         state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
             state[parameter]["step"] = tensors[f"step/{name}"].to(parameter.device, copy=True)  # fused: counted there

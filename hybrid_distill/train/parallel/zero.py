@@ -23,6 +23,8 @@ from .strategy import Strategy, placeholder
 class Zero(Strategy):
     """DeepSpeed ZeRO: shards optimizer states (ZeRO-1), gradients too (ZeRO-2), and weights too (ZeRO-3)."""
 
+    steps_in_backward = True
+
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if stage.config.on_divergence == "skip":
             raise ValueError(
@@ -42,7 +44,9 @@ class Zero(Strategy):
             yield f"weights/{name}", weight
         _link_states(self.optimizer)
         states = self.optimizer.optimizer.optimizer.state.values()
-        step = next(state["step"] for state in states if "step" in state)
+        step = next((state["step"] for state in states if "step" in state), None)
+        if step is None:  # as in `Strategy.load_optimizer`
+            return
         for name, parameter in trainable(self.stage).items():
             yield f"optimizer/step/{name}", torch.tensor(float(step))
             for key in MOMENTS:
@@ -55,6 +59,8 @@ class Zero(Strategy):
             yield name, _got(safe_get_full_fp32_param(parameter))
 
     def load_optimizer(self, tensors: ShardedTensors) -> None:
+        if not len(tensors):
+            return
         from deepspeed.utils import safe_set_full_optimizer_state
 
         step = tensors[next(name for name in tensors if name.startswith("step/"))]
@@ -105,7 +111,8 @@ def _register_outside_use(module: nn.Module) -> None:
         projection = getattr(part, name, None)
         if isinstance(projection, nn.Linear) and hasattr(projection.weight, "ds_id"):
             zero.register_external_parameter(part, projection.weight)
-            zero.register_external_parameter(part, projection.bias)
+            if projection.bias is not None:
+                zero.register_external_parameter(part, projection.bias)
 
 
 def _flat_partitions(engine: Any) -> list[Tensor]:

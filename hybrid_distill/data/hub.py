@@ -1,0 +1,208 @@
+"""Data sets on the hub: asked for once, pinned to a commit, then read at that commit without asking again.
+
+A run writes its pins into its folder (`PINS`), a token folder into its header, and the token cache keeps the last pin
+of each source for a start without a network. So a launch of many processes asks once, and a later one not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..distributed import agree_on, on_main_process
+from ..io import Record, read_json, refused, write_json
+from ..limits import first_line
+from ..provenance import now
+from ..teacher import hub_error
+from .tokens import hash_of
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from huggingface_hub import DatasetInfo
+
+HUB = "hf:"
+PINS = "sources.json"
+"""File in a run's folder with the pins of its sources."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Commit of a data set that is read."""
+
+    revision: str
+    files: str
+    """Hash of the data files at that commit. Commits that change only texts about the data have the same."""
+    resolved: str = ""
+    """When the hub was asked, UTC."""
+
+
+Pins = Mapping[str, Pin]
+"""Pins by source."""
+
+
+def is_on_hub(source: str) -> bool:
+    """Check whether a source is on the hub; ``hf:`` before a local folder is not, and has no commits."""
+    return source.startswith(HUB) and not repository(source).is_dir()
+
+
+def repository(source: str) -> Path:
+    """Return the repository that a source names; it may be a local folder."""
+    return Path(source.removeprefix(HUB).split(":")[0]).expanduser()
+
+
+def config_and_split(source: str) -> tuple[str, str]:
+    """Return the config that a source names, "" for the default, and its split."""
+    config, split = [*source.removeprefix(HUB).split(":"), "", ""][1:3]
+    return config, split or "train"
+
+
+def resolve(source: str) -> Pin:
+    """Ask the hub for the newest commit of a source. Raises ValueError if it cannot be asked."""
+    from huggingface_hub import dataset_info
+
+    with reachable(source):
+        if reason := hub_error():
+            raise ConnectionError(reason)
+        info = dataset_info(str(repository(source)), files_metadata=True)
+        if not info.sha:
+            raise ConnectionError("the hub names no commit")
+    return Pin(info.sha, hash_of(_data_of(info, config_and_split(source)[0])), now())
+
+
+def pinned(sources: Sequence[str], known: Pins, root: Path) -> dict[str, Pin]:
+    """Return the pins of the sources that are on the hub; all processes of a launch must call this.
+
+    The main process asks the hub for those that are not ``known``, and tells the others. ``root``, the token cache,
+    remembers its answers for a start when the hub cannot be asked. Raises ValueError if it has none.
+    """
+    on_hub = [source for source in dict.fromkeys(sources) if is_on_hub(source)]
+    missing = [source for source in on_hub if source not in known]
+    asked: dict[str, Pin] = {}
+    if missing:
+
+        def ask() -> None:
+            for source in missing:
+                asked[source] = _resolve_or_recall(source, root)
+
+        on_main_process(ask)
+        asked = agree_on(lambda: asked)
+    return {source: known[source] if source in known else asked[source] for source in on_hub}
+
+
+def read_pins(path: Path) -> dict[str, Pin]:
+    """Read pins that `write_pins` wrote; none if there is no such file. Raises ValueError for any other file."""
+    if not path.is_file():
+        return {}
+    with refused(f"{path} does not hold the commits of data sets", "delete it to ask the hub again"):
+        return {source: Pin(**record) for source, record in read_json(path).items()}
+
+
+def write_pins(path: Path, pins: Pins) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {source: asdict(pin) for source, pin in pins.items()})
+
+
+def hub_documents(
+    source: str, pin: Pin | None, place: Record | None
+) -> tuple[Iterator[object], Callable[[], Record]]:
+    """Stream the records of a data set at a pinned commit, from a place on; also return a function for the place.
+
+    ``pin`` is None for a local folder. Raises ValueError if it cannot be read.
+    """
+    from datasets import load_dataset
+
+    config, split = config_and_split(source)
+    with reachable(source):
+        options = {"split": split, "streaming": True, "revision": None if pin is None else pin.revision}
+        dataset: IterableDataset = load_dataset(str(repository(source)), config or None, **options)
+        if place is not None:
+            dataset.load_state_dict(place)
+
+    def read() -> Iterator[object]:
+        records = iter(dataset)
+        while True:
+            with reachable(source):
+                record = next(records, None)
+            if record is None:
+                return
+            yield record
+
+    return read(), dataset.state_dict
+
+
+@contextmanager
+def reachable(source: str) -> Iterator[None]:
+    """Turn any error of the hub libraries into a one-line ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"cannot read {source} ({first_line(error)}); pass local files with --data.sources PATH, "
+            "or run on the embedded corpus with --data.sources tiny."
+        ) from error
+
+
+def _resolve_or_recall(source: str, root: Path) -> Pin:
+    """Ask the hub and remember its answer; if it cannot be asked, return what it answered last."""
+    memory = root / "sources" / f"{hash_of(source)[:32]}.json"
+    try:
+        pin = resolve(source)
+    except ValueError as error:
+        remembered = read_pins(memory).get(source)
+        if remembered is None:
+            raise
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        log.warning(
+            "%s: the hub cannot be asked (%s); reading the commit %s, which it named on %s",
+            source, first_line(cause), remembered.revision, remembered.resolved,
+        )  # fmt: skip
+        return remembered
+    write_pins(memory, {source: pin})
+    return pin
+
+
+def _data_of(info: DatasetInfo, config: str) -> list[object]:
+    """Return what decides the content of a data set's config: its data files, and how its card has them read.
+
+    The card lists a config's files by patterns, if at all; then only these count. Matching them too widely is safe, so
+    a pattern that names no file by itself stands for all.
+    """
+    card: Any = info.card_data
+    declared: Record = {} if card is None else card.to_dict()
+    files = {
+        sibling.rfilename: sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+        for sibling in info.siblings or ()
+        if not _is_about(sibling.rfilename)
+    }
+    configs = [entry for entry in declared.get("configs") or () if isinstance(entry, dict)]
+    chosen = [entry for entry in configs if entry.get("config_name") == config]
+    patterns = [pattern for entry in chosen for pattern in _patterns(entry.get("data_files"))]
+    named = {name: content for name, content in files.items() if any(fnmatch(name, one) for one in patterns)}
+    if patterns and all(any(fnmatch(name, one) for name in files) for one in patterns):
+        files = named
+    return [sorted(files.items()), chosen or configs, declared.get("dataset_info")]
+
+
+def _patterns(data_files: object) -> Iterator[str]:
+    """Yield the patterns in a card's ``data_files``: a text, a list of texts, or a list of splits and their paths."""
+    if isinstance(data_files, str):
+        yield data_files
+    elif isinstance(data_files, dict):
+        yield from _patterns(data_files.get("path") or list(data_files.values()))
+    elif isinstance(data_files, list):
+        for part in data_files:
+            yield from _patterns(part)
+
+
+def _is_about(name: str) -> bool:
+    """Check whether a file is about the data: its card, a license, a setting of git."""
+    return name.lower().endswith((".md", "license", "license.txt")) or any(
+        part.startswith(".") for part in name.split("/")
+    )

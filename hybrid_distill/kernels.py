@@ -1,0 +1,70 @@
+"""Choice of the kernels that students run on: one option of every recipe and command that runs
+students.
+
+torch and transformers are imported inside functions: commands name `Kernels` before they load them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from .model import HybridForCausalLM
+
+Kernels = Literal["auto", "triton", "mamba_ssm", "torch"]
+"""Implementations of `ssd.IMPLEMENTATIONS` to choose from; "reference" is for tests. ``auto`` takes
+Triton's kernels on a GPU, if they pass the test at first use, else torch."""
+NEED_A_GPU = ("triton", "mamba_ssm")
+LOSS = {
+    "auto": "auto",
+    "triton": "triton",
+    "mamba_ssm": "auto",
+    "torch": "torch",
+    "reference": "torch",
+}
+"""Implementation of the distillation loss for a student on each implementation."""
+
+Model = TypeVar("Model", bound="PreTrainedModel")
+
+
+def check_kernels(kernels: Kernels, device: torch.device, flag: str = "--kernels") -> None:
+    """Raise ValueError, naming ``flag``, for kernels that cannot run on a device."""
+    from .model.ssd import check_implementation
+
+    try:
+        check_implementation(kernels)
+    except RuntimeError as error:
+        raise ValueError(f"{flag} is {kernels!r}: {error}") from error
+    is_interpreted = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels in NEED_A_GPU and device.type != "cuda" and not is_interpreted:
+        raise ValueError(
+            f"{flag} is {kernels!r}, which needs a GPU, and this process has {device}; pass auto or "
+            "torch."
+        )
+
+
+def use_kernels(
+    model: Model, kernels: Kernels, device: torch.device, flag: str = "--kernels"
+) -> Model:
+    """Let a student run on these kernels and return it; other models have none. Raises as
+    `check_kernels` does."""
+    from .model import HybridForCausalLM
+
+    if isinstance(model, HybridForCausalLM):
+        check_kernels(kernels, device, flag)
+        model.set_ssm_implementation(kernels)
+    elif kernels != "auto":
+        raise ValueError(
+            f"{flag} is {kernels!r}, and {type(model).__name__} has no recurrent heads; leave it "
+            "out."
+        )
+    return model
+
+
+def loss_implementation(student: HybridForCausalLM) -> str:
+    """Return the implementation of the distillation loss that goes with the student's."""
+    return LOSS[student.ssm_implementation]

@@ -1,0 +1,116 @@
+"""Options of a sweep's jobs: how many at a time, GPUs and time of each, from flags, recipe and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...limits import COUNT, COUNT_OR_NONE
+from .cells import perform
+from .jobs import Here, Jobs, executor, job_options, visible_gpus
+
+if TYPE_CHECKING:
+    from .job import SweepJob
+
+JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
+"""Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's choice."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Where cells run. ``cluster`` is None for cells in this process or for jobs on this machine."""
+
+    cluster: Literal["slurm", "local"] | None
+    launcher: str
+    gpus: int
+    """GPUs of each job."""
+    minutes: int
+    jobs: int
+    """Jobs at a time."""
+    options: Mapping[str, str | int]
+    """Further options of submitit."""
+
+    @classmethod
+    def chosen(cls, job: SweepJob, of_recipe: Mapping[str, Any]) -> WorkerOptions:
+        """Choose from the command's flags, else the recipe, else this machine.
+
+        Raises ValueError for numbers out of range, and for GPUs that a job could not use.
+        """
+        asked = {name: value for name in JOBS if (value := getattr(job, name)) not in (None, "")}
+        chosen = {**JOBS, **of_recipe, **asked}
+        launcher = chosen["launcher"]
+        COUNT.check("--minutes", chosen["minutes"])
+        if job.cluster == "slurm":
+            gpus = _gpus_of_slurm_job(chosen["gpus"], launcher)
+            jobs = job.jobs
+            if jobs is None:
+                raise ValueError(
+                    "--cluster slurm without --jobs; pass how many jobs may be in the queue at a time, "
+                    "such as --jobs 8."
+                )
+        else:
+            n_visible = len(visible_gpus())
+            gpus = _gpus_of_job_here(chosen["gpus"], launcher, n_visible, is_flag=job.gpus is not None)
+            jobs = job.jobs
+            if jobs is None:
+                jobs = max(1, n_visible // gpus)
+        if gpus > 1 and not launcher:
+            raise ValueError(
+                f"--gpus is {gpus}, and a single process uses one GPU; pass --launcher "
+                "'accelerate launch ...' too."
+            )
+        COUNT.check("--jobs", jobs)
+        pairs = split_pairs("options", job.options, "slurm_partition=gpu")
+        options = {name: int(value) if value.isdigit() else value for name, value in pairs}
+        if options and job.cluster is None:
+            raise ValueError(
+                "--options are for jobs of a cluster; pass --cluster slurm too, or leave them out."
+            )
+        return cls(job.cluster, launcher, gpus, chosen["minutes"], jobs, options)
+
+    def workers(self, folder: Path) -> Here | Jobs:
+        """Make the workers; ``folder`` is for submitit's files."""
+        if self.jobs == 1 and not self.launcher and self.cluster is None:
+            return Here(perform)
+        cluster = self.cluster or "local"
+        every = {**job_options(cluster, self.gpus, self.minutes), **self.options}
+        return Jobs(executor(folder, cluster, every), self.jobs, self.launcher, self.gpus, every)
+
+
+def _gpus_of_slurm_job(gpus: int | None, launcher: str) -> int:
+    """Return the GPUs to ask for; this machine, where the command runs, may have none."""
+    if gpus is None and launcher:
+        raise ValueError(
+            "--launcher starts several processes; pass --gpus too, the number of GPUs of a SLURM job."
+        )
+    gpus = 1 if gpus is None else gpus
+    COUNT_OR_NONE.check("--gpus", gpus)
+    return gpus
+
+
+def _gpus_of_job_here(gpus: int | None, launcher: str, n_visible: int, *, is_flag: bool) -> int:
+    """Return the GPUs of a job on this machine. Without GPUs, jobs use the CPU, unless a flag asks for some."""
+    if gpus is None:
+        gpus = max(1, n_visible) if launcher else 1
+    COUNT.check("--gpus", gpus)
+    if gpus > n_visible and (n_visible or is_flag):
+        raise ValueError(
+            f"--gpus is {gpus}, and this machine has {n_visible} to use; pass at most {n_visible}, "
+            "or leave it out."
+        )
+    return gpus
+
+
+def split_pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
+    """Split ``NAME=VALUE`` words. Raises ValueError for any other word."""
+    found = []
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not (name and value):
+            raise ValueError(
+                f"--{flag} has {pair!r}; write NAME=VALUE, for example --{flag} {example}."
+            )
+        found.append((name, value))
+    return found

@@ -1,0 +1,210 @@
+"""Decoder of a student: the backbone's own class, whose forward hands each row's padding and documents to the mixers.
+
+Everybody who runs a student ends here: `HybridForCausalLM`, and whoever calls the decoder itself (trainers that compute
+their own loss, embedding models, ``get_decoder()``).
+
+Shapes: B batch, L length, S source length, D model width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .cache import HybridCache, HybridLayerCache, StaticLayerCache
+from .configuration_hybrid import HybridConfig
+from .documents import (
+    CACHE_WITH_PACKING,
+    layer_windows,
+    packed_inputs,
+    packs_by_itself,
+    seq_idx_of_borders,
+    seq_idx_of_positions,
+)
+from .layout import CACHE_NAMES, attention_name, cache_argument, given_cache
+from .mixer import ROW_ARGUMENTS, HybridMixer
+
+
+def put_mixers(decoder: Any, config: HybridConfig) -> None:
+    """Replace every attention module of a decoder by a `HybridMixer`, and the classes of the decoder and its layers."""
+    for index, layer in enumerate(decoder.layers):
+        name = attention_name(layer)
+        setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
+        layer.__class__ = _layer_class(type(layer), name)
+    decoder.__class__ = _decoder_class(type(decoder))
+    # The backbone's plans for several devices name projections that a mixer has elsewhere, or not at all.
+    decoder._tp_plan = {}
+    decoder._pp_plan = {}
+    decoder._ep_plan = {}
+    # Stored, because wrappers (FSDP, torch.compile) put other modules in the place of the layers.
+    decoder.layers_with_attention = [bool(heads) for heads in config.kept]
+
+
+def make_cache(config: Any, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
+    """Make an empty cache for a decoder with this config; see `HybridForCausalLM.new_cache`."""
+    windows = layer_windows(config)
+    if max_length is not None:
+        return HybridCache([StaticLayerCache(max_length, kv_dtype) for _ in windows])
+    return HybridCache([HybridLayerCache(window, kv_dtype) for window in windows])
+
+
+@lru_cache
+def _decoder_class(decoder_class: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a backbone's decoder to compute `row_arguments` before its forward."""
+    # Families order their arguments differently (GPT-NeoX).
+    names = tuple(inspect.signature(decoder_class.forward).parameters)[1:]
+    cache_name = cache_argument(decoder_class.forward)
+
+    @wraps(decoder_class.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(names, args)), **kwargs}
+        return decoder_class.forward(self, **row_arguments(self, cache_name, arguments))
+
+    subclass: Any = _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
+    subclass.save_pretrained = _refuse_to_save
+    return subclass
+
+
+def _refuse_to_save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"a student's decoder has the config of a {type(self).__name__}, which would be loaded without its recurrent "
+        "heads; call save_pretrained of the student, or of a HybridModel."
+    )
+
+
+@lru_cache
+def _layer_class(layer_class: type[nn.Module], attention: str) -> type[nn.Module]:
+    """Subclass a decoder layer to pass `ROW_ARGUMENTS` directly to its mixer: some layers (Nemotron's) drop arguments.
+
+    They travel as arguments of the layer, because gradient checkpointing runs a layer again when its decoder is done.
+    """
+
+    @wraps(layer_class.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mixer = getattr(self, attention)
+        mixer.row = {name: kwargs.get(name) for name in ROW_ARGUMENTS}
+        try:
+            return layer_class.forward(self, *args, **kwargs)
+        finally:
+            mixer.row = {}
+
+    return _subclass(layer_class, forward, _layer_class, (layer_class, attention))
+
+
+def _subclass(
+    parent: type[nn.Module], forward: Callable[..., Any], maker: Callable[..., type[nn.Module]], arguments: Any
+) -> type[nn.Module]:
+    """Make a class that looks like its parent, since transformers finds what to record by class and class name.
+
+    Such a class has no address to be pickled by. Its instances pickle as the call that makes the class, and their
+    state.
+    """
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _revive, (maker, arguments), self.__dict__
+
+    body = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": parent.__module__,
+        "__qualname__": parent.__qualname__,
+        "__doc__": parent.__doc__,
+    }
+    return type(parent.__name__, (parent,), body)
+
+
+def _revive(maker: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
+    """Make an instance without state (unpickling)."""
+    made_class = maker(*arguments)
+    return made_class.__new__(made_class)
+
+
+def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Complete a decoder's arguments by the cache, under its name there, by masks and by `ROW_ARGUMENTS`.
+
+    Finds padding in a 2-D ``attention_mask``, and documents in ``seq_idx``, ``cu_seq_lens_q`` or in ``position_ids``
+    that restart (`HybridForCausalLM.forward`). Raises ValueError for a cache of another class, and for a cache with
+    packed documents.
+    """
+    others = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    input_ids = others.pop("input_ids", None)
+    inputs_embeds = others.pop("inputs_embeds", None)
+    attention_mask: Any = others.pop("attention_mask", None)
+    position_ids = others.pop("position_ids", None)
+    use_cache = others.pop("use_cache", None)
+    seq_idx = others.pop("seq_idx", None)
+    cache = given_cache(arguments)
+
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    if inputs is None:
+        raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
+    if cache is not None and not isinstance(cache, HybridCache):
+        raise ValueError(
+            f"the cache is a {type(cache).__name__}, which cannot hold recurrent states; "
+            "pass model.new_cache(), or nothing."
+        )
+    batch, length = inputs.shape[:2]
+    token_mask = None  # stays None for a 4-D mask, which does not mark padding
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        token_mask = attention_mask[:, -length:]
+    by_default = not decoder.training and getattr(decoder.config, "use_cache", None) is not False
+    backbone_packs = False
+    if seq_idx is None and length > 1:
+        borders = others.get("cu_seq_lens_q")
+        cached = cache is not None or bool(use_cache)
+        if borders is not None:
+            seq_idx = seq_idx_of_borders(borders, batch, length)
+        elif position_ids is not None and position_ids.ndim == 2:
+            cached = cached or (torch.compiler.is_compiling() and use_cache is None and by_default)
+            n_past = 0 if cache is None else cache.get_seq_length()
+            seq_idx = seq_idx_of_positions(position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached)
+        backbone_packs = attention_mask is None and packs_by_itself(decoder.config, position_ids, batch)
+    if token_mask is not None and seq_idx is None:
+        _refuse_padding_in_windows(decoder, cast(Tensor, attention_mask))
+    if seq_idx is not None:
+        if cache is not None or use_cache:
+            raise ValueError(CACHE_WITH_PACKING)
+        use_cache = False
+    use_cache = by_default if use_cache is None else use_cache
+    if use_cache and cache is None:
+        cache = make_cache(decoder.config)
+    if not any(decoder.layers_with_attention):
+        attention_mask = None  # no head reads it, and the backbone would expand it to length² elements
+    elif seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None):
+        borders = others.pop("cu_seq_lens_q", None)
+        packed = packed_inputs(seq_idx, decoder.dtype, decoder.config, attention_mask, borders)
+        attention_mask = packed["attention_mask"]
+        position_ids = packed["position_ids"] if position_ids is None else position_ids
+    return {
+        **others,
+        "input_ids": input_ids,
+        "inputs_embeds": inputs_embeds,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "use_cache": use_cache,
+        cache_name: cache,
+        "token_mask": token_mask,
+        "seq_idx": seq_idx,
+    }
+
+
+def _refuse_padding_in_windows(decoder: Any, attention_mask_BS: Tensor) -> None:
+    """Raise ValueError for padding between tokens, if a row is longer than a kept head's sliding window."""
+    windows = layer_windows(decoder.config)
+    layers = zip(decoder.layers_with_attention, windows)
+    kept = [window for has_attention, window in layers if has_attention and window is not None]
+    if torch.compiler.is_compiling() or not kept or attention_mask_BS.shape[1] <= min(kept):
+        return
+    is_token_BS = attention_mask_BS != 0
+    follows_padding_BS = is_token_BS[:, 1:] & ~is_token_BS[:, :-1] & (is_token_BS.cumsum(1)[:, :-1] > 0)
+    if follows_padding_BS.any():
+        raise ValueError(
+            f"attention_mask has padding between the tokens of a row, and some layers have a window of {min(kept)} "
+            "tokens, in which transformers counts padding; pad on the left."
+        )

@@ -1,0 +1,79 @@
+"""Built student on disk: the main process builds it once; all others and all later starts load it.
+
+Fits differ in their last bits between GPU models, versions of torch and kernels, and a checkpoint
+is good only for the weights that its stage started from. The file holds the recurrent heads alone:
+everything else is a copy of the teacher, which has the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from ..io import Record, file_hash, save_tensors
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..student.build import BuildReport, recurrent_tensors
+from ..train.checkpoint import (
+    CorruptCheckpoint,
+    ShardedTensors,
+    check_files,
+    read_sealed,
+    weights_hash,
+    write_sealed,
+)
+
+FORMAT = "hybrid-distill/build/1"
+RECORD, TENSORS = "build.json", "build.safetensors"
+
+
+def save_built(
+    folder: Path, student: HybridForCausalLM, report: BuildReport, made_for: Record
+) -> None:
+    """Write a new student: first its recurrent heads, then the record that marks them as complete.
+
+    The record lists the source of every tensor; ``made_for`` is all that the student depends on.
+    """
+    tensors = {name: tensor.contiguous() for name, tensor in recurrent_tensors(student).items()}
+    # A killed process must not leave the record of other tensors.
+    (folder / RECORD).unlink(missing_ok=True)
+    save_tensors(folder / TENSORS, tensors)
+    record = {
+        "format": FORMAT,
+        "weights": weights_hash(student),
+        "files": {TENSORS: file_hash(folder / TENSORS)},
+        "made_for": _as_json(made_for),
+        **asdict(report),
+    }
+    write_sealed(folder / RECORD, record)
+
+
+def built_weights(folder: Path, made_for: Record) -> str | None:
+    """Return the `weights_hash` of the student that was built here, with these settings, or None.
+
+    Raises CorruptCheckpoint for damaged files.
+    """
+    if not (folder / RECORD).exists():
+        return None
+    try:
+        record = read_sealed(folder / RECORD, FORMAT)
+        if record["made_for"] != _as_json(made_for):
+            return None
+        check_files(folder, record["files"])
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(
+            f"{error} Delete {folder / RECORD} to build the student again."
+        ) from error
+    return record["weights"]
+
+
+def load_built(folder: Path) -> Mapping[str, Tensor]:
+    """Return the recurrent heads of the student that was built here, each read on access."""
+    return ShardedTensors([folder / TENSORS])
+
+
+def _as_json(record: Record) -> Record:
+    return json.loads(json.dumps(record, default=str))

@@ -1,0 +1,55 @@
+"""Dtypes of a student: the rule, in one place.
+
+A student is built in its teacher's dtype. While a stage trains, the parameters that it trains are
+float32 (`make_master_weights`), because an update is often smaller than the rounding of a bfloat16
+weight; autocast computes in another dtype around them. They stay float32 from stage to stage and in
+every file below stages/.
+
+Outside training nothing autocasts, and a matrix product takes one dtype. So a student that is
+evaluated, asked or exported has the teacher's dtype throughout (`settle`), whichever of its parts
+was trained. What is measured is then what is exported, at the teacher's size, and
+`Run.trained_student` gives the same from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..model import HybridForCausalLM
+
+
+def make_master_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Make parameters float32 and trainable."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+        parameter.data = parameter.data.float()
+
+
+def settle(student: HybridForCausalLM, dtype: torch.dtype | None = None) -> HybridForCausalLM:
+    """Cast all parameters of a student to one dtype, by default that in which it was built, its
+    teacher's; return it.
+
+    Buffers keep theirs: RoPE's frequencies are float32 in any model. Tied parameters stay tied.
+    """
+    target = dtype or student.config.dtype
+    assert isinstance(target, torch.dtype)
+    for parameter in student.parameters():
+        parameter.data = parameter.data.to(target)
+    return student
+
+
+def check_one_dtype(student: nn.Module) -> None:
+    """Raise ValueError for a student whose parameters have several dtypes, as between two stages.
+    """
+    dtypes = sorted(
+        {str(parameter.dtype).removeprefix("torch.") for parameter in student.parameters()}
+    )
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"the student's parameters are {' and '.join(dtypes)}, as while a stage trains them; a "
+            "student has one dtype outside training: pass it through "
+            "hybrid_distill.student.dtypes.settle first."
+        )

@@ -1,0 +1,122 @@
+"""Kernels that a stage runs on: tried before its first step, compared between processes, and
+reported in one line.
+
+A fallback in one process of a launch is easy to miss, since only process 0 prints, and costs all of
+them: every step waits for the slowest, and weights that were trained on two implementations are
+nobody's.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from hybrid_kernels import loss as fused_loss
+
+from ..distributed import WorldError, compute_everywhere
+from ..kernels import loss_implementation
+from ..model.mixer import SSMHeads
+from ..model.ssd import KERNEL_WIDTHS, implementation_of
+from .end_to_end import EndToEnd
+from .on_policy import OnPolicy
+from .stage import Stage
+
+log = logging.getLogger(__name__)
+
+Chosen = dict[str, str]
+"""Implementation by kernel: "triton", "torch", or "torch" with the reason."""
+
+
+def agree_on_kernels(stage: Stage, device: torch.device) -> Chosen:
+    """Return what a stage's kernels run on, after trying them on a device and comparing all
+    processes; log it.
+
+    Every process must call this. Raises WorldError, in all of them, if they differ.
+    """
+    found = compute_everywhere(lambda: kernels_of(stage, device))
+    if difference := difference_between(found):
+        raise WorldError(
+            f"the processes of this launch run {difference}; give all nodes the same packages and "
+            "GPUs, or pass --student.kernels torch."
+        )
+    described = ", ".join(
+        f"{kernel} {implementation}" for kernel, implementation in found[0].items()
+    )
+    log.info("%s: kernels: %s", stage.config.name, described or "none")
+    return found[0]
+
+
+def difference_between(found: list[Chosen]) -> str:
+    """Describe the first kernel that runs on different implementations in different processes;
+    empty if none does.
+
+    Reasons may differ: they name devices.
+    """
+    for kernel, on_main in found[0].items():
+        for process, chosen in enumerate(found):
+            if chosen[kernel].partition(" ")[0] != on_main.partition(" ")[0]:
+                here = chosen[kernel]
+                return f"the {kernel} on {on_main} in process 0 and on {here} in process {process}"
+    return ""
+
+
+def kernels_of(stage: Stage, device: torch.device) -> Chosen:
+    """Try the kernels that a stage's steps call, and return what runs for each."""
+    chosen: Chosen = {}
+    heads = next(iter(stage.student.recurrent_heads()), None)
+    if heads is not None:
+        dtype = torch.bfloat16 if stage.bf16 else heads.D.dtype
+        chosen |= _of_heads(heads, device, dtype)
+        if isinstance(stage, OnPolicy) and _has_step(heads):
+            sizes = heads.head_dim, heads.d_state, heads.conv_weight.shape[1]
+            options = {"training": False, "masked": True}
+            chosen["decoding step"] = implementation_of(
+                heads.impl, "decoding step", device, dtype, *sizes, **options
+            )
+    if isinstance(stage, EndToEnd):
+        chosen["distillation loss"] = _of_loss(stage, device)
+    return chosen
+
+
+def _of_heads(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chosen:
+    """Return what the two kernels of a training step run on; its rows are always packed."""
+    options = {"training": True, "packed": True}
+    sizes = heads.head_dim, heads.d_state
+    if heads.recurrence == "gdn":
+        recurrence = _of_delta_rule(heads, device, dtype)
+    else:
+        recurrence = implementation_of(
+            heads.impl, "recurrence", device, dtype, *sizes, gated=True, **options
+        )
+    width = heads.conv_weight.shape[1]
+    convolution = "torch"  # also with mamba-ssm's scan
+    if heads.impl != "mamba_ssm" and width in KERNEL_WIDTHS:
+        convolution = implementation_of(heads.impl, "convolution", device, dtype, width, **options)
+    return {"recurrence": recurrence, "convolution": convolution}
+
+
+def _of_delta_rule(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> str:
+    """Return what the gated delta rule runs on: flash-linear-attention's kernel, or ours between
+    its own products."""
+    from ..model.gated_delta import kernel_fits
+
+    sizes = heads.head_dim, heads.d_state
+    if heads.impl == "auto" and device.type == "cuda" and kernel_fits(device, dtype, *sizes):
+        return "flash-linear-attention"
+    options = {"training": True, "packed": True, "gated": False}
+    return implementation_of(heads.impl, "recurrence", device, torch.float32, *sizes, **options)
+
+
+def _has_step(heads: SSMHeads) -> bool:
+    width = heads.conv_weight.shape[1]
+    return heads.form.steps_in_place and heads.conv_bias is None and width in KERNEL_WIDTHS
+
+
+def _of_loss(stage: EndToEnd, device: torch.device) -> str:
+    if not stage.is_fused:
+        return "torch (not fused)"
+    dtype = torch.bfloat16 if stage.bf16 else stage.student.lm_head.weight.dtype
+    impl = loss_implementation(stage.student)
+    return fused_loss.implementation_of(
+        impl, device, dtype, stage.config.kind, bool(stage.teachers)
+    )

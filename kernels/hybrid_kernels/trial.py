@@ -1,0 +1,339 @@
+"""First use of a kernel, tried where a failure does no harm: in a child process, with a time limit.
+
+An illegal address ends a process's use of its GPU for good, and a compiler can abort or hang: a
+test in the caller's own process could not hand over to torch. So a child runs `first_use`; whatever
+becomes of it is a verdict.
+
+The processes of a machine share verdicts as files below ~/.cache (HYBRID_KERNELS_CACHE names
+another folder): the first one that needs a verdict has it made, the others wait for it. A verdict
+belongs to one version of torch, triton, CUDA, driver and kernels, and to one kind of device. That a
+kernel is right stays true; that it is not holds for `RETRY_AFTER`, long enough for all processes of
+a launch and short enough for a device that was full or has been repaired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+log = logging.getLogger(__name__)
+
+START_LIMIT = 180.0
+"""Seconds for the child's start: torch from a slow disk, and the device."""
+TIME_LIMIT = 180.0
+"""Seconds for one kernel's test; compiling takes most of them."""
+RETRY_AFTER = 600.0
+"""Seconds for which a verdict against a kernel is shared."""
+READY = "ready"
+OF_A_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "FSDP_",
+)
+"""Beginnings of variables that would make the child a member of the caller's launch."""
+
+
+class Trial(NamedTuple):
+    """Arguments of `first_use.mistake`, as JSON holds them."""
+
+    kernel: str
+    device: str
+    dtype: str
+    sizes: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+class NoChild(RuntimeError):
+    """No second process can use this device."""
+
+
+_known: dict[Trial, str | None] = {}
+
+
+def trial_of(
+    kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
+) -> Trial:
+    """Describe a call of `mistake`."""
+    name = str(dtype).removeprefix("torch.")
+    return Trial(kernel, str(device), name, tuple(map(int, sizes)), tuple(sorted(options.items())))
+
+
+def mistake(
+    kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
+) -> str | None:
+    """Return what is wrong with a kernel on a device, as `first_use.mistake` does, but survive
+    whatever it does."""
+    if device.type == "cuda" and not torch.cuda.is_available():  # of a fake tensor
+        return None
+    return mistakes([trial_of(kernel, device, dtype, *sizes, **options)])[0]
+
+
+def mistakes(trials: Sequence[Trial]) -> list[str | None]:
+    """Return the verdicts of several trials; those that nobody knows yet share one child process.
+    """
+    if any(trial not in _known for trial in trials):
+        with _shared_folder() as folder:
+            unknown = []
+            for trial in dict.fromkeys(trials):
+                if trial in _known:
+                    continue
+                verdict = _read(folder, trial)
+                if verdict is None:
+                    unknown.append(trial)
+                else:
+                    _known[trial] = verdict[0]
+            for trial, found in _try_all(unknown):
+                _known[trial] = found
+                _write(folder, trial, found)
+    return [_known[trial] for trial in trials]
+
+
+def _try_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, str | None]]:
+    """Yield each trial with its verdict. A child ends with the first kernel that is not right: an
+    illegal address would make all later ones look wrong."""
+    remaining = list(trials)
+    while remaining:
+        try:
+            verdicts = _ask_child(remaining)
+        except NoChild as error:
+            log.warning("kernels are tested in this process, where a crash would end it: %s", error)
+            verdicts = [_test_here(trial) for trial in remaining]
+        yield from zip(remaining, verdicts)
+        remaining = remaining[len(verdicts) :]
+
+
+def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
+    """Return the verdicts of the first trials, at least one, by a new child process.
+
+    Raises NoChild if the child does not come as far as the first trial.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)
+    }
+    answers, child_writes = os.pipe()
+    command = [sys.executable, "-m", f"{__package__}.trial", str(child_writes)]
+    try:
+        child = subprocess.Popen(
+            command,
+            cwd=Path(__file__).parents[1],  # where -m finds this package
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[child_writes],
+        )
+    except OSError as error:
+        os.close(answers)
+        raise NoChild(f"no process can be started ({error})") from error
+    finally:
+        os.close(child_writes)
+    try:
+        with contextlib.suppress(BrokenPipeError), child.stdin as questions:
+            questions.write(json.dumps(trials).encode())
+        reader = _Lines(answers)
+        first = reader.next(START_LIMIT)
+        if first != READY:
+            raise NoChild(first or f"a child {_how_it_ended(child, START_LIMIT)}")
+        verdicts: list[str | None] = []
+        while len(verdicts) < len(trials):
+            line = reader.next(TIME_LIMIT)
+            if line is None:
+                device = trials[len(verdicts)].device
+                verdicts.append(f"on {device} its test {_how_it_ended(child, TIME_LIMIT)}")
+                break
+            verdicts.append(json.loads(line))
+            if verdicts[-1] is not None:
+                break
+        return verdicts
+    finally:
+        child.kill()
+        child.wait()
+        os.close(answers)
+
+
+class _Lines:
+    """Lines that a child writes to a pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._received = descriptor, b""
+
+    def next(self, limit: float) -> str | None:
+        """Wait for a line for ``limit`` seconds; return None if none comes, or the child has ended.
+        """
+        deadline = time.monotonic() + limit
+        while b"\n" not in self._received:
+            left = max(deadline - time.monotonic(), 0.0)
+            readable, _, _ = select.select([self._descriptor], [], [], left)
+            received = os.read(self._descriptor, 1 << 16) if readable else b""
+            if not received:
+                return None
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        return line.decode()
+
+
+def _how_it_ended(child: subprocess.Popen[bytes], limit: float) -> str:
+    """Describe a child that has stopped answering."""
+    try:
+        status = child.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return f"takes more than {limit:g} s"
+    if status < 0:
+        return f"dies of {signal.Signals(-status).name}"
+    return f"ends with status {status}"
+
+
+def _test_here(trial: Trial) -> str | None:
+    from .first_use import mistake
+
+    dtype = getattr(torch, trial.dtype)
+    return mistake(
+        trial.kernel, torch.device(trial.device), dtype, *trial.sizes, **dict(trial.options)
+    )
+
+
+# Shared verdicts
+
+
+@contextlib.contextmanager
+def _shared_folder() -> Iterator[Path | None]:
+    """Lock the folder of verdicts, alone on this machine; None where no file can be written."""
+    base = os.environ.get("HYBRID_KERNELS_CACHE")
+    if base is None:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-kernels"
+    folder = Path(base)
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / f"{platform.node()}.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except (OSError, RuntimeError):  # no home, a full disk, or a file system without locks
+            folder = None
+        yield folder
+
+
+def _file(folder: Path, trial: Trial) -> Path:
+    key = json.dumps([_versions(), _kind(trial.device), trial._replace(device="")])
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _read(folder: Path | None, trial: Trial) -> tuple[str | None] | None:
+    """Return a shared verdict in a tuple; None if there is none that holds."""
+    if folder is None:
+        return None
+    try:
+        record = json.loads(_file(folder, trial).read_text())
+        found, when = record["mistake"], float(record["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_old = not 0 <= time.time() - when < RETRY_AFTER
+    if found is not None and (is_old or not isinstance(found, str)):
+        return None
+    return (found,)
+
+
+def _write(folder: Path | None, trial: Trial, found: str | None) -> None:
+    if folder is None:
+        return
+    file = _file(folder, trial)
+    record = {
+        "trial": trial,
+        "of": [_versions(), _kind(trial.device)],
+        "mistake": found,
+        "time": time.time(),
+    }
+    new = file.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        new.write_text(json.dumps(record))
+        new.replace(file)
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """Name all that a verdict depends on besides the device: versions, the machine, and the
+    kernels' own code."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(file.read_bytes())
+    driver = str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "")())
+    cuda = str(torch.version.cuda or torch.version.hip)
+    interpreted = os.environ.get("TRITON_INTERPRET", "")
+    machine = platform.node()
+    return [
+        torch.__version__,
+        triton.__version__,
+        cuda,
+        driver,
+        interpreted,
+        machine,
+        code.hexdigest(),
+    ]
+
+
+@functools.cache
+def _kind(device: str) -> str:
+    """Name a kind of device: all GPUs of a node are of one kind."""
+    if torch.device(device).type != "cuda":
+        return platform.machine()
+    return f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+
+
+# The child
+
+
+def _answer(trials: list[Trial], descriptor: int) -> None:
+    """Write a line for each trial, up to the first kernel that is not right."""
+    with open(descriptor, "w", buffering=1, encoding="utf-8") as answers:
+        try:
+            for device in {trial.device for trial in trials}:
+                torch.ones(1, device=device).sum().item()
+        except Exception as error:  # the device is full, or belongs to one process alone
+            answers.write(f"{str(error).splitlines()[0]}\n")
+            return
+        answers.write(f"{READY}\n")
+        for trial in trials:
+            found = _test_here(trial)
+            answers.write(f"{json.dumps(found)}\n")
+            if found is not None:
+                return
+
+
+def main() -> None:
+    """Test the kernels that are asked for on standard input; write verdicts to the given file
+    descriptor."""
+    asked = json.load(sys.stdin)
+    trials = []
+    for kernel, device, dtype, sizes, options in asked:
+        trials.append(
+            Trial(
+                kernel, device, dtype, tuple(sizes), tuple((name, value) for name, value in options)
+            )
+        )
+    _answer(trials, int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""The first use of a kernel in a child process: crashes, hangs and wrong values there are verdicts
+here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hybrid_kernels import common, known_bad, trial
+from hybrid_kernels.first_use import TESTS
+
+from hybrid_distill.model import ssd
+
+pytestmark = pytest.mark.skipif(
+    not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+)
+
+CPU = torch.device("cpu")
+PLANTED = """
+import os, signal, sys, time
+if "hybrid_kernels.trial" in sys.orig_argv:
+    from hybrid_kernels import first_use
+
+    def crashes(draw, *sizes, **options):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def hangs(draw, *sizes, **options):
+        time.sleep(600)
+
+    def is_wrong(draw, *sizes, **options):
+        yield "output", 2 * draw(3), draw(3) + 10
+
+    def is_right(draw, *sizes, **options):
+        with open(os.environ["TRIALS"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        x = draw(3)
+        yield "output", x, x
+
+    first_use.TESTS |= {"recurrence": crashes, "convolution": hangs, "decoding step": is_wrong,
+                        "distillation loss": is_right}
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kernels' tests that crash, hang, find a mistake and find none, in child processes only; a
+    file of the latter."""
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
+    monkeypatch.setenv("TRIALS", str(tmp_path / "trials"))
+    monkeypatch.setattr(trial, "_known", {})
+    return tmp_path / "trials"
+
+
+def asked(kernel: str) -> trial.Trial:
+    return trial.trial_of(kernel, CPU, torch.float32, 16, 4, training=True)
+
+
+@pytest.mark.launched
+def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_all_the_same(
+    planted: Path,
+) -> None:
+    right, crash, wrong = (
+        asked(name) for name in ("distillation loss", "recurrence", "decoding step")
+    )
+    found = trial.mistakes([right, crash, wrong, right])
+    assert found[0] is None and found[3] is None
+    assert found[1] and "SIGSEGV" in found[1]
+    assert found[2] and "output" in found[2]
+    assert len(planted.read_text().split()) == 1
+
+    # Another process of the machine: nothing is tried again; later, a verdict against a kernel ends.
+    trial._known.clear()
+    assert trial.mistakes([right, crash, wrong]) == found[:3]
+    assert len(planted.read_text().split()) == 1
+    for file in (planted.parent / "verdicts").glob("*.json"):
+        record = json.loads(file.read_text())
+        file.write_text(json.dumps({**record, "time": record["time"] - trial.RETRY_AFTER}))
+    with trial._shared_folder() as folder:
+        assert trial._read(folder, right) == (None,)
+        assert trial._read(folder, crash) is None
+
+
+@pytest.mark.launched
+def test_a_hang_ends_and_torch_takes_over_with_one_line(planted: Path, monkeypatch, caplog) -> None:
+    assert trial.TIME_LIMIT > 60, "triton compiles under it"
+    monkeypatch.setattr(trial, "TIME_LIMIT", 0.5)
+    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
+        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
+    assert [
+        ssd._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ()) for _ in range(2)
+    ] == ["torch"] * 2
+    (record,) = caplog.records
+    assert "0.5 s" in record.message and "\n" not in record.message
+
+
+@pytest.mark.launched
+def test_the_right_kernel_is_right_in_a_child_too(tmp_path: Path, monkeypatch) -> None:
+    """With a launcher's variables, which the child must not see."""
+    monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(trial, "_known", {})
+    assert (
+        trial.mistake("decoding step", CPU, torch.float32, 16, 4, 4, masked=True, training=False)
+        is None
+    )
+
+
+def test_without_a_second_process_the_test_runs_in_this_one(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """A device in exclusive mode, or full."""
+    monkeypatch.setenv("HYBRID_KERNELS_CACHE", "/dev/null/nowhere")
+    monkeypatch.setattr(trial, "_known", {})
+    monkeypatch.setattr(trial.sys, "executable", str(tmp_path / "no-python"))
+    monkeypatch.setitem(
+        TESTS, "convolution", lambda draw, *sizes, **options: iter([("y", draw(2), draw(2) * 0)])
+    )
+    found = trial.mistake("convolution", CPU, torch.float32, 3, training=False)
+    assert found and "its y is off" in found
+    assert "no-python" in caplog.text
+
+
+def test_no_child_is_started_where_there_is_no_gpu() -> None:
+    """Importing the package and a step of a student on a CPU import neither triton's kernels nor
+    their trials."""
+    code = (
+        "import sys, torch; from hybrid_distill.model import SSMHeads\n"
+        "heads = SSMHeads(8, 2, 4, 4, 4); heads.reset_parameters()\n"
+        "heads(torch.zeros(1, 5, 8)).sum().backward()\n"
+        "import hybrid_kernels.loss\n"
+        "assert not {'hybrid_kernels.trial', 'hybrid_kernels.first_use'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "0"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "hip", "kernel", "is_bad"),
+    [
+        ("3.7.1", (9, 0), None, "recurrence", True),
+        ("3.7.1+git1234", (9, 0), None, "recurrence", True),
+        ("3.7.1", (9, 0), None, "convolution", False),  # it multiplies no matrices
+        ("3.7.1", (8, 0), None, "recurrence", False),
+        ("3.7.1", (9, 0), "6.4", "recurrence", False),  # an MI200
+        ("3.7.0", (9, 0), None, "recurrence", False),
+        ("3.9.0", (9, 0), None, "recurrence", False),
+    ],
+)
+def test_what_is_reported_to_fail_is_not_tried(
+    triton, capability, hip, kernel, is_bad, monkeypatch
+) -> None:
+    """triton-lang/triton#11366: illegal addresses of wgmma on Hopper."""
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=triton))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    reason = known_bad.known_bad(kernel, torch.device("cuda"))
+    assert (reason is not None) == is_bad
+    if reason is not None:
+        assert "3.7.1" in reason and "11366" in reason and "\n" not in reason
+
+
+def test_every_row_names_kernels_that_exist() -> None:
+    for row in known_bad.KNOWN_BAD:
+        assert set(row.kernels) <= set(TESTS)
+
+
+def test_auto_reads_the_table(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(known_bad, "known_bad", lambda kernel, device: f"{kernel} is known to fail")
+    monkeypatch.setattr(trial, "mistake", lambda *_, **__: pytest.fail("it was tried"))
+    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
+        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
+    assert ssd._best_on_gpu("recurrence", CPU, torch.bfloat16, (64, 16), True, ()) == "torch"
+    assert "recurrence is known to fail" in caplog.text

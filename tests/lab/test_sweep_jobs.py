@@ -1,0 +1,266 @@
+"""Where a sweep's cells run: the commands as documented, the jobs that they ask for, and the GPUs of each job."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from training import small_run
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.lab.sweep.folder import Sweep, Task
+from hybrid_distill.lab.sweep.grid import Grid
+from hybrid_distill.lab.sweep.job import JOBS, SweepJob, _defaults, dry_run, sweep
+from hybrid_distill.lab.sweep.jobs import (
+    Command,
+    Jobs,
+    executor,
+    job_options,
+    run_tasks,
+    share_of_machine,
+)
+from hybrid_distill.lab.sweep.workers import WorkerOptions
+from hybrid_distill.plan import HeadPlan
+
+pytest.importorskip("submitit", reason="submitit is not installed")
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["docs/sweeps.md", "docs/how_to.md", "recipes/sweep_llama_1b.py", "recipes/sweep_tiny.py"]
+HEADS, SHAPE = "0,2", HeadPlan(6, 8, 4, ())
+
+
+def documented(page: str) -> list[str]:
+    """The commands of a page that start a sweep, as they stand there."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    found = re.findall(r"^(?:`|)hybrid-distill sweep ([^`\n#]*)", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(--[^|]*)` \|[^|\n]*\|$", text.partition("## Where it runs")[2], re.MULTILINE
+    )
+    return [command.strip() for command in found] + [f"tiny {row}" for row in rows]
+
+
+COMMANDS = [(page, command) for page in PAGES for command in documented(page)]
+
+
+def recipe(**functions: Any) -> Any:
+    return SimpleNamespace(config=small_run, __file__="recipe.py", **functions)
+
+
+@pytest.fixture
+def n_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``n_gpus(8)``: torch sees so many from now on."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda n: monkeypatch.setattr(torch.cuda, "device_count", lambda: n)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """SLURM's commands as submitit calls them; the submitted files go to this folder."""
+    commands, submitted = tmp_path / "bin", tmp_path / "submitted"
+    commands.mkdir()
+    submitted.mkdir()
+    bodies = {"srun": "", "sbatch": f'cp "$1" {submitted}/file\necho "Submitted batch job 4711"\n'}
+    for name, body in bodies.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    return submitted
+
+
+def test_pages_have_commands() -> None:
+    assert {page for page, _ in COMMANDS} == set(PAGES) and len(COMMANDS) >= 7
+    assert any("--cluster slurm" in command for _, command in COMMANDS)
+
+
+@pytest.mark.parametrize("place", ["clone", "elsewhere"])
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_documented_commands_start(
+    page: str, command: str, place: str, tmp_path: Path, cluster: Path, n_gpus: Any, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A dry run of each, from the clone, and with the recipes of a wheel, which are found by name."""
+    n_gpus(8)
+    monkeypatch.chdir(ROOT if place == "clone" else tmp_path)
+    words = shlex.split(command)
+    if words[0] == "recipe.py":  # the reader's own
+        (tmp_path / "recipe.py").write_text((ROOT / "recipes/hybrid_tiny.py").read_text())
+        words[0] = str(tmp_path / "recipe.py")
+    if "llama" in words[0]:
+        words += ["--set", "teacher=tiny"]
+    if "--out" not in words:
+        words += ["--out", "runs/sweep"]
+    existed = Path("runs/sweep").exists()
+    main(["sweep", *words, "--dry-run"])
+    assert re.search(r"\d+ cells", capsys.readouterr().out)
+    assert Path("runs/sweep").exists() == existed, "a dry run writes nothing"
+
+
+def filled(job: SweepJob, **functions: Any) -> WorkerOptions:
+    return WorkerOptions.chosen(job, _defaults(recipe(**functions), "jobs", JOBS))
+
+
+def test_one_job_for_each_gpu_by_default(n_gpus: Any) -> None:
+    n_gpus(8)
+    job = filled(SweepJob())
+    assert (job.jobs, job.gpus, job.minutes) == (8, 1, 1440)
+    assert [share_of_machine(slot, 8, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(8)] == list(
+        "01234567"
+    )
+    job = filled(SweepJob(launcher="accelerate launch"))
+    assert (job.jobs, job.gpus) == (1, 8)
+    job = filled(SweepJob(launcher="accelerate launch", gpus=2))
+    assert (job.jobs, job.gpus) == (4, 2)
+    assert [share_of_machine(slot, 4, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == [
+        "0,1",
+        "2,3",
+        "4,5",
+        "6,7",
+    ]
+    assert filled(SweepJob(jobs=3)).jobs == 3
+    assert share_of_machine(9, 16, 1)["CUDA_VISIBLE_DEVICES"] == "1", (
+        "more jobs than GPUs share them"
+    )
+    assert share_of_machine(0, 64)["OMP_NUM_THREADS"] == "1"
+    n_gpus(0)
+    job = filled(SweepJob())
+    assert (job.jobs, job.gpus) == (1, 1) and "CUDA_VISIBLE_DEVICES" not in share_of_machine(
+        0, 1, 1
+    )
+
+
+def test_only_visible_gpus_are_given_out(n_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_gpus(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert filled(SweepJob()).jobs == 2
+    assert [share_of_machine(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == [
+        "GPU-a",
+        "GPU-b",
+    ]
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", "5,2,-1,7"
+    )  # CUDA stops at the first that does not exist
+    assert [share_of_machine(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["5", "2"]
+
+
+def test_flags_come_before_the_recipe_and_the_recipe_before_defaults(n_gpus: Any) -> None:
+    n_gpus(8)
+    of_recipe = {"gpus": 4, "minutes": 90, "launcher": "accelerate launch"}
+    job = filled(SweepJob(), jobs=lambda: of_recipe)
+    assert (job.gpus, job.minutes, job.launcher, job.jobs) == (4, 90, "accelerate launch", 2)
+    job = filled(SweepJob(gpus=2, minutes=30), jobs=lambda: of_recipe)
+    assert (job.gpus, job.minutes, job.jobs) == (2, 30, 4)
+    with pytest.raises(ValueError, match="timeout"):
+        filled(SweepJob(), jobs=lambda: {"timeout": 5})
+
+
+@pytest.mark.parametrize(
+    ("job", "gpus", "value"),
+    [
+        (SweepJob(gpus=4), 8, "4"),
+        (SweepJob(gpus=9, launcher="x"), 8, "9"),
+        (SweepJob(gpus=2, launcher="x"), 0, "2"),
+        (SweepJob(gpus=-1), 8, "-1"),
+        (SweepJob(minutes=0), 8, "0"),
+        (SweepJob(cluster="slurm"), 8, "--jobs"),
+        (SweepJob(cluster="slurm", jobs=2, launcher="x"), 8, "--gpus"),
+    ],
+)
+def test_jobs_that_cannot_be_are_refused(job: SweepJob, gpus: int, value: str, n_gpus: Any) -> None:
+    n_gpus(gpus)
+    with pytest.raises(ValueError, match=value):
+        filled(job)
+
+
+def opened(out: Path) -> Sweep:
+    asked = Grid.parse(heads=HEADS, d_state="4,8", selection="random", seeds=1)
+    return Sweep.open(small_run(out), asked, asked.cells(SHAPE), share=True)
+
+
+def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path) -> None:
+    """The file that submitit submits: without our defaults it asks for 5 minutes and no GPU."""
+    this = opened(tmp_path / "sweep")
+    options = {**job_options("slurm", 2, 90), "slurm_partition": "gpu"}
+    workers = Jobs(executor(tmp_path / "jobs", "slurm", options), 4, n_gpus=2)
+    assert workers.start(this, this.tasks["s0"], 0).job_id == "4711"
+    assert workers.executor._executor.max_num_timeout > 100, "submitit requeues three times by default"
+    asked = (cluster / "file").read_text()
+    for line in ("--time=90", "--gpus-per-node=2", "--cpus-per-task=8", "--partition=gpu"):
+        assert f"#SBATCH {line}\n" in asked
+    assert "--gpus-per-node" not in str(job_options("slurm", 0, 5))
+
+
+def test_a_cluster_that_refuses_a_job_is_quoted(tmp_path: Path, cluster: Path) -> None:
+    (cluster.parent / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'invalid partition nowhere' >&2; exit 1\n"
+    )
+    this = opened(tmp_path / "sweep")
+    workers = Jobs(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
+    with pytest.raises(ValueError, match="invalid partition nowhere"):
+        workers.start(this, this.tasks["s0"], 0)
+
+
+class Fake:
+    """submitit's executor, whose jobs end after a few looks with a result."""
+
+    cluster = "local"
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep, self.busy, self.seen = sweep, list[str](), set[str]()
+        self.at_once = 0
+
+    def submit(self, command: Command) -> Any:
+        gpu = command.environment["CUDA_VISIBLE_DEVICES"]
+        assert gpu not in self.busy, "two jobs at once on a GPU"
+        assert command.argv[0] == sys.executable
+        self.busy.append(gpu)
+        self.seen.add(gpu)
+        self.at_once = max(self.at_once, len(self.busy))
+        looks = iter(range(3))
+
+        def done() -> bool:
+            if next(looks, None) is not None:
+                return False
+            end(self.sweep.tasks[command.argv[-1]])
+            self.busy.remove(gpu)
+            return True
+
+        return SimpleNamespace(done=done, state="FINISHED", cancel=lambda: None)
+
+
+def end(task: Task) -> None:
+    task.end()
+    for path in task.leaves:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def test_every_running_job_has_a_gpu_of_its_own(
+    tmp_path: Path, n_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_gpus(3)
+    monkeypatch.setattr("hybrid_distill.lab.sweep.jobs.POLL", 0.0)
+    this = opened(tmp_path)
+    fake: Any = Fake(this)
+    run_tasks(this, Jobs(fake, 3), lambda task: None)
+    assert fake.seen == {"0", "1", "2"} and fake.at_once == 3
+    assert {task.outcome().state for task in this.tasks.values()} == {"done"}
+
+
+def test_a_dry_run_asks_what_the_sweep_asks(tmp_path: Path, n_gpus: Any) -> None:
+    n_gpus(4)
+    job = SweepJob(
+        out=tmp_path / "out", heads=HEADS, d_state="4", seeds=1, selection="random", jobs=2
+    )
+    assert "0 | 1" in dry_run(job, recipe())
+    wrong = replace(job, options=("slurm_partition=gpu",))
+    for action in (dry_run, sweep):
+        with pytest.raises(ValueError, match="--cluster"):
+            action(wrong, recipe())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,67 @@
+"""Students by `AutoModel` and `AutoModelForSequenceClassification`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from students import close, left_padded, mixed_student, tokens
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from hybrid_distill.model import HybridForCausalLM, HybridForSequenceClassification, HybridModel, self_check
+
+FamilyModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def student(request: pytest.FixtureRequest, family_model: FamilyModel) -> HybridForCausalLM:
+    return mixed_student(family_model("qwen2", tie_word_embeddings=request.param))
+
+
+@torch.no_grad()
+def test_auto_model_is_the_decoder_alone(student: HybridForCausalLM, tmp_path: Path) -> None:
+    student.save_pretrained(tmp_path / "student")
+    model = AutoModel.from_pretrained(tmp_path / "student")
+    assert type(model) is HybridModel and not hasattr(model, "lm_head")
+    ids, mask = left_padded([tokens(9), tokens(4)])
+    expected = student.model(ids, mask).last_hidden_state
+    close(model(ids, mask).last_hidden_state, expected)
+    model.save_pretrained(tmp_path / "decoder")
+    close(AutoModel.from_pretrained(tmp_path / "decoder")(ids, mask).last_hidden_state, expected)
+
+
+def test_every_class_checks_itself_under_an_unknown_transformers(
+    student: HybridForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student.config.checked_transformers = ["5.2.0"]
+    student.save_pretrained(tmp_path)
+    monkeypatch.setattr(self_check, "__version__", "5.99.0")
+    for auto_class in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        for flags in ({}, {"return_dict": False}, {"use_cache": False}):
+            assert auto_class.from_pretrained(tmp_path, **flags) in self_check._checked
+    # A decoder that computes something else with a cache.
+    monkeypatch.setattr(self_check, "cache_of", lambda output: None)
+    for auto_class in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        with pytest.raises(ValueError, match="from a cache"):
+            auto_class.from_pretrained(tmp_path)
+
+
+def test_a_classifier_reads_the_last_token_and_is_saved(student: HybridForCausalLM, tmp_path: Path) -> None:
+    student.save_pretrained(tmp_path / "student")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "student", num_labels=3)
+    assert type(model) is HybridForSequenceClassification
+    ids, mask = left_padded([tokens(9), tokens(4)])
+    labels = torch.tensor([2, 0])
+    output = model(ids, attention_mask=mask, labels=labels)
+    last = student.model(ids, mask).last_hidden_state[:, -1]
+    close(output.logits, model.score(last))
+    close(output.loss, torch.nn.functional.cross_entropy(output.logits, labels))
+    output.loss.backward()
+    assert all(heads.D.grad is not None for heads in model.recurrent_heads())
+    model.save_pretrained(tmp_path / "classifier")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
+    close(again(ids, attention_mask=mask).logits, output.logits)
+    with pytest.raises(ValueError, match=r"unexpected: score\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "classifier")

@@ -1,0 +1,171 @@
+"""Vocabularies as models have them: ids with gaps, and tokenizers larger than the embedding."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_family_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional as F
+from training import SMALL, refusal, small_run, word_texts, word_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_distill import pipeline
+from hybrid_distill.cli.app import main
+from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
+from hybrid_distill.config import EvaluationConfig, RunConfig, TeacherConfig
+from hybrid_distill.data import DataConfig, LogitHeader, TokenHeader, open_logits
+from hybrid_distill.pipeline import Run
+from hybrid_distill.train.losses import next_token_labels
+from hybrid_distill.train.stage import Stage, teacher_hidden
+from hybrid_distill.vocabulary import vocabulary_size
+
+EOS, N_IDS, N_ROWS = 98, 99, 101
+"""End-of-text is the highest of 99 ids, of which 50 are tokens; the embedding has two rows more."""
+
+
+def gapped_tokenizer() -> PreTrainedTokenizerFast:
+    words = {"[UNK]": 0} | {f"w{i}": i + 2 for i in range(48)} | {"<eos>": EOS}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
+
+
+def save_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: Any) -> str:
+    make_family_model("llama", **{**SMALL, "vocab_size": N_ROWS, "eos_token_id": EOS, **shape}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in word_texts(20)))
+    teacher = save_teacher(tmp_path / "teacher", gapped_tokenizer(), initializer_range=0.5)
+    return small_run(
+        tmp_path / "run",
+        teacher=TeacherConfig(teacher),
+        data=DataConfig((str(text),), seq_len=16),
+        stages=("distill",),
+        evaluation=EvaluationConfig(texts=str(text), n_texts=2, n_pairs=(4,)),
+    )
+
+
+def stage_of(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, Any]:
+    """The stage and the batch of a run's first step, as the pipeline makes them."""
+    found: list[Any] = []
+
+    def take(stage: Stage, rows: Any, *_: Any, **__: Any) -> None:
+        found.extend([stage, rows.batch(0, 8)])
+        raise InterruptedError
+
+    monkeypatch.setattr(pipeline, "train_stage", take)
+    run = Run(config)
+    run.prepare()
+    with pytest.raises(InterruptedError):
+        run.train(run.plan())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("hard_weight", [0.0, 0.5, 1.0])
+def test_the_loss_covers_every_id_of_a_tokenizer_with_gaps(config, monkeypatch, fused, hard_weight):
+    """tokenspeed#326, llm-foundry#841: ``len(tokenizer)`` is 50, so end-of-text (98) was outside the loss."""
+    config = replace(config, distill=replace(config.distill, fused=fused, hard_weight=hard_weight))
+    stage, batch = stage_of(config, monkeypatch)
+    mask = batch["mask"]
+    labels = next_token_labels(batch["input_ids"], batch["seq_idx"], mask)
+    assert (labels == EOS).any()
+    with torch.no_grad():
+        packed = {"seq_idx": batch["seq_idx"], "use_cache": False}
+        student = stage.student(batch["input_ids"], **packed).logits[..., :N_IDS].double().log_softmax(-1)
+        hidden = teacher_hidden(stage.teacher, batch)
+        teacher = stage.teacher.lm_head(hidden)[..., :N_IDS].double().log_softmax(-1)
+    divergence = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)[mask].mean()
+    hard = F.nll_loss(student.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    expected = (1 - hard_weight) * divergence + hard_weight * hard
+    loss = stage(batch).total
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    loss.backward()
+    gradient = stage.student.lm_head.weight.grad
+    assert gradient[EOS].abs().max() > 0 and gradient[N_IDS:].eq(0).all()
+
+
+def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monkeypatch):
+    """tokenspeed#326: the loss at end-of-text was the one without it (0.24), not 13.9."""
+    config = replace(config, distill=replace(config.distill, hard_weight=1.0))
+    stage, batch = stage_of(config, monkeypatch)
+    labels = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
+    hidden = stage.student.model(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
+    is_end = (labels == EOS) & ((labels == EOS).flatten().cumsum(0).view_as(labels) == 1)
+    (end,) = hidden[is_end]
+    with torch.no_grad():
+        weight = stage.student.lm_head.weight
+        # The row that gives end-of-text the probability exp(-13.9) at the first end of a document.
+        others = (weight[:EOS] @ end).logsumexp(-1)
+        weight[EOS] = end * (others - 13.9) / end.square().sum()
+    one_end = {**batch, "mask": is_end}
+    assert stage(one_end).total.item() == pytest.approx(13.9, abs=0.01)
+
+
+def test_stored_logits_cover_every_id(config):
+    job = CacheJob(replace(config, distill=replace(config.distill, teacher_logits=config.out / "logits")), top_k=N_IDS)
+    cache_logits(job)
+    assert LogitHeader.load(job.folder / "logits.json").vocabulary_size == N_IDS
+    logits = open_logits(job.folder)
+    assert EOS in logits.read(logits.row_ids)["ids"]
+    Run(job.run).rows(job.run.distill)  # the run takes them
+
+
+def test_generated_text_has_the_logits_of_every_id(config, tmp_path):
+    out = tmp_path / "own"
+    main(["generate-data", "--model", config.teacher.path, "--tokens", "60", "--out", str(out), "--new-tokens", "8",
+          "--batch-size", "4", "--seq-len", "16", "--top-k-logits", str(N_IDS)])  # fmt: skip
+    assert TokenHeader.load(out / "tokens.json").vocabulary_size == N_IDS
+    assert LogitHeader.load(out / "logits/logits.json").vocabulary_size == N_IDS
+
+
+# Larger than the embedding
+
+
+@pytest.fixture
+def padded(config: RunConfig, tmp_path: Path) -> RunConfig:
+    """A run whose tokenizer has got a pad token, id 99, and whose embedding has 99 rows."""
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert vocabulary_size(tokenizer) == N_IDS + 1
+    path = save_teacher(tmp_path / "padded", tokenizer, vocab_size=N_IDS, eos_token_id=1)
+    return replace(config, teacher=TeacherConfig(path), stages=("align", "distill"))
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
+def test_a_tokenizer_larger_than_the_embedding_is_refused_before_anything_is_computed(padded, capsys, flags):
+    """tokenizers#1609, transformers#11102: alignment trained, then "vocab_size is 299; the heads have 296"."""
+    line = refusal(capsys, padded, *flags)
+    assert padded.teacher.path in line and f"{N_IDS} rows" in line and "<pad>" in line
+    assert not padded.out.exists() or not [path for path in padded.out.iterdir() if path.suffix]
+
+
+@pytest.mark.parametrize("command", ["score", "generate-data", "cache-logits"])
+def test_every_command_that_works_for_a_run_refuses_it_too(padded, tmp_path, capsys, command):
+    path, out = padded.teacher.path, tmp_path / "out" / "file"
+    words = {
+        "score": ["--model", path, "--out", f"{out}.json"],
+        "generate-data": ["--model", path, "--tokens", "60", "--out", str(out)],
+        "cache-logits": ["tiny", "--teacher.path", path, "--distill.teacher-logits", str(out)],
+    }
+    with pytest.raises(SystemExit) as exit_:
+        main([command, *words[command]])
+    assert exit_.value.code == 2 and "<pad>" in capsys.readouterr().err and not out.parent.exists()
+
+
+def test_a_stage_of_another_teacher_is_refused_too(config, padded, capsys):
+    post = replace(config.post, data=config.data, teacher=padded.teacher.path)
+    line = refusal(capsys, replace(config, stages=("distill", "post"), post=post), "--dry-run")
+    assert padded.teacher.path in line and "<pad>" in line

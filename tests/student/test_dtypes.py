@@ -1,0 +1,177 @@
+"""A student outside training has its teacher's dtype, whatever was trained, from its training to
+its export."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_family_model
+from safetensors.torch import load_file
+from students import gate_in_this_process, tiny_student
+from training import SMALL, small_run
+
+from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, TeacherConfig
+from hybrid_distill.data import DataConfig
+from hybrid_distill.export import GateReport, export_checkpoint
+from hybrid_distill.pipeline import finished_run, run
+from hybrid_distill.student.dtypes import make_master_weights, settle
+from hybrid_distill.teacher import DTYPES, load_tokenizer
+
+STAGES = {
+    "align": ("align",),
+    "matrix align": ("matrix", "align"),
+    "distill": ("distill",),
+    "align distill": ("align", "distill"),
+    "distill on_policy long post": ("distill", "on_policy", "long", "post"),
+}
+TRAINED = ("ssm", "mixer", "all")
+SELECTIONS = ("random", "restoration", "none", "all")
+GATED = ("align distill", "ssm", "random")
+"""The combination that goes through the whole gate, once per dtype."""
+
+
+def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
+    """Leave out what a config refuses, or what would run the same code twice."""
+    if dtype != "bfloat16" and stages not in ("align", "distill", "align distill"):
+        return False  # the other stages are kinds of these two
+    if trained == "all" and "distill" not in stages:
+        return False
+    if "matrix" in stages:
+        return trained == "ssm" and selection in ("none", "restoration")
+    if selection == "restoration" and "align" in stages:
+        return trained != "mixer"  # heads that any plan can take are aligned alone
+    return selection in ("random", "restoration") or stages == "align distill"
+
+
+CASES = [
+    case for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS) if is_possible(*case)
+]
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random teacher of two layers with the embedded tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    tokenizer = load_tokenizer("tiny", "--teacher")
+    teacher = make_family_model(
+        "llama", **SMALL, vocab_size=len(tokenizer), max_position_embeddings=512
+    )
+    teacher.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    lines = [f"The river is {n} and the lantern is {n * n}." for n in range(400)]
+    (folder / "text.txt").write_text(
+        "\n\n".join(lines)
+    )  # the embedded corpus takes longer to read than to train on
+    return folder
+
+
+def two_steps(
+    out: Path, teacher: Path, dtype: str, stages: str, trained: str, selection: str
+) -> RunConfig:
+    """A run of two steps a stage, with evaluation and export."""
+    base, text = small_run(out), str(teacher / "text.txt")
+    precision = "fp32" if dtype == "float32" else "bf16"
+    shared: dict[str, Any] = {
+        "steps": 2,
+        "batch_size": 2,
+        "micro_batch_size": 2,
+        "precision": precision,
+    }
+    in_alignment = trained == "mixer" and "align" in STAGES[stages]
+    aligned, target = ("mixer", "mixer") if in_alignment else ("ssm", "head")
+    return replace(
+        base,
+        teacher=TeacherConfig(
+            str(teacher),
+            dtype=dtype,  # pyright: ignore[reportArgumentType]
+            attn_implementation="eager" if "matrix" in STAGES[stages] else None,
+        ),
+        data=DataConfig(sources=(text,), seq_len=64),
+        plan=PlanConfig(selection, k=1),  # pyright: ignore[reportArgumentType]
+        scoring=replace(base.scoring, n_examples=1, restoration_examples=1),
+        stages=STAGES[stages],
+        matrix=replace(base.matrix, **shared),
+        align=replace(base.align, **shared, train=aligned, target=target),
+        distill=replace(base.distill, **shared, train=trained),
+        on_policy=replace(
+            base.on_policy, **shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0
+        ),
+        long=replace(base.long, **shared, train=trained, seq_len=64, segment_len=32),
+        post=replace(
+            base.post, **shared, train=trained, data=DataConfig(sources=(text,), seq_len=64)
+        ),
+        evaluation=EvaluationConfig(n_pairs=(4,), n_examples=1, n_texts=1, texts=text),
+        export=True,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "stages", "trained", "selection"), CASES)
+def test_a_run_ends_in_an_export_of_the_teachers_dtype(
+    dtype: str,
+    stages: str,
+    trained: str,
+    selection: str,
+    teacher_folder: Path,
+    tmp_path: Path,
+    monkeypatch,
+) -> None:
+    if (stages, trained, selection) == GATED:
+        gate_in_this_process(monkeypatch, tmp_path / "modules")
+    else:
+        monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
+        monkeypatch.setattr(
+            "hybrid_distill.export.gate.write_record", lambda *_, **__: {"kernels": None}
+        )
+        monkeypatch.setattr("hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None)
+    out = run(two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection))
+    exported = load_file(out / "export" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {DTYPES[dtype]}
+    measured = json.loads((out / "evaluation.json").read_text())
+    assert math.isfinite(measured["perplexity"])
+    student, plan = finished_run(out).trained_student()
+    if plan.keeps_all:
+        return
+    finished = finished_run(out)
+    aligned_elsewhere = not finished.config.own_stages
+    if aligned_elsewhere:
+        finished = finished_run(out / "aligned")
+    master = load_file(finished.last_stage() / "model.safetensors")
+    ssm = {name: tensor for name, tensor in master.items() if ".ssm." in name}
+    assert ssm and {tensor.dtype for tensor in ssm.values()} == {torch.float32}, (
+        "nothing of what was trained is lost"
+    )
+    for name, tensor in student.state_dict().items():
+        assert tensor.dtype == DTYPES[dtype], name
+        assert torch.equal(tensor, exported.get(name, tensor)), (
+            "the command exports what the run exports"
+        )
+
+
+def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> None:
+    student, _ = tiny_student("qwen2")
+    frequencies = student.model.rotary_emb.inv_freq.clone()
+    make_master_weights(student.parameters())
+    exact = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
+    settle(student, torch.bfloat16)
+    assert all(torch.equal(p, exact[name].bfloat16()) for name, p in student.named_parameters())
+    assert (
+        torch.equal(student.model.rotary_emb.inv_freq, frequencies)
+        and frequencies.dtype == torch.float32
+    )
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+
+
+def test_a_student_between_two_stages_is_not_exported(tmp_path: Path) -> None:
+    student, plan = tiny_student("llama")
+    student.bfloat16()
+    make_master_weights(student.recurrent_heads()[0].parameters())
+    with pytest.raises(ValueError, match="bfloat16 and float32"):
+        export_checkpoint(student, None, tmp_path / "export", plan=plan, gate=False)
+    assert list(tmp_path.iterdir()) == []

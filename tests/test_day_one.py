@@ -1,0 +1,109 @@
+"""docs/training.md, day one on GPUs: its figures follow from each other, and its commands are accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hybrid_distill.assets import tiny_teacher_path
+from hybrid_distill.cli import main
+from hybrid_distill.cli.parsing import flags_of
+from hybrid_distill.cli.prepare_data import command as prepare_data
+from hybrid_distill.cli.recipes import load_recipe
+from hybrid_distill.config import config_of
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import empty_student
+from hybrid_distill.train.spikes import PEAK_FLOPS, flops_per_token
+
+ROOT = Path(__file__).parents[1]
+DAY = (ROOT / "docs/training.md").read_text().partition("## Day one")[2].partition("\n## ")[0]
+CONTAINER = ("--gpus all", "--ipc=host", "--ulimit memlock=-1", "--ulimit stack=67108864")
+N_GPUS = 8
+
+LLAMA = LlamaConfig(
+    vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=64, max_position_embeddings=131_072,
+    tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+
+
+def test_the_table_follows_from_its_milliseconds() -> None:
+    config = config_of(load_recipe(Path("llama_1b")))
+    with torch.device("meta"):
+        teacher = AutoModelForCausalLM.from_config(LLAMA)
+    plan = HeadPlan.random(teacher, config.plan.k, 0)
+    student = empty_student(teacher, plan, config.student.d_state, 4, config.student.recurrence)
+    rows = re.findall(r"^\| (align|distill) \| (.*) \|$", DAY, re.MULTILINE)
+    assert [name for name, _ in rows] == ["align", "distill"]
+    for name, row in rows:
+        micro_batch, ms, step, speed, mfu, hours = row.split(" | ")
+        stage = getattr(config, name)
+        assert micro_batch == f"{stage.micro_batch_size} x {config.data.seq_len:,}"
+        seconds = float(ms) / 1000
+        n_micro_batches = stage.batch_size // (N_GPUS * stage.micro_batch_size)
+        step_tokens = stage.batch_size * config.data.seq_len
+        assert step == f"{n_micro_batches * seconds:.2f} s" and f"{step_tokens:,}" in DAY
+        tokens_per_s = step_tokens / (n_micro_batches * seconds)
+        assert float(speed.replace(",", "")) == pytest.approx(tokens_per_s, rel=5e-3)
+        flops = flops_per_token(student, (teacher,), teacher_forced=name == "align")
+        share = tokens_per_s / N_GPUS * flops / PEAK_FLOPS["H100"]
+        assert mfu == f"{share:.0%}".replace("%", " %")
+        assert float(hours.removesuffix(" h")) == pytest.approx(
+            stage.steps * n_micro_batches * seconds / 3600, abs=0.05
+        )
+
+
+def test_memory_is_what_a_dry_run_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = tmp_path / "llama"
+    LLAMA.save_pretrained(teacher)
+    AutoTokenizer.from_pretrained(tiny_teacher_path()).save_pretrained(teacher)
+    (teacher / "model.safetensors").touch()  # a dry run reads no weights
+    words = ["run", "llama_1b", "--teacher", str(teacher), "--data.sources", "tiny"]
+    words += ["--data.weights", "1", "--plan.selection", "random", "--out", str(tmp_path / "run")]
+    main([*words, "--dry-run"])
+    printed = capsys.readouterr().out
+    totals = re.findall(r"^ *total (with gradient checkpointing)? *([\d. ]+)$", printed, re.MULTILINE)
+    (align, _), (distill, with_checkpointing) = (
+        [[round(float(gb)) for gb in row.split()] for _, row in totals[place : place + 2]] for place in (0, 2)
+    )
+    ddp, zero2 = 0, 2  # columns
+    assert f"{align[ddp]} GB in alignment and {distill[ddp]} GB in distillation" in DAY
+    assert f"`--distill.gradient-checkpointing` ({with_checkpointing[ddp]} GB)" in DAY
+    assert f"`launch/zero2.yaml` too ({with_checkpointing[zero2]} GB)" in DAY
+
+
+def test_tokens_hours_and_gigabytes() -> None:
+    config = config_of(load_recipe(Path("llama_1b")))
+    n_tokens = config.data.hub_tokens * len(config.data.sources)
+    assert f"{n_tokens // 10**9} billion tokens" in DAY and n_tokens >= 20e9
+    rate = float(re.findall(r"([\d.]+) million tokens a second of one core", DAY)[0]) * 1e6
+    assert f"{n_tokens / rate / 3600:.0f} core-hours and {4 * n_tokens / 1e9:.0f} GB" in DAY
+    assert f"On 16 cores that is {round(n_tokens / rate / 16 / 60, -1):.0f} minutes" in DAY
+
+
+def test_documented_commands_have_flags_that_exist() -> None:
+    commands = re.findall(r"^ *hybrid-distill prepare-data (.*)$", DAY.replace("\\\n", " "), re.MULTILINE)
+    sources = config_of(load_recipe(Path("llama_1b"))).data.sources
+    parsed = [flags_of(prepare_data).parse_args(shlex.split(command)) for command in commands]
+    assert len(parsed) == len(sources) == 2
+    assert {source for command in commands for source in sources if source in command} == set(sources)
+
+
+@pytest.mark.parametrize("page", ["docs/training.md", "launch/README.md", "Dockerfile"])
+def test_a_container_gets_what_training_needs(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert all(flag in text for flag in CONTAINER) and "580" in text
+
+
+def test_one_cuda_everywhere() -> None:
+    """The pinned torch is the one that the pages describe."""
+    pinned = re.findall(r"torch==([\d.]+)", (ROOT / "Dockerfile").read_text())
+    assert len(set(pinned)) == 1 and f"`torch=={pinned[0]}`" in DAY
+    assert f"TORCH ?= torch=={pinned[0]}" in (ROOT / "Makefile").read_text()

@@ -1,0 +1,228 @@
+"""A launch for GPUs refuses the CPU, and a run's first line says what it computes on.
+
+This file is also the program that each of two processes runs: ``test_devices.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+if __name__ == "__main__":
+    home = Path(__file__).parents[1]
+    sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
+
+import torch
+
+from hybrid_distill import devices, distributed
+from hybrid_distill.devices import (
+    CPU_ASKED,
+    DeviceFacts,
+    driver_version,
+    note_on_launch,
+    problem_of_launch,
+)
+from hybrid_distill.distributed import WorldError, check_devices, connect
+
+LAUNCH_FILES = Path(__file__).parents[1] / "launch"
+GPU = DeviceFacts("node-a", "cuda", "NVIDIA H100", "2.13.0", "13.0", "580.65", "")
+CPU = replace(GPU, host="node-d", kind="cpu", name="x86_64", cuda="", driver="")
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with a GPU, a torch for CUDA, and a driver that is too old."""
+    for name in (CPU_ASKED, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refuse() -> None:
+        raise RuntimeError(f"{TOO_OLD}\nUpdate it.")
+
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "version").write_text("470.256.02\n")
+    monkeypatch.setattr(
+        devices, "NVIDIA_SIGNS", (str(tmp_path / "nvidia[0-9]*"), str(tmp_path / "version"))
+    )
+    monkeypatch.setattr(devices, "NVIDIA_DRIVER", (str(tmp_path / "version"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(distributed, "_facts", None)
+    return tmp_path
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused(machine):
+    with pytest.raises(WorldError, match="too old"):
+        check_devices()
+    assert driver_version() == "470.256.02"
+
+
+def test_a_container_without_its_gpus_has_the_driver_alone(machine):
+    (machine / "nvidia0").unlink()
+    with pytest.raises(WorldError, match="version"):
+        check_devices()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(CPU_ASKED, "true"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")],
+)
+def test_whoever_asks_for_the_cpu_gets_it(machine, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert DeviceFacts.find().problem == ""
+    check_devices()
+
+
+def test_a_machine_without_a_gpu_computes_on_its_cpu(machine):
+    (machine / "nvidia0").unlink()
+    (machine / "version").unlink()
+    found = DeviceFacts.find()
+    assert (found.kind, found.problem, found.driver) == ("cpu", "", "")
+
+
+def test_a_torch_without_cuda_is_somebodys_choice(machine, monkeypatch, caplog):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_devices()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(machine / "nvidia0") in caplog.text
+
+
+@pytest.mark.parametrize("launched", ["LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
+@pytest.mark.parametrize("built_for", ["13.0", None])
+def test_a_launched_process_never_falls_back_to_the_cpu(machine, monkeypatch, launched, built_for):
+    """Not even where there is nothing to see of a GPU: someone has launched it for one."""
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    for sign in ("nvidia0", "version"):
+        (machine / sign).unlink()
+    monkeypatch.setenv(launched, "0")
+    with pytest.raises(WorldError, match=CPU_ASKED):
+        check_devices()
+    monkeypatch.setenv(CPU_ASKED, "true")
+    check_devices()
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert "2 GPUs" in DeviceFacts.find().problem
+
+
+def test_processes_on_one_kind_of_device_may_compute():
+    assert problem_of_launch([GPU] * 4) == problem_of_launch([CPU] * 2) == ""
+    assert note_on_launch([GPU] * 4) == ""
+
+
+def test_one_bad_node_of_four_is_named():
+    bad = replace(CPU, problem="the driver is too old")
+    problem = problem_of_launch([GPU, GPU, GPU, bad])
+    assert "process 3" in problem and "node-d" in problem and bad.problem in problem
+    mixed = problem_of_launch([GPU, CPU])
+    assert "node-a" in mixed and "node-d" in mixed
+
+
+def test_another_gpu_or_version_is_noted():
+    note = note_on_launch([GPU, replace(GPU, name="NVIDIA A100", torch="2.12.0")])
+    assert "NVIDIA A100" in note and "2.12.0" in note
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("odd", ["bad", "mixed"])
+def test_processes_compare_their_devices_before_they_connect(odd):
+    """A group of NCCL here and gloo there would never come to be."""
+    from processes import start_two
+
+    ended = start_two(Path(__file__), own=[{"ODD": "no"}, {"ODD": odd}])
+    assert [process.status for process in ended] == [2, 2], ended
+    said = [process.err.count("error: ") for process in ended]
+    assert said == [1, 0], "once, by the main process"
+    assert "process 1" in ended[0].err
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("file", ["single_gpu.yaml", "ddp.yaml", "fsdp2.yaml"])
+def test_a_launch_file_for_gpus_refuses_the_cpu(tmp_path, file):
+    from training import free_port
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop(CPU_ASKED, None)
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(LAUNCH_FILES / file),
+    ]
+    command += [
+        "--num_processes",
+        "1" if file == "single_gpu.yaml" else "2",
+        "--main_process_port",
+        str(free_port()),
+    ]
+    command.append(__file__)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0 and done.stderr.count("error: ") == 1, done.stderr
+    assert "connected" not in done.stdout
+
+
+@pytest.mark.launched
+def test_the_launch_file_for_the_cpu_computes_there():
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(LAUNCH_FILES / "cpu.yaml"),
+    ]
+    done = subprocess.run(
+        [*command, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and "connected cpu" in done.stdout, done.stderr
+
+
+def test_the_first_line_of_a_run_says_what_computes(tmp_path, caplog):
+    from training import small_run
+
+    from hybrid_distill import pipeline
+
+    pipeline.announce.cache_clear()
+    caplog.set_level("INFO", logger="hybrid_distill")
+    config = small_run(tmp_path / "run")
+    for _ in range(2):
+        this = pipeline.Run(config)
+        this.prepare()
+    first = caplog.records[0].getMessage()
+    for part in ("cpu", "kernels of torch", torch.__version__, "CUDA", "driver"):
+        assert part in first
+    lines = [record for record in caplog.records if record.getMessage() == first]
+    assert len(lines) == 1, "however many runs there are within one"
+
+
+def main() -> None:
+    """Connect as a process of a launch, on a device of its own."""
+    from hybrid_distill.cli.app import exit_cleanly
+
+    odd = os.environ.get("ODD")
+    found = {"no": GPU, "bad": replace(CPU, problem="the driver is too old"), "mixed": CPU}
+    if odd:
+        facts = found[odd]
+        DeviceFacts.find = classmethod(lambda cls: facts)  # type: ignore[method-assign,assignment]
+    exit_cleanly(lambda: print("connected", connect().device.type))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The option that selects kernels: what it reaches in every command, and what it refuses before it
+computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from students import tiny_student
+from training import refusal, small_models, small_run
+
+from hybrid_distill import pipeline
+from hybrid_distill.cli.app import main
+from hybrid_distill.config import PlanConfig, StudentConfig
+from hybrid_distill.kernels import LOSS, Kernels, check_kernels, loss_implementation, use_kernels
+from hybrid_distill.lab.analysis.experiment import Subject
+from hybrid_distill.model import ssd
+from hybrid_distill.pipeline import Run
+
+CPU = torch.device("cpu")
+
+
+def test_the_option_is_the_implementations_of_students() -> None:
+    assert set(get_args(Kernels)) == set(ssd.IMPLEMENTATIONS) - {"reference"}
+    assert LOSS.keys() == set(ssd.IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "mamba_ssm"])
+def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
+    kernels: Kernels, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(
+        ssd, "_unusable", lambda impl: None
+    )  # all are installed: what is missing is a GPU
+    monkeypatch.setattr(
+        pipeline.Run, "teacher", property(lambda self: pytest.fail("the teacher was loaded"))
+    )
+    config = small_run(tmp_path / "run")
+    assert "student.kernels" in refusal(capsys, config, "--student.kernels", kernels)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_an_absent_package_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed")
+    with pytest.raises(ValueError, match=r"--kernels is 'mamba_ssm': .* is not installed"):
+        check_kernels("mamba_ssm", torch.device("cuda"))
+
+
+def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_itself(
+    tmp_path: Path, monkeypatch
+):
+    seen = []
+    check = pipeline.build_student.__globals__["check_rows"]
+    monkeypatch.setitem(
+        pipeline.build_student.__globals__,
+        "check_rows",
+        lambda model: (seen.append(getattr(model, "ssm_implementation", None)), check(model)),
+    )
+    base = small_run(tmp_path / "run", plan=PlanConfig("none", k=0))
+    run = Run(replace(base, student=replace(base.student, kernels="torch")))
+    run.prepare()
+    student = run.build(run.plan())
+    assert student.ssm_implementation == "torch" and seen == [None, "torch"]
+    assert loss_implementation(student) == "torch"
+
+    # Resumed on other kernels: it is the same run.
+    again = Run(replace(base, student=replace(base.student, kernels="auto")))
+    again.prepare()
+    assert again.build(again.plan()).ssm_implementation == "auto"
+    with pytest.raises(ValueError, match=r"student\.d_state"):
+        Run(replace(base, student=replace(base.student, d_state=5))).prepare()
+
+
+def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
+    from hybrid_distill.train import end_to_end
+    from training import small_config, small_rows  # isort: skip
+
+    from hybrid_distill.train.stages import make_stage
+
+    asked, compute = [], end_to_end.fused_distillation_loss
+
+    def noting(*args, impl, **options):
+        asked.append(impl)
+        return compute(*args, impl="torch", **options)
+
+    monkeypatch.setattr(end_to_end, "fused_distillation_loss", noting)
+    for kernels in ("auto", "torch"):
+        student, teacher = small_models()
+        stage = make_stage(
+            small_config("distill"), use_kernels(student, kernels, CPU), teacher, vocab_size=99
+        )
+        stage(small_rows().batch(0, 2))
+    assert asked == ["auto", "torch"]
+
+
+def test_other_models_have_no_kernels_to_choose() -> None:
+    _, teacher = small_models()
+    assert use_kernels(teacher, "auto", CPU) is teacher
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        use_kernels(teacher, "torch", CPU)
+
+
+@pytest.fixture
+def student_folder(tmp_path: Path) -> Path:
+    student, _ = tiny_student("llama")
+    student.save_pretrained(tmp_path / "student")
+    return tmp_path / "student"
+
+
+def test_experiments_load_a_student_on_the_kernels(student_folder: Path, monkeypatch) -> None:
+    student, _ = tiny_student("llama")
+    monkeypatch.setattr(
+        "hybrid_distill.lab.analysis.experiment.load_on_own_device",
+        lambda *_, **__: (student, None),
+    )
+    model, _ = Subject(model=str(student_folder), kernels="torch").load()
+    assert model.ssm_implementation == "torch"
+
+
+def test_the_suite_measures_a_student_on_the_kernels(
+    student_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    from hybrid_distill.cli import evaluate_suite
+
+    student, _ = tiny_student("llama")
+    monkeypatch.setattr(evaluate_suite, "check_job", lambda job: None)
+    monkeypatch.setattr(evaluate_suite, "load_on_own_device", lambda *_, **__: (student, None))
+    measured = []
+    monkeypatch.setattr(
+        evaluate_suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0
+    )
+    words = [
+        "evaluate-suite",
+        "--model",
+        str(student_folder),
+        "--kernels",
+        "torch",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        main(words)
+    assert [model.ssm_implementation for model in measured] == ["torch"]
+
+
+def test_a_run_is_measured_again_on_other_kernels(tmp_path: Path, monkeypatch) -> None:
+    config = small_run(tmp_path / "run")
+    Run(config).prepare()
+    used = []
+
+    def trained(self: Run) -> None:
+        used.append(self.config.student.kernels)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(Run, "trained_student", trained)
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", str(config.out), "--kernels", "torch"])
+    assert used == ["torch"] and StudentConfig().kernels == "auto"

@@ -1,0 +1,167 @@
+"""Kernels of a stage: tried before the first step, the same in every process, and shown to the user."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from hybrid_kernels import loss as fused_loss
+from training import small_config, small_models, small_rows
+
+from hybrid_distill.cli.app import exit_cleanly
+from hybrid_distill.distributed import WorldError, connect
+from hybrid_distill.model import ssd
+from hybrid_distill.train import kernels as module
+from hybrid_distill.train.kernels import agree_on_kernels, difference_between, kernels_of
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.stages import make_stage
+
+GPU = torch.device("cuda")
+
+
+def stage_of(name: str = "distill", **changes):
+    return make_stage(small_config(name, **changes), *small_models(), vocab_size=99)
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[tuple]:
+    """Kernels that are tried on a GPU that is not there; the convolution is not right."""
+    asked: list[tuple] = []
+
+    def reason(kernel, device, dtype, sizes, training, options):
+        asked.append((kernel, dtype, sizes, training, dict(options)))
+        return "it is off by 3" if kernel == "convolution" else None
+
+    def reason_of_loss(device, dtype, kind, from_head):
+        asked.append(("distillation loss", dtype, kind, from_head))
+
+    monkeypatch.setattr(ssd, "_reason_against", reason)
+    monkeypatch.setattr(fused_loss, "_reason_against", reason_of_loss)
+    return asked
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["align", "distill", "on_policy", "long"])
+def test_what_is_tried_before_training_is_what_a_step_calls(
+    name: str, precision: str, tried, monkeypatch
+) -> None:
+    stage = stage_of(name, precision=precision)
+    chosen = kernels_of(stage, GPU)
+    assert chosen["recurrence"] == "triton" and chosen["convolution"] == "torch (it is off by 3)"
+    assert chosen.get("distillation loss") == (None if name == "align" else "triton")
+    assert ("decoding step" in chosen) == (name == "on_policy")
+
+    called: list[tuple] = []
+    choose, pick = ssd._choose, fused_loss._pick
+
+    def noting(impl, kernel, x, *sizes, **options):
+        called.append((kernel, x.dtype, sizes, torch.is_grad_enabled(), options))
+        return choose(impl, kernel, x, *sizes, **options)
+
+    def noting_loss(impl, device, dtype, options, from_head):
+        called.append(("distillation loss", dtype, options.kind, from_head))
+        return pick(impl, device, dtype, options, from_head)
+
+    monkeypatch.setattr(ssd, "_choose", noting)
+    monkeypatch.setattr(fused_loss, "_pick", noting_loss)
+    (batch,) = stage.micro_batches(small_rows().batch(0, 4), 4, [0, 1, 2, 3])
+    stage(batch, stage.totals(batch)).total.backward()
+    for trial in tried:
+        assert trial in called, f"{trial} is tried, and no step calls it"
+    in_training = [call for call in called if call[0] == "distillation loss" or call[3]]
+    gated = [call for call in in_training if call[0] != "recurrence" or call[4]["gated"]]
+    for call in gated:  # torch's own path asks once more, without the gate
+        assert call in tried, f"a step calls {call}, which is not tried"
+
+
+def test_a_cpu_tries_nothing_and_reports_torch(tried, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        chosen = agree_on_kernels(stage_of(), torch.device("cpu"))
+    assert (
+        chosen == dict.fromkeys(("recurrence", "convolution", "distillation loss"), "torch")
+        and not tried
+    )
+    assert "torch" in caplog.text
+
+
+def test_kernels_that_were_named_are_reported_as_such() -> None:
+    stage = stage_of()
+    stage.student.set_ssm_implementation("mamba_ssm")
+    assert kernels_of(stage, GPU)["recurrence"] == "mamba_ssm"
+    assert kernels_of(stage, GPU)["convolution"] == "torch"
+    stage.student.set_ssm_implementation("torch")
+    assert set(kernels_of(stage, GPU).values()) == {"torch"}
+    assert (
+        kernels_of(stage_of(fused=False), torch.device("cpu"))["distillation loss"]
+        == "torch (not fused)"
+    )
+
+
+def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> None:
+    right = {"recurrence": "triton", "convolution": "triton", "distillation loss": "triton"}
+    fallen = right | {"distillation loss": "torch (on cuda:2 its value is off by 3e-2)"}
+    monkeypatch.setattr(module, "compute_everywhere", lambda compute: [right, right, fallen])
+    with pytest.raises(WorldError) as refusal:
+        agree_on_kernels(stage_of(), torch.device("cpu"))
+    for named in ("distillation loss", "process 0", "process 2", "cuda:2", "--student.kernels"):
+        assert named in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    # All on torch, each for its own device's reason: slow, and the same.
+    assert (
+        difference_between(
+            [{"recurrence": "torch (on cuda:0)"}, {"recurrence": "torch (on cuda:1)"}]
+        )
+        == ""
+    )
+
+
+def test_a_stage_is_refused_before_its_first_step(tmp_path, monkeypatch) -> None:
+    found = [{"recurrence": "triton"}, {"recurrence": "torch (broken)"}]
+    monkeypatch.setattr(module, "compute_everywhere", lambda compute: found)
+    with pytest.raises(WorldError):
+        train_stage(stage_of(), small_rows(), tmp_path / "stage", progress=False)
+    assert not (tmp_path / "stage" / "metrics.jsonl").exists()
+
+
+def test_warnings_of_the_loss_are_shown(monkeypatch) -> None:
+    """Its package is another one than ours, whose logger was never opened."""
+    levels = SimpleNamespace(seen=[])
+    exit_cleanly(
+        lambda: levels.seen.append(
+            logging.getLogger("hybrid_kernels.loss").isEnabledFor(logging.WARNING)
+        )
+    )
+    assert levels.seen == [True]
+
+
+@pytest.mark.launched
+def test_two_processes_on_different_kernels_end_before_training(tmp_path) -> None:
+    from test_launch import DDP, launch
+
+    run = launch(DDP, tmp_path / "stage", program=Path(__file__))
+    assert run.returncode != 0
+    (line,) = {line for line in run.stderr.splitlines() if line.startswith("error: ")}
+    assert "process 1" in line and "cuda:1" in line
+    assert not (tmp_path / "stage" / "metrics.jsonl").exists()
+
+
+def main() -> None:
+    """Train on the launched processes, the last of which has lost a kernel."""
+    state = connect()
+    is_last = state.process_index == state.num_processes - 1
+    loss = "torch (on cuda:1 it is off by 3e-2)" if is_last else "triton"
+    module.kernels_of = lambda stage, device: {"recurrence": "triton", "distillation loss": loss}
+    out = Path(sys.argv[1])
+    exit_cleanly(lambda: train_stage(stage_of(), small_rows(), out, progress=False))
+
+
+if __name__ == "__main__":
+    main()
