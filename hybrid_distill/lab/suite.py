@@ -1,0 +1,380 @@
+"""Any model on lm-eval tasks: the papers' suite by one name, this package's probes, and coverage of a teacher."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..distributed import alone_in, make_accelerator
+from ..io import Record, write_json, write_text
+from ..limits import Count, CountOrZero, Limits, check_options, first_line, numbers, words
+from ..probes.ruler import load_generators
+from ..scoring import describe_run
+from ..teacher import TINY, fingerprint, longest_context
+from .probe_tasks import PROBES, RULER, Untyped, own_task
+from .reporting import markdown_table, percent_change, with_error
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+PAPER_FOLDERS = (
+    *("arc", "piqa", "winogrande", "hellaswag", "openbookqa", "lambada"),
+    *("mmlu/default", "gsm8k", "swde", "bbh/cot_fewshot"),
+)
+"""Folders of lm-eval's task files that the papers' tasks are in."""
+EVERYTHING = ("",)
+KNOWLEDGE = ("arc_challenge", "arc_easy", "piqa", "winogrande", "hellaswag", "openbookqa")
+RETRIEVAL = ("lambada_openai", "mmlu", "gsm8k", "swde", "bbh", "niah", "kv", "kv_generate")
+SUITES = {
+    "paper": (*KNOWLEDGE, *RETRIEVAL),
+    "paper-knowledge": KNOWLEDGE,
+    "paper-retrieval": RETRIEVAL,
+    "ruler": ("niah", "ruler_vt", "ruler_cwe", "ruler_fwe"),
+    "probes": PROBES,
+}
+HEADLINES = {
+    "arc_challenge": "acc_norm,none",
+    "hellaswag": "acc_norm,none",
+    "openbookqa": "acc_norm,none",
+    "lambada_openai": "acc,none",
+    "gsm8k": "exact_match,strict-match",
+    "text": "byte_perplexity,none",
+}
+"""Metric and filter that the papers report, for tasks whose first metric is another."""
+DEFAULT_CONTEXT = 2048
+RESULTS = "results.json"
+BOOTSTRAP_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class SuiteJob:
+    """Model to evaluate on lm-eval tasks. Raises ValueError for a number out of range."""
+
+    suite: str | None = None
+    """``paper`` (its halves ``paper-knowledge`` and ``paper-retrieval``), ``ruler``, ``probes``, or tasks of lm-eval
+    and of this package by name, such as ``arc_easy,kv``."""
+    model: str | None = None
+    """Model to measure: a local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
+    teacher: str | None = None
+    """Teacher, measured on the same tasks to compute coverage; named as in ``--model``."""
+    include_path: Path | None = None
+    """Folder with lm-eval task files, used before lm-eval's own."""
+    fewshot: CountOrZero | None = None
+    """Few-shot examples per prompt, instead of each task's own number."""
+    limit: Count | None = None
+    """Number of questions, from the first, per task, per part of a group, and per length."""
+    seed: CountOrZero = 1
+    """Seed of our probes' questions, of needles, and of the choice of few-shot examples."""
+    pairs: str = "16"
+    """Dictionary sizes of kv; several alternate (``10,25,50``)."""
+    ruler_lengths: str = "4096"
+    """Prompt lengths of ruler and niah, in tokens; several are measured separately (``256,512``)."""
+    facts: Path | None = None
+    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
+    texts: str = TINY
+    """Plain text for the task text: ``tiny`` or a file."""
+    max_length: Annotated[int, Limits(2, whole=True)] | None = None
+    """Context length in tokens, instead of the model config's."""
+    truncate: bool = False
+    """Truncate prompts that exceed the context, on the left, and count them. By default they are an error."""
+    batch_size: Count = 16
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Our own exports do not need it."""
+    allow_bin: bool = False
+    """Allow pickled weights (``*.bin``)."""
+    again: bool = False
+    """Measure again and replace earlier results."""
+    cache: Path = Path("runs/evaluation/answers")
+    """Folder for the answers of each model, which later evaluations reuse."""
+    out: Path | None = None
+    """Folder for results.json and results.md; by default one in runs/evaluation, named after the model."""
+
+    def __post_init__(self) -> None:
+        check_options(self, "--")
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the model's results."""
+        return self.out or Path("runs/evaluation") / re.sub(r"[^\w.-]+", "-", str(self.model)).strip("-.")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tasks, each once."""
+        names: list[str] = []
+        for word in words(self.suite or ""):
+            names += SUITES.get(word, (word,))
+        return list(dict.fromkeys(names))
+
+    def numbers(self, name: Literal["pairs", "ruler_lengths"]) -> list[int]:
+        """Parse an option that holds several numbers."""
+        return numbers(name.replace("_", "-"), getattr(self, name), least=1)
+
+
+def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
+    """Load those tasks that lm-eval defines, with their questions, by name; our own need a tokenizer (`own_task`).
+
+    A tag of lm-eval is several tasks; any other name is one task or group. Raises ValueError for unknown tasks, bad
+    options, missing packages, and tasks whose questions cannot be loaded.
+    """
+    if not job.names:
+        raise ValueError(f"--suite is {job.suite!r}; pass a suite ({', '.join(SUITES)}) or tasks, such as arc_easy,kv.")
+    job.numbers("pairs")
+    job.numbers("ruler_lengths")
+    if job.include_path is not None and not job.include_path.is_dir():
+        raise ValueError(f"--include-path {job.include_path} is not a folder; pass one with lm-eval task files.")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm-eval is not installed; pip install 'lm-eval[ruler]'.")
+    if not RULER.keys().isdisjoint(job.names):
+        load_generators()
+    stock = [name for name in job.names if name not in PROBES and name not in RULER]
+    manager = _manager_of(stock, job.include_path)
+    tasks: dict[str, list[Untyped]] = {}
+    reasons: dict[str, str] = {}
+    for name in stock:
+        try:
+            loaded: Untyped = manager.load([name])
+        except Exception as error:  # the hub, its libraries and task files raise many kinds of errors
+            reasons[name] = f"{type(error).__name__}: {first_line(error)}"
+            continue
+        if name in loaded["groups"]:
+            tasks[name] = [loaded["groups"][name]]
+        else:
+            tasks[name] = list(loaded["tasks"].values())
+    if reasons:
+        # Without a network, all tasks fail for the same reason.
+        reason = next(iter(reasons.values()))
+        raise ValueError(
+            f"lm-eval cannot load {', '.join(reasons)} ({reason}); without a network, bring a copy of the Hugging Face "
+            "cache, or pass task files with --include-path (docs/evaluation.md), or leave them out of --suite."
+        )
+    return tasks
+
+
+def _manager_of(names: list[str], include_path: Path | None) -> TaskManager:
+    """Return an index of lm-eval's tasks that has all names. Raises ValueError if none has."""
+    unknown: list[str] = []
+    # Reading all of lm-eval's 10,000 task files takes 10 seconds or more; the papers' tasks are in a few folders.
+    for folders in (PAPER_FOLDERS, EVERYTHING):
+        manager = _task_manager(include_path, folders)
+        unknown = [name for name in names if name not in manager.task_index]
+        if not unknown:
+            return manager
+    raise ValueError(
+        f"--suite has {', '.join(unknown)}: neither a suite ({', '.join(SUITES)}), nor a task of this package "
+        f"({', '.join([*PROBES, *RULER])}), nor one that `lm-eval ls tasks` lists; pass one of those."
+    )
+
+
+@cache
+def _task_manager(include_path: Path | None, folders: tuple[str, ...]) -> TaskManager:
+    """Index folders of lm-eval's tasks, and the task files of ``include_path``, which take precedence."""
+    import lm_eval.tasks
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every truncated prompt and replaced task
+    root = Path(lm_eval.tasks.__file__).parent
+    paths: list[str | Path] = [root / folder for folder in folders]
+    if include_path is not None:
+        paths.append(include_path)
+    return lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False)
+
+
+def prepare(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob, stock: Mapping[str, list[Untyped]]
+) -> tuple[Untyped, list[Untyped], dict[str, int]]:
+    """Return (model for lm-eval, tasks and groups, truncated prompts by task); ``stock`` is from `load_tasks`.
+
+    Raises ValueError for prompts that exceed the context unless the job truncates them, and as `own_task` does.
+    """
+    lm = make_lm(model, tokenizer, job)
+    tasks: list[Untyped] = []
+    for name in job.names:
+        if name in stock:
+            tasks += stock[name]
+        else:
+            tasks.append(_own_task(name, tokenizer, job))
+    n_cut: dict[str, int] = {}
+    for name, task in by_name(tasks)["tasks"].items():
+        # As simple_evaluate does: a task that sets 0 examples has none to show.
+        if job.fewshot is not None and task.get_config("num_fewshot") != 0:
+            task.set_config("num_fewshot", job.fewshot)
+        lengths = _prompt_lengths(task, lm, job)
+        n_long = sum(length > lm.max_length for length in lengths)
+        if n_long and not job.truncate:
+            raise ValueError(
+                f"{n_long} of {len(lengths)} prompts of {name} do not fit into the context of {lm.max_length} tokens; "
+                f"the longest needs {max(lengths)}. Pass smaller --fewshot, --pairs or --ruler-lengths, or --truncate "
+                "to cut them on the left, as lm-eval does."
+            )
+        if n_long:
+            n_cut[name] = n_long
+    return lm, tasks, n_cut
+
+
+def _own_task(name: str, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
+    pairs = job.numbers("pairs")
+    lengths = job.numbers("ruler_lengths")
+    questions = {"limit": job.limit, "seed": job.seed, "facts": job.facts, "texts": job.texts}
+    return own_task(name, tokenizer, pairs=pairs, ruler_lengths=lengths, **questions)
+
+
+def by_name(tasks: list[Untyped]) -> Untyped:
+    """Return lm-eval's dict of tasks and groups, members included. Raises ValueError if a task is in two of them."""
+    return _task_manager(None, ()).load(tasks)
+
+
+def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
+    """Wrap a model for lm-eval; launched processes split its requests."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-text token, which lm-eval needs; set its eos_token.")
+    accelerator = make_accelerator()
+    from lm_eval.models.huggingface import HFLM
+
+    wrap: Untyped = HFLM
+    max_length = job.max_length or longest_context(model.config) or DEFAULT_CONTEXT
+    lm = wrap(model, tokenizer=tokenizer, batch_size=job.batch_size, max_length=max_length)
+    if accelerator.num_processes > 1:  # HFLM leaves this to callers that pass a model
+        lm.accelerator = accelerator
+        lm._rank = accelerator.process_index
+        lm._world_size = accelerator.num_processes
+    return lm
+
+
+def _prompt_lengths(task: Untyped, lm: Untyped, job: SuiteJob) -> list[int]:
+    """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
+    task.set_fewshot_seed(job.seed)
+    with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
+        task.build_all_requests(limit=job.limit)
+    task.set_fewshot_seed(job.seed)
+    lengths: list[int] = []
+    for request in task.instances:
+        if request.request_type == "generate_until":
+            prompt, options = request.args
+            lengths.append(len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks))
+        elif request.request_type == "loglikelihood":
+            # Its last token is predicted, not read.
+            lengths.append(len(lm.tok_encode("".join(request.args))) - 1)
+        else:
+            lengths.append(0)
+    return lengths
+
+
+def run_suite(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob, stock: Mapping[str, list[Untyped]]
+) -> Record:
+    """Measure a model with `lm_eval.simple_evaluate`; return its results as JSON, empty except in the main process.
+
+    Answers are cached as they come, so that a stopped call resumes. Raises ValueError as `prepare` does.
+    """
+    import lm_eval
+    from lm_eval.utils import handle_non_serializable
+
+    lm, tasks, n_cut = prepare(model, tokenizer, job, stock)
+    asked = [item.task_name if hasattr(item, "task_name") else item.name for item in tasks]
+    # lm-eval's cache knows requests, but not whom they were put to.
+    answers = job.cache / f"{fingerprint(model)}-{lm.max_length}-{str(model.dtype).removeprefix('torch.')}"
+    with alone_in(answers):
+        if job.again:
+            (answers / f"lm_eval_rank{lm.rank}.db").unlink(missing_ok=True)
+        results: Untyped = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=tasks,
+            task_manager=_task_manager(None, ()),
+            use_cache=str(answers / "lm_eval"),
+            limit=job.limit,
+            bootstrap_iters=BOOTSTRAP_DRAWS,
+            log_samples=False,
+            fewshot_random_seed=job.seed,
+        )
+    if results is None:
+        return {}
+    facts = {"asked": asked, "truncated": n_cut, "described": describe_run(model)}
+    return json.loads(json.dumps({**results, **facts}, default=handle_non_serializable))
+
+
+def headline(task: str, metrics: Iterable[str]) -> str:
+    """Return the key of the figure to report, of a task's ``METRIC,FILTER``: the papers', or the first."""
+    return HEADLINES.get(task) or next(key for key in metrics if "," in key and "_stderr," not in key)
+
+
+def summary(results: Record, teacher: Record | None = None) -> pd.DataFrame:
+    """Tabulate the headline of each task that was asked for, and its ratio to the teacher's.
+
+    No ratio if lower is better or the teacher scores 0.
+    """
+    rows: list[Record] = []
+    for task in results["asked"]:
+        figures = results["results"][task]
+        key = headline(task, figures)
+        metric, _, kind = key.partition(",")
+        row = {"task": task, "metric": metric, "value": figures[key], "stderr": _error(figures, metric, kind)}
+        if teacher is not None:
+            teacher_figures = teacher["results"][task]
+            row["teacher"] = teacher_figures[key]
+            row["teacher_stderr"] = _error(teacher_figures, metric, kind)
+            row["ratio"] = None
+            if results["higher_is_better"][task].get(metric, True) and row["teacher"] > 0:
+                row["ratio"] = row["value"] / row["teacher"]
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _error(figures: Record, metric: str, kind: str) -> float | None:
+    error = figures.get(f"{metric}_stderr,{kind}")
+    return None if error == "N/A" else error
+
+
+def coverage(table: pd.DataFrame) -> dict[str, float]:
+    """Return the mean ratio over those tasks of each half of the paper's suite that have one."""
+    shares: dict[str, float] = {}
+    for suite in ("paper-knowledge", "paper-retrieval"):
+        ratios = table[table.task.isin(SUITES[suite])].ratio.dropna()
+        if len(ratios):
+            shares[suite] = float(ratios.mean())
+    return shares
+
+
+def write_results(folder: Path, results: Record, teacher: Record | None = None) -> None:
+    """Write results.json, results.md with lm-eval's own tables, and the teacher's results to a folder below."""
+    from lm_eval.utils import make_table
+
+    if teacher is not None:
+        write_results(folder / "teacher", teacher)
+        table = summary(results, teacher)
+        results["comparison"] = {"tasks": json.loads(table.to_json(orient="records")), "coverage": coverage(table)}
+    tables = [render(results, teacher), make_table(results)]
+    if "groups" in results:
+        tables.append(make_table(results, "groups"))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "results.md", "\n\n".join(tables) + "\n")
+    write_json(folder / RESULTS, results)
+
+
+def render(results: Record, teacher: Record | None = None) -> str:
+    """Render Markdown: a row per task, coverage of the teacher, and how many prompts were truncated."""
+    table = summary(results, teacher)
+    rows: list[dict[str, str]] = []
+    for row in table.to_dict("records"):
+        cells = {"task": row["task"], "metric": row["metric"], "value": with_error(row["value"], row["stderr"], 3)}
+        if teacher is not None:
+            cells["teacher"] = with_error(row["teacher"], row["teacher_stderr"], 3)
+            cells["change"] = percent_change(row["ratio"])
+        rows.append(cells)
+    blocks = [markdown_table(pd.DataFrame(rows), text_columns=2)]
+    if teacher is not None:
+        blocks += [f"Coverage of the teacher, {name}: {share:.1%}" for name, share in coverage(table).items()]
+    blocks += [f"{name}: {n} prompts truncated on the left" for name, n in results["truncated"].items()]
+    return "\n\n".join(blocks)
