@@ -18,8 +18,8 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 MEAGER = 500
@@ -107,9 +107,9 @@ def main() -> None:
     held_out_pages = map(json.loads, (options.out / "held_out.jsonl").read_text().splitlines())
     found = [passage for record in held_out_pages for passage in passages(record["text"])]
     questions.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in found))
-    definition = Path(*find_spec("lm_eval").submodule_search_locations) / "tasks/lambada/lambada_openai.yaml"
-    files = json.dumps({"data_files": {"test": str(questions.resolve())}})
-    task = f"include: {definition}\ndataset_path: json\ndataset_name: null\ndataset_kwargs: {files}\n"
+    definition = files("lm_eval") / "tasks/lambada/lambada_openai.yaml"
+    source = json.dumps({"data_files": {"test": str(questions.resolve())}})
+    task = f"include: {definition}\ndataset_path: json\ndataset_name: null\ndataset_kwargs: {source}\n"
     (tasks / "lambada_openai.yaml").write_text(task)
     print(f"{questions}: {len(found)} passages")
 

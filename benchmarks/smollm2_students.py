@@ -139,7 +139,8 @@ def measure_one(out: Path, name: str) -> None:
     record["chat"] = in_chat(retrieval, model)
     options: dict[str, Any] = {"ruler_lengths": str(RULER_LENGTH), "limit": RULER_EXAMPLES, "batch_size": 32}
     job = SuiteJob(suite=RULER, cache=out / "answers", **options)
-    ruler = summary(run_suite(model.to(torch.bfloat16), run.tokenizer, job, load_tasks(job)))
+    torch.nn.Module.to(model, torch.bfloat16)
+    ruler = summary(run_suite(model, run.tokenizer, job, load_tasks(job)))
     record["ruler"] = dict(zip(ruler.task, ruler.value))
     path.write_text(json.dumps(record, indent=1))
 

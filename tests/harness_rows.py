@@ -10,7 +10,10 @@ FOLDERS = {"arc_easy": "arc"}
 
 
 def write_task(folder: Path, name: str, n_rows: int) -> None:
-    """Write NAME.yaml, which is lm-eval's own task but for its data set, and its questions."""
+    """Write NAME.yaml, which is lm-eval's own task but for its data set, and its questions.
+
+    It has a tag, and is the only member of a group that reports nothing of its own.
+    """
     import lm_eval.tasks
 
     definition = Path(lm_eval.tasks.__file__).parent / FOLDERS[name] / f"{name}.yaml"
@@ -19,6 +22,7 @@ def write_task(folder: Path, name: str, n_rows: int) -> None:
     questions.write_text("".join(f"{json.dumps(_row(number))}\n" for number in range(n_rows)))
     lines = [
         f"include: {definition}",
+        "tag: made_up_tag",
         "dataset_path: json",
         "dataset_name: null",
         f"dataset_kwargs: {{data_files: {{test: {questions}}}}}",
@@ -26,8 +30,13 @@ def write_task(folder: Path, name: str, n_rows: int) -> None:
         "validation_split: null",
     ]
     (folder / f"{name}.yaml").write_text("\n".join(lines) + "\n")
+    (folder / "group.yaml").write_text(f"group: made_up_group\ntask: [{name}]\n")
 
 
 def _row(number: int) -> dict[str, Any]:
     choices = {"text": ["a stone", "a bird", "a cup", "a tree"], "label": ["A", "B", "C", "D"]}
-    return {"question": f"What flies over thing {number}?", "choices": choices, "answerKey": "ABCD"[number % 4]}
+    return {
+        "question": f"What flies over thing {number}?",
+        "choices": choices,
+        "answerKey": "ABCD"[number % 4],
+    }

@@ -1,4 +1,4 @@
-"""`hybrid-distill evaluate`: a finished run on the package's own probes, or any model on lm-eval tasks."""
+"""`hybrid-distill evaluate`: a run on the package's own probes, or any model on lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -27,36 +27,44 @@ def command(
 ) -> None:
     """Measure a finished run with the package's own probes, or any model on lm-eval tasks.
 
-    `hybrid-distill evaluate RUN_DIR` measures the student of a run and its teacher; writes RUN_DIR/evaluation.json.
-    Prints earlier results, if there are any, unless you pass --again. `hybrid-distill report RUN_DIR` then rebuilds
-    the report.
+    `hybrid-distill evaluate RUN_DIR` measures the student of a run and its teacher; writes
+    RUN_DIR/evaluation.json. Prints earlier results, if there are any, unless you pass --again.
+    `hybrid-distill report RUN_DIR` then rebuilds the report.
 
-    `hybrid-distill evaluate --suite paper --model PATH --teacher PATH` measures any model on tasks of lm-eval
-    (docs/evaluation.md). `accelerate launch -m hybrid_distill evaluate ...` splits their questions between processes.
+    `hybrid-distill evaluate --suite paper --model PATH --teacher PATH` measures any model on tasks
+    of lm-eval (docs/evaluation.md). `accelerate launch -m hybrid_distill evaluate ...` splits their
+    questions between processes.
 
     Args:
         run_dir: The folder of a run.
-        n_examples: Questions per dictionary size, instead of the run's number; implies --again. Only with RUN_DIR.
-        form: Prompt form, instead of the run's: plain, shots=1, chat or auto; implies --again. Only with RUN_DIR.
+        n_examples: Questions per dictionary size, instead of the run's; implies --again.
+        form: Prompt form, instead of the run's: plain, shots=1, chat or auto; implies --again.
     """
     if run_dir is not None:
         _check_run_flags(run_dir, job)
         _evaluate_run(run_dir, n_examples, form, job.again)
     else:
         if n_examples is not None or form is not None:
-            raise ValueError("--n-examples and --form need RUN_DIR; with --suite, pass --limit instead.")
+            raise ValueError(
+                "--n-examples and --form need RUN_DIR; with --suite, pass --limit instead."
+            )
         _evaluate_suite(job)
 
 
 def _check_run_flags(run_dir: Path, job: SuiteJob) -> None:
     """Raise ValueError for an export, and for flags of a suite next to a run."""
     if (run_dir / "gate").is_dir():
-        raise ValueError(f"{run_dir} is an export, not a run; pass --suite paper --model {run_dir}.")
+        raise ValueError(
+            f"{run_dir} is an export, not a run; pass --suite paper --model {run_dir}."
+        )
     default = SuiteJob(again=job.again)
     for field in fields(job):
         if getattr(job, field.name) != getattr(default, field.name):
             flag = f"--{field.name.replace('_', '-')}"
-            raise ValueError(f"{flag} is for --suite, which measures no run; pass {run_dir} without it, or no RUN_DIR.")
+            raise ValueError(
+                f"{flag} is for --suite, which does not measure a run; pass {run_dir} without it, "
+                "or leave out RUN_DIR."
+            )
 
 
 def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, again: bool) -> None:
@@ -68,7 +76,9 @@ def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, again
     this, path = finished_run(run_dir), run_dir / "evaluation.json"
     if n_examples is not None or form is not None:
         config = this.config
-        evaluation = replace(config.evaluation, n_examples=n_examples or config.evaluation.n_examples)
+        evaluation = replace(
+            config.evaluation, n_examples=n_examples or config.evaluation.n_examples
+        )
         scoring = replace(config.scoring, form=form or config.scoring.form)
         this, again = Run(replace(config, evaluation=evaluation, scoring=scoring)), True
         this.check_evaluation()
@@ -76,7 +86,10 @@ def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, again
         result = EvalResult.load(path)
         if is_launched_main():
             date = result.provenance.get("date", "at an unknown time")
-            print(f"{path} was measured before ({date}); pass --again to measure again.", file=sys.stderr)
+            print(
+                f"{path} was measured before ({date}); pass --again to measure again.",
+                file=sys.stderr,
+            )
     else:
         with alone_in(run_dir):
             student, _ = this.trained_student()

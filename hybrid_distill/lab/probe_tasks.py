@@ -23,11 +23,19 @@ from ..probes.ruler import TASKS as RULER_TASKS
 Untyped = Any
 """lm-eval object, whose annotations do not match its classes."""
 GENERATE = "_generate"
-PROBES = ("kv", "kv_generate", "letters", "letters_generate", "knowledge", "knowledge_generate", "text")
+PROBES = (
+    "kv",
+    "kv_generate",
+    "letters",
+    "letters_generate",
+    "knowledge",
+    "knowledge_generate",
+    "text",
+)
 RULER = {"niah": tuple(NEEDLES), **{task: (task,) for task in RULER_TASKS}}
 """RULER tasks that a name stands for.
 
-They replace lm-eval's own, which download essays and run the Python code that comes with a tokenizer.
+They replace lm-eval's own, which download essays and run Python code that comes with a tokenizer.
 """
 PROBE_EXAMPLES = 1000
 RULER_EXAMPLES = 500
@@ -44,7 +52,7 @@ def own_task(
     facts: Path | None,
     texts: str,
 ) -> Untyped:
-    """Make a task of `PROBES`, or the group of tasks, one a length, that a name in `RULER` stands for.
+    """Make a task of `PROBES`, or of `RULER` a group of tasks, one a length.
 
     Raises ValueError for words that the tokenizer lacks, and for lengths that a task does not fit.
     """
@@ -53,7 +61,9 @@ def own_task(
     n_examples = limit or PROBE_EXAMPLES
     if name == "text":
         rows = [{"text": text} for text in read_held_out(texts, n_examples)]
-        return _task(name, rows, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text")
+        return _task(
+            name, rows, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text"
+        )
     probe = name.removesuffix(GENERATE)
     if probe == "knowledge":
         examples = Knowledge(facts).examples()[:n_examples]
@@ -62,7 +72,11 @@ def own_task(
     check_answerable(examples, tokenizer, sys.maxsize)
     rows = [_row(example) for example in examples]
     if name == probe:
-        choices = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "gold"}
+        choices = {
+            "output_type": "multiple_choice",
+            "doc_to_choice": "choices",
+            "doc_to_target": "gold",
+        }
         return _task(name, rows, **_accuracy(), **choices)
     # One token more than any answer, to see that a number has ended.
     longest = 1 + max(len(example.answer.encode()) for example in examples)
@@ -71,11 +85,20 @@ def own_task(
 
 def _row(example: Example) -> Record:
     gold = example.choices.index(example.answer)
-    return {"prompt": example.prompt, "answer": example.answer, "choices": list(example.choices), "gold": gold}
+    return {
+        "prompt": example.prompt,
+        "answer": example.answer,
+        "choices": list(example.choices),
+        "gold": gold,
+    }
 
 
 def _ruler_group(
-    name: str, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], seed: int, n_examples: int
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    seed: int,
+    n_examples: int,
 ) -> Untyped:
     from lm_eval.api.group import Group
     from lm_eval.config.group import AggMetricConfig
@@ -84,8 +107,17 @@ def _ruler_group(
     for task in RULER[name]:
         for length in lengths:
             questions = ruler_questions(task, length, tokenizer, seed, n_examples)
-            rows = [{"prompt": question.prompt, "answer": list(question.answers)} for question in questions]
-            group.add(_task(f"{task}_{length}", rows, **_generation(tokens_to_generate(task, length), _share_found)))
+            rows = [
+                {"prompt": question.prompt, "answer": list(question.answers)}
+                for question in questions
+            ]
+            group.add(
+                _task(
+                    f"{task}_{length}",
+                    rows,
+                    **_generation(tokens_to_generate(task, length), _share_found),
+                )
+            )
     return group
 
 
@@ -93,9 +125,15 @@ def _task(name: str, rows: Sequence[Record], **config: Untyped) -> Untyped:
     from datasets import Dataset, DatasetDict
     from lm_eval.api.task import ConfigurableTask
 
-    questions = DatasetDict(test=Dataset.from_list(list(rows)))
-    common = {"task": name, "test_split": "test", "metadata": {"version": 1}}
-    return ConfigurableTask(config={**common, "custom_dataset": lambda **_: questions, **config})
+    questions = DatasetDict({"test": Dataset.from_list(list(rows))})
+    common = {
+        "task": name,
+        "test_split": "test",
+        "num_fewshot": 0,  # lm-eval would take examples from the questions themselves
+        "metadata": {"version": 1},
+        "custom_dataset": lambda **_: questions,
+    }
+    return ConfigurableTask(config={**common, **config})
 
 
 def _accuracy() -> Record:

@@ -1,4 +1,4 @@
-"""Any model on lm-eval tasks: the papers' suite by one name, this package's probes, and coverage of a teacher."""
+"""Any model on lm-eval tasks: the papers' suite by one name, our probes, coverage of a teacher."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ class SuiteJob:
     """Model to evaluate on lm-eval tasks. Raises ValueError for a number out of range."""
 
     suite: str | None = None
-    """``paper`` (its halves ``paper-knowledge`` and ``paper-retrieval``), ``ruler``, ``probes``, or tasks of lm-eval
-    and of this package by name, such as ``arc_easy,kv``."""
+    """``paper`` (its halves ``paper-knowledge`` and ``paper-retrieval``), ``ruler``, ``probes``, or
+    tasks of lm-eval and of this package by name, such as ``arc_easy,kv``."""
     model: str | None = None
-    """Model to measure: a local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
+    """Model to measure: a local folder (a student's export too), hub id, or ``tiny`` for the
+    embedded teacher."""
     teacher: str | None = None
     """Teacher, measured on the same tasks to compute coverage; named as in ``--model``."""
     include_path: Path | None = None
-    """Folder with lm-eval task files, used before lm-eval's own."""
+    """Folder with lm-eval task files, used before lm-eval's own; they may run Python code."""
     fewshot: CountOrZero | None = None
     """Few-shot examples per prompt, instead of each task's own number."""
     limit: Count | None = None
@@ -80,7 +81,8 @@ class SuiteJob:
     pairs: str = "16"
     """Dictionary sizes of kv; several alternate (``10,25,50``)."""
     ruler_lengths: str = "4096"
-    """Prompt lengths of ruler and niah, in tokens; several are measured separately (``256,512``)."""
+    """Prompt lengths of ruler and niah, in tokens; several are measured separately
+    (``256,512``)."""
     facts: Path | None = None
     """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
@@ -88,7 +90,8 @@ class SuiteJob:
     max_length: Annotated[int, Limits(2, whole=True)] | None = None
     """Context length in tokens, instead of the model config's."""
     truncate: bool = False
-    """Truncate prompts that exceed the context, on the left, and count them. By default they are an error."""
+    """Truncate prompts that exceed the context, on the left, and count them. By default they are
+    an error."""
     batch_size: Count = 16
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
@@ -101,7 +104,8 @@ class SuiteJob:
     cache: Path = Path("runs/evaluation/answers")
     """Folder for the answers of each model, which later evaluations reuse."""
     out: Path | None = None
-    """Folder for results.json and results.md; by default one in runs/evaluation, named after the model."""
+    """Folder for results.json and results.md; by default one in runs/evaluation, named after the
+    model."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
@@ -109,7 +113,8 @@ class SuiteJob:
     @property
     def folder(self) -> Path:
         """Folder of the model's results."""
-        return self.out or Path("runs/evaluation") / re.sub(r"[^\w.-]+", "-", str(self.model)).strip("-.")
+        name = re.sub(r"[^\w.-]+", "-", str(self.model)).strip("-.")
+        return self.out or Path("runs/evaluation") / name
 
     @property
     def names(self) -> list[str]:
@@ -125,17 +130,22 @@ class SuiteJob:
 
 
 def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
-    """Load those tasks that lm-eval defines, with their questions, by name; our own need a tokenizer (`own_task`).
+    """Load the tasks that lm-eval defines, with their questions, by name.
 
-    A tag of lm-eval is several tasks; any other name is one task or group. Raises ValueError for unknown tasks, bad
-    options, missing packages, and tasks whose questions cannot be loaded.
+    Our own tasks need a tokenizer (`own_task`). A tag of lm-eval is several tasks; any other name
+    is one task or group. Raises ValueError for unknown tasks, bad options, missing packages, and
+    tasks whose questions cannot be loaded.
     """
     if not job.names:
-        raise ValueError(f"--suite is {job.suite!r}; pass a suite ({', '.join(SUITES)}) or tasks, such as arc_easy,kv.")
+        raise ValueError(
+            f"--suite is {job.suite!r}; pass a suite ({', '.join(SUITES)}) or tasks, such as kv."
+        )
     job.numbers("pairs")
     job.numbers("ruler_lengths")
     if job.include_path is not None and not job.include_path.is_dir():
-        raise ValueError(f"--include-path {job.include_path} is not a folder; pass one with lm-eval task files.")
+        raise ValueError(
+            f"--include-path {job.include_path} is not a folder; pass one with lm-eval task files."
+        )
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("lm-eval is not installed; pip install 'lm-eval[ruler]'.")
     if not RULER.keys().isdisjoint(job.names):
@@ -147,7 +157,7 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
     for name in stock:
         try:
             loaded: Untyped = manager.load([name])
-        except Exception as error:  # the hub, its libraries and task files raise many kinds of errors
+        except Exception as error:  # the hub, its libraries and task files raise many kinds
             reasons[name] = f"{type(error).__name__}: {first_line(error)}"
             continue
         if name in loaded["groups"]:
@@ -158,8 +168,9 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
         # Without a network, all tasks fail for the same reason.
         reason = next(iter(reasons.values()))
         raise ValueError(
-            f"lm-eval cannot load {', '.join(reasons)} ({reason}); without a network, bring a copy of the Hugging Face "
-            "cache, or pass task files with --include-path (docs/evaluation.md), or leave them out of --suite."
+            f"lm-eval cannot load {', '.join(reasons)} ({reason}); without a network, bring a copy "
+            "of the Hugging Face cache, or pass task files with --include-path "
+            "(docs/evaluation.md), or leave them out of --suite."
         )
     return tasks
 
@@ -167,24 +178,26 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
 def _manager_of(names: list[str], include_path: Path | None) -> TaskManager:
     """Return an index of lm-eval's tasks that has all names. Raises ValueError if none has."""
     unknown: list[str] = []
-    # Reading all of lm-eval's 10,000 task files takes 10 seconds or more; the papers' tasks are in a few folders.
+    # Reading all of lm-eval's 10,000 task files takes 10 seconds or more.
     for folders in (PAPER_FOLDERS, EVERYTHING):
         manager = _task_manager(include_path, folders)
         unknown = [name for name in names if name not in manager.task_index]
         if not unknown:
             return manager
     raise ValueError(
-        f"--suite has {', '.join(unknown)}: neither a suite ({', '.join(SUITES)}), nor a task of this package "
-        f"({', '.join([*PROBES, *RULER])}), nor one that `lm-eval ls tasks` lists; pass one of those."
+        f"--suite has {', '.join(unknown)}: neither a suite ({', '.join(SUITES)}), nor a task of "
+        f"this package ({', '.join([*PROBES, *RULER])}), nor one that `lm-eval ls tasks` lists; "
+        "pass one of those."
     )
 
 
 @cache
 def _task_manager(include_path: Path | None, folders: tuple[str, ...]) -> TaskManager:
-    """Index folders of lm-eval's tasks, and the task files of ``include_path``, which take precedence."""
+    """Index folders of lm-eval's tasks, and ``include_path``, which takes precedence."""
     import lm_eval.tasks
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every truncated prompt and replaced task
+    # It warns about every truncated prompt, and every task that is replaced.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     root = Path(lm_eval.tasks.__file__).parent
     paths: list[str | Path] = [root / folder for folder in folders]
     if include_path is not None:
@@ -193,11 +206,15 @@ def _task_manager(include_path: Path | None, folders: tuple[str, ...]) -> TaskMa
 
 
 def prepare(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob, stock: Mapping[str, list[Untyped]]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    job: SuiteJob,
+    stock: Mapping[str, list[Untyped]],
 ) -> tuple[Untyped, list[Untyped], dict[str, int]]:
-    """Return (model for lm-eval, tasks and groups, truncated prompts by task); ``stock`` is from `load_tasks`.
+    """Return (model for lm-eval, its tasks and groups, truncated prompts by task).
 
-    Raises ValueError for prompts that exceed the context unless the job truncates them, and as `own_task` does.
+    ``stock`` is from `load_tasks`. Raises ValueError for prompts that exceed the context, unless
+    the job truncates them, and as `own_task` does.
     """
     lm = make_lm(model, tokenizer, job)
     tasks: list[Untyped] = []
@@ -215,9 +232,10 @@ def prepare(
         n_long = sum(length > lm.max_length for length in lengths)
         if n_long and not job.truncate:
             raise ValueError(
-                f"{n_long} of {len(lengths)} prompts of {name} do not fit into the context of {lm.max_length} tokens; "
-                f"the longest needs {max(lengths)}. Pass smaller --fewshot, --pairs or --ruler-lengths, or --truncate "
-                "to cut them on the left, as lm-eval does."
+                f"{n_long} of {len(lengths)} prompts of {name} do not fit into the context of "
+                f"{lm.max_length} tokens; the longest needs {max(lengths)}. Pass smaller "
+                "--fewshot, --pairs or --ruler-lengths, or --truncate to cut them on the left, as "
+                "lm-eval does."
             )
         if n_long:
             n_cut[name] = n_long
@@ -232,14 +250,19 @@ def _own_task(name: str, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> U
 
 
 def by_name(tasks: list[Untyped]) -> Untyped:
-    """Return lm-eval's dict of tasks and groups, members included. Raises ValueError if a task is in two of them."""
+    """Return lm-eval's dict of tasks and groups, members included.
+
+    Raises ValueError if a task is in two of them.
+    """
     return _task_manager(None, ()).load(tasks)
 
 
 def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
     """Wrap a model for lm-eval; launched processes split its requests."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-text token, which lm-eval needs; set its eos_token.")
+        raise ValueError(
+            "the tokenizer has no end-of-text token, which lm-eval needs; set its eos_token."
+        )
     accelerator = make_accelerator()
     from lm_eval.models.huggingface import HFLM
 
@@ -263,7 +286,14 @@ def _prompt_lengths(task: Untyped, lm: Untyped, job: SuiteJob) -> list[int]:
     for request in task.instances:
         if request.request_type == "generate_until":
             prompt, options = request.args
-            lengths.append(len(lm.tok_encode(prompt)) + options.get("max_gen_toks", lm.max_gen_toks))
+            n_generated = options.get("max_gen_toks", lm.max_gen_toks)
+            if n_generated >= lm.max_length:
+                raise ValueError(
+                    f"{task.task_name} generates up to {n_generated} tokens, which leaves no room "
+                    f"for a prompt in the context of {lm.max_length}; pass a larger --max-length, "
+                    "or leave the task out of --suite."
+                )
+            lengths.append(len(lm.tok_encode(prompt)) + n_generated)
         elif request.request_type == "loglikelihood":
             # Its last token is predicted, not read.
             lengths.append(len(lm.tok_encode("".join(request.args))) - 1)
@@ -273,23 +303,28 @@ def _prompt_lengths(task: Untyped, lm: Untyped, job: SuiteJob) -> list[int]:
 
 
 def run_suite(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob, stock: Mapping[str, list[Untyped]]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    job: SuiteJob,
+    stock: Mapping[str, list[Untyped]],
 ) -> Record:
-    """Measure a model with `lm_eval.simple_evaluate`; return its results as JSON, empty except in the main process.
+    """Measure a model with `lm_eval.simple_evaluate`; return its results as JSON.
 
-    Answers are cached as they come, so that a stopped call resumes. Raises ValueError as `prepare` does.
+    Only the main process has results. Answers are cached as they come, so that a stopped call
+    resumes. Raises ValueError as `prepare` does.
     """
     import lm_eval
     from lm_eval.utils import handle_non_serializable
 
     lm, tasks, n_cut = prepare(model, tokenizer, job, stock)
-    asked = [item.task_name if hasattr(item, "task_name") else item.name for item in tasks]
-    # lm-eval's cache knows requests, but not whom they were put to.
-    answers = job.cache / f"{fingerprint(model)}-{lm.max_length}-{str(model.dtype).removeprefix('torch.')}"
+    # lm-eval's cache is keyed by requests only, so each model needs its own.
+    dtype = str(model.dtype).removeprefix("torch.")
+    answers = job.cache / f"{fingerprint(model)}-{lm.max_length}-{dtype}"
     with alone_in(answers):
         if job.again:
             (answers / f"lm_eval_rank{lm.rank}.db").unlink(missing_ok=True)
-        results: Untyped = lm_eval.simple_evaluate(
+        evaluate: Untyped = lm_eval.simple_evaluate
+        results = evaluate(
             model=lm,
             tasks=tasks,
             task_manager=_task_manager(None, ()),
@@ -301,13 +336,30 @@ def run_suite(
         )
     if results is None:
         return {}
-    facts = {"asked": asked, "truncated": n_cut, "described": describe_run(model)}
+    facts = {"asked": _asked(tasks), "truncated": n_cut, "described": describe_run(model)}
     return json.loads(json.dumps({**results, **facts}, default=handle_non_serializable))
 
 
+def _asked(tasks: list[Untyped]) -> list[str]:
+    """Return the names of tasks, of groups with a figure of their own, and of members of others."""
+    from lm_eval.api.group import Group
+
+    names: list[str] = []
+    for item in tasks:
+        if not isinstance(item, Group):
+            names.append(item.task_name)
+        elif item.has_aggregation:
+            names.append(item.name)
+        else:
+            names += [task.task_name for task in item.get_all_tasks()]
+    return names
+
+
 def headline(task: str, metrics: Iterable[str]) -> str:
-    """Return the key of the figure to report, of a task's ``METRIC,FILTER``: the papers', or the first."""
-    return HEADLINES.get(task) or next(key for key in metrics if "," in key and "_stderr," not in key)
+    """Return the ``METRIC,FILTER`` to report of a task: that of the papers, or the first."""
+    if task in HEADLINES:
+        return HEADLINES[task]
+    return next(key for key in metrics if "," in key and "_stderr," not in key)
 
 
 def summary(results: Record, teacher: Record | None = None) -> pd.DataFrame:
@@ -320,7 +372,8 @@ def summary(results: Record, teacher: Record | None = None) -> pd.DataFrame:
         figures = results["results"][task]
         key = headline(task, figures)
         metric, _, kind = key.partition(",")
-        row = {"task": task, "metric": metric, "value": figures[key], "stderr": _error(figures, metric, kind)}
+        row: Record = {"task": task, "metric": metric, "value": figures[key]}
+        row["stderr"] = _error(figures, metric, kind)
         if teacher is not None:
             teacher_figures = teacher["results"][task]
             row["teacher"] = teacher_figures[key]
@@ -348,13 +401,14 @@ def coverage(table: pd.DataFrame) -> dict[str, float]:
 
 
 def write_results(folder: Path, results: Record, teacher: Record | None = None) -> None:
-    """Write results.json, results.md with lm-eval's own tables, and the teacher's results to a folder below."""
+    """Write results.json, results.md with lm-eval's own tables, and the teacher's in a folder."""
     from lm_eval.utils import make_table
 
     if teacher is not None:
         write_results(folder / "teacher", teacher)
         table = summary(results, teacher)
-        results["comparison"] = {"tasks": json.loads(table.to_json(orient="records")), "coverage": coverage(table)}
+        rows = json.loads(str(table.to_json(orient="records")))
+        results["comparison"] = {"tasks": rows, "coverage": coverage(table)}
     tables = [render(results, teacher), make_table(results)]
     if "groups" in results:
         tables.append(make_table(results, "groups"))
@@ -364,17 +418,20 @@ def write_results(folder: Path, results: Record, teacher: Record | None = None) 
 
 
 def render(results: Record, teacher: Record | None = None) -> str:
-    """Render Markdown: a row per task, coverage of the teacher, and how many prompts were truncated."""
+    """Render Markdown: a row per task, coverage of the teacher, truncated prompts."""
     table = summary(results, teacher)
     rows: list[dict[str, str]] = []
     for row in table.to_dict("records"):
-        cells = {"task": row["task"], "metric": row["metric"], "value": with_error(row["value"], row["stderr"], 3)}
+        cells = {"task": row["task"], "metric": row["metric"]}
+        cells["value"] = with_error(row["value"], row["stderr"], 3)
         if teacher is not None:
             cells["teacher"] = with_error(row["teacher"], row["teacher_stderr"], 3)
             cells["change"] = percent_change(row["ratio"])
         rows.append(cells)
     blocks = [markdown_table(pd.DataFrame(rows), text_columns=2)]
     if teacher is not None:
-        blocks += [f"Coverage of the teacher, {name}: {share:.1%}" for name, share in coverage(table).items()]
-    blocks += [f"{name}: {n} prompts truncated on the left" for name, n in results["truncated"].items()]
+        for suite, share in coverage(table).items():
+            blocks.append(f"Coverage of the teacher, {suite}: {share:.1%}")
+    for task, n_prompts in results["truncated"].items():
+        blocks.append(f"{task}: {n_prompts} prompts truncated on the left")
     return "\n\n".join(blocks)

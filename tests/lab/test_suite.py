@@ -1,4 +1,4 @@
-"""Tasks of lm-eval: the same accuracies as our own evaluation, offline task files, resume, comparison with a teacher."""
+"""Tasks of lm-eval: our own accuracies, offline task files, resume, comparison with a teacher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_distill.cli.app import main
 from hybrid_distill.io import Record
 from hybrid_distill.lab import probe_tasks, suite
-from hybrid_distill.lab.suite import HEADLINES, SUITES, SuiteJob, coverage, headline, load_tasks, run_suite, summary
+from hybrid_distill.lab.suite import (
+    HEADLINES,
+    SUITES,
+    SuiteJob,
+    coverage,
+    headline,
+    load_tasks,
+    run_suite,
+    summary,
+)
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
@@ -42,7 +51,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, names: str, cache: Path, **options: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    names: str,
+    cache: Path,
+    **options: Any,
 ) -> Record:
     settings = {"limit": N, "pairs": "8", "batch_size": 7, "cache": cache, **options}
     job = SuiteJob(suite=names, **settings)
@@ -60,7 +73,9 @@ def our_own(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[
     for name, probe in {**probes, "knowledge": Knowledge()}.items():
         examples = probe.examples(N)
         figures[name] = answer_choices(model, tokenizer, examples).accuracy
-        figures[f"{name}_generate"] = answer_generation(model, tokenizer, examples).double().mean().item()
+        figures[f"{name}_generate"] = (
+            answer_generation(model, tokenizer, examples).double().mean().item()
+        )
     return figures
 
 
@@ -73,7 +88,9 @@ def test_a_probe_as_a_task_of_lm_eval_gives_our_own_accuracy(
         if which == "damaged":
             stack.enter_context(ablate_heads(model, [HeadId(2, head) for head in range(8)]))
         if which == "student":
-            plan = HeadPlan.from_pairs(model, [(layer, head) for layer in (0, 1, 3) for head in range(8)])
+            plan = HeadPlan.from_pairs(
+                model, [(layer, head) for layer in (0, 1, 3) for head in range(8)]
+            )
             model = build_student(model, plan, d_state=8)[0]
         ours = our_own(model, tokenizer)
         results = measured(model, tokenizer, ",".join(ours), tmp_path)
@@ -82,7 +99,9 @@ def test_a_probe_as_a_task_of_lm_eval_gives_our_own_accuracy(
     if which == "teacher":
         assert ours["kv"] > 0.9 and ours["kv_generate"] > 0.9
     else:
-        assert ours["kv"] < 0.9 and ours["kv_generate"] < 0.9, "damage must show, or the test could not fail"
+        assert ours["kv"] < 0.9 and ours["kv_generate"] < 0.9, (
+            "damage must show, or the test could not fail"
+        )
         assert sum(ours.values()) > 0, "and must leave something"
 
 
@@ -93,7 +112,7 @@ def test_each_task_of_the_paper_has_the_papers_metric() -> None:
     assert len(stock) == 11
     for name in stock:
         if name != "swde":  # its metrics are in Python
-            config = index[name].cfg
+            config = index[name].cfg or {}
             metrics = config.get("metric_list") or config["aggregate_metric_list"]
             keys = [f"{entry['metric']},{entry.get('filter_list', 'none')}" for entry in metrics]
             reported = headline(name, keys).split(",")[0]
@@ -102,12 +121,17 @@ def test_each_task_of_the_paper_has_the_papers_metric() -> None:
 
 
 def test_a_task_file_replaces_the_hub(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
-    """The way that docs/evaluation.md shows: lm-eval's own definition, with rows from a local file."""
+    """As docs/evaluation.md shows: lm-eval's own definition, with rows from a local file."""
     write_task(tmp_path / "tasks", "arc_easy", n_rows=4)
-    results = measured(*tiny, "arc_easy", tmp_path / "answers", include_path=tmp_path / "tasks")
+    options = {"include_path": tmp_path / "tasks", "fewshot": 1}
+    results = measured(*tiny, "arc_easy,kv", tmp_path / "answers", **options)
+    assert results["n-shot"] == {"arc_easy": 1, "kv": 0}
     assert results["n-samples"]["arc_easy"] == {"original": 4, "effective": 4}
     assert 4 * values(results)["arc_easy"] in range(5)
     assert {"acc,none", "acc_norm,none"} < results["results"]["arc_easy"].keys()
+    for name in ("made_up_tag", "made_up_group"):
+        of_members = measured(*tiny, name, tmp_path / "answers", **options)
+        assert values(of_members) == {"arc_easy": values(results)["arc_easy"]}
 
 
 def test_a_stopped_evaluation_asks_only_what_was_not_answered(
@@ -141,7 +165,9 @@ def test_a_stopped_evaluation_asks_only_what_was_not_answered(
     assert n_batches == n_whole
 
 
-def test_answers_of_one_model_are_not_those_of_another(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+def test_answers_of_one_model_are_not_those_of_another(
+    tiny: MODEL_AND_TOKENIZER, tmp_path: Path
+) -> None:
     model, tokenizer = tiny
     first = measured(model, tokenizer, "kv", tmp_path)
     plan = HeadPlan.from_pairs(model, [(layer, head) for layer in (0, 1, 3) for head in range(8)])
@@ -150,10 +176,14 @@ def test_answers_of_one_model_are_not_those_of_another(tiny: MODEL_AND_TOKENIZER
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_prompts_beyond_the_context_are_refused_or_counted(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+def test_prompts_beyond_the_context_are_refused_or_counted(
+    tiny: MODEL_AND_TOKENIZER, tmp_path: Path
+) -> None:
     for name, n_prompts in (("kv", 80), ("kv_generate", 10)):
         with pytest.raises(ValueError, match=f"{n_prompts} of {n_prompts} prompts of {name} "):
             measured(*tiny, name, tmp_path, max_length=48)
+    with pytest.raises(ValueError, match="kv_generate generates up to 4 tokens"):
+        measured(*tiny, "kv_generate", tmp_path, max_length=4, truncate=True)
     assert not list(tmp_path.iterdir()), "nothing was computed"
     cut = measured(*tiny, "kv,kv_generate", tmp_path, max_length=48, truncate=True)
     assert cut["truncated"] == {"kv": 80, "kv_generate": 10}
@@ -163,7 +193,7 @@ def test_prompts_beyond_the_context_are_refused_or_counted(tiny: MODEL_AND_TOKEN
 def test_ruler_is_measured_length_by_length(
     tiny: MODEL_AND_TOKENIZER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A question counts by the share of its answers that are found; lengths count alike in the group."""
+    """A question counts by the share of its answers that are found; lengths count alike."""
 
     def questions(task: str, length: int, *_: Any) -> list[RulerQuestion]:
         n_answers = length // 100
@@ -171,10 +201,16 @@ def test_ruler_is_measured_length_by_length(
         padding = ("nowhere",) * (n_answers - 1)
         return [RulerQuestion(e.prompt, "", "", (e.answer.strip(), *padding)) for e in examples]
 
-    monkeypatch.setattr(suite, "load_generators", lambda: None)  # importing lm-eval's word lists takes seconds
+    monkeypatch.setattr(
+        suite, "load_generators", lambda: None
+    )  # importing lm-eval's word lists takes seconds
     monkeypatch.setattr(probe_tasks, "ruler_questions", questions)
     results = measured(*tiny, "ruler_vt", tmp_path, ruler_lengths="100,200")
-    parts = {name: figures["acc,none"] for name, figures in results["results"].items() if name != "ruler_vt"}
+    parts = {
+        name: figures["acc,none"]
+        for name, figures in results["results"].items()
+        if name != "ruler_vt"
+    }
     assert list(parts) == ["ruler_vt_100", "ruler_vt_200"]
     assert parts["ruler_vt_100"] > 0.8 and 0.4 < parts["ruler_vt_200"] <= 0.5
     assert values(results) == {"ruler_vt": pytest.approx(sum(parts.values()) / 2)}
@@ -214,17 +250,25 @@ def results_of(**tasks: tuple[str, float, bool]) -> Record:
 
 def test_coverage_is_the_mean_ratio_over_a_suites_tasks() -> None:
     student = results_of(
-        arc_easy=("acc", 0.6, True), piqa=("acc", 0.8, True), kv=("acc", 0.5, True), mmlu=("acc", 0.3, True),
+        arc_easy=("acc", 0.6, True),
+        piqa=("acc", 0.8, True),
+        kv=("acc", 0.5, True),
+        mmlu=("acc", 0.3, True),
         text=("byte_perplexity", 2.0, False),
-    )  # fmt: skip
+    )
     teacher = results_of(
-        arc_easy=("acc", 0.8, True), piqa=("acc", 0.8, True), kv=("acc", 1.0, True), mmlu=("acc", 0.0, True),
+        arc_easy=("acc", 0.8, True),
+        piqa=("acc", 0.8, True),
+        kv=("acc", 1.0, True),
+        mmlu=("acc", 0.0, True),
         text=("byte_perplexity", 1.5, False),
-    )  # fmt: skip
+    )
     table = summary(student, teacher)
     ratios = dict(zip(table.task, table.ratio))
     assert ratios["arc_easy"] == pytest.approx(0.75) and ratios["kv"] == 0.5
-    assert table[table.ratio.isna()].task.tolist() == ["mmlu", "text"], "a teacher at 0, and lower is better"
+    assert table[table.ratio.isna()].task.tolist() == ["mmlu", "text"], (
+        "a teacher at 0, and lower is better"
+    )
     assert coverage(table) == pytest.approx({"paper-knowledge": 0.875, "paper-retrieval": 0.5})
     shown = suite.render(student, teacher)
     assert "| arc_easy | acc | 0.600 ± 0.010 | 0.800 ± 0.010 | −25.0 % |" in shown
@@ -241,23 +285,52 @@ def test_the_command_writes_results_and_compares_with_the_teacher(
 ) -> None:
     out = tmp_path / "out"
     flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "4", "--pairs", "4"]
-    main(["evaluate", *flags, "--teacher", "tiny", "--out", str(out), "--cache", str(tmp_path / "answers")])
+    main(
+        [
+            "evaluate",
+            *flags,
+            "--teacher",
+            "tiny",
+            "--out",
+            str(out),
+            "--cache",
+            str(tmp_path / "answers"),
+        ]
+    )
     shown = capsys.readouterr().out
     assert str(out / "results.json") in shown
     record = json.loads((out / "results.json").read_text())
     assert record["comparison"]["coverage"] == {"paper-retrieval": 1.0}
-    assert record["results"] == json.loads((out / "teacher" / "results.json").read_text())["results"]
+    assert (
+        record["results"] == json.loads((out / "teacher" / "results.json").read_text())["results"]
+    )
     assert record["config"]["fewshot_seed"] == 1 and record["described"]["fingerprint"]
     assert "|kv " in (out / "results.md").read_text(), "lm-eval's own table"
 
 
 @pytest.mark.launched
 def test_two_processes_measure_what_one_does(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
-    flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "5", "--pairs", "4", "--max-length", "16"]
+    flags = [
+        "--model",
+        "tiny",
+        "--suite",
+        "kv,kv_generate",
+        "--limit",
+        "5",
+        "--pairs",
+        "4",
+        "--max-length",
+        "16",
+    ]
     flags += ["--truncate", "--cache", str(tmp_path / "answers"), "--out", str(tmp_path / "two")]
     launcher = ("--multi_gpu", "--num_processes", "2", "-m")
     done = launch(launcher, "evaluate", *flags, program=Path("hybrid_distill"))
     assert done.returncode == 0, done.stderr
     two = json.loads((tmp_path / "two" / "results.json").read_text())
-    one = measured(*tiny, "kv,kv_generate", tmp_path / "one", limit=5, pairs="4", max_length=16, truncate=True)
-    assert two["results"] == one["results"] and two["truncated"] == one["truncated"] == {"kv": 20, "kv_generate": 5}
+    one = measured(
+        *tiny, "kv,kv_generate", tmp_path / "one", limit=5, pairs="4", max_length=16, truncate=True
+    )
+    assert two["results"] == one["results"] and two["truncated"] == one["truncated"] == {
+        "kv": 20,
+        "kv_generate": 5,
+    }

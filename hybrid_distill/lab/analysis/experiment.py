@@ -163,7 +163,7 @@ class Questions:
     texts: str = TINY
     """Plain text, ``tiny`` or a file, for the perplexity."""
     include_path: Path | None = None
-    """Folder with lm-eval task files, used before lm-eval's own (docs/evaluation.md)."""
+    """Folder with lm-eval task files, used before lm-eval's own (docs/evaluation.md); they may run Python code."""
     examples: int = 128
     """Questions per probe and lm-eval task (per part of mmlu, bbh and niah), and documents of the text."""
     seed: int = 1
