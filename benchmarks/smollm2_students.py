@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 
 from hybrid_distill.evaluation.evaluate import Asked, measure, model_cache_bytes
 from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
-from hybrid_distill.lab.suite import SuiteJob, load_tasks, run_suite, summary
+from hybrid_distill.lab.suite import load_tasks, run_suite, summary
+from hybrid_distill.lab.suite_job import SuiteJob
 from hybrid_distill.pipeline import Run, finished_run
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.forms import in_form

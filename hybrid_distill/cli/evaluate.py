@@ -6,16 +6,17 @@ import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from ..distributed import alone_in, is_launched_main, on_main_process, own_device
-from ..io import Record
-from ..lab.suite import RESULTS, SuiteJob, load_tasks, render, run_suite, write_results
+from ..lab.suite_job import RESULTS, SuiteJob
 from ..limits import Count
 from ..progress import finish
-from ..teacher import load_on_own_device
+
+if TYPE_CHECKING:
+    from ..io import Record
 
 
 def command(
@@ -104,6 +105,8 @@ def _evaluate_suite(job: SuiteJob) -> None:
         raise ValueError("there is nothing to evaluate; pass RUN_DIR, or --suite and --model.")
     if job.model is None:
         raise ValueError(f"--suite {job.suite} has no model to measure; pass --model.")
+    from ..lab.suite import load_tasks, render, write_results
+
     tasks = load_tasks(job)
     with alone_in(job.folder):
         results = _measure(job, job.model, "--model", tasks)
@@ -117,6 +120,9 @@ def _evaluate_suite(job: SuiteJob) -> None:
 
 
 def _measure(job: SuiteJob, name: str, flag: str, tasks: dict[str, list[Any]]) -> Record:
+    from ..lab.suite import run_suite
+    from ..teacher import load_on_own_device
+
     options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
     model, tokenizer = load_on_own_device(name, dtype=job.dtype, **options)
     return run_suite(model, tokenizer, job, tasks)

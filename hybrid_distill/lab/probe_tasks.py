@@ -23,15 +23,6 @@ from ..probes.ruler import TASKS as RULER_TASKS
 Untyped = Any
 """lm-eval object, whose annotations do not match its classes."""
 GENERATE = "_generate"
-PROBES = (
-    "kv",
-    "kv_generate",
-    "letters",
-    "letters_generate",
-    "knowledge",
-    "knowledge_generate",
-    "text",
-)
 RULER = {"niah": tuple(NEEDLES), **{task: (task,) for task in RULER_TASKS}}
 """RULER tasks that a name stands for.
 
@@ -52,7 +43,7 @@ def own_task(
     facts: Path | None,
     texts: str,
 ) -> Untyped:
-    """Make a task of `PROBES`, or of `RULER` a group of tasks, one a length.
+    """Make a task of `suite_job.PROBES`, or of `RULER` a group of tasks, one a length.
 
     Raises ValueError for words that the tokenizer lacks, and for lengths that a task does not fit.
     """

@@ -15,16 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_distill.cli.app import main
 from hybrid_distill.io import Record
 from hybrid_distill.lab import probe_tasks, suite
-from hybrid_distill.lab.suite import (
-    HEADLINES,
-    SUITES,
-    SuiteJob,
-    coverage,
-    headline,
-    load_tasks,
-    run_suite,
-    summary,
-)
+from hybrid_distill.lab.suite import HEADLINES, coverage, headline, load_tasks, run_suite, summary
+from hybrid_distill.lab.suite_job import PROBES, SUITES, SuiteJob
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
@@ -108,7 +100,7 @@ def test_a_probe_as_a_task_of_lm_eval_gives_our_own_accuracy(
 def test_each_task_of_the_paper_has_the_papers_metric() -> None:
     """lm-eval defines each of them, or this package does; none needs its 10,000 other files."""
     index = suite._task_manager(None, suite.PAPER_FOLDERS).task_index
-    stock = [name for name in SUITES["paper"] if name not in (*suite.PROBES, *suite.RULER)]
+    stock = [name for name in SUITES["paper"] if name not in (*PROBES, *suite.RULER)]
     assert len(stock) == 11
     for name in stock:
         if name != "swde":  # its metrics are in Python

@@ -32,7 +32,8 @@ from ...progress import track
 from ...scoring.measure import Steps
 from ...teacher import TINY, load_on_own_device, longest_context
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
-from ..suite import SuiteJob, by_name, headline, load_tasks, prepare
+from ..suite import by_name, headline, load_tasks, prepare
+from ..suite_job import SuiteJob
 
 KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
 MAX_TEXT_TOKENS = 512
