@@ -5,8 +5,8 @@ python benchmarks/debian_text.py *.deb --out text
 
 Writes OUT/train.jsonl and OUT/held_out.jsonl, one record a page; every twentieth page of a package is held out. A
 package gives at most --most characters, its pages in the order of their names, so that none drowns the others.
-OUT/questions/lambada_openai/test.jsonl holds passages of the held-out pages in the form of LAMBADA: the last word of
-a sentence, which the 60 to 120 words before it have already said.
+OUT/tasks is for lm-eval: its lambada_openai, with passages of the held-out pages instead of LAMBADA's. Each ends with
+the last word of a sentence, which the 60 to 120 words before it have already said.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 MEAGER = 500
@@ -100,11 +101,16 @@ def main() -> None:
                 if written > options.most:
                     break
             print(f"{package.name}: {written:,} characters")
-    questions = options.out / "questions" / "lambada_openai" / "test.jsonl"
-    questions.parent.mkdir(parents=True, exist_ok=True)
+    tasks = options.out / "tasks"
+    tasks.mkdir(exist_ok=True)
+    questions = tasks / "lambada_openai.jsonl"
     held_out_pages = map(json.loads, (options.out / "held_out.jsonl").read_text().splitlines())
     found = [passage for record in held_out_pages for passage in passages(record["text"])]
     questions.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in found))
+    definition = files("lm_eval") / "tasks/lambada/lambada_openai.yaml"
+    source = json.dumps({"data_files": {"test": str(questions.resolve())}})
+    task = f"include: {definition}\ndataset_path: json\ndataset_name: null\ndataset_kwargs: {source}\n"
+    (tasks / "lambada_openai.yaml").write_text(task)
     print(f"{questions}: {len(found)} passages")
 
 

@@ -27,9 +27,8 @@ from transformers import PreTrainedModel
 
 from hybrid_distill.evaluation.evaluate import Asked, measure, model_cache_bytes
 from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
-from hybrid_distill.lab.suites.job import SuiteJob
-from hybrid_distill.lab.suites.results import SuiteResult
-from hybrid_distill.lab.suites.running import run_suite
+from hybrid_distill.lab.suite import load_tasks, run_suite, summary
+from hybrid_distill.lab.suite_job import SuiteJob
 from hybrid_distill.pipeline import Run, finished_run
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.forms import in_form
@@ -140,8 +139,10 @@ def measure_one(out: Path, name: str) -> None:
     record |= measure(model, everything) | {"cache": model_cache_bytes(model)["cache_bytes"][4096]}
     record["chat"] = in_chat(retrieval, model)
     options: dict[str, Any] = {"ruler_lengths": str(RULER_LENGTH), "limit": RULER_EXAMPLES, "batch_size": 32}
-    job = SuiteJob(model=name, suite=RULER, dtype="bfloat16", **options)
-    record["ruler"] = scores(run_suite(model.to(torch.bfloat16), run.tokenizer, job, path.parent / "ruler"))
+    job = SuiteJob(suite=RULER, cache=out / "answers", **options)
+    torch.nn.Module.to(model, torch.bfloat16)
+    ruler = summary(run_suite(model, run.tokenizer, job, load_tasks(job)))
+    record["ruler"] = dict(zip(ruler.task, ruler.value))
     path.write_text(json.dumps(record, indent=1))
 
 
@@ -167,12 +168,6 @@ def in_chat(retrieval: Asked, model: PreTrainedModel) -> dict[str, float]:
     examples = in_form(KVRetrieval(SIZES[0], seed=1), "chat", retrieval.tokenizer).examples(EXAMPLES)
     found = measure(model, replace(retrieval, examples={SIZES[0]: examples}))
     return {name: found[name][SIZES[0]] for name in ("kv_choice", "kv_generation")}
-
-
-def scores(suite: SuiteResult) -> dict[str, float]:
-    if suite.failed:
-        raise ValueError(f"tasks without a figure: {suite.failed}")
-    return {name: task.value for name, task in suite.tasks.items()}
 
 
 def losses(out: Path, name: str) -> pd.DataFrame:

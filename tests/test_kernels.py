@@ -124,26 +124,18 @@ def test_experiments_load_a_student_on_the_kernels(student_folder: Path, monkeyp
 def test_the_suite_measures_a_student_on_the_kernels(
     student_folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    from hybrid_distill.cli import evaluate_suite
+    pytest.importorskip("lm_eval")
+    from hybrid_distill import teacher
+    from hybrid_distill.lab import suite
 
     student, _ = tiny_student("llama")
-    monkeypatch.setattr(evaluate_suite, "check_job", lambda job: None)
-    monkeypatch.setattr(evaluate_suite, "load_on_own_device", lambda *_, **__: (student, None))
+    monkeypatch.setattr(suite, "load_tasks", lambda job: {})
+    monkeypatch.setattr(teacher, "load_on_own_device", lambda *_, **__: (student, None))
     measured = []
-    monkeypatch.setattr(
-        evaluate_suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0
-    )
-    words = [
-        "evaluate-suite",
-        "--model",
-        str(student_folder),
-        "--kernels",
-        "torch",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    monkeypatch.setattr(suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0)
+    words = ["evaluate", "--suite", "kv", "--model", str(student_folder)]
     with pytest.raises(ZeroDivisionError):
-        main(words)
+        main([*words, "--kernels", "torch", "--out", str(tmp_path / "out")])
     assert [model.ssm_implementation for model in measured] == ["torch"]
 
 

@@ -35,7 +35,7 @@ COMMANDS = {
     "Rank heads": ("score",),
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
     "Make students": ("recipes", "run", "demo"),
-    "Measure": ("evaluate", "evaluate-suite", "write-task-files", "report"),
+    "Measure": ("evaluate", "report"),
     "Pass on": ("export", "verify"),
     "Choose": ("memory", "sweep", "sweep-status"),
     "Look inside": ("analyze",),

@@ -1,63 +1,104 @@
-"""`hybrid-distill evaluate`: the student of a finished run and its teacher, on the package's own probes."""
+"""`hybrid-distill evaluate`: a run on the package's own probes, or any model on lm-eval tasks."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from ..distributed import alone_in, is_launched_main, own_device
-from ..kernels import Kernels
+from ..distributed import alone_in, is_launched_main, on_main_process, own_device
+from ..lab.suite_job import RESULTS, SuiteJob
 from ..limits import Count
 from ..progress import finish
 
+if TYPE_CHECKING:
+    from ..io import Record
+
 
 def command(
-    run_dir: tyro.conf.Positional[Path],
+    run_dir: tyro.conf.Positional[Path | None] = None,
     /,
+    job: tyro.conf.OmitArgPrefixes[SuiteJob] = SuiteJob(),  # noqa: B008
     n_examples: Count | None = None,
     form: str | None = None,
-    again: bool = False,
-    kernels: Kernels | None = None,
 ) -> None:
-    """Measure the student of a finished run and its teacher; writes RUN_DIR/evaluation.json.
+    """Measure a finished run with the package's own probes, or any model on lm-eval tasks.
 
-    Prints earlier results, if there are any, unless you pass --again. `hybrid-distill report RUN_DIR` then rebuilds
-    the report. To measure any model on lm-eval tasks, use `hybrid-distill evaluate-suite --model`.
+    `hybrid-distill evaluate RUN_DIR` measures the student of a run and its teacher; writes
+    RUN_DIR/evaluation.json. Prints earlier results, if there are any, unless you pass --again.
+    `hybrid-distill report RUN_DIR` then rebuilds the report.
+
+    `hybrid-distill evaluate --suite paper --model PATH --teacher PATH` measures any model on tasks
+    of lm-eval (docs/evaluation.md). `accelerate launch -m hybrid_distill evaluate ...` splits their
+    questions between processes.
 
     Args:
         run_dir: The folder of a run.
-        n_examples: Questions per dictionary size, instead of the run's number; implies --again.
+        n_examples: Questions per dictionary size, instead of the run's; implies --again.
         form: Prompt form, instead of the run's: plain, shots=1 or chat; implies --again.
-        again: Measure again and replace the earlier results.
-        kernels: Implementation of the student's recurrent heads, instead of the run's.
     """
+    if run_dir is not None:
+        _check_run_flags(run_dir, job)
+        _evaluate_run(run_dir, n_examples, form, job)
+    else:
+        if n_examples is not None or form is not None:
+            raise ValueError(
+                "--n-examples and --form need RUN_DIR; with --suite, pass --limit instead."
+            )
+        _evaluate_suite(job)
+
+
+def _check_run_flags(run_dir: Path, job: SuiteJob) -> None:
+    """Raise ValueError for an export, and for flags of a suite next to a run."""
+    if (run_dir / "gate").is_dir():
+        raise ValueError(
+            f"{run_dir} is an export, not a run; pass --suite paper --model {run_dir}."
+        )
+    default = SuiteJob(again=job.again, kernels=job.kernels)
+    for field in fields(job):
+        if getattr(job, field.name) != getattr(default, field.name):
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag} is for --suite, which does not measure a run; pass {run_dir} without it, "
+                "or leave out RUN_DIR."
+            )
+
+
+def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, job: SuiteJob) -> None:
     from torch import nn
 
     from ..evaluation.evaluate import EvalResult
     from ..kernels import check_kernels
     from ..pipeline import Run, finished_run
 
-    if (run_dir / "gate").is_dir():
-        raise ValueError(f"{run_dir} is an export, not a run; pass it to evaluate-suite --model {run_dir}.")
-    this, path = finished_run(run_dir), run_dir / "evaluation.json"
+    this = finished_run(run_dir)
+    path = run_dir / "evaluation.json"
+    again = job.again
     if n_examples is not None or form is not None:
         config = this.config
-        evaluation = replace(config.evaluation, n_examples=n_examples or config.evaluation.n_examples)
+        evaluation = replace(
+            config.evaluation, n_examples=n_examples or config.evaluation.n_examples
+        )
         scoring = replace(config.scoring, form=form or config.scoring.form)
-        this, again = Run(replace(config, evaluation=evaluation, scoring=scoring)), True
+        this = Run(replace(config, evaluation=evaluation, scoring=scoring))
+        again = True
         this.check_evaluation()
-    if kernels is not None:
-        this = Run(replace(this.config, student=replace(this.config.student, kernels=kernels)))
+    if job.kernels is not None:
+        student = replace(this.config.student, kernels=job.kernels)
+        this = Run(replace(this.config, student=student))
     check_kernels(this.config.student.kernels, own_device())
     if path.exists() and not again:
         result = EvalResult.load(path)
         if is_launched_main():
             date = result.provenance.get("date", "at an unknown time")
-            print(f"{path} was measured before ({date}); pass --again to measure again.", file=sys.stderr)
+            print(
+                f"{path} was measured before ({date}); pass --again to measure again.",
+                file=sys.stderr,
+            )
     else:
         with alone_in(run_dir):
             student, _ = this.trained_student()
@@ -65,3 +106,34 @@ def command(
             result = this.evaluate(student, again=again)
     if is_launched_main():
         finish(json.dumps(result.to_dict(), indent=2), **result.to_dict())
+
+
+def _evaluate_suite(job: SuiteJob) -> None:
+    if job.suite is None:
+        raise ValueError("there is nothing to evaluate; pass RUN_DIR, or --suite and --model.")
+    if job.model is None:
+        raise ValueError(f"--suite {job.suite} has no model to measure; pass --model.")
+    from ..lab.suite import load_tasks, render, write_results
+
+    tasks = load_tasks(job)
+    with alone_in(job.folder):
+        results = _measure(job, job.model, "--model", tasks)
+        teacher = None
+        if job.teacher is not None:
+            teacher = _measure(job, job.teacher, "--teacher", tasks)
+        # Only the main process has results.
+        on_main_process(lambda: write_results(job.folder, results, teacher))
+    if is_launched_main():
+        finish(f"{render(results, teacher)}\n\nresults: {job.folder / RESULTS}", **results)
+
+
+def _measure(job: SuiteJob, name: str, flag: str, tasks: dict[str, list[Any]]) -> Record:
+    from ..kernels import use_kernels
+    from ..lab.suite import run_suite
+    from ..teacher import load_on_own_device
+
+    options = {"trust_remote_code": job.trust_remote_code, "allow_bin": job.allow_bin, "flag": flag}
+    model, tokenizer = load_on_own_device(name, dtype=job.dtype, **options)
+    if flag == "--model":
+        use_kernels(model, job.kernels or "auto", own_device())
+    return run_suite(model, tokenizer, job, tasks)

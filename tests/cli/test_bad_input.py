@@ -20,13 +20,17 @@ CASES = """
     score --probe kv,needle: --probe is 'kv,needle': a ranking is by one probe
     score --model ./nosuch: --model './nosuch' is not a folder
     export --out x: --model PATH is missing; --help lists the flags.
-    evaluate: RUN_DIR is missing; --help lists the flags.
-    evaluate {}: {} is an export, not a run; pass it to evaluate-suite --model {}.
+    evaluate: pass RUN_DIR, or --suite and --model
+    evaluate {}: {} is an export, not a run; pass --suite paper --model {}.
+    evaluate nowhere --suite kv: pass nowhere without it
+    evaluate nowhere --limit 3: --limit
+    evaluate --suite kv --model tiny --form plain: --form
     evaluate nowhere: nowhere is not a folder; pass the folder of a finished run.
-    evaluate-suite --model tiny --suite papers: pass paper
-    evaluate-suite --suite kv: name a model with --model
-    evaluate-suite --model tiny --suite kv --pairs many: --pairs is 'many'
-    evaluate-suite --model tiny --suite piqa,kv --data-dir {}: lacks piqa/validation.jsonl; write them
+    evaluate --suite kv: --model
+    evaluate --model tiny: --suite
+    evaluate --model tiny --suite kv --pairs many: --pairs is 'many'
+    evaluate --model tiny --suite piqa,kv: piqa
+    evaluate --model tiny --suite kv --include-path no/such: no/such
     --json verify nowhere: verify does not write JSON
     verify nowhere --device foo: --device is 'foo', which is not usable
     run: no recipe given; pass its name or file first
@@ -78,7 +82,7 @@ def test_bad_input_ends_in_one_line(
     case: str, random_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, said = case.split(": ", 1)
-    if words.startswith("evaluate-suite"):
+    if "--suite" in words:
         pytest.importorskip("lm_eval")
     (tmp_path / "gate").mkdir()
     words = words.replace("{models}", str(random_models)).replace("{long}", "heart " * 1100)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness_rows import row, write_rows
+from harness_rows import write_task
 from planted import AGGREGATE, GATHER_ASKED_KEY, GATHER_VALUE_KEY, KEYS, N_HEADS, N_LAYERS, planted_teacher
 from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
@@ -223,9 +223,9 @@ def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
 def test_tasks_of_lm_eval_are_columns(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     tiny = load_teacher(TINY)
-    write_rows(tmp_path / "arc_easy/test.jsonl", [row("arc_easy", n) for n in range(4)])
-    task, text = Questions(tasks="lm_eval:arc_easy,lm_eval:text", data_dir=tmp_path, examples=3).make(*tiny)
+    write_task(tmp_path, "arc_easy", n_rows=4)
+    task, text = Questions(tasks="lm_eval:arc_easy,lm_eval:text", include_path=tmp_path, examples=3).make(*tiny)
     assert task.column.header == "arc_easy, %" and 3 * task.measure(*tiny) % 100 == pytest.approx(0)
     assert text.column.header == "text" and text.measure(*tiny) < 10, "a perplexity is not a share"
-    with pytest.raises(ValueError, match="lm_eval:ruler is 11 tasks; pass one of them, as lm_eval:niah_single_1"):
-        Questions(tasks="lm_eval:ruler").make(*tiny)
+    with pytest.raises(ValueError, match="lm_eval:probes is 7 tasks"):
+        Questions(tasks="lm_eval:probes").make(*tiny)

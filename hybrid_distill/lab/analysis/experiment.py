@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
-from tempfile import TemporaryDirectory
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,9 +35,8 @@ from ...scoring.measure import Steps
 from ...student.teachers import check_teacher
 from ...teacher import TINY, load_on_own_device, longest_context, read_teacher
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
-from ..suites.job import SuiteJob, tasks_of
-from ..suites.running import run_suite
-from ..suites.tasks import check_job
+from ..suite import by_name, headline, load_tasks, prepare
+from ..suite_job import SuiteJob
 
 KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
 MAX_TEXT_TOKENS = 512
@@ -172,8 +170,8 @@ class Questions:
     """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
     """Plain text, ``tiny`` or a file, for the perplexity."""
-    data_dir: Path | None = None
-    """Folder with the questions of lm-eval tasks, instead of the hub (docs/evaluation.md)."""
+    include_path: Path | None = None
+    """Folder with lm-eval task files, used before lm-eval's own (docs/evaluation.md); they may run Python code."""
     examples: int = 128
     """Questions per probe and lm-eval task (per part of mmlu, bbh and niah), and documents of the text."""
     seed: int = 1
@@ -194,10 +192,8 @@ class Questions:
         if name == TEXT:
             return perplexity_task(read_held_out(self.texts, self.examples), self.batch_size)
         if name.startswith(LM_EVAL):
-            suite, size = name.removeprefix(LM_EVAL), self.batch_size
-            return lm_eval_task(
-                SuiteJob(suite=suite, data_dir=self.data_dir, limit=self.examples, seed=self.seed, batch_size=size)
-            )
+            options = {"include_path": self.include_path, "limit": self.examples, "batch_size": self.batch_size}
+            return lm_eval_task(SuiteJob(suite=name.removeprefix(LM_EVAL), seed=self.seed, **options))
         examples, chance = self.examples_of(name.removesuffix(GENERATED))
         check_readable(model, tokenizer, examples)
         return accuracy_task(name, examples, chance, self.batch_size)
@@ -231,21 +227,30 @@ def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, e
 
 
 def lm_eval_task(job: SuiteJob) -> Task:
-    """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot run."""
-    task, *more = tasks_of(job.suite)
-    if more:
-        raise ValueError(f"{LM_EVAL}{job.suite} is {1 + len(more)} tasks; pass one of them, as {LM_EVAL}{task.name}.")
-    check_job(job)
-    is_share = "perplexity" not in task.metric
+    """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot be loaded."""
+    stock = load_tasks(job)
+    name, *more = job.names
+    # A tag of lm-eval is one name for several tasks.
+    n_tasks = len(more) + len(stock.get(name, [name]))
+    if n_tasks > 1:
+        raise ValueError(f"{LM_EVAL}{job.suite} is {n_tasks} tasks; pass one of them, as {LM_EVAL}{name}.")
+    metrics = ["acc,none"]
+    for task in by_name(stock.get(name, []))["tasks"].values():
+        metrics = [f"{metric},none" for metric in task.aggregation()]
+    is_share = "perplexity" not in headline(name, metrics)
 
     def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        with TemporaryDirectory() as folder:
-            found = run_suite(model, tokenizer, job, Path(folder))
-        for part, reason in found.failed.items():
-            raise ValueError(f"{LM_EVAL}{part} cannot run: {reason}")
-        return (100 if is_share else 1) * found.tasks[task.name].value
+        import lm_eval
 
-    return Task(Column(task.name) if is_share else Column(task.name, "", digits=3), measure)
+        lm, tasks, _ = prepare(model, tokenizer, job, stock)
+        # Not simple_evaluate: it describes the machine after every call, which takes seconds.
+        evaluate: Any = lm_eval.evaluate
+        results = evaluate(lm, by_name(tasks), limit=job.limit, bootstrap_iters=0, log_samples=False)
+        figures = results["results"][name]
+        figure = figures[headline(name, figures)]
+        return 100 * figure if is_share else figure
+
+    return Task(Column(name) if is_share else Column(name, "", digits=3), measure)
 
 
 def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:

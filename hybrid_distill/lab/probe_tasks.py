@@ -1,0 +1,154 @@
+"""This package's probes and RULER's questions as tasks of lm-eval."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..data import read_held_out
+from ..io import Record
+from ..probes import Example
+from ..probes.answering import begins_with
+from ..probes.checks import check_answerable
+from ..probes.knowledge import Knowledge
+from ..probes.registry import make_probe
+from ..probes.ruler import NEEDLES, ruler_questions, tokens_to_generate
+from ..probes.ruler import TASKS as RULER_TASKS
+
+Untyped = Any
+"""lm-eval object, whose annotations do not match its classes."""
+GENERATE = "_generate"
+RULER = {"niah": tuple(NEEDLES), **{task: (task,) for task in RULER_TASKS}}
+"""RULER tasks that a name stands for.
+
+They replace lm-eval's own, which download essays and run Python code that comes with a tokenizer.
+"""
+PROBE_EXAMPLES = 1000
+RULER_EXAMPLES = 500
+
+
+def own_task(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int | None,
+    seed: int,
+    pairs: Sequence[int],
+    ruler_lengths: Sequence[int],
+    facts: Path | None,
+    texts: str,
+) -> Untyped:
+    """Make a task of `suite_job.PROBES`, or of `RULER` a group of tasks, one a length.
+
+    Raises ValueError for words that the tokenizer lacks, and for lengths that a task does not fit.
+    """
+    if name in RULER:
+        return _ruler_group(name, tokenizer, ruler_lengths, seed, limit or RULER_EXAMPLES)
+    n_examples = limit or PROBE_EXAMPLES
+    if name == "text":
+        rows = [{"text": text} for text in read_held_out(texts, n_examples)]
+        return _task(
+            name, rows, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text"
+        )
+    probe = name.removesuffix(GENERATE)
+    if probe == "knowledge":
+        examples = Knowledge(facts).examples()[:n_examples]
+    else:
+        examples = make_probe(probe, pairs=pairs, facts=facts, seed=seed).examples(n_examples)
+    check_answerable(examples, tokenizer, sys.maxsize)
+    rows = [_row(example) for example in examples]
+    if name == probe:
+        choices = {
+            "output_type": "multiple_choice",
+            "doc_to_choice": "choices",
+            "doc_to_target": "gold",
+        }
+        return _task(name, rows, **_accuracy(), **choices)
+    # One token more than any answer, to see that a number has ended.
+    longest = 1 + max(len(example.answer.encode()) for example in examples)
+    return _task(name, rows, **_generation(longest, _is_right))
+
+
+def _row(example: Example) -> Record:
+    gold = example.choices.index(example.answer)
+    return {
+        "prompt": example.prompt,
+        "answer": example.answer,
+        "choices": list(example.choices),
+        "gold": gold,
+    }
+
+
+def _ruler_group(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    seed: int,
+    n_examples: int,
+) -> Untyped:
+    from lm_eval.api.group import Group
+    from lm_eval.config.group import AggMetricConfig
+
+    group = Group(name, aggregate_metric_list=[AggMetricConfig("acc", weight_by_size=False)])
+    for task in RULER[name]:
+        for length in lengths:
+            questions = ruler_questions(task, length, tokenizer, seed, n_examples)
+            rows = [
+                {"prompt": question.prompt, "answer": list(question.answers)}
+                for question in questions
+            ]
+            group.add(
+                _task(
+                    f"{task}_{length}",
+                    rows,
+                    **_generation(tokens_to_generate(task, length), _share_found),
+                )
+            )
+    return group
+
+
+def _task(name: str, rows: Sequence[Record], **config: Untyped) -> Untyped:
+    from datasets import Dataset, DatasetDict
+    from lm_eval.api.task import ConfigurableTask
+
+    questions = DatasetDict({"test": Dataset.from_list(list(rows))})
+    common = {
+        "task": name,
+        "test_split": "test",
+        "num_fewshot": 0,  # lm-eval would take examples from the questions themselves
+        "metadata": {"version": 1},
+        "custom_dataset": lambda **_: questions,
+    }
+    return ConfigurableTask(config={**common, **config})
+
+
+def _accuracy() -> Record:
+    metric = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+    # Answers and choices begin with their own space.
+    return {"doc_to_text": "prompt", "target_delimiter": "", "metric_list": [metric]}
+
+
+def _generation(n_tokens: int, read: Untyped) -> Record:
+    """Return the config of a task whose generated answers are read by our own rule."""
+    return {
+        **_accuracy(),
+        "output_type": "generate_until",
+        "doc_to_target": "answer",
+        "generation_kwargs": {"until": [], "max_gen_toks": n_tokens, "do_sample": False},
+        "process_results": read,
+    }
+
+
+def _is_right(row: Record, texts: Sequence[str]) -> dict[str, float]:
+    return {"acc": float(begins_with(texts[0], row["answer"]))}
+
+
+def _share_found(row: Record, texts: Sequence[str]) -> dict[str, float]:
+    """Return the share of RULER's answers found anywhere in the text."""
+    text = texts[0].lower()
+    return {"acc": fmean(answer.lower() in text for answer in row["answer"])}

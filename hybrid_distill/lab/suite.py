@@ -1,0 +1,357 @@
+"""Any model on lm-eval tasks: the papers' suite by one name, our probes, coverage of a teacher."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stderr
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..distributed import alone_in, limit_collectives, make_accelerator
+from ..io import Record, write_json, write_text
+from ..limits import first_line
+from ..probes.ruler import load_generators
+from ..scoring import describe_run
+from ..teacher import fingerprint, longest_context
+from .probe_tasks import RULER, Untyped, own_task
+from .reporting import markdown_table, percent_change, with_error
+from .suite_job import PROBES, RESULTS, SUITES, SuiteJob
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+PAPER_FOLDERS = (
+    *("arc", "piqa", "winogrande", "hellaswag", "openbookqa", "lambada"),
+    *("mmlu/default", "gsm8k", "swde", "bbh/cot_fewshot"),
+)
+"""Folders of lm-eval's task files that the papers' tasks are in."""
+EVERYTHING = ("",)
+HEADLINES = {
+    "arc_challenge": "acc_norm,none",
+    "hellaswag": "acc_norm,none",
+    "openbookqa": "acc_norm,none",
+    "lambada_openai": "acc,none",
+    "gsm8k": "exact_match,strict-match",
+    "text": "byte_perplexity,none",
+}
+"""Metric and filter that the papers report, for tasks whose first metric is another."""
+DEFAULT_CONTEXT = 2048
+BOOTSTRAP_DRAWS = 1000
+
+
+def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
+    """Load the tasks that lm-eval defines, with their questions, by name.
+
+    Our own tasks need a tokenizer (`own_task`). A tag of lm-eval is several tasks; any other name
+    is one task or group. Raises ValueError for unknown tasks, bad options, missing packages, and
+    tasks whose questions cannot be loaded.
+    """
+    if not job.names:
+        raise ValueError(
+            f"--suite is {job.suite!r}; pass a suite ({', '.join(SUITES)}) or tasks, such as kv."
+        )
+    job.numbers("pairs")
+    job.numbers("ruler_lengths")
+    if job.include_path is not None and not job.include_path.is_dir():
+        raise ValueError(
+            f"--include-path {job.include_path} is not a folder; pass one with lm-eval task files."
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm-eval is not installed; pip install 'lm-eval[ruler]'.")
+    if not RULER.keys().isdisjoint(job.names):
+        load_generators()
+    stock = [name for name in job.names if name not in PROBES and name not in RULER]
+    manager = _manager_of(stock, job.include_path)
+    tasks: dict[str, list[Untyped]] = {}
+    reasons: dict[str, str] = {}
+    for name in stock:
+        try:
+            loaded: Untyped = manager.load([name])
+        except Exception as error:  # the hub, its libraries and task files raise many kinds
+            reasons[name] = f"{type(error).__name__}: {first_line(error)}"
+            continue
+        if name in loaded["groups"]:
+            tasks[name] = [loaded["groups"][name]]
+        else:
+            tasks[name] = list(loaded["tasks"].values())
+    if reasons:
+        # Without a network, all tasks fail for the same reason.
+        reason = next(iter(reasons.values()))
+        raise ValueError(
+            f"lm-eval cannot load {', '.join(reasons)} ({reason}); without a network, bring a copy "
+            "of the Hugging Face cache, or pass task files with --include-path "
+            "(docs/evaluation.md), or leave them out of --suite."
+        )
+    return tasks
+
+
+def _manager_of(names: list[str], include_path: Path | None) -> TaskManager:
+    """Return an index of lm-eval's tasks that has all names. Raises ValueError if none has."""
+    unknown: list[str] = []
+    # Reading all of lm-eval's 10,000 task files takes 10 seconds or more.
+    for folders in (PAPER_FOLDERS, EVERYTHING):
+        manager = _task_manager(include_path, folders)
+        unknown = [name for name in names if name not in manager.task_index]
+        if not unknown:
+            return manager
+    raise ValueError(
+        f"--suite has {', '.join(unknown)}: neither a suite ({', '.join(SUITES)}), nor a task of "
+        f"this package ({', '.join([*PROBES, *RULER])}), nor one that `lm-eval ls tasks` lists; "
+        "pass one of those."
+    )
+
+
+@cache
+def _task_manager(include_path: Path | None, folders: tuple[str, ...]) -> TaskManager:
+    """Index folders of lm-eval's tasks, and ``include_path``, which takes precedence."""
+    import lm_eval.tasks
+
+    # It warns about every truncated prompt, and every task that is replaced.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    root = Path(lm_eval.tasks.__file__).parent
+    paths: list[str | Path] = [root / folder for folder in folders]
+    if include_path is not None:
+        paths.append(include_path)
+    return lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False)
+
+
+def prepare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    job: SuiteJob,
+    stock: Mapping[str, list[Untyped]],
+) -> tuple[Untyped, list[Untyped], dict[str, int]]:
+    """Return (model for lm-eval, its tasks and groups, truncated prompts by task).
+
+    ``stock`` is from `load_tasks`. Raises ValueError for prompts that exceed the context, unless
+    the job truncates them, and as `own_task` does.
+    """
+    lm = make_lm(model, tokenizer, job)
+    tasks: list[Untyped] = []
+    for name in job.names:
+        if name in stock:
+            tasks += stock[name]
+        else:
+            tasks.append(_own_task(name, tokenizer, job))
+    n_cut: dict[str, int] = {}
+    for name, task in by_name(tasks)["tasks"].items():
+        # As simple_evaluate does: a task that sets 0 examples has none to show.
+        if job.fewshot is not None and task.get_config("num_fewshot") != 0:
+            task.set_config("num_fewshot", job.fewshot)
+        lengths = _prompt_lengths(task, lm, job)
+        n_long = sum(length > lm.max_length for length in lengths)
+        if n_long and not job.truncate:
+            raise ValueError(
+                f"{n_long} of {len(lengths)} prompts of {name} do not fit into the context of "
+                f"{lm.max_length} tokens; the longest needs {max(lengths)}. Pass smaller "
+                "--fewshot, --pairs or --ruler-lengths, or --truncate to cut them on the left, as "
+                "lm-eval does."
+            )
+        if n_long:
+            n_cut[name] = n_long
+    return lm, tasks, n_cut
+
+
+def _own_task(name: str, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
+    pairs = job.numbers("pairs")
+    lengths = job.numbers("ruler_lengths")
+    questions = {"limit": job.limit, "seed": job.seed, "facts": job.facts, "texts": job.texts}
+    return own_task(name, tokenizer, pairs=pairs, ruler_lengths=lengths, **questions)
+
+
+def by_name(tasks: list[Untyped]) -> Untyped:
+    """Return lm-eval's dict of tasks and groups, members included.
+
+    Raises ValueError if a task is in two of them.
+    """
+    return _task_manager(None, ()).load(tasks)
+
+
+def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
+    """Wrap a model for lm-eval; launched processes split its requests."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no end-of-text token, which lm-eval needs; set its eos_token."
+        )
+    accelerator = make_accelerator()
+    # lm-eval gathers results, and a process may have longer texts than another.
+    limit_collectives(None)
+    from lm_eval.models.huggingface import HFLM
+
+    wrap: Untyped = HFLM
+    max_length = job.max_length or longest_context(model.config) or DEFAULT_CONTEXT
+    lm = wrap(model, tokenizer=tokenizer, batch_size=job.batch_size, max_length=max_length)
+    if accelerator.num_processes > 1:  # HFLM leaves this to callers that pass a model
+        lm.accelerator = accelerator
+        lm._rank = accelerator.process_index
+        lm._world_size = accelerator.num_processes
+    return lm
+
+
+def _prompt_lengths(task: Untyped, lm: Untyped, job: SuiteJob) -> list[int]:
+    """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
+    task.set_fewshot_seed(job.seed)
+    with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
+        task.build_all_requests(limit=job.limit)
+    task.set_fewshot_seed(job.seed)
+    lengths: list[int] = []
+    for request in task.instances:
+        if request.request_type == "generate_until":
+            prompt, options = request.args
+            n_generated = options.get("max_gen_toks", lm.max_gen_toks)
+            if n_generated >= lm.max_length:
+                raise ValueError(
+                    f"{task.task_name} generates up to {n_generated} tokens, which leaves no room "
+                    f"for a prompt in the context of {lm.max_length}; pass a larger --max-length, "
+                    "or leave the task out of --suite."
+                )
+            lengths.append(len(lm.tok_encode(prompt)) + n_generated)
+        elif request.request_type == "loglikelihood":
+            # Its last token is predicted, not read.
+            lengths.append(len(lm.tok_encode("".join(request.args))) - 1)
+        else:
+            lengths.append(0)
+    return lengths
+
+
+def run_suite(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    job: SuiteJob,
+    stock: Mapping[str, list[Untyped]],
+) -> Record:
+    """Measure a model with `lm_eval.simple_evaluate`; return its results as JSON.
+
+    Only the main process has results. Answers are cached as they come, so that a stopped call
+    resumes. Raises ValueError as `prepare` does.
+    """
+    import lm_eval
+    from lm_eval.utils import handle_non_serializable
+
+    lm, tasks, n_cut = prepare(model, tokenizer, job, stock)
+    # lm-eval's cache is keyed by requests only, so each model needs its own.
+    dtype = str(model.dtype).removeprefix("torch.")
+    answers = job.cache / f"{fingerprint(model)}-{lm.max_length}-{dtype}"
+    with alone_in(answers):
+        if job.again:
+            (answers / f"lm_eval_rank{lm.rank}.db").unlink(missing_ok=True)
+        evaluate: Untyped = lm_eval.simple_evaluate
+        results = evaluate(
+            model=lm,
+            tasks=tasks,
+            task_manager=_task_manager(None, ()),
+            use_cache=str(answers / "lm_eval"),
+            limit=job.limit,
+            bootstrap_iters=BOOTSTRAP_DRAWS,
+            log_samples=False,
+            fewshot_random_seed=job.seed,
+        )
+    if results is None:
+        return {}
+    facts = {"asked": _asked(tasks), "truncated": n_cut, "described": describe_run(model)}
+    return json.loads(json.dumps({**results, **facts}, default=handle_non_serializable))
+
+
+def _asked(tasks: list[Untyped]) -> list[str]:
+    """Return the names of tasks, of groups with a figure of their own, and of members of others."""
+    from lm_eval.api.group import Group
+
+    names: list[str] = []
+    for item in tasks:
+        if not isinstance(item, Group):
+            names.append(item.task_name)
+        elif item.has_aggregation:
+            names.append(item.name)
+        else:
+            names += [task.task_name for task in item.get_all_tasks()]
+    return names
+
+
+def headline(task: str, metrics: Iterable[str]) -> str:
+    """Return the ``METRIC,FILTER`` to report of a task: that of the papers, or the first."""
+    if task in HEADLINES:
+        return HEADLINES[task]
+    return next(key for key in metrics if "," in key and "_stderr," not in key)
+
+
+def summary(results: Record, teacher: Record | None = None) -> pd.DataFrame:
+    """Tabulate the headline of each task that was asked for, and its ratio to the teacher's.
+
+    No ratio if lower is better or the teacher scores 0.
+    """
+    rows: list[Record] = []
+    for task in results["asked"]:
+        figures = results["results"][task]
+        key = headline(task, figures)
+        metric, _, kind = key.partition(",")
+        row: Record = {"task": task, "metric": metric, "value": figures[key]}
+        row["stderr"] = _error(figures, metric, kind)
+        if teacher is not None:
+            teacher_figures = teacher["results"][task]
+            row["teacher"] = teacher_figures[key]
+            row["teacher_stderr"] = _error(teacher_figures, metric, kind)
+            row["ratio"] = None
+            if results["higher_is_better"][task].get(metric, True) and row["teacher"] > 0:
+                row["ratio"] = row["value"] / row["teacher"]
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _error(figures: Record, metric: str, kind: str) -> float | None:
+    error = figures.get(f"{metric}_stderr,{kind}")
+    return None if error == "N/A" else error
+
+
+def coverage(table: pd.DataFrame) -> dict[str, float]:
+    """Return the mean ratio over those tasks of each half of the paper's suite that have one."""
+    shares: dict[str, float] = {}
+    for suite in ("paper-knowledge", "paper-retrieval"):
+        ratios = table[table.task.isin(SUITES[suite])].ratio.dropna()
+        if len(ratios):
+            shares[suite] = float(ratios.mean())
+    return shares
+
+
+def write_results(folder: Path, results: Record, teacher: Record | None = None) -> None:
+    """Write results.json, results.md with lm-eval's own tables, and the teacher's in a folder."""
+    from lm_eval.utils import make_table
+
+    if teacher is not None:
+        write_results(folder / "teacher", teacher)
+        table = summary(results, teacher)
+        rows = json.loads(str(table.to_json(orient="records")))
+        results["comparison"] = {"tasks": rows, "coverage": coverage(table)}
+    tables = [render(results, teacher), make_table(results)]
+    if "groups" in results:
+        tables.append(make_table(results, "groups"))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "results.md", "\n\n".join(tables) + "\n")
+    write_json(folder / RESULTS, results)
+
+
+def render(results: Record, teacher: Record | None = None) -> str:
+    """Render Markdown: a row per task, coverage of the teacher, truncated prompts."""
+    table = summary(results, teacher)
+    rows: list[dict[str, str]] = []
+    for row in table.to_dict("records"):
+        cells = {"task": row["task"], "metric": row["metric"]}
+        cells["value"] = with_error(row["value"], row["stderr"], 3)
+        if teacher is not None:
+            cells["teacher"] = with_error(row["teacher"], row["teacher_stderr"], 3)
+            cells["change"] = percent_change(row["ratio"])
+        rows.append(cells)
+    blocks = [markdown_table(pd.DataFrame(rows), text_columns=2)]
+    if teacher is not None:
+        for suite, share in coverage(table).items():
+            blocks.append(f"Coverage of the teacher, {suite}: {share:.1%}")
+    for task, n_prompts in results["truncated"].items():
+        blocks.append(f"{task}: {n_prompts} prompts truncated on the left")
+    return "\n\n".join(blocks)

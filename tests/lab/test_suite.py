@@ -1,0 +1,328 @@
+"""Tasks of lm-eval: our own accuracies, offline task files, resume, comparison with a teacher."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness_rows import write_task
+from test_launch import launch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.io import Record
+from hybrid_distill.lab import probe_tasks, suite
+from hybrid_distill.lab.suite import HEADLINES, coverage, headline, load_tasks, run_suite, summary
+from hybrid_distill.lab.suite_job import PROBES, SUITES, SuiteJob
+from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.probes.answering import answer_choices, answer_generation
+from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.registry import make_probe
+from hybrid_distill.probes.ruler import RulerQuestion
+from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import ablate_heads, load_teacher
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
+N = 10
+MODEL_AND_TOKENIZER = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> MODEL_AND_TOKENIZER:
+    return load_teacher("tiny")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out lm-eval's description of the machine, which takes seconds."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+def measured(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    names: str,
+    cache: Path,
+    **options: Any,
+) -> Record:
+    settings = {"limit": N, "pairs": "8", "batch_size": 7, "cache": cache, **options}
+    job = SuiteJob(suite=names, **settings)
+    return run_suite(model, tokenizer, job, load_tasks(job))
+
+
+def values(results: Record) -> dict[str, float]:
+    return dict(summary(results)[["task", "value"]].itertuples(index=False, name=None))
+
+
+def our_own(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+    """The same questions by this package's own evaluation."""
+    probes = {name: make_probe(name, pairs=8, seed=1) for name in ("kv", "letters")}
+    figures = {}
+    for name, probe in {**probes, "knowledge": Knowledge()}.items():
+        examples = probe.examples(N)
+        figures[name] = answer_choices(model, tokenizer, examples).accuracy
+        figures[f"{name}_generate"] = (
+            answer_generation(model, tokenizer, examples).double().mean().item()
+        )
+    return figures
+
+
+@pytest.mark.parametrize("which", ["teacher", "damaged", "student"])
+def test_a_probe_as_a_task_of_lm_eval_gives_our_own_accuracy(
+    which: str, tiny: MODEL_AND_TOKENIZER, tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    with ExitStack() as stack:
+        if which == "damaged":
+            stack.enter_context(ablate_heads(model, [HeadId(2, head) for head in range(8)]))
+        if which == "student":
+            plan = HeadPlan.from_pairs(
+                model, [(layer, head) for layer in (0, 1, 3) for head in range(8)]
+            )
+            model = build_student(model, plan, d_state=8)[0]
+        ours = our_own(model, tokenizer)
+        results = measured(model, tokenizer, ",".join(ours), tmp_path)
+    assert values(results) == ours
+    assert {counts["effective"] for counts in results["n-samples"].values()} == {N}
+    if which == "teacher":
+        assert ours["kv"] > 0.9 and ours["kv_generate"] > 0.9
+    else:
+        assert ours["kv"] < 0.9 and ours["kv_generate"] < 0.9, (
+            "damage must show, or the test could not fail"
+        )
+        assert sum(ours.values()) > 0, "and must leave something"
+
+
+def test_each_task_of_the_paper_has_the_papers_metric() -> None:
+    """lm-eval defines each of them, or this package does; none needs its 10,000 other files."""
+    index = suite._task_manager(None, suite.PAPER_FOLDERS).task_index
+    stock = [name for name in SUITES["paper"] if name not in (*PROBES, *suite.RULER)]
+    assert len(stock) == 11
+    for name in stock:
+        if name != "swde":  # its metrics are in Python
+            config = index[name].cfg or {}
+            metrics = config.get("metric_list") or config["aggregate_metric_list"]
+            keys = [f"{entry['metric']},{entry.get('filter_list', 'none')}" for entry in metrics]
+            reported = headline(name, keys).split(",")[0]
+            assert reported in [entry["metric"] for entry in metrics]
+            assert HEADLINES.get(name) or reported in ("acc", "exact_match")
+
+
+def test_a_task_file_replaces_the_hub(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    """As docs/evaluation.md shows: lm-eval's own definition, with rows from a local file."""
+    write_task(tmp_path / "tasks", "arc_easy", n_rows=4)
+    options = {"include_path": tmp_path / "tasks", "fewshot": 1}
+    results = measured(*tiny, "arc_easy,kv", tmp_path / "answers", **options)
+    assert results["n-shot"] == {"arc_easy": 1, "kv": 0}
+    assert results["n-samples"]["arc_easy"] == {"original": 4, "effective": 4}
+    assert 4 * values(results)["arc_easy"] in range(5)
+    assert {"acc,none", "acc_norm,none"} < results["results"]["arc_easy"].keys()
+    for name in ("made_up_tag", "made_up_group"):
+        of_members = measured(*tiny, name, tmp_path / "answers", **options)
+        assert values(of_members) == {"arc_easy": values(results)["arc_easy"]}
+
+
+def test_a_stopped_evaluation_asks_only_what_was_not_answered(
+    tiny: MODEL_AND_TOKENIZER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny
+    n_batches = 0
+    forward = model.forward
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal n_batches
+        n_batches += 1
+        if n_batches == stop_at:
+            raise KeyboardInterrupt
+        return forward(*args, **options)
+
+    monkeypatch.setattr(model, "forward", counted)
+    stop_at = 0
+    whole = measured(model, tokenizer, "kv", tmp_path / "whole", batch_size=1)
+    n_whole, n_batches, stop_at = n_batches, 0, 6  # one batch for the choices of a question
+    with pytest.raises(KeyboardInterrupt):
+        measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1)
+    n_batches, stop_at = 0, 0
+    resumed = measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1)
+    assert n_batches == n_whole - 5 == 5
+    assert resumed["results"] == whole["results"]
+    n_batches = 0
+    measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1)
+    assert n_batches == 0
+    measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1, again=True)
+    assert n_batches == n_whole
+
+
+def test_answers_of_one_model_are_not_those_of_another(
+    tiny: MODEL_AND_TOKENIZER, tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    first = measured(model, tokenizer, "kv", tmp_path)
+    plan = HeadPlan.from_pairs(model, [(layer, head) for layer in (0, 1, 3) for head in range(8)])
+    student = build_student(model, plan, d_state=8)[0]
+    assert values(measured(student, tokenizer, "kv", tmp_path)) != values(first)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_prompts_beyond_the_context_are_refused_or_counted(
+    tiny: MODEL_AND_TOKENIZER, tmp_path: Path
+) -> None:
+    for name, n_prompts in (("kv", 80), ("kv_generate", 10)):
+        with pytest.raises(ValueError, match=f"{n_prompts} of {n_prompts} prompts of {name} "):
+            measured(*tiny, name, tmp_path, max_length=48)
+    with pytest.raises(ValueError, match="kv_generate generates up to 4 tokens"):
+        measured(*tiny, "kv_generate", tmp_path, max_length=4, truncate=True)
+    assert not list(tmp_path.iterdir()), "nothing was computed"
+    cut = measured(*tiny, "kv,kv_generate", tmp_path, max_length=48, truncate=True)
+    assert cut["truncated"] == {"kv": 80, "kv_generate": 10}
+    assert values(cut)["kv_generate"] < 0.9, "what was cut off is not known"
+
+
+def test_ruler_is_measured_length_by_length(
+    tiny: MODEL_AND_TOKENIZER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question counts by the share of its answers that are found; lengths count alike."""
+
+    def questions(task: str, length: int, *_: Any) -> list[RulerQuestion]:
+        n_answers = length // 100
+        examples = make_probe("kv", pairs=4, seed=length).examples(N)
+        padding = ("nowhere",) * (n_answers - 1)
+        return [RulerQuestion(e.prompt, "", "", (e.answer.strip(), *padding)) for e in examples]
+
+    monkeypatch.setattr(
+        suite, "load_generators", lambda: None
+    )  # importing lm-eval's word lists takes seconds
+    monkeypatch.setattr(probe_tasks, "ruler_questions", questions)
+    results = measured(*tiny, "ruler_vt", tmp_path, ruler_lengths="100,200")
+    parts = {
+        name: figures["acc,none"]
+        for name, figures in results["results"].items()
+        if name != "ruler_vt"
+    }
+    assert list(parts) == ["ruler_vt_100", "ruler_vt_200"]
+    assert parts["ruler_vt_100"] > 0.8 and 0.4 < parts["ruler_vt_200"] <= 0.5
+    assert values(results) == {"ruler_vt": pytest.approx(sum(parts.values()) / 2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"suite": "arc_easy,piqa"}, ["arc_easy, piqa", "--include-path"]),
+        ({"suite": "papers,kv"}, ["papers", "paper-knowledge"]),
+        ({"suite": " , "}, ["' , '", "paper"]),
+        ({"suite": "kv", "pairs": "many"}, ["--pairs is 'many'"]),
+        ({"suite": "niah", "ruler_lengths": "0"}, ["--ruler-lengths is '0'"]),
+        ({"suite": "kv", "limit": 0}, ["--limit is 0"]),
+        ({"suite": "kv", "include_path": Path("no/such")}, ["no/such"]),
+    ],
+)
+def test_what_cannot_run_is_refused_by_its_name(
+    options: dict[str, Any], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "EVERYTHING", ("arc",))  # all 10,000 files take 10 seconds
+    with pytest.raises(ValueError) as refusal:
+        load_tasks(SuiteJob(**options))
+    assert len(str(refusal.value).splitlines()) == 1
+    assert all(name in str(refusal.value) for name in names)
+
+
+def results_of(**tasks: tuple[str, float, bool]) -> Record:
+    """Results as lm-eval writes them: a metric, its value and whether higher is better, by task."""
+    figures = {}
+    better = {}
+    for name, (metric, value, higher_is_better) in tasks.items():
+        figures[name] = {f"{metric},none": value, f"{metric}_stderr,none": 0.01}
+        better[name] = {metric: higher_is_better}
+    return {"asked": list(tasks), "results": figures, "higher_is_better": better, "truncated": {}}
+
+
+def test_coverage_is_the_mean_ratio_over_a_suites_tasks() -> None:
+    student = results_of(
+        arc_easy=("acc", 0.6, True),
+        piqa=("acc", 0.8, True),
+        kv=("acc", 0.5, True),
+        mmlu=("acc", 0.3, True),
+        text=("byte_perplexity", 2.0, False),
+    )
+    teacher = results_of(
+        arc_easy=("acc", 0.8, True),
+        piqa=("acc", 0.8, True),
+        kv=("acc", 1.0, True),
+        mmlu=("acc", 0.0, True),
+        text=("byte_perplexity", 1.5, False),
+    )
+    table = summary(student, teacher)
+    ratios = dict(zip(table.task, table.ratio))
+    assert ratios["arc_easy"] == pytest.approx(0.75) and ratios["kv"] == 0.5
+    assert table[table.ratio.isna()].task.tolist() == ["mmlu", "text"], (
+        "a teacher at 0, and lower is better"
+    )
+    assert coverage(table) == pytest.approx({"paper-knowledge": 0.875, "paper-retrieval": 0.5})
+    shown = suite.render(student, teacher)
+    assert "| arc_easy | acc | 0.600 ± 0.010 | 0.800 ± 0.010 | −25.0 % |" in shown
+
+
+def test_the_reported_figure_is_the_papers_or_the_first() -> None:
+    figures = {"alias": "x", "acc_stderr,none": 0.1, "acc,none": 0.5, "acc_norm,none": 0.6}
+    assert headline("arc_challenge", figures) == "acc_norm,none"
+    assert headline("boolq", figures) == "acc,none"
+
+
+def test_the_command_writes_results_and_compares_with_the_teacher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "4", "--pairs", "4"]
+    main(
+        [
+            "evaluate",
+            *flags,
+            "--teacher",
+            "tiny",
+            "--out",
+            str(out),
+            "--cache",
+            str(tmp_path / "answers"),
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert str(out / "results.json") in shown
+    record = json.loads((out / "results.json").read_text())
+    assert record["comparison"]["coverage"] == {"paper-retrieval": 1.0}
+    assert (
+        record["results"] == json.loads((out / "teacher" / "results.json").read_text())["results"]
+    )
+    assert record["config"]["fewshot_seed"] == 1 and record["described"]["fingerprint"]
+    assert "|kv " in (out / "results.md").read_text(), "lm-eval's own table"
+
+
+@pytest.mark.launched
+def test_two_processes_measure_what_one_does(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
+    flags = [
+        "--model",
+        "tiny",
+        "--suite",
+        "kv,kv_generate",
+        "--limit",
+        "5",
+        "--pairs",
+        "4",
+        "--max-length",
+        "16",
+    ]
+    flags += ["--truncate", "--cache", str(tmp_path / "answers"), "--out", str(tmp_path / "two")]
+    launcher = ("--multi_gpu", "--num_processes", "2", "-m")
+    done = launch(launcher, "evaluate", *flags, program=Path("hybrid_distill"))
+    assert done.returncode == 0, done.stderr
+    two = json.loads((tmp_path / "two" / "results.json").read_text())
+    one = measured(
+        *tiny, "kv,kv_generate", tmp_path / "one", limit=5, pairs="4", max_length=16, truncate=True
+    )
+    assert two["results"] == one["results"] and two["truncated"] == one["truncated"] == {
+        "kv": 20,
+        "kv_generate": 5,
+    }
