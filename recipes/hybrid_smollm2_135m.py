@@ -22,7 +22,7 @@ def config() -> RunConfig:
         name="hybrid-smollm2-135m",
         out=Path("runs/hybrid_smollm2_135m"),
         teacher=TeacherConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct"),
-        scoring=ScoringConfig(n_pairs=8, n_examples=128, form="auto", min_accuracy=0.2),
+        scoring=ScoringConfig(n_pairs=8, n_examples=128, min_accuracy=0.2),
         plan=PlanConfig(selection="top", k=14),
         student=StudentConfig(d_state=64),
         data=DataConfig(sources=("tokens/self",), chat=True, seq_len=256),

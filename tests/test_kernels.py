@@ -58,11 +58,12 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     monkeypatch.setitem(
         pipeline.build_student.__globals__,
         "check_rows",
-        lambda model: (seen.append(getattr(model, "ssm_implementation", None)), check(model)),
+        lambda model, fix: (seen.append(getattr(model, "ssm_implementation", None)), check(model, fix)),
     )
     base = small_run(tmp_path / "run", plan=PlanConfig("none", k=0))
     run = Run(replace(base, student=replace(base.student, kernels="torch")))
     run.prepare()
+    seen.clear()  # of the small student that `prepare` checks
     student = run.build(run.plan())
     assert student.ssm_implementation == "torch" and seen == [None, "torch"]
     assert loss_implementation(student) == "torch"
@@ -113,10 +114,9 @@ def student_folder(tmp_path: Path) -> Path:
 
 def test_experiments_load_a_student_on_the_kernels(student_folder: Path, monkeypatch) -> None:
     student, _ = tiny_student("llama")
-    monkeypatch.setattr(
-        "hybrid_distill.lab.analysis.experiment.load_on_own_device",
-        lambda *_, **__: (student, None),
-    )
+    loads = "hybrid_distill.lab.analysis.experiment"
+    monkeypatch.setattr(f"{loads}.load_on_own_device", lambda *_, **__: (student, None))
+    monkeypatch.setattr(f"{loads}.read_teacher", lambda *_, **__: (student.config, None))
     model, _ = Subject(model=str(student_folder), kernels="torch").load()
     assert model.ssm_implementation == "torch"
 
