@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-serving lint docs wheel matrix latest gpu-check oracle
+.PHONY: help demo test peers test-serving lint docs wheel matrix latest gpu-check oracle
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
@@ -21,8 +21,16 @@ help: ## list the commands
 demo: $(VENV)/demo.stamp ## the whole method on the embedded tiny teacher; the report goes to runs/demo/report.md
 	HF_HUB_OFFLINE=1 $(BIN)/hybrid-distill demo --out runs/demo
 
-test: $(VENV)/test.stamp ## run the tests, several at a time
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25
+test: $(VENV)/test.stamp build/peers.stamp ## run the tests, several at a time
+	PEERS=few $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25
+
+peers: $(VENV)/test.stamp build/peers.stamp ## the tests of transformers, PEFT and TRL's losses on every kind of student
+	PEERS=all $(BIN)/python -m pytest --numprocesses logical --dist worksteal tests/peers
+
+# Source distributions of the installed versions: no wheel holds these tests.
+build/peers.stamp: $(VENV)/test.stamp tests/peers/peer_sources.py
+	$(BIN)/python tests/peers/peer_sources.py
+	@touch $@
 
 # Programs that run students ask for versions that do not go together.
 ENGINES := onnx gguf mlx vllm
