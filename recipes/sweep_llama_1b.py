@@ -1,7 +1,6 @@
 """Llama-3.2-1B by heads kept and state size: the published grid (arXiv 2602.11374).
 
 hybrid-distill sweep recipes/sweep_llama_1b.py --out runs/sweep_llama_1b --cluster slurm --jobs 8
-hybrid-distill sweep-status runs/sweep_llama_1b
 """
 
 import sys

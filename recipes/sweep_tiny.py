@@ -1,7 +1,6 @@
 """The embedded teacher by heads kept, state size and selection: 84 students, about 75 minutes on two cores.
 
 hybrid-distill sweep recipes/sweep_tiny.py --out runs/sweep_tiny --jobs 2
-hybrid-distill sweep-status runs/sweep_tiny
 """
 
 import sys

@@ -37,7 +37,7 @@ COMMANDS = {
     "Make students": ("recipes", "run", "demo"),
     "Measure": ("evaluate", "report"),
     "Pass on": ("export", "verify"),
-    "Choose": ("memory", "sweep", "sweep-status"),
+    "Choose": ("memory", "sweep"),
     "Look inside": ("analyze",),
 }
 NAMES = tuple(name for group in COMMANDS.values() for name in group)

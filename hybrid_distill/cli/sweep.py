@@ -7,15 +7,18 @@ import sys
 import tyro
 
 from ..lab.sweep.job import SweepFailed, SweepJob, dry_run, sweep
-from ..lab.sweep.report import write_sweep_report
+from ..lab.sweep.report import pareto_front, write_sweep_report
+from ..lab.sweep.results import status
+from ..locking import InUse
 from .recipes import load_recipe
 
 
 def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # noqa: B008
     """Run a grid of students: heads kept x selection x state size x seed; results in OUT/results.csv.
 
-    Every cell is a run, and cells share alignments. Resumes where it was stopped; `hybrid-distill sweep-status OUT`
-    reports progress. Exits with status 1 if cells have failed.
+    Every cell is a run, and cells share alignments. The same command again resumes where it was stopped; while the
+    sweep runs, here or elsewhere, it prints the state. At the end it prints the state and the Pareto front: the best
+    students by memory. Exits with status 1 if cells have failed.
     """
     if job.dry_run:
         print(dry_run(job, load_recipe(job.recipe)))
@@ -25,6 +28,10 @@ def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # n
         sweep(job, load_recipe(job.recipe))
     except SweepFailed as error:
         failed = error
+    except InUse:
+        print(status(job.out))
+        raise
+    print(pareto_front(job.out))
     print(f"report: {write_sweep_report(job.out)}")
     if failed is not None:
         print(f"error: {failed}", file=sys.stderr)

@@ -11,6 +11,7 @@ import pandas as pd
 
 from ...io import replacing
 from ..memory.timing import duration
+from ..reporting import text_table
 from ..reporting.document import (
     ABSENT,
     NO_FIGURES,
@@ -72,6 +73,19 @@ def write_sweep_report(out: str | Path, *, context: int = CONTEXT, to: str | Pat
             with replacing(folder / source.name) as temporary:
                 shutil.copyfile(source, temporary)
     return write_report_files(folder, f"Sweep: {results.name}", _sections(results, folder))
+
+
+def pareto_front(out: str | Path, context: int = CONTEXT) -> str:
+    """Describe the students that no other one beats in both quality and memory, smallest first.
+
+    Quality is KV retrieval by generation, or perplexity if no cell has that. Raises as `SweepResults.read` does.
+    """
+    results = SweepResults.read(out, context)
+    quality = results.quality("retrieval") or results.quality("perplexity")
+    if quality is None or results.students.empty:
+        return "no cell is finished: there is no Pareto front yet."
+    table = results.front_table(quality, results.front(quality))
+    return f"Pareto front:\n{text_table(table)}"
 
 
 def _sections(results: SweepResults, folder: Path) -> list[Section]:
