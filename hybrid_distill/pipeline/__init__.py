@@ -42,7 +42,7 @@ from ..student.build import (
     graft_recurrent_heads,
     unshare_weights,
 )
-from ..student.init import CALIBRATED, DEFAULT_INIT, Init
+from ..student.init import DEFAULT_INIT, Init
 from ..teacher import fingerprint
 from ..train.checkpoint import StageManifest, load_stage, weights_hash
 from ..train.config import StageConfig
@@ -199,7 +199,7 @@ class Run(RunInputs):
         aligned = self.aligned.last_stage() if self.config.plan.selection == "restoration" else options.aligned
         # The device changes the last bits, and a resumed run must rebuild the student its checkpoints started from.
         nn.Module.to(self.teacher, connect().device)
-        if aligned is None and options.init in CALIBRATED:  # the run's first rows of text
+        if aligned is None and options.init == "fitted":  # the run's first rows of text
             calibration = open_rows(data, self.tokenizer).batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):
             student, report = self._new_student(plan, DEFAULT_INIT if aligned else options.init, calibration)
