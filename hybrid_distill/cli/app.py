@@ -44,8 +44,6 @@ STYLES = ("--quiet", "--json")
 WITH_JSON = ("score", "run", "demo", "evaluate")
 QUIET = 1.0
 """Seconds of loading libraries after which a line reports it."""
-for _name in ("torchao", "torch.utils._pytree"):  # warn about a missing GPU; a recipe's imports load them
-    logging.getLogger(_name).setLevel(logging.ERROR)
 _report_loading = cache(lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor, nn
 
 from ..data import Batch, Rows, on_device, read_ahead
@@ -209,9 +208,7 @@ class _Training:
         first = self.step * config.batch_size + self.rank * self.n_rows
         seeds = [row_seed(self.identity["seed"], place) for place in range(first, first + self.n_rows)]
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
-        recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
-        with on_fast_cpu(self.accelerator.device, recomputes):
-            n_tokens, loss, layers = self._forward_backward(micro_batches)
+        n_tokens, loss, layers = self._forward_backward(micro_batches)
         norm = self.strategy.clip_gradients(config.clip)
         sums = self._sum(torch.stack([loss, loss.new_full((), float(stop())), *layers.values()]))
         known = torch.cat([sums.double(), torch.stack([n_tokens.double(), norm.double()])])
