@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: records of what a result was made with, older versions of the sources, their processes."""
+"""Shared by the benchmarks: records of what a result was made with, and the environment of their processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import datetime
 import json
 import os
 import platform
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import torch
 
 from hybrid_distill.provenance import installed as versions
 
-__all__ = ["ROOT", "about", "device_name", "environment", "older_tree", "read", "versions", "write"]
+__all__ = ["ROOT", "about", "device_name", "environment", "read", "versions", "write"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,12 +46,3 @@ def write(path: Path, record: dict[str, Any], **options: Any) -> None:
 def environment(tree: Path, **more: str) -> dict[str, str]:
     """Return the environment of a process that runs the sources of a tree on one thread."""
     return {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}", "OMP_NUM_THREADS": "1", **more}
-
-
-@contextmanager
-def older_tree(commit: str) -> Iterator[Path]:
-    """Unpack the sources of a commit while the context is open."""
-    with tempfile.TemporaryDirectory() as there:
-        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", there], input=packed, check=True)
-        yield Path(there)

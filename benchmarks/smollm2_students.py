@@ -31,6 +31,7 @@ from hybrid_distill.lab.suite import load_tasks, run_suite, summary
 from hybrid_distill.lab.suite_job import SuiteJob
 from hybrid_distill.pipeline import Run, finished_run
 from hybrid_distill.plan import HeadId
+from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.forms import in_form
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.teacher import ablate_heads
@@ -130,7 +131,7 @@ def measure_one(out: Path, name: str) -> None:
         model, record = run.teacher, {}
     else:
         model, plan = run.trained_student()
-        aligned_only = measure(run.build(plan), replace(retrieval, by_generation=False))["kv_choice"]
+        aligned_only = by_choice(run.build(plan), retrieval)
         record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
         recurrent = [HeadId(n, head) for n, mixer in enumerate(model.mixers()) for head in mixer.recurrent]
         few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
@@ -161,6 +162,15 @@ def asked(run: Run) -> Asked:
         max_text_tokens=ROW,
         batch_size=32,
     )
+
+
+def by_choice(model: PreTrainedModel, retrieval: Asked) -> dict[int, float]:
+    """Measure retrieval by choice, by dictionary size."""
+    accuracies = {}
+    for size, examples in retrieval.examples.items():
+        answers = answer_choices(model, retrieval.tokenizer, examples, batch_size=retrieval.batch_size)
+        accuracies[size] = answers.accuracy
+    return accuracies
 
 
 def in_chat(retrieval: Asked, model: PreTrainedModel) -> dict[str, float]:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_step_worker import CONFIGS, SHAPE
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hybrid_distill.data import PackedRows, Tokens
 from hybrid_distill.data.tokens import Shard
@@ -32,12 +31,19 @@ from hybrid_distill.distributed import connect
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.train import loop
+from hybrid_distill.train.config import AlignConfig, DistillConfig
 from hybrid_distill.train.stages import make_stage
 
+SHAPE = LlamaConfig(
+    vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, head_dim=64, tie_word_embeddings=True,
+)  # fmt: skip
+"""SmolLM2-135M's."""
+CONFIGS = {"align": AlignConfig(), "distill": DistillConfig()}
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive")
 METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
 CPU_ONLY = ("_check_numbers", "_check_tensors")  # of the fused loss, which checks values of CPU tensors alone
-NOT_PLACES = (Path(__file__).name, "products.py", "overrides.py", "_tensor.py")
+NOT_PLACES = (Path(__file__).name, "overrides.py", "_tensor.py")
 
 
 class HostReads(TorchDispatchMode):

@@ -2,15 +2,11 @@
 
     python benchmarks/train_step.py            # the device that is there; writes benchmarks/results/train_step.json
     python benchmarks/train_step.py --small    # two steps of each, written nowhere
-    python benchmarks/train_step.py --against 23cdb5e    # a CPU: our step beside that of an older commit
     python benchmarks/train_step.py --waiting    # two processes on a CPU: what the loop waits for
 
-`--against` unpacks the commit into a temporary folder. A process of each side (`train_step_worker.py`) takes steps in
-turns, in CPU seconds of one thread: float32, bfloat16, and the older one's float32 beside our bfloat16.
-
-`--waiting` trains a few steps of the same shape in the loop, on two processes (`train_loop_worker.py`), with batches
-made by the loop itself and ahead of it by workers: the share of a step spent waiting for data, and how often a step
-would wait for a device. It stops unless the losses of both are equal to the bit.
+`--waiting` trains a few steps of SmolLM2-135M's shape in the loop, on two processes (`train_loop_worker.py`), with
+batches made by the loop itself and ahead of it by workers: the share of a step spent waiting for data, and how often a
+step would wait for a device. It stops unless the losses of both are equal to the bit.
 
 A step is one micro-batch: forward of teacher and student, backward, AdamW. Both contenders train the same weights of
 the same models, and must say the same loss before they are timed:
@@ -43,7 +39,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from memory_plan import ALIGN, DISTILL, SHAPES, Case, allocations, large_cases, make_batch, make_real_stage, nbytes
-from provenance import ROOT, about, environment, older_tree, read, write
+from provenance import ROOT, about, environment, read, write
 from torch import Tensor
 
 from hybrid_distill.data import Batch
@@ -58,9 +54,7 @@ PACKAGES = ("torch", "transformers", "triton")
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the losses, relative
 GOALS = {"align": 0.50, "distill": 0.45}  # of the device's peak
 STEPS = 15
-AGAINST_STEPS = 3
 WAITING_STEPS = 6
-WORKER_TOKENS = 4 * 256
 SHAPES["many words"] = SHAPES["mid"] | {"vocab_size": 128_256}
 Loss = Callable[[Batch], Tensor]
 
@@ -181,49 +175,6 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     return record
 
 
-def against(commit: str, stages: list[str], steps: int) -> dict[str, Any]:
-    """Measure our step beside an older commit's, in turns, in some stages and each precision."""
-    rows = []
-    with older_tree(commit) as there:
-        for name, old, new in itertools.product(stages, ("fp32", "bf16"), ("fp32", "bf16")):
-            if (old, new) != ("bf16", "fp32"):
-                rows.append(in_turns({"before": (there, name, old), "now": (ROOT, name, new)}, steps))
-                print(json.dumps(rows[-1]), flush=True)
-    return {"commit": commit, "shape": "SmolLM2-135M", "results": rows}
-
-
-def in_turns(sides: dict[str, tuple[Path, str, str]], steps: int) -> dict[str, Any]:
-    """Take steps of (tree, stage, precision) by name, the first one to warm up; report the fastest of each."""
-    workers, taken = {}, {name: [] for name in sides}
-    try:
-        for name, (tree, *arguments) in sides.items():
-            command = [sys.executable, Path(__file__).with_name("train_step_worker.py"), *arguments]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            workers[name] = subprocess.Popen(command, env=environment(tree), **pipes)
-        for _ in range(steps + 1):
-            for name, worker in workers.items():
-                worker.stdin.write("\n")
-                worker.stdin.flush()
-                taken[name].append(json.loads(worker.stdout.readline()))
-    finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.wait()
-    row: dict[str, Any] = {"stage": sides["now"][1], "tokens": WORKER_TOKENS}
-    for name, found in taken.items():
-        seconds = min(step["cpu_seconds"] for step in found[1:])
-        row[name] = {
-            "precision": sides[name][2], "first_loss": found[0]["loss"], "cpu_seconds": round(seconds, 3),
-            "tokens_per_s": round(WORKER_TOKENS / seconds, 1),
-        }  # fmt: skip
-    row["times_as_fast"] = round(row["before"]["cpu_seconds"] / row["now"]["cpu_seconds"], 2)
-    differ = abs(row["now"]["first_loss"] / row["before"]["first_loss"] - 1)
-    exact = {side[2] for side in sides.values()} == {"fp32"}
-    if differ > AGREEMENT[torch.float32 if exact else torch.bfloat16]:
-        raise SystemExit(f"the losses differ by {differ:.1e}: {row}")
-    return row
-
-
 def waiting(stages: list[str], steps: int) -> list[dict[str, Any]]:
     """Train in the loop on two processes, with and without workers that make batches ahead."""
     rows = []
@@ -266,15 +217,11 @@ def main() -> None:
     """Print each case as it is measured, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="two steps of each, written nowhere")
-    parser.add_argument("--against", metavar="COMMIT", help="compare with an older commit's step, on a CPU")
     parser.add_argument("--waiting", action="store_true", help="what the loop waits for, on two processes of a CPU")
     parser.add_argument("--stages", nargs="+", choices=["align", "distill"], default=["align", "distill"])
     options = parser.parse_args()
     record, device = read(RESULTS), "cpu"
-    if options.against:
-        part, what = "against", "CPU seconds of one thread, the fastest of 3 steps, sides taking turns"
-        found = against(options.against, options.stages, 1 if options.small else AGAINST_STEPS)
-    elif options.waiting:
+    if options.waiting:
         part, what = "waiting", "the loop on two processes with one thread each; medians of the steps after the first"
         found = {"shape": "SmolLM2-135M", "results": waiting(options.stages, 2 if options.small else WAITING_STEPS)}
     else:

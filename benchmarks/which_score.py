@@ -7,8 +7,7 @@
 For each seed every score ranks the 48 heads; students keep the first 1, 2, 4 and 8, start from the same aligned
 recurrent heads, and are distilled alike on text without the probe's question. What is compared is KV retrieval by
 generation. A seed decides the probe's prompts, the recurrent heads' start, and the order of the text. Two scores that
-name the same heads share a student. Writes benchmarks/results/which_score.json; the file in the repository has four
-others (mean ablation, attribution, attention to the answer, copy score), which were removed after they had lost.
+name the same heads share a student. Writes benchmarks/results/which_score.json.
 
 One seed takes about half an hour on one core.
 """

@@ -1,12 +1,12 @@
 """Turn pretrained Transformers into Transformer-SSM hybrids that keep attention only where it is needed.
 
-Public names load on first use (docs/api.md), so ``import hybrid_distill`` itself loads no third-party library.
+Public names load on first use (docs/api.md), so ``import hybrid_distill`` itself loads no third-party library. It
+changes nothing in the process either: what a program needs is set by `hybrid_distill.cli`.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,22 +56,6 @@ _HOMES = {
     "run": "pipeline",
     "score_heads": "scoring",
 }
-
-
-def _is_busy() -> bool:
-    """Check whether other processes kept a core busy for the last minute and still do (Linux: /proc/loadavg)."""
-    try:
-        last_minute, _, _, running, _ = Path("/proc/loadavg").read_text().split()
-    except (OSError, ValueError):
-        return False
-    return float(last_minute) > 0.7 and int(running.split("/")[0]) > 1
-
-
-# torch's OpenMP threads (libgomp) spin at every barrier until the last thread arrives. If another process keeps a core
-# busy, that thread must wait for it, and training is ten times slower than on one thread. Sleeping threads are fastest
-# then; on an idle machine, a short spin is (benchmarks/threads.py). libgomp reads these once, in `import torch`.
-if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
-    os.environ.update({"OMP_WAIT_POLICY": "passive"} if _is_busy() else {"GOMP_SPINCOUNT": "1000"})
 
 
 def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:

@@ -2,16 +2,15 @@
 
 import ast
 import graphlib
-import importlib
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers.dynamic_module_utils import get_imports
-
-import hybrid_distill
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
@@ -65,8 +64,13 @@ def unit_of(dotted: str) -> str:
     return ".".join(dotted.split(".")[:2])
 
 
+def name_of(path: Path) -> str:
+    """Return the dotted name that a file is imported by."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def unit_of_file(path: Path) -> str:
-    return unit_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    return unit_of(name_of(path))
 
 
 def used_units(path: Path, *, lazy: bool = True) -> set[str]:
@@ -109,11 +113,11 @@ def test_model_runs_alone_inside_a_checkpoint(path: Path) -> None:
 def test_kernels_are_imported_in_few_places_and_those_of_triton_only_where_they_are_called() -> None:
     everywhere = [*files("hybrid_distill"), *files("recipes")]
     users = {path for path in everywhere if any(n.startswith("hybrid_kernels") for n in imports(path))}
-    known = {"ssd.py", "losses.py", "end_to_end.py", "loop.py", "exact.py", "caching.py", "kernels.py"}
+    known = {"ssd.py", "losses.py", "end_to_end.py", "kernels.py"}
     assert {path.name for path in users} <= known
     for path in users:
         at_once = {n.split(".")[1] for n in imports(path, lazy=False) if n.startswith("hybrid_kernels")}
-        assert at_once <= {"loss", "products"}, "all others need triton"
+        assert at_once <= {"loss"}, "all others need triton"
 
 
 def test_kernels_do_not_know_the_package() -> None:
@@ -124,19 +128,79 @@ def test_kernels_do_not_know_the_package() -> None:
         assert roots <= {"torch", "triton", "hybrid_kernels", "kernels", *sys.stdlib_module_names}, path
 
 
+# Everything is imported twice: libraries set what they like when they are loaded, which the first pass does, and this
+# package's own modules must set nothing in the second.
+IMPORT_TWICE = """
+import importlib, logging, os, signal, sys
+import torch
+
+def import_everything():
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+
+def loggers():
+    named = logging.root.manager.loggerDict.values()
+    return [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "logging": [(logger.name, logger.level, logger.propagate, logger.disabled) for logger in loggers()
+                    if logger.level or not logger.propagate or logger.disabled],
+        "handlers": {logger.name: list(logger.handlers) for logger in loggers() if logger.handlers},
+        "disabled": logging.root.manager.disable,
+    }
+
+before = state()
+import hybrid_distill
+assert state() == before, (before, state())
+import_everything()
+for name in [name for name in sys.modules if name.partition(".")[0] == "hybrid_distill"]:
+    del sys.modules[name]
+os.environ.clear()
+torch.set_num_threads(1)
+for logger in loggers():
+    logger.setLevel(logging.NOTSET)
+    logger.handlers.clear()
+before = state()
+import_everything()
+assert state() == before, (before, state())
+"""
+
+
+@pytest.mark.launched
+def test_importing_the_package_changes_nothing_in_the_process() -> None:
+    """Environment, torch's threads, signal handlers and logging; only the command line prepares its process."""
+    programs = [*files("hybrid_distill/cli"), *(ROOT / "hybrid_distill").rglob("__main__.py")]
+    modules = [name_of(path) for path in PACKAGE if path not in programs]
+    process = subprocess.run([sys.executable, "-c", IMPORT_TWICE, *modules], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.launched
 @pytest.mark.parametrize(
-    "policy, load, waiting",
+    ("given", "waiting"),
     [
-        (None, "0.10 0.1 0.1 3/90 7", {"GOMP_SPINCOUNT": "1000"}),
-        (None, "1.90 0.1 0.1 1/90 7", {"GOMP_SPINCOUNT": "1000"}),
-        (None, "1.90 0.1 0.1 2/90 7", {"OMP_WAIT_POLICY": "passive"}),
-        ("active", "1.90 0.1 0.1 2/90 7", {"OMP_WAIT_POLICY": "active"}),
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
     ],
 )
-def test_waiting_threads_sleep_on_a_busy_machine_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, policy: str | None, load: str, waiting: dict[str, str]
+def test_a_program_sets_how_its_threads_wait_before_torch_is_loaded(
+    given: dict[str, str], waiting: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(os, "environ", {} if policy is None else {"OMP_WAIT_POLICY": policy})
-    monkeypatch.setattr(Path, "read_text", lambda path: load)
-    importlib.reload(hybrid_distill)
-    assert os.environ == waiting
+    """libgomp reads these variables once, when torch is imported; a user's own values stay."""
+    script = """
+import json, os, sys
+import hybrid_distill.cli
+names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+print(json.dumps([{name: os.environ[name] for name in names if name in os.environ}, "torch" in sys.modules]))
+"""
+    environment = {**os.environ, **given}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        if name not in given:
+            environment.pop(name, None)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert json.loads(process.stdout) == [waiting, False]

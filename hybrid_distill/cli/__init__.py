@@ -1,9 +1,36 @@
-"""Command line, and its entry point for recipes. Importing it loads no library; an unsupported machine exits here."""
+"""Command line, and its entry point for recipes.
 
+A program starts here, so importing this prepares the process: it is the one part of the package whose import changes
+anything. It loads no library, and an unsupported machine exits here.
+"""
+
+import logging
+import os
 import sys
 
 from ..provenance import check_supported
 
+SHORT_SPIN = "1000"
+NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
+"""Loggers that warn about a missing GPU while transformers is imported."""
+
+
+def prepare_process() -> None:
+    """Set how long torch's threads wait for each other, and mute warnings of imports.
+
+    Both must happen before torch is imported, and a recipe imports it right after this package. Variables that the user
+    has set stay.
+    """
+    # libgomp's threads spin at every barrier until the last one arrives. If another process keeps a core busy, a step
+    # on two threads takes longer than on one; threads that soon fall asleep cost little on an idle machine
+    # (benchmarks/threads.py).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SHORT_SPIN)
+    for name in NOISY_IMPORTS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+prepare_process()
 try:
     if _note := check_supported():
         print(f"note: {_note}", file=sys.stderr)
@@ -11,4 +38,4 @@ except ValueError as error:  # before an import fails there with a traceback
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
-from .app import main, run_recipe
+from .app import main, run_recipe  # noqa: E402  after the process is prepared

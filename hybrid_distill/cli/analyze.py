@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from ..lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer
+from ..lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer, ZeroedRecurrence
 from ..lab.analysis.maps import Maps, Mask
 from ..lab.analysis.rankings import CompareRankings
 from ..lab.analysis.removal import Formats, KeepHeads, PruneLayers, RemoveHeads
@@ -18,6 +18,7 @@ Experiment = (
     | Annotated[Formats, tyro.conf.subcommand("formats")]
     | Annotated[Mask, tyro.conf.subcommand("mask")]
     | Annotated[ReplaceLayer, tyro.conf.subcommand("replace-layer")]
+    | Annotated[ZeroedRecurrence, tyro.conf.subcommand("zeroed-recurrence")]
     | Annotated[HybridHeadRanking, tyro.conf.subcommand("carriers")]
     | Annotated[Maps, tyro.conf.subcommand("maps")]
     | Annotated[CompareRankings, tyro.conf.subcommand("rankings")]

@@ -47,8 +47,6 @@ IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
 """Errors that all processes of a launch raise together; the main one prints them."""
 QUIET = 1.0
 """Seconds of loading libraries after which a line reports it."""
-for _name in ("torchao", "torch.utils._pytree"):  # warn about a missing GPU; a recipe's imports load them
-    logging.getLogger(_name).setLevel(logging.ERROR)
 _report_loading = cache(lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
 
 

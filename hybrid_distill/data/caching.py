@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -53,7 +52,7 @@ def top_k_of(
     The forward pass is the same as in `EndToEnd`; logits are converted to float32 in chunks of tokens.
     """
     decoder, parts = decoder_of(teacher), []
-    with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16), on_fast_cpu(teacher.device):
+    with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16):
         packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
         hidden_BLE = decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
         for hidden_ME in hidden_BLE.flatten(0, 1).split(max(1, _CHUNK_LOGITS // vocab_size)):

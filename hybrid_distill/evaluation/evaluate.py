@@ -29,8 +29,8 @@ from ..teacher import ablate_heads, attention_sites, eval_mode, text_config
 
 FORMAT = "hybrid-distill/evaluation/1"
 CACHE_LENGTHS = (128, 2048, 4096)
-FEW, FEW_A_LAYER = 24, 8
-"""Number of examples and texts of each kind for a student with zeroed recurrent heads: in all layers, in one layer."""
+FEW = 24
+"""Number of examples and texts of each kind for a student with zeroed recurrent heads."""
 BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
 FIGURES = ("kv_choice", "kv_generation", "knowledge", "perplexity", "top1_agreement", "kl_to_teacher")
 
@@ -150,7 +150,6 @@ class Asked:
     max_text_tokens: int
     batch_size: int
     progress: bool = False
-    by_generation: bool = True
 
     def first(self, n: int) -> Asked:
         """Return the first ``n`` questions and texts of each kind."""
@@ -160,7 +159,7 @@ class Asked:
 
 def measure(model: PreTrainedModel, asked: Asked) -> Record:
     """Return the fields of an `EvalResult` that depend on what the model answers."""
-    tokenizer, generated = asked.tokenizer, asked.examples if asked.by_generation else {}
+    tokenizer = asked.tokenizer
     options: Record = {"batch_size": asked.batch_size, "progress": asked.progress}
 
     def by_choice(examples: list[Example]) -> float:
@@ -172,40 +171,33 @@ def measure(model: PreTrainedModel, asked: Asked) -> Record:
     batches = text_batches(model, tokenizer, asked.texts, max_tokens=asked.max_text_tokens, batch_size=asked.batch_size)
     return {
         "kv_choice": {n: by_choice(examples) for n, examples in asked.examples.items()},
-        "kv_generation": {n: by_generation(examples) for n, examples in generated.items()},
+        "kv_generation": {n: by_generation(examples) for n, examples in asked.examples.items()},
         "knowledge": by_choice(asked.questions) if asked.questions else None,
         **compare_on_text(model, asked.teacher, list(batches), progress=asked.progress),
     }
 
 
 def without_recurrence(model: PreTrainedModel, asked: Asked) -> Record | None:
-    """Measure a student with its recurrent heads zeroed, on few examples: all heads, then those of each single layer.
-    Return None for a model without recurrent heads.
+    """Measure a student on few examples, as it is and with all its recurrent heads zeroed.
 
-    ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is True if none of them changes. ``by_layer`` has
-    retrieval and perplexity, first of the whole student (``layer`` None).
+    Return None for a model without recurrent heads. ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is
+    True if none of them changes. `hybrid-distill analyze zeroed-recurrence` zeroes layer by layer.
     """
     config = text_config(model)
     if config.model_type != HybridConfig.model_type:
         return None
-    layers = {n: [HeadId(n, head) for head in config.recurrent_in(n)] for n in range(config.num_hidden_layers)}
-    if not any(layers.values()):
+    recurrent = [HeadId(n, head) for n in range(config.num_hidden_layers) for head in config.recurrent_in(n)]
+    if not recurrent:
         return None
-
-    def left(without: list[HeadId], asked: Asked) -> dict[str, float]:
-        with ablate_heads(model, without):
-            return _flat(measure(model, asked), *FIGURES[:-1])
-
-    few, fewer, hidden = asked.first(FEW), asked.first(FEW_A_LAYER), not asked.progress
-    middle = sorted(asked.examples)[len(asked.examples) // 2 :][:1]
-    fewer = replace(fewer, examples={n: fewer.examples[n] for n in middle}, questions=[], by_generation=False)
-    fewer, rows = replace(fewer, teacher=None), {None: [], **{n: heads for n, heads in layers.items() if heads}}
-    whole, zeroed = left([], few), left([head for heads in layers.values() for head in heads], few)
-    each = track(list(rows.items()), "without the recurrent heads of a layer", hidden=hidden)
+    few = asked.first(FEW)
+    # KL has no unit in which a change would be small enough to count as none.
+    names = [name for name in FIGURES if name != "kl_to_teacher"]
+    whole = _flat(measure(model, few), *names)
+    with ablate_heads(model, recurrent):
+        zeroed = _flat(measure(model, few), *names)
     return {
         "n_examples": min([FEW, *map(len, asked.examples.values())]),
         "figures": {name: {"whole": whole[name], "zeroed": zeroed[name]} for name in whole},
-        "by_layer": [{"layer": n, "heads": len(heads), **left(heads, fewer)} for n, heads in each],
         "unused": all(_is_same(name, whole[name], zeroed[name]) for name in whole),
     }
 

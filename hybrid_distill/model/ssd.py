@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_SIZE = 32  # within a few percent of the fastest on CPU: benchmarks/results/ssd_torch.json
+CHUNK_SIZE = 32  # on a CPU, shorter chunks are too many calls and longer ones too many products
 CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost is quadratic in the block size
 MIN_LOG_DECAY = -30.0  # erases an fp32 state completely, and keeps sums finite
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")

@@ -49,7 +49,7 @@ from ..student.build import (
     unshare_weights,
 )
 from ..student.dtypes import settle
-from ..student.init import CALIBRATED, DEFAULT_INIT, Init
+from ..student.init import DEFAULT_INIT, Init
 from ..teacher import fingerprint
 from ..train.checkpoint import StageManifest, load_stage, stage_tensors
 from ..train.config import StageConfig
@@ -252,7 +252,7 @@ class Run(RunInputs):
 
     def _build_and_save(self, plan: HeadPlan, aligned: Path | None, made_for: Record) -> HybridForCausalLM:
         options, data, calibration = self.config.student, self.config.data, None
-        if aligned is None and options.init in CALIBRATED:  # the run's first rows of text
+        if aligned is None and options.init == "fitted":  # the run's first rows of text
             rows = open_rows(data, self.tokenizer, pins=self.pins)
             calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
         with Phase("building the student"):

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from hybrid_kernels.products import on_fast_cpu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..plan import HeadId
@@ -86,7 +85,7 @@ def score_heads(
     race = None if race_k is None else Race(race_k, len(candidates), n_examples, n_queries=n_queries)
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
-    with eval_mode(model), in_bfloat16, on_fast_cpu(model.device):
+    with eval_mode(model), in_bfloat16:
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),

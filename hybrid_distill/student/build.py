@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -19,8 +17,8 @@ from ..model.layout import HEAD_NORMS, decoder_of
 from ..model.mixer import SSMHeads
 from ..model.self_check import check_rows
 from ..plan import HeadPlan
-from ..teacher import SUPPORTED, AttentionSite, attention_sites, eager_attention, eval_mode, fingerprint, trace_mixers
-from .init import CALIBRATED, DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
+from ..teacher import SUPPORTED, AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
+from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 
 log = logging.getLogger(__name__)
 SMALL = 256
@@ -71,7 +69,7 @@ def build_student(
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, and replace every head outside the plan by a recurrent head.
 
-    ``init`` initializes the recurrent heads; the inits in `CALIBRATED` need ``calibration``, a batch of ordinary text:
+    ``init`` initializes the recurrent heads; ``fitted`` needs ``calibration``, a batch of ordinary text:
     ``input_ids`` and optionally ``seq_idx``, both [B, L]. ``recurrence`` is the form of the recurrent heads
     (`SSMHeads`), ``kernels`` their implementation (`ssd.IMPLEMENTATIONS`), which the student checks itself on.
     ``seed`` sets all random draws. ``recurrent`` holds the `recurrent_tensors` of the same student, built before:
@@ -228,7 +226,7 @@ def _trace(
     teacher: PreTrainedModel, calibration: Mapping[str, object] | None, init: Init
 ) -> Sequence[LayerTrace | None]:
     """Record the inputs and outputs of every layer's heads on the calibration batch, if ``init`` needs them."""
-    if init not in CALIBRATED:
+    if init != "fitted":
         return [None] * teacher.config.num_hidden_layers
     if calibration is None:
         raise ValueError(f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'.")
@@ -236,26 +234,10 @@ def _trace(
     if not isinstance(input_ids, Tensor):
         raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
     seq_idx = (seq_idx if isinstance(seq_idx, Tensor) else torch.zeros_like(input_ids)).to(teacher.device)
-    statistics: list[Sequence[Tensor]] = []
-    with eval_mode(teacher), trace_mixers(teacher) as calls, ExitStack() as hooks:
-        if init == "statistics":
-            hooks.enter_context(eager_attention(teacher))
-            for site in attention_sites(teacher):
-                hooks.enter_context(site.module.register_forward_hook(partial(_measure_attention, statistics)))
+    with eval_mode(teacher), trace_mixers(teacher) as calls:
         packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
         decoder_of(teacher)(input_ids=input_ids.to(teacher.device), use_cache=False, **packed)
-    measured = statistics or [()] * len(calls)
-    traced = zip(calls.values(), measured, strict=True)
-    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx, *found) for call, found in traced]
-
-
-def _measure_attention(found: list[Sequence[Tensor]], module: nn.Module, args: object, output: object) -> None:
-    """Append the mean distance and mean entropy of a layer's attention maps, [H] each (forward hook)."""
-    if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
-        raise ValueError(f"{type(module).__name__} returns no attention maps; use --student.init teacher or fitted.")
-    maps_BHLS = output[1].float()
-    places = torch.arange(maps_BHLS.shape[-1], device=maps_BHLS.device, dtype=torch.float)
-    found.append(((places - maps_BHLS @ places).mean((0, 2)), torch.special.entr(maps_BHLS).sum(-1).mean((0, 2))))
+    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx) for call in calls.values()]
 
 
 def _tensors(

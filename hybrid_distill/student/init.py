@@ -38,13 +38,10 @@ HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # cand
 RIDGE = 1e-4  # relative; features of the fit may be nearly collinear
 
 
-Init = Literal["fitted", "statistics", "teacher", "random"]
+Init = Literal["fitted", "teacher", "random"]
 INITS: tuple[Init, ...] = get_args(Init)
-CALIBRATED: tuple[Init, ...] = ("fitted", "statistics")
-"""Inits that need calibration text."""
 DEFAULT_INIT: Init = "teacher"  # the best init without calibration text
 CONTENT = 0.1  # content coefficient without a fit, in standard deviations over white inputs
-MOST_CONTENT = 0.5  # largest content coefficient of ``statistics``: scores that vary more are far from 1 + s
 WRITE = 0.5  # write gate of the delta rule: closest to the teacher among 0.5, 0.95 and 1 - a (docs/method.md)
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # range without a fit, in tokens, log-spaced over the heads of a layer
 
@@ -56,10 +53,6 @@ class LayerTrace:
     hidden_BLD: Tensor
     heads_BLHP: Tensor
     seq_idx_BL: Tensor | None
-    distance_H: Tensor | None = None
-    """Mean attention distance in tokens, fp32; only for ``statistics``, like `entropy_H`."""
-    entropy_H: Tensor | None = None
-    """Mean attention entropy in nats."""
 
 
 class _Coefficients(NamedTuple):
@@ -91,7 +84,7 @@ def init_ssm(
 ) -> Started:
     """Make the tensors of the `SSMHeads` that replace ``heads``, in fp32 on the teacher's device.
 
-    Inits in `CALIBRATED` require a ``trace``; the others take none.
+    ``fitted`` requires a ``trace``; the others take none.
     """
     open_D: Tensor | float = 0.0
     is_delta, key_R = config.recurrence == "gdn", None
@@ -107,17 +100,15 @@ def init_ssm(
         group_size = site.n_heads // site.n_kv_heads
         per_head = [_rows(site, "value", head // group_size) for head in heads]
         x_weight, x_bias = (torch.cat(column) for column in zip(*per_head))
-        inputs = _input_statistics(site, trace)
+        inputs = _input_moments(site, trace)
         open_D = OPEN_GATE * torch.cholesky_solve(inputs[0].unsqueeze(1), inputs[1])[:, 0]
         per_head = [_score_factors(site, head, config.d_state - 1, inputs, generator) for head in heads]
         factors = _Factors(*(torch.stack(column) for column in zip(*per_head)))
         key_R = (1 + (factors.b_weight_RFD @ inputs[2]).square().sum((1, 2))).sqrt() if is_delta else None
         if trace is None:
             chosen = _guess(len(heads), config.conv_width, x_weight.device, key_R)
-        elif init == "fitted":
-            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace, key_R)
         else:
-            chosen = _from_statistics(heads, config.conv_width, trace, key_R)
+            chosen = _fit(site, heads, x_weight, x_bias, factors, config.conv_width, trace, key_R)
         b_weight, b_bias, c_weight, c_bias = _projections(factors, chosen, is_delta)
     a_bias = raw_decay(chosen.half_life_R)
     if is_delta:
@@ -153,48 +144,15 @@ def init_ssm(
     }
 
 
-def _guess(
-    n_heads: int,
-    conv_width: int,
-    device: torch.device,
-    key_R: Tensor | None = None,
-    half_life_R: Tensor | None = None,
-    content_R: Tensor | float = CONTENT,
-) -> _Coefficients:
-    """Return coefficients without a fit; half-lives default to a log-spaced range, the content part to CONTENT."""
+def _guess(n_heads: int, conv_width: int, device: torch.device, key_R: Tensor | None = None) -> _Coefficients:
+    """Return coefficients without a fit: half-lives are log-spaced over the heads, the content part is CONTENT."""
     taps = torch.zeros(n_heads, conv_width, device=device)
     taps[:, -1] = 1.0
     scale_R = torch.ones(n_heads, device=device)
-    if half_life_R is None:
-        half_life_R = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
+    half_life_R = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
     if key_R is not None:  # delta rule: makes the read an average, for keys that share one direction
         scale_R = (1.0 - 0.5 ** (1.0 / half_life_R) * (1.0 - WRITE / key_R**2)) * key_R / WRITE
-    return _Coefficients(half_life_R, scale_R, content_R * scale_R, torch.zeros_like(scale_R), taps)
-
-
-def _from_statistics(heads: tuple[int, ...], conv_width: int, trace: LayerTrace, key_R: Tensor | None) -> _Coefficients:
-    """Set each head's decay from its mean attention distance, and its content coefficient from its attention entropy.
-
-    Weights (1 - a) a^d have a mean distance of a / (1 - a). Scores with a standard deviation of s reduce the entropy of
-    these weights over a document's tokens by about s^2 / 2 nats.
-    """
-    hidden, seq_idx = trace.hidden_BLD, trace.seq_idx_BL
-    assert trace.distance_H is not None and trace.entropy_H is not None
-    distance_R, entropy_R = trace.distance_H[list(heads)].clamp_min(1e-2), trace.entropy_H[list(heads)]
-    decay_R1 = (1 / distance_R).log1p().unsqueeze(1)
-    back_L = torch.arange(hidden.shape[1], device=hidden.device)
-    weight_RL = (-decay_R1 * back_L).exp()
-    total_RL = weight_RL.cumsum(1)
-    decayed_RL = total_RL.log() + decay_R1 * (weight_RL * back_L).cumsum(1) / total_RL
-    places_BL = back_L.expand(len(hidden), -1) if seq_idx is None else _places(seq_idx)
-    lacking_R = decayed_RL[:, places_BL.flatten()].mean(1) - entropy_R
-    content_R = (2 * lacking_R).clamp_min(0).sqrt().clamp_max(MOST_CONTENT)
-    return _guess(len(heads), conv_width, hidden.device, key_R, math.log(2) / decay_R1.squeeze(1), content_R)
-
-
-def _places(seq_idx_BL: Tensor) -> Tensor:
-    """Return each token's position in its document, from 0."""
-    return (seq_idx_BL.unsqueeze(2) == seq_idx_BL.unsqueeze(1)).tril().sum(2) - 1
+    return _Coefficients(half_life_R, scale_R, CONTENT * scale_R, torch.zeros_like(scale_R), taps)
 
 
 def _projections(factors: _Factors, chosen: _Coefficients, is_delta: bool) -> tuple[Tensor, ...]:
@@ -258,7 +216,7 @@ def _normal(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
     return torch.randn(*shape, generator=generator).to(like.device) * NOISE
 
 
-def _input_statistics(site: AttentionSite, trace: LayerTrace | None) -> tuple[Tensor, Tensor, Tensor]:
+def _input_moments(site: AttentionSite, trace: LayerTrace | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean [D] of the layer's inputs, and square roots [D, D] of their second moment and covariance.
 
     Without data, assume white noise whose standard deviation per channel is the gain of the layer's input norm.

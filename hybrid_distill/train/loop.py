@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from hybrid_kernels.products import on_fast_cpu
 from torch import Tensor, nn
 
 from ..data import Batch, Rows, on_device, read_ahead
@@ -227,13 +226,12 @@ class _Training:
         first = self.step * config.batch_size + self.rank * self.n_rows
         seeds = [row_seed(self.identity["seed"], place) for place in range(first, first + self.n_rows)]
         micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
-        recomputes = config.gradient_checkpointing or getattr(config, "segment_len", None) is not None
-        with on_fast_cpu(self.accelerator.device, recomputes):
-            n_tokens, totals = self._totals(micro_batches)
-            loss, layers = torch.zeros((), device=self.accelerator.device), dict[str, Tensor]()
-            # DeepSpeed's step is part of the backward pass: for it alone, an empty step costs a sync.
-            if not self.strategy.steps_in_backward or n_tokens.item():
-                loss, layers = self._forward_backward(micro_batches, totals)
+        n_tokens, totals = self._totals(micro_batches)
+        loss = torch.zeros((), device=self.accelerator.device)
+        layers: dict[str, Tensor] = {}
+        # DeepSpeed's step is part of the backward pass: for it alone, an empty step costs a sync.
+        if not self.strategy.steps_in_backward or n_tokens.item():
+            loss, layers = self._forward_backward(micro_batches, totals)
         norm = self.strategy.clip_gradients(config.clip)
         sums = self._sum(torch.stack([loss, loss.new_full((), float(stop())), *layers.values()]))
         known = torch.cat([sums.double(), torch.stack([n_tokens.double(), norm.double()])])

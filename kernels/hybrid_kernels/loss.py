@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.library import custom_op
 
 from . import unusable
-from .products import LARGE, product
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +234,7 @@ def _chunked(
         losses.append(loss_M)
         gradient_MV = gradient_MV.to(problem.dtype)
         if d_hidden is not None:
-            d_hidden[rows] = product(gradient_MV, head)
+            d_hidden[rows] = gradient_MV @ head
         if d_head is not None:
             _add_product(d_head[: problem.n_real], gradient_MV.mT, student_MD)
     return torch.cat(losses).sum(), d_hidden, d_head
@@ -272,7 +271,7 @@ def _kept(x: Tensor, tokens: Tokens) -> Tensor:
 def _logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
     """On a GPU, every row starts at a multiple of 16 bytes, whatever the vocabulary."""
     if hidden_MD.device.type == "cpu":
-        return product(hidden_MD, head_VD.mT)
+        return hidden_MD @ head_VD.mT
     n_real = len(head_VD)
     padded = hidden_MD.new_empty(len(hidden_MD), -(-n_real // ALIGNED) * ALIGNED)
     return torch.mm(hidden_MD, head_VD.mT, out=padded[:, :n_real])
@@ -280,10 +279,10 @@ def _logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total is in float32 at least; a CPU rounds a bf16 product before it is added."""
-    if a.device.type == "cpu" and (a.dtype != total.dtype or total.numel() >= LARGE):
-        total += product(a, b)
-    elif a.dtype == total.dtype:
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.device.type == "cpu":
+        total += a @ b
     else:
         _narrow_adder(a.dtype, a.device)(total, a, b)
 

@@ -49,7 +49,6 @@ RESULT = EvalResult(
 ZEROED = {
     "n_examples": 24,
     "figures": {"perplexity": {"whole": 4.9, "zeroed": 9.0}},
-    "by_layer": [{"layer": None, "heads": 0, "perplexity": 4.9}, {"layer": 1, "heads": 5, "perplexity": 5.5}],
     "unused": False,
 }
 
@@ -196,7 +195,6 @@ def test_card_says_what_was_kept_measured_and_allowed(exports):
     assert "87.5 ± 3.0" in card
     assert "trust_remote_code=True" in card and "## Limitations" in card
     assert "| perplexity | 4.900 | 9.000 |" in card and "does not use its recurrent heads" not in card
-    assert "| layer | perplexity |\n| ---: | ---: |\n| none | 4.900 |\n| 1 | 5.500 |\n" in card
     assert HeadPlan.load(path / "plan.json").k == 4
 
 

@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig
-from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Task, accuracy_task
-from hybrid_distill.lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer, rank_together
+from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Task, accuracy_task, perplexity_task
+from hybrid_distill.lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer, ZeroedRecurrence, rank_together
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.pipeline import Run
-from hybrid_distill.plan import HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.restoration import restore_layers
 from hybrid_distill.student.build import build_student
-from hybrid_distill.teacher import head_kinds
+from hybrid_distill.teacher import ablate_heads, head_kinds
 
 IDS = torch.arange(2, 40).view(2, 19)
 FEW = ["--tasks", "kv", "--pairs", "2", "--examples", "4", "--k", "3", "--counts", "2", "--n-control-texts", "1"]
@@ -161,3 +161,36 @@ def test_the_two_kinds_of_a_hybrid_are_ranked_together(
     assert lost == sorted(lost, reverse=True)
     removed = [row["heads removed"] for row in csv.DictReader((tmp_path / "carriers.removed.csv").open())]
     assert removed == ["nothing", "attention: first 2", "ssm: first 2", "both: first 2"]
+
+
+def test_recurrent_heads_are_zeroed_layer_by_layer(half: tuple) -> None:
+    """Each row is the model without exactly the heads that its label names; layers 0 and 3 are attention alone."""
+    bench, teacher = half
+    kept = [head for head in HeadPlan.all(teacher).kept if head.layer in (0, 3)]
+    student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[0].eval()
+    task = perplexity_task([" ".join(KEYS[:6])], batch_size=1)
+    table = ZeroedRecurrence().table(bench._replace(model=student, tasks=[task]))
+    values = {row.label: row.values[0] for row in table.rows}
+    assert list(values) == ["nothing", "layer 1 (4 heads)", "layer 2 (4 heads)", "all layers"]
+    for label, layers in (("nothing", ()), ("layer 1 (4 heads)", (1,)), ("all layers", (1, 2))):
+        heads = [HeadId(layer, head) for layer in layers for head in range(4)]
+        with ablate_heads(student, heads):
+            assert values[label] == task.measure(student, bench.tokenizer)
+    assert len(set(values.values())) == 4
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2", "falcon_mamba"])
+def test_recurrent_layers_of_any_model_are_zeroed(family: str, random_models: Path, tmp_path: Path) -> None:
+    argv = ["--model", str(random_models / family), "--tasks", "text", "--examples", "1"]
+    main(["analyze", "zeroed-recurrence", *argv, "--out", str(tmp_path)])
+    rows = list(csv.DictReader((tmp_path / "zeroed-recurrence.csv").open()))
+    labels = [row["zeroed"] for row in rows]
+    assert labels[0] == "nothing" and labels[1].startswith("layer 0 (") and labels[-1] == "all layers"
+    assert len({row["perplexity"] for row in rows}) > 1
+
+
+def test_a_model_without_recurrent_heads_has_none_to_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["analyze", "zeroed-recurrence", "--tasks", "kv", "--examples", "1", "--out", str(tmp_path / "none")])
+    assert stopped.value.code == 2 and "tiny" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

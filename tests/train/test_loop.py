@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_family_model
-from hybrid_kernels import products
 from torch.utils.flop_counter import FlopCounterMode
 from training import StoppingRows, WrappedRows, die, killed, small_config, small_models, small_rows, small_stage
 
@@ -294,8 +293,7 @@ def test_the_evaluation_is_logged_after_the_last_step(tmp_path, monkeypatch):
     assert logged == [({"evaluation/perplexity": 3.0}, 8)]
 
 
-def test_operations_of_a_step_follow_from_the_weights(monkeypatch):
-    monkeypatch.setattr(products, "_has_onednn", lambda: False)  # torch counts its own products alone
+def test_operations_of_a_step_follow_from_the_weights():
     student, teacher = small_models()
     stage = make_stage(small_config("distill", fused=False), student, teacher)  # the fused loss hides its products
     batch = small_rows().batch(0, 1)

@@ -1,6 +1,7 @@
 """Experiments on which part of a hybrid carries retrieval.
 
 `ReplaceLayer` replaces a mixer with the teacher's attention, on the student's own inputs (arXiv 2504.18574).
+`ZeroedRecurrence` zeroes the recurrent heads of one layer, and of all.
 `HybridHeadRanking` ablates heads one by one, as `hybrid-distill score` does, then the top heads of each kind and of
 both kinds together.
 """
@@ -33,6 +34,7 @@ from ...student.teachers import check_teacher
 from ...teacher import (
     TINY,
     HeadKind,
+    HeadSite,
     ablate_heads,
     asked_for,
     head_kinds,
@@ -128,6 +130,54 @@ class ReplaceLayer(Experiment):
         rows = [intact, *(sorted(tried, key=worth, reverse=True) if of_heads else tried)]
         whole = bench._replace(model=teacher).table("", "teacher", [Variant("teacher", nullcontext(), "teacher")])
         return table._replace(rows=[*rows, *whole.rows])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroedRecurrence(ModelExperiment):
+    """Zero the recurrent heads of one layer at a time, then of all layers: which layers use their recurrence?"""
+
+    NAME = "zeroed-recurrence"
+
+    questions: Questions = field(default_factory=lambda: Questions(tasks="kv,kv:generate,text", pairs=8, examples=64))
+
+    def run(self) -> str:
+        return self.save(self.table(self.load()), draw_bars)
+
+    def table(self, bench: Bench) -> Table:
+        """Make a row for the model as it is, for each layer with recurrent heads, and for all layers.
+
+        Raises ValueError for a model without recurrent heads.
+        """
+        model = bench.model
+        sites = [site for kind in head_kinds(model) for site in head_sites(model, asked_for(kind))]
+        layers: dict[int, list[HeadSite]] = {}
+        for site in sites:
+            if _recurrent_heads(site):
+                layers.setdefault(site.layer, []).append(site)
+        if not layers:
+            raise ValueError(
+                f"{model.name_or_path} has no recurrent heads to zero; pass a student that does not keep all heads, or "
+                "another model with recurrent layers."
+            )
+        variants = [Variant("nothing", nullcontext())]
+        for layer, own in sorted(layers.items()):
+            n_heads = sum(len(_recurrent_heads(site)) for site in own)
+            variants.append(Variant(f"layer {layer} ({n_heads} heads)", _without_recurrence(model, own)))
+        variants.append(Variant("all layers", _without_recurrence(model, sites), "all layers"))
+        return bench.table("recurrent heads zeroed, by layer", "zeroed", variants)
+
+
+def _recurrent_heads(site: HeadSite) -> list[HeadId]:
+    return [HeadId(site.layer, head) for head in range(site.n_heads) if site.kind_of(head) != "attention"]
+
+
+@contextmanager
+def _without_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> Iterator[None]:
+    """Zero all recurrent heads of these sites."""
+    with ExitStack() as zeroed:
+        for site in sites:
+            zeroed.enter_context(ablate_heads(model, _recurrent_heads(site), kind=asked_for(site.kind)))
+        yield
 
 
 def _shape(model: PreTrainedModel) -> str:

@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,7 +62,7 @@ class RunRecord:
     def __init__(self, directory: Path) -> None:
         directory = directory.resolve()
         comparison, self.title, self.questions = _comparison(directory), directory.name, ""
-        self.missing, self.by_layer = list[str](), list[Block]()
+        self.missing = list[str]()
         self.plan: HeadPlan | None = None
         self.plan_of = ""
         rows, errors, losses = list[Record](), list[dict[str, float]](), [_losses(directory / "aligned", SHARED)]
@@ -87,9 +86,6 @@ class RunRecord:
             plan = self._read(HeadPlan.load, folder / "plan.json", f"the plan of {label!r}")
             k, n_heads = (plan.k, plan.n_layers * plan.n_heads) if plan else (entry.get("k"), math.nan)
             add(result, label=label, selection=entry["selection"], data=data, k=k, n_heads=n_heads)
-            if result and (left := result.recurrent_heads_zeroed):
-                layers = pd.DataFrame(left["by_layer"]).astype({"layer": "Int64"}).round(3).astype(object)
-                self.by_layer += [f"Layer by layer, {label}:", layers]
             losses.append(_losses(folder, label))
             if losses[-1].empty:
                 self.missing.append(f"the loss curves of {label!r} (`{folder.name}/stages/*/metrics.jsonl`)")
@@ -245,7 +241,7 @@ def _sections(record: RunRecord, directory: Path) -> list[Section]:
     cache = draw_lines(directory / "cache.png", caption, [row], looks, "tokens in the context", even=False)
     return [
         Section("Results", [*results, *filter(None, [record.questions]), NOTE]),
-        replace(zeroed, blocks=[*zeroed.blocks, *record.by_layer]),
+        zeroed,
         Section("Retrieval by dictionary size", by_size),
         Section("Head scores", _head_blocks(record, directory)),
         Section("Training", _training(record.losses, directory, looks)),
