@@ -126,7 +126,7 @@ class Run(RunInputs):
             check()
         trains = self.config.plan.selection != "all"
         # All processes take part in asking for them.
-        pins = self.pins if trains or self.config.student.init in CALIBRATED else {}
+        pins = self.pins if trains or self.config.student.init == "fitted" else {}
 
         def write_own_pins() -> None:
             """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
