@@ -101,7 +101,8 @@ def test_a_program_that_computes_something_else_fails(fault: str | None, monkeyp
             return [(o.tokens_BT[0] + (fault == "tokens")).tolist() for o in out]
 
     monkeypatch.setattr(check, "load_program", {"onnx": Answers}.get)
-    found = list(check.check_program(Path(), {"form": "onnx", "computes": "float32"}, prompts))
+    record = {"form": "onnx", "computes": "float32", "rounding": 0.0}
+    found = list(check.check_program(Path(), record, prompts))
     assert [one.ok for one in found] == [fault != "logits", fault != "tokens"], table(found)
 
 
