@@ -1,16 +1,15 @@
 """Progress of long tasks on stderr: one line per phase, with the time left and the inner phase in progress.
 
 On a terminal the line updates in place; elsewhere it is printed every `EVERY_S` seconds and when the phase ends.
-``--quiet`` prints nothing; ``--json`` prints the same to stdout as JSON Lines.
+``--quiet`` prints nothing.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .distributed import is_launched_main
 
@@ -23,7 +22,8 @@ EVERY_S = 20.0
 """Seconds between the lines of a phase without a terminal."""
 QUICK_S = 1.0
 """Shortest phase, in seconds, that prints a line without a terminal."""
-style: Literal["lines", "quiet", "json"] = "lines"
+quiet = False
+"""Set by ``--quiet``."""
 _open: list[Phase] = []
 """Phases in progress, outermost first; the line of the outermost shows the others as its note."""
 
@@ -35,14 +35,14 @@ class Phase:
         self, name: str, total: float | None = None, *, done: float = 0, unit: str | None = None, hidden: bool = False
     ) -> None:
         self.name, self.total, self.done, self.unit, self.note = name, total, done, unit, ""
-        self._hidden = hidden or style == "quiet" or not is_launched_main()
+        self._hidden = hidden or quiet or not is_launched_main()
         self._first, self._lines, self._live = done, 0, None
 
     def __enter__(self) -> Phase:
         self._begun = time.monotonic()
         if not self._hidden:
             _open.append(self)
-            if len(_open) == 1 and style == "lines" and sys.stderr.isatty():
+            if len(_open) == 1 and sys.stderr.isatty():
                 self._live = _live_line()
                 self._live.add_task(self.name, total=self.total, text="")
                 self._live.start()
@@ -84,13 +84,6 @@ class Phase:
         elif self._live is not None:
             task, text = self._live.task_ids[0], self._text(ended)
             self._live.update(task, completed=self.done, total=self.done if ended else self.total, text=text)
-        elif style == "json":
-            if ended or seconds >= EVERY_S * self._lines:
-                self._lines += 1
-                write(
-                    phase=self.name, done=self.done, total=self.total, unit=self.unit, seconds=round(seconds, 1),
-                    seconds_left=self._seconds_left(seconds), note=self.note, ended=ended,
-                )  # fmt: skip
         elif seconds >= (QUICK_S if ended else EVERY_S * (self._lines + 1)):
             self._lines = int(seconds / EVERY_S)
             print(f"{self.name}: {self._text(ended)}", file=sys.stderr, flush=True)
@@ -102,16 +95,6 @@ def track(items: Sequence[T], name: str, *, hidden: bool = False) -> Iterator[T]
         for item in items:
             yield item
             phase.update()
-
-
-def finish(text: str, **facts: object) -> None:
-    """Print the result of a command: ``text``, or under ``--json`` the facts as the last JSON object."""
-    write(result=facts) if style == "json" else print(text)
-
-
-def write(**facts: object) -> None:
-    """Print one JSON object for ``--json``."""
-    print(json.dumps(facts), flush=True)
 
 
 def _clock(seconds: float) -> str:

@@ -1,16 +1,15 @@
-"""Progress: a moving line on a terminal, plain lines elsewhere, JSON for machines, nothing when asked for."""
+"""Progress: a moving line on a terminal, plain lines elsewhere, nothing when asked for."""
 
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 
 import pytest
 
 from hybrid_distill import progress
-from hybrid_distill.progress import Phase, finish, track
+from hybrid_distill.progress import Phase, track
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +17,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that have gone; every phase begins with lines."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress, "style", "lines")
+    monkeypatch.setattr(progress, "quiet", False)
     return now
 
 
@@ -66,22 +65,10 @@ def test_quick_quiet_hidden_and_unfinished_phases_have_no_line(
     monkeypatch.setenv("RANK", "1")
     work(clock)
     monkeypatch.delenv("RANK")
-    monkeypatch.setattr(progress, "style", "quiet")
+    monkeypatch.setattr(progress, "quiet", True)
     work(clock)
     shown = capsys.readouterr()
     assert (shown.out, shown.err, progress._open) == ("", "", [])
-
-
-def test_machines_get_an_object_a_line(
-    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "style", "json")
-    work(clock)
-    finish("report: report.md", report="report.md")
-    *phases, result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["done"] for line in phases] == [40, 60, 80, 100, 100] and phases[-1]["ended"]
-    assert phases[1] | {"phase": "align", "total": 100, "unit": "steps", "seconds_left": 40.0} == phases[1]
-    assert result == {"result": {"report": "report.md"}}
 
 
 def test_a_terminal_gets_one_line_a_phase(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

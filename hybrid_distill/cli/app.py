@@ -41,11 +41,10 @@ COMMANDS = {
     "Look inside": ("analyze",),
 }
 NAMES = tuple(name for group in COMMANDS.values() for name in group)
-STYLES = ("--quiet", "--json")
-WITH_JSON = ("score", "run", "demo", "evaluate")
+QUIET = "--quiet"
 IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
 """Errors that all processes of a launch raise together; the main one prints them."""
-QUIET = 1.0
+LOADING_S = 1.0
 """Seconds of loading libraries after which a line reports it."""
 _report_loading = cache(lambda: print("loading torch and transformers ...", file=sys.stderr, flush=True))
 
@@ -53,14 +52,14 @@ _report_loading = cache(lambda: print("loading torch and transformers ...", file
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program ``hybrid-distill``."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = next((word for word in words if word not in STYLES), None)
+    command = next((word for word in words if word != QUIET), None)
     if command in (None, "-h", "--help"):
         exit_cleanly(lambda: print(_help()))
         sys.exit(0 if command else 2)
     if command == "--version":
         print(f"hybrid-distill {sys.modules['hybrid_distill'].__version__}")
         return
-    exit_cleanly(lambda: _dispatch(*_with_style(words)))
+    exit_cleanly(lambda: _dispatch(*_without_quiet(words)))
 
 
 def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
@@ -72,20 +71,16 @@ def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, descriptio
 
     words = list(sys.argv[1:] if argv is None else argv)
     _mute()
-    exit_cleanly(lambda: run_with_flags(default, _with_style(["run", *words])[1:], sys.argv[0], description))
+    exit_cleanly(lambda: run_with_flags(default, _without_quiet(["run", *words])[1:], sys.argv[0], description))
 
 
-def _with_style(words: list[str]) -> list[str]:
-    """Apply and remove --quiet and --json, which all commands share."""
-    asked = [word for word in words if word in STYLES]
-    command = next(word for word in words if word not in STYLES)
-    if "--json" in asked and command not in WITH_JSON:
-        raise ValueError(f"{command} does not write JSON; leave out --json, which is for {', '.join(WITH_JSON)}.")
-    progress.style = "json" if "--json" in asked else "quiet" if asked else "lines"
-    if asked:
+def _without_quiet(words: list[str]) -> list[str]:
+    """Apply and remove --quiet, which all commands share."""
+    if QUIET in words:
+        progress.quiet = True
         logging.getLogger("hybrid_distill").setLevel(logging.WARNING)
         logging.getLogger("hybrid_kernels").setLevel(logging.WARNING)
-    return [word for word in words if word not in asked]
+    return [word for word in words if word != QUIET]
 
 
 def _dispatch(name: str, *words: str) -> None:
@@ -110,13 +105,13 @@ def _mute() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    if progress.style == "lines":
+    if not progress.quiet:
         enable_progress_bars()
 
 
 def _help() -> str:
     lines = ["usage: hybrid-distill COMMAND [FLAGS]     (COMMAND --help lists its flags; --version)"]
-    lines.append(f"--quiet leaves out progress; --json ({', '.join(WITH_JSON)}) writes it and the result as JSON lines")
+    lines.append("--quiet leaves out progress; results are JSON files, whose path is printed")
     for title, names in COMMANDS.items():
         lines += ["", f"{title}:", *(f"  {name:<18}{_summary(name)}" for name in names)]
     return "\n".join(lines)
@@ -135,9 +130,9 @@ def _loading() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # keep SIGINT ignored where it is, as in the background
         signal.signal(signal.SIGINT, _end)
-    report = threading.Timer(QUIET, _report_loading)
+    report = threading.Timer(LOADING_S, _report_loading)
     report.daemon = True
-    if is_launched_main() and "torch" not in sys.modules and progress.style == "lines":
+    if is_launched_main() and "torch" not in sys.modules and not progress.quiet:
         report.start()
     logging.disable(logging.WARNING)
     try:
@@ -193,8 +188,6 @@ def exit_cleanly(action: Callable[[], object]) -> None:
             raise
         if is_launched_main() or not (status == 0 or isinstance(error, IN_EVERY_PROCESS)):
             print(f"error: {error}" if status else error, file=sys.stderr)
-            if progress.style == "json":
-                progress.write(error=str(error))
         if status:
             sys.exit(status)
         traceback.clear_frames(error.__traceback__)  # its frames hold the trained model; see `disconnect`

@@ -20,7 +20,6 @@ from ..lab.reporting.run import write_report
 from ..lab.sweep.cells import restored_plan, variant_config
 from ..limits import CountOrZero
 from ..pipeline import Run, run_beside
-from ..progress import finish
 from .recipes import load_recipe
 
 EXPORTED = "top"
@@ -69,7 +68,7 @@ def command(
         students += [replace(student, name=f"{student.name}-probe", probe_like=True) for student in students]
     report = compare(base, students)
     if is_launched_main():
-        finish(f"report: {report}", report=str(report))
+        print(f"report: {report}")
 
 
 def compare(base: RunConfig, students: Sequence[Variant]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import tyro
 from ..distributed import alone_in, is_launched_main, on_main_process, own_device
 from ..lab.suite_job import RESULTS, SuiteJob
 from ..limits import Count
-from ..progress import finish
 
 if TYPE_CHECKING:
     from ..io import Record
@@ -105,7 +103,7 @@ def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, job: 
             nn.Module.to(student, own_device())
             result = this.evaluate(student, again=again)
     if is_launched_main():
-        finish(json.dumps(result.to_dict(), indent=2), **result.to_dict())
+        print(f"results: {path}")
 
 
 def _evaluate_suite(job: SuiteJob) -> None:
@@ -124,7 +122,7 @@ def _evaluate_suite(job: SuiteJob) -> None:
         # Only the main process has results.
         on_main_process(lambda: write_results(job.folder, results, teacher))
     if is_launched_main():
-        finish(f"{render(results, teacher)}\n\nresults: {job.folder / RESULTS}", **results)
+        print(f"{render(results, teacher)}\n\nresults: {job.folder / RESULTS}")
 
 
 def _measure(job: SuiteJob, name: str, flag: str, tasks: dict[str, list[Any]]) -> Record:

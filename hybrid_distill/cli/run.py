@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..distributed import is_launched_main
-from ..progress import finish
 from .parsing import usage
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ def run_with_flags(
 ) -> None:
     """Run a recipe's config, overridden by flags; write its report."""
     from ..config import checked_config, on_asked_teacher
-    from ..evaluation.evaluate import EvalResult
     from ..lab.reporting.run import write_report
     from ..pipeline import run
     from .recipes import override
@@ -48,10 +46,9 @@ def run_with_flags(
         others = [word for word in words if word.replace("_", "-") not in ("--dry-run", "--show-config")]
         text = describe(config, shlex.join([recipe, *others]))
         if is_launched_main():
-            finish(text, dry_run=text)
+            print(text)
         return
     out = run(config)
     if is_launched_main():
         report = write_report(out)
-        figures = EvalResult.load(out / "evaluation.json").figures()
-        finish(f"report: {report}", report=str(report), figures=figures)
+        print(f"report: {report}")

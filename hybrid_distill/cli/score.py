@@ -21,7 +21,6 @@ from ..probes import queries_of
 from ..probes.checks import check_answerable
 from ..probes.forms import N_TRIED, PLAIN, accuracy_by_form, check_form, in_form
 from ..probes.registry import make_probe
-from ..progress import finish
 from ..scoring import HeadScores, score_heads
 from ..student.teachers import check_teacher
 from ..teacher import TINY, head_sites, load_on_own_device, longest_context, read_teacher
@@ -163,5 +162,4 @@ def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
     """
     scores = run_score(job)
     if connect().is_main_process:
-        kept = [list(head) for head in scores.ranking()[: job.k]]
-        finish(f"{table(scores, job.k)}\nscores: {job.out}", scores=str(job.out), kept=kept, baseline=scores.baseline)
+        print(f"{table(scores, job.k)}\nscores: {job.out}")

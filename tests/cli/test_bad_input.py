@@ -31,7 +31,6 @@ CASES = """
     evaluate --model tiny --suite kv --pairs many: --pairs is 'many'
     evaluate --model tiny --suite piqa,kv: piqa
     evaluate --model tiny --suite kv --include-path no/such: no/such
-    --json verify nowhere: verify does not write JSON
     verify nowhere --device foo: --device is 'foo', which is not usable
     run: no recipe given; pass its name or file first
     run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'

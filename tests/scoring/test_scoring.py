@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import make_family_model
 from head_tables import some_scores
+from hybrid_distill.probes.words import MQAR
 from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, planted_teacher, word_tokenizer
 
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -18,7 +19,6 @@ from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.probes.words import MQAR
 from hybrid_distill.scoring import HeadScores, exact, score_heads
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
