@@ -6,6 +6,7 @@ import sys
 
 import tyro
 
+from ..lab.sweep.folder import FILE as SWEEP
 from ..lab.sweep.job import SweepFailed, SweepJob, dry_run, sweep
 from ..lab.sweep.report import pareto_front, write_sweep_report
 from ..lab.sweep.results import status
@@ -29,7 +30,8 @@ def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # n
     except SweepFailed as error:
         failed = error
     except InUse:
-        print(status(job.out))
+        if (job.out / SWEEP).is_file():  # something else may be at work there
+            print(status(job.out))
         raise
     print(pareto_front(job.out))
     print(f"report: {write_sweep_report(job.out)}")

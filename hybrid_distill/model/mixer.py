@@ -175,6 +175,7 @@ class SSMHeads(nn.Module):
         self.impl = "auto"
         self.segment_len: int | None = None
         self.n_heads, self.head_dim, self.d_state = n_heads, head_dim, d_state
+        self.conv_width = conv_width  # ZeRO-3 empties the weights, and with them their shapes
         # A bias of x, B and C is either the projection's or, before a SiLU, the convolution's: adapters merge their own
         # bias into the projection's, which adds it before the convolution.
         has_bias = not self.form.has_silu

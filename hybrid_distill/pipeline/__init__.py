@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, from_json, to_json
-from ..data import PINS, Batch, open_rows, write_pins
+from ..data import PINS, Batch, Rows, open_rows, write_pins
 from ..devices import computes_on_gpu
 from ..distributed import agree_on, alone_in, connect, device_summary, from_main, on_main_process, own_device
 from ..evaluation.evaluate import EvalResult, evaluate
@@ -244,22 +244,28 @@ class Run(RunInputs):
             # All processes align together, before one of them builds alone.
             restores = self.config.plan.selection == "restoration"
             aligned = self.aligned.last_stage() if restores else self.config.student.aligned
+            rows = None
+            if aligned is None and self.config.student.init == "fitted":
+                # All processes open them: the one that tokenizes tells the others.
+                rows = open_rows(self.config.data, self.tokenizer, pins=self.pins)
             built: list[HybridForCausalLM] = []
-            on_main_process(lambda: built.append(self._build_and_save(plan, aligned, made_for)))
+            on_main_process(lambda: built.append(self._build_and_save(plan, aligned, rows, made_for)))
             if built:
                 return built[0]
         return self._new_student(plan, recurrent=load_built(self.out))[0]
 
-    def _build_and_save(self, plan: HeadPlan, aligned: Path | None, made_for: Record) -> HybridForCausalLM:
-        options, data, calibration = self.config.student, self.config.data, None
-        if aligned is None and options.init == "fitted":  # the run's first rows of text
-            rows = open_rows(data, self.tokenizer, pins=self.pins)
-            calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // data.seq_len))
+    def _build_and_save(
+        self, plan: HeadPlan, aligned: Path | None, rows: Rows | None, made_for: Record
+    ) -> HybridForCausalLM:
+        """Build a student, its heads from a finished alignment or fitted to the run's first ``rows`` of text."""
+        calibration = None
+        if rows is not None:
+            calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // self.config.data.seq_len))
         with Phase("building the student"):
             if aligned:
                 student, report = self._student_from_alignment(plan, aligned)
             else:
-                student, report = self._new_student(plan, options.init, calibration)
+                student, report = self._new_student(plan, self.config.student.init, calibration)
             save_built(self.out, student, report, made_for)
         return student
 

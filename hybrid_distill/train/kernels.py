@@ -68,7 +68,7 @@ def kernels_of(stage: Stage, device: torch.device) -> Chosen:
         dtype = torch.bfloat16 if stage.bf16 else heads.D.dtype
         chosen |= _of_heads(heads, device, dtype)
         if isinstance(stage, OnPolicy) and _has_step(heads):
-            sizes = heads.head_dim, heads.d_state, heads.conv_weight.shape[1]
+            sizes = heads.head_dim, heads.d_state, heads.conv_width
             options = {"training": False, "masked": True}
             chosen["decoding step"] = implementation_of(
                 heads.impl, "decoding step", device, dtype, *sizes, **options
@@ -88,7 +88,7 @@ def _of_heads(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chos
         recurrence = implementation_of(
             heads.impl, "recurrence", device, dtype, *sizes, gated=True, **options
         )
-    width = heads.conv_weight.shape[1]
+    width = heads.conv_width
     convolution = "torch"  # also with mamba-ssm's scan
     if heads.impl != "mamba_ssm" and width in KERNEL_WIDTHS:
         convolution = implementation_of(heads.impl, "convolution", device, dtype, width, **options)
@@ -108,7 +108,7 @@ def _of_delta_rule(heads: SSMHeads, device: torch.device, dtype: torch.dtype) ->
 
 
 def _has_step(heads: SSMHeads) -> bool:
-    width = heads.conv_weight.shape[1]
+    width = heads.conv_width
     return heads.form.steps_in_place and heads.conv_bias is None and width in KERNEL_WIDTHS
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import DatasetInfo
 from test_data import write_source
 from test_launch import DDP, launch
@@ -260,6 +261,7 @@ def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(fa
     monkeypatch.setattr(data_config, "LARGEST_IN_A_LAUNCH", 5)
     monkeypatch.setattr(Run, "prepare", Run.prepare)
     monkeypatch.setattr("hybrid_distill.pipeline.connect", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr("hybrid_distill.pipeline.own_device", lambda: torch.device("cpu"))
     with pytest.raises(ValueError, match="prepare-data"):
         Run(run).prepare()
     assert fake.loaded == [] and not (run.out / "config.json").exists()

@@ -60,10 +60,11 @@ def test_fields_of_the_recipe_can_be_changed(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         base_config(SweepJob(set=("distill.stesp=1",)), recipe())
     assert "--distill.steps" in capsys.readouterr().err
-    job = SweepJob(set=("export=False", "align.recompute=true", "evaluation.n-pairs=4,8", "distill.steps=3"))
+    changes = ("export=False", "align.gradient-checkpointing=true", "evaluation.n-pairs=4,8", "distill.steps=3")
+    job = SweepJob(set=changes)
     base = base_config(job, recipe())
     assert (base.export, base.evaluation.n_pairs, base.distill.steps) == (False, (4, 8), 3)
-    assert base.align.gradient_checkpointing, "by the name that it had before"
+    assert base.align.gradient_checkpointing
 
 
 def opened(base: RunConfig, asked: Grid, share: bool = True) -> Sweep:

@@ -11,7 +11,6 @@ import torch
 import transformers
 from conftest import make_family_model
 from head_tables import some_scores
-from hybrid_distill.probes.words import MQAR
 from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, planted_teacher, word_tokenizer
 
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -145,7 +144,9 @@ def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: 
 
 
 @pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
-@pytest.mark.parametrize("probe", [KVRetrieval(6, keys=KEYS[:16], n_queries=3), MQAR(3, 2, words=KEYS[:16])], ids=str)
+@pytest.mark.parametrize(
+    "probe", [KVRetrieval(n_pairs, keys=KEYS[:16], n_queries=n) for n_pairs, n in ((6, 3), (3, 2))], ids=str
+)
 def test_questions_about_one_prompt_share_its_tokens(probe: Any, tokenizer: Any, caplog: Any) -> None:
     """The scores are those of asking each question by itself; a prompt is one sample of them."""
     model, seen = random_model("llama"), []
