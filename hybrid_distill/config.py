@@ -79,9 +79,9 @@ class PlanConfig:
     k: CountOrZero = 6
     """Number of units to keep, over all layers, for ``top``; of heads for ``restoration`` and ``random``."""
     unit: Unit = "head"
-    """What ``top`` keeps whole, ranked by its best head: ``head``; ``kv-group``, the query heads of one KV head, which
-    take no more cache than one of them; ``layer``; ``container``, ``k`` KV groups in each layer, for an export as a
-    Falcon-H1 (docs/export.md)."""
+    """Part that ``top`` keeps whole, ranked by its best head: ``head``; ``kv-group``, the query heads of one KV head,
+    which take no more cache than one of them; ``layer``; ``container``, ``k`` KV groups in each layer, for an export
+    as a Falcon-H1 (docs/export.md)."""
     seed: CountOrZero = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()

@@ -19,7 +19,7 @@ BF16_BYTES = 2
 STATE_BYTES = 4
 """Bytes per element of a recurrent state: caches keep these long sums in float32 for every model dtype."""
 Unit = Literal["head", "kv-group", "layer", "container"]
-"""What a plan keeps whole (`HeadPlan.top_k`)."""
+"""Part of a model that a plan keeps whole (`HeadPlan.top_k`)."""
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,16 @@ versions that are correct with that form, which cannot reject the others."""
 
 
 def checked_transformers(model_type: str) -> list[str]:
-    """List the versions that run exports with this backbone correctly, oldest first, the installed one included."""
+    """List the versions that run exports with this backbone correctly, oldest first.
+
+    The installed one is among them, unless an older one is known to be the first that is correct.
+    """
     installed = ".".join(map(str, release(transformers.__version__)))
-    oldest = TRIED["oldest"].get(model_type)
-    if oldest is None:
+    if model_type not in TRIED["oldest"]:
         return [installed]
-    right = [version for version in TRIED["tried"] if release(version) >= release(oldest)]
-    return sorted({*right, installed}, key=release)
+    oldest = TRIED["oldest"][model_type]
+    versions = {*TRIED["tried"], installed}
+    return sorted((v for v in versions if release(v) >= release(oldest)), key=release)
 
 
 def oldest_transformers(model_type: str) -> str:

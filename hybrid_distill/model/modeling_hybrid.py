@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .cache import HybridCache
-from .configuration_hybrid import HybridConfig, rope_settings
+from .configuration_hybrid import HybridConfig, release, rope_settings
 from .decoder import make_cache, put_mixers
 from .documents import layer_windows  # noqa: F401  # see below
 from .gated_delta import delta_scan  # noqa: F401  # see below
@@ -250,12 +250,15 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 f"cache_implementation is {kind!r}. A hybrid has its own cache, which holds recurrent states; "
                 "leave it out, or pass 'static' for a model without LongRoPE."
             )
+        for name in CACHE_NAMES[:2]:  # callers may use either spelling
+            if model_kwargs.get(name) is not None:
+                model_kwargs[GENERATION_CACHE] = model_kwargs.pop(name)
         mask = model_kwargs.get("attention_mask")
         in_pieces = generation_config.prefill_chunk_size is not None
-        if in_pieces and __version__.startswith("4.") and mask is not None and not mask.all():
+        if in_pieces and release(__version__) < (5, 5) and mask is not None and not mask.all():
             raise ValueError(
                 f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
-                "install version 5, or leave prefill_chunk_size out."
+                "install version 5.5 or newer, or leave prefill_chunk_size out."
             )
         if generation_config.use_cache and model_kwargs.get(GENERATION_CACHE) is None:
             _, batch_size, max_length, *_ = args

@@ -329,8 +329,13 @@ def _copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
     Modules without parameters are copied whole: dynamic RoPE also stores frequencies for the longest row so far.
     """
     named = _teacher_names(teacher)
+    mixers = _mixer_names(student)
     for module_name in {name.rpartition(".")[0] for name, buffer in student.named_buffers() if buffer.is_meta}:
-        theirs = teacher.get_submodule(named(module_name))
+        their_name = named(module_name)
+        for mixer in mixers:  # Nemotron's attention had a rotary embedding of its own, until transformers 5.14
+            if module_name.startswith(f"{mixer}.attention."):
+                their_name = named(module_name.replace(f"{mixer}.attention.", f"{mixer}.", 1))
+        theirs = teacher.get_submodule(their_name)
         if next(theirs.parameters(), None) is None:
             parent, _, attribute = module_name.rpartition(".")
             setattr(student.get_submodule(parent), attribute, copy.deepcopy(theirs))

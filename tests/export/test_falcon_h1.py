@@ -20,6 +20,7 @@ from hybrid_distill.export.check import greedy, left_padded
 from hybrid_distill.export.engines import writer
 from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
+from hybrid_distill.model.layout import cache_of
 from hybrid_distill.plan import HeadPlan, container_bytes
 from hybrid_distill.student.build import build_student
 
@@ -118,7 +119,7 @@ def test_heads_give_one_result_however_they_are_run(recurrence: str) -> None:
     out = student(ids_BL[:, :9], use_cache=True)
     steps = [out.logits]
     for t in range(9, 23):
-        out = student(ids_BL[:, t : t + 1], cache=out.cache)
+        out = student(ids_BL[:, t : t + 1], cache=cache_of(out))
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=2e-6)
     packed = student(torch.cat([ids_BL, ids_BL], dim=1), seq_idx=torch.arange(2).repeat_interleave(23)[None]).logits

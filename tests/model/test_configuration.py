@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from students import close, logits, mixed_student, tokens
+from students import close, logits, mixed_student, since, tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
@@ -23,6 +23,7 @@ def student(family_model: FamilyModel) -> HybridForCausalLM:
     return mixed_student(family_model("llama"))
 
 
+@since("5.5.0")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_neox", "phi3"])
 def test_every_field_of_the_backbone_is_a_field_of_the_student(name: str, family_model: FamilyModel) -> None:
     teacher = family_model(name)

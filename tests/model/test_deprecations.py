@@ -61,7 +61,7 @@ def test_no_argument_that_is_passed_is_deprecated(family: str, family_model) -> 
 
 @pytest.fixture
 def deprecations(caplog) -> Iterator[Callable[[], list[str]]]:
-    """What transformers says of deprecated names, by warning or by its log."""
+    """Collect what transformers says of deprecated names, by warning or by its log."""
     logger = logging.getLogger("transformers")
     propagates = logger.propagate
     logger.propagate = True

@@ -10,7 +10,6 @@ import torch
 from students import (
     ALL_BUT_ONE,
     BF16_RELATIVE_ERROR,
-    FROM_5,
     THREE,
     keep,
     left_padded,
@@ -123,7 +122,7 @@ def test_greedy_takes_the_best_token_of_the_whole_forward_pass(student: HybridFo
     assert torch.equal(generated(student, ids, attention_mask=mask, **GREEDY), torch.stack(expected))
 
 
-@pytest.mark.parametrize("prefill_chunk_size", [None, pytest.param(4, marks=FROM_5)])
+@pytest.mark.parametrize("prefill_chunk_size", [None, pytest.param(4, marks=since("5.5.0"))])
 def test_positions_count_tokens_and_not_padding(
     llama_student: HybridForCausalLM, prefill_chunk_size: int | None
 ) -> None:
@@ -183,12 +182,12 @@ def test_a_cache_is_continued_by_more_than_one_token(
     first = student.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
     ids = torch.cat([first.sequences, tokens(2, 7)], dim=1)
     mask = torch.cat([mask, torch.ones(2, NEW + 7, dtype=torch.long)], dim=1)
-    continued = generated(student, ids, attention_mask=mask, cache=first.cache, **GREEDY)
+    continued = generated(student, ids, attention_mask=mask, cache=cache_of(first), **GREEDY)
     assert torch.equal(continued, generated(student, ids, attention_mask=mask, **GREEDY))
     assert torch.equal(continued[0], greedy_without_cache(student, ids[0]))
 
 
-@FROM_5
+@since("5.5.0")
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_prompt_in_pieces_is_the_prompt(student: HybridForCausalLM, size: int) -> None:
     ids, mask = left_padded([tokens(17), tokens(6)])
@@ -199,14 +198,14 @@ def test_a_prompt_in_pieces_is_the_prompt(student: HybridForCausalLM, size: int)
 def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     llama_student: HybridForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid_distill.model.modeling_hybrid.__version__", "4.57.6")
+    monkeypatch.setattr("hybrid_distill.model.modeling_hybrid.__version__", "5.4.1")
     ids, mask = left_padded([tokens(5), tokens(3)])
     with pytest.raises(ValueError, match="wrong positions to padded rows"):
         llama_student.generate(ids, attention_mask=mask, prefill_chunk_size=2, **GREEDY)
     llama_student.generate(ids, attention_mask=torch.ones_like(mask), prefill_chunk_size=2, **GREEDY)
 
 
-@pytest.mark.parametrize("kind", ["offloaded", "quantized", pytest.param("paged", marks=FROM_5)])
+@pytest.mark.parametrize("kind", ["offloaded", "quantized", "paged"])
 def test_another_kind_of_cache_is_refused(llama_student: HybridForCausalLM, kind: str) -> None:
     with pytest.raises(ValueError, match="cache_implementation.*'" + kind):
         llama_student.generate(tokens(1, 6), cache_implementation=kind, **GREEDY)
@@ -294,7 +293,7 @@ def test_decoding_compiles_into_one_graph_for_all_steps(family_model: Callable[.
     teacher = family_model("llama", num_hidden_layers=1)
     student, ids = student_of(teacher, keep(teacher, KEPT["mixed"])), tokens(2, 16)
     expected = logits(student, ids, use_cache=False)
-    cache = student(ids[:, :8], use_cache=True).cache
+    cache = cache_of(student(ids[:, :8], use_cache=True))
     graphs, backend = counting_backend()
 
     torch.compiler.reset()
@@ -323,7 +322,7 @@ def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
     for layer in cache.layers:
         assert layer.keys is None or layer.keys.dtype == layer.values.dtype == (kv_dtype or torch.float32)
         assert layer.ssm_state is None or layer.ssm_state.dtype == torch.float32
-    full = student(ids, use_cache=True).cache
+    full = cache_of(student(ids, use_cache=True))
     assert full.nbytes()["kv"] == cache.nbytes()["kv"] * (2 if kv_dtype is torch.bfloat16 else 1)
     assert full.nbytes()["ssm"] == cache.nbytes()["ssm"]
     cache.reset()
@@ -347,7 +346,7 @@ class LargestTensor(TorchDispatchMode):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("kept", "chunk", "padded"), [
-    ((), None, False), ((), None, True), (THREE, None, False), pytest.param(THREE, 128, True, marks=FROM_5),
+    ((), None, False), ((), None, True), (THREE, None, False), pytest.param(THREE, 128, True, marks=since("5.5.0")),
 ], ids=["recurrent", "recurrent, padded", "mixed", "mixed, padded, in pieces"])  # fmt: skip
 def test_memory_of_a_long_prefill_grows_with_its_length(
     kept: tuple[int, ...], chunk: int | None, padded: bool, family_model: Callable[..., PreTrainedModel]

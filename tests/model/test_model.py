@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_distill.model import HybridCache, HybridConfig, HybridForCausalLM, configuration_hybrid, packed_inputs
+from hybrid_distill.model.layout import cache_of
 from hybrid_distill.model.mixer import SSMHeads
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -168,7 +169,7 @@ def test_rows_packed_in_the_way_of_transformers_are_the_documents_alone(
     batch = collated(documents, **{"return_position_ids": True, **CONVENTIONS[convention]})
     for training in (False, True):
         output = student.train(training)(**batch)
-        assert output.cache is None
+        assert cache_of(output) is None
         close(output.logits, torch.cat([logits(student, document[None]) for document in documents], dim=1))
 
 
@@ -208,23 +209,23 @@ def test_positions_that_only_rise_are_of_one_document(family_model: FamilyModel)
     for padding in (0, 1, -1, None):
         positions = counted if padding is None else counted.masked_fill(~real, padding)
         output = student(ids, attention_mask=mask, position_ids=positions)
-        assert output.cache is not None
+        assert cache_of(output) is not None
         close(output.logits[real], alone)
         cache, pieces = student.new_cache(), []
         for piece in torch.arange(12).split([5, 1, 4, 2]):
             inputs = {"attention_mask": mask[:, : piece[-1] + 1], "position_ids": positions[:, piece]}
             pieces.append(logits(student, ids[:, piece], cache=cache, **inputs))
         close(torch.cat(pieces, dim=1)[real], alone)
-    assert student(ids, position_ids=torch.arange(7, 19)[None]).cache is not None
+    assert cache_of(student(ids, position_ids=torch.arange(7, 19)[None])) is not None
     leaping = torch.arange(12)[None]  # the mask says why these leap
-    assert student(ids, attention_mask=mask, position_ids=leaping).cache is not None
+    assert cache_of(student(ids, attention_mask=mask, position_ids=leaping)) is not None
 
 
 @torch.no_grad()
 def test_what_no_cache_continues_and_wrong_caches_are_refused(family_model: FamilyModel) -> None:
     student = mixed_student(family_model("llama"))
     ids, rising = tokens(2, 6), torch.arange(6)[None]
-    cache = student(ids).cache
+    cache = cache_of(student(ids))
     for options in (
         {"position_ids": torch.tensor([[6, 7, 8, 0, 1, 2]]), "cache": cache},
         {"position_ids": rising, "cache": cache},
@@ -256,7 +257,7 @@ def test_packed_rows_compile_into_one_graph(family_model: FamilyModel) -> None:
     prefill = torch.compile(student.eval().forward, backend="eager", fullgraph=True)
     with torch.no_grad():
         output = prefill(ids, position_ids=torch.arange(12)[None])
-        assert output.cache.get_seq_length() == 12
+        assert cache_of(output).get_seq_length() == 12
         with pytest.raises(RuntimeError, match="packed documents"):
             prefill(ids, position_ids=torch.arange(12)[None] % 5)
 
@@ -327,7 +328,7 @@ def test_gradients_reach_every_recurrent_parameter(teacher: PreTrainedModel) -> 
     student = mixed_student(teacher).train()
     ids = tokens(2, 19)
     output = student(ids, labels=ids)
-    assert output.cache is None
+    assert cache_of(output) is None
     output.loss.backward()
     missing = [name for name, p in student.named_parameters() if ".ssm." in name and not p.grad.abs().max() > 0]
     assert missing == []
@@ -371,7 +372,7 @@ def test_a_model_from_a_config_alone_runs(family_model: FamilyModel) -> None:
     backbone = family_model("llama").config.to_dict()
     config = HybridConfig(backbone=backbone, kept=[[0, 1, 2], [], [7]], d_state=4)
     model = HybridForCausalLM(config).eval()
-    assert isinstance(model(tokens(1, 5)).cache, HybridCache)
+    assert isinstance(cache_of(model(tokens(1, 5))), HybridCache)
     assert logits(model, tokens(1, 5)).isfinite().all()
 
 
