@@ -170,8 +170,8 @@ def test_packed_attention_is_compared_and_a_mistake_is_found(
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("rows", ["^(run tiny|verify of run tiny)$", "^launch/ddp", "^kernels$"])
-def test_a_rehearsal_runs_without_pytest(rows: str, tmp_path: Path) -> None:
+def test_a_rehearsal_runs_without_pytest(tmp_path: Path) -> None:
+    rows = "^(run tiny|verify of run tiny|launch/ddp.*|kernels)$"
     (tmp_path / "pytest.py").write_text("raise ImportError('pytest is not installed')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "kernels")])
     command = [
@@ -192,4 +192,4 @@ def test_a_rehearsal_runs_without_pytest(rows: str, tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " WRONG" not in ran.stdout.replace("0 WRONG", "") and " ok " in ran.stdout
+    assert "4 ok, 0 WRONG, 0 skipped" in ran.stdout

@@ -59,7 +59,6 @@ class HybridPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
-    _supports_flash_attn_2 = True  # name in older transformers, up to 4.5x
     _supports_flex_attn = True
     _supports_attention_backend = True
     _is_stateful = True  # assisted decoding would have to roll back a recurrent state, which is impossible
