@@ -71,7 +71,9 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     # Resumed on other kernels: it is the same run.
     again = Run(replace(base, student=replace(base.student, kernels="auto")))
     again.prepare()
+    built = (run.out / "build.json").stat().st_mtime_ns
     assert again.build(again.plan()).ssm_implementation == "auto"
+    assert (run.out / "build.json").stat().st_mtime_ns == built, "loaded, not built again"
     with pytest.raises(ValueError, match=r"student\.d_state"):
         Run(replace(base, student=replace(base.student, d_state=5))).prepare()
 

@@ -273,10 +273,12 @@ class Run(RunInputs):
         """Return everything that the built student depends on and that a folder's owner may replace."""
         aligned = self.config.student.aligned
         manifest = StageManifest.read(aligned) if aligned else None
+        student = dataclasses.asdict(self.config.student)
+        del student["kernels"]  # may change when a run resumes, which must find the student it began with
         return {
             "plan": dataclasses.asdict(plan),
             "teacher": fingerprint(self.teacher),
-            "student": {**dataclasses.asdict(self.config.student), "aligned": manifest and manifest.weights},
+            "student": {**student, "aligned": manifest and manifest.weights},
             "seed": self.seed,
         }
 

@@ -26,7 +26,7 @@ FEW_QUESTIONS = 64
 """Number of questions assumed if no file records it."""
 SETTING = ["selection", "heads", "d_state"]
 NO_SHARES = ["perplexity", "kl_to_teacher"]
-UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
 Estimate = tuple[pd.DataFrame, pd.DataFrame]
@@ -206,7 +206,7 @@ def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
 
 def size_text(size: float) -> str:
     """Format bytes: 1.28 MB, 25.1 kB, 804 B."""
-    for unit in ("GB", "MB", "kB"):
-        if (number := size / UNITS[unit]) >= 1:
+    for unit, n_bytes in UNITS.items():
+        if (number := size / n_bytes) >= 1:
             return f"{number:,.{max(0, 2 - int(math.log10(number)))}f} {unit}"
     return f"{size:.0f} B"
