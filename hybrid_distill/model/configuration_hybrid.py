@@ -406,14 +406,10 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
 
 def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
     """Add the RoPE field names of transformers 4; transformers 5 has them in ``rope_parameters``."""
-    rope, old = backbone.get("rope_parameters"), {}
-    by_type = _rope_by_layer_type(rope)
-    if by_type and release(transformers.__version__) < (5,):  # 5 would apply the old names to all layer types
-        old["rope_local_base_freq"] = (by_type.get("sliding_attention") or {}).get("rope_theta")
-        rope = by_type["full_attention"]
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
+    rope = backbone.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:  # one for each layer type has no old spelling
         return backbone
-    old |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    old = {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     if rope.get("rope_type", "default") != "default":
         old["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     if "partial_rotary_factor" in rope:

@@ -133,17 +133,18 @@ def _is_student(model: PreTrainedModel) -> bool:
     return isinstance(model.config, HybridConfig)
 
 
-def _run(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Any:
-    """Run a model on a row; a student without an output embedding (`HybridModel`, a classifier) runs its decoder."""
-    called: Any = model
+def _compared(model: PreTrainedModel) -> Any:
+    """Return what runs: the model, or the decoder of a student without an output embedding (`HybridModel`, a
+    classifier)."""
     if _is_student(model) and model.get_output_embeddings() is None:
-        called = decoder_of(model)
-    return called(input_ids=ids_1L, return_dict=True, **inputs)
+        return decoder_of(model)
+    return model
 
 
 def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
     """Compute the logits, or the hidden states of a decoder alone."""
-    return _run(model, ids_1L, **{"use_cache": False, **inputs})[0][0].float()
+    options = {"use_cache": False, "return_dict": True, **inputs}
+    return _compared(model)(input_ids=ids_1L, **options)[0][0].float()
 
 
 def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
@@ -160,11 +161,12 @@ def _packed(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
 
 
 def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
-    name = cache_argument(model.forward)
+    compared = _compared(model)
+    name = cache_argument(compared.forward)
     cache = None
     logits = []
     for piece_1L in document_1L.split(PIECES, dim=1):
-        output = _run(model, piece_1L, use_cache=True, **{name: cache})
+        output = compared(input_ids=piece_1L, use_cache=True, return_dict=True, **{name: cache})
         cache = cache_of(output)
         logits.append(output[0][0].float())
     return torch.cat(logits)
