@@ -33,11 +33,11 @@ from hybrid_distill.data import (
     open_rows,
 )
 from hybrid_distill.data.caching import top_k_of
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import fingerprint
-from hybrid_distill.train.config import DistillConfig
+from hybrid_distill.train.config import Distill
 from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stages import make_stage
 from hybrid_distill.vocabulary import vocabulary_size
@@ -51,7 +51,7 @@ CURVE = 2e-3
 class LiveTopK:
     """Rows with the teacher's top k as it computes them, not rounded."""
 
-    def __init__(self, run: Run, rows: PackedRows, k: int) -> None:
+    def __init__(self, run: RunInputs, rows: PackedRows, k: int) -> None:
         self.run, self.rows, self.k = run, rows, k
 
     def batch(self, *place: int) -> Any:
@@ -60,7 +60,7 @@ class LiveTopK:
         return {**batch, "teacher_ids_BLK": known.ids_BLK, "teacher_log_probs_BLK": known.log_probs_BLK}
 
 
-def train(run: Run, rows: Rows | LiveTopK, config: DistillConfig, held_out: Batch, d_state: int) -> dict[str, Any]:
+def train(run: RunInputs, rows: Rows | LiveTopK, config: Distill, held_out: Batch, d_state: int) -> dict[str, Any]:
     """One student from its start; its losses, what the whole teacher says of it then, and its speed."""
     plan = HeadPlan.random(run.teacher, run.config.plan.k, seed=0)
     calibration = cast(Batch, open_rows(run.config.data, run.tokenizer).batch(0, 8))
@@ -79,7 +79,7 @@ def train(run: Run, rows: Rows | LiveTopK, config: DistillConfig, held_out: Batc
     seconds = time.process_time() - began
     with torch.no_grad():
         n_ids = vocabulary_size(run.tokenizer)
-        whole = make_stage(DistillConfig(), student, run.teacher, vocab_size=n_ids)(held_out).total.item()
+        whole = make_stage(Distill(), student, run.teacher, vocab_size=n_ids)(held_out).total.item()
     return {
         "losses": [round(loss, 6) for loss in losses],
         "held_out_kl": round(whole, 6),
@@ -89,15 +89,15 @@ def train(run: Run, rows: Rows | LiveTopK, config: DistillConfig, held_out: Batc
 
 def curves(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All contenders, by name; logits are written below ``folder``."""
-    config = DistillConfig(
+    config = Distill(
         steps=options.steps, batch_size=options.batch_size, micro_batch_size=options.batch_size, learning_rate=1e-3
     )
-    run = Run(RunConfig(data=DataConfig(seq_len=256), distill=config))
+    run = RunInputs(RunConfig(data=DataConfig(seq_len=256), stages=(config,)))
     rows = cast(PackedRows, open_rows(run.config.data, run.tokenizer))
     held_out_rows = open_rows(DataConfig(sources=("tiny:held_out",), seq_len=256, seed=1), run.tokenizer)
     held_out = held_out_rows.batch(0, HELD_OUT_ROWS)
 
-    def contender(rows: Rows | LiveTopK, config: DistillConfig) -> dict[str, Any]:
+    def contender(rows: Rows | LiveTopK, config: Distill) -> dict[str, Any]:
         return train(run, rows, config, held_out, options.d_state)
 
     found: dict[str, Any] = {"fingerprint": fingerprint(run.teacher), "whole teacher": contender(rows, config)}

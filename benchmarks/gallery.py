@@ -24,7 +24,8 @@ import tyro
 from transformers import PreTrainedModel
 
 from hybrid_distill.cli import main as run_command
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs, last_stage, trained_student
+from hybrid_distill.pipeline.run import align_all_heads, choose_heads, prepare, score, train
 from hybrid_distill.teacher import TINY
 
 ROOT = Path(__file__).parent.parent
@@ -103,22 +104,24 @@ def main(gallery: Gallery) -> None:
 def make_students(work: Path) -> Students:
     """The embedded teacher's, from the demo's recipe with a shorter alignment; what is there is taken as it is."""
     config = runpy.run_path(str(ROOT / "recipes/hybrid_tiny.py"))["config"]()
-    config = replace(config, name="gallery", out=work, align=replace(config.align, steps=ALIGN_STEPS))
-    run = Run(config)
-    run.prepare()
-    run.scores()
+    config = replace(config, name="gallery", out=work).with_stage("align", steps=ALIGN_STEPS)
+    run = RunInputs(config)
+    prepare(run)
+    score(run)
+    aligned = align_all_heads(run)
     students = Students(work / "recurrent", work / "hybrid")
     if not students.recurrent.exists():
-        _save(run.aligned.trained_student()[0], run, students.recurrent)
+        _save(trained_student(aligned)[0], run, students.recurrent)
     if not students.hybrid.exists():
-        grafted = replace(config.student, aligned=run.aligned.last_stage())
+        grafted = replace(config.student, aligned=last_stage(aligned.paths))
         # Aligned heads and the teacher's own side by side are the student: no stage is left to run.
-        model = Run(replace(config, student=grafted, stages=()), run.teacher_and_tokenizer).train(run.plan())
+        hybrid = RunInputs(replace(config, student=grafted, stages=()), run.teacher_and_tokenizer)
+        model = train(hybrid, choose_heads(run))
         _save(model, run, students.hybrid)
     return students
 
 
-def _save(student: PreTrainedModel, run: Run, folder: Path) -> None:
+def _save(student: PreTrainedModel, run: RunInputs, folder: Path) -> None:
     student.save_pretrained(folder)
     run.tokenizer.save_pretrained(folder)
 

@@ -32,7 +32,7 @@ from hybrid_distill.student.build import build_student, graft_recurrent_heads
 from hybrid_distill.student.init import INITS
 from hybrid_distill.teacher import fingerprint, load_teacher
 from hybrid_distill.train.align import LayerAlignment
-from hybrid_distill.train.config import AlignConfig, DistillConfig
+from hybrid_distill.train.config import Align, Distill
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stage import Stage
@@ -90,8 +90,8 @@ def try_init(
     start = time.process_time()
     aligned, _ = build_student(teacher, HeadPlan.none(teacher), **given)
     seconds = time.process_time() - start
-    measured = LayerAlignment(aligned, teacher, AlignConfig(target="head", loss="nmse")), held_out.batch(0, 16)
-    stage = LayerAlignment(aligned, teacher, AlignConfig(target="head", loss="l2"))
+    measured = LayerAlignment(aligned, teacher, Align(target="head", loss="nmse")), held_out.batch(0, 16)
+    stage = LayerAlignment(aligned, teacher, Align(target="head", loss="l2"))
 
     def batches(step: int) -> list[Batch]:
         return [rows.batch(step, options.batch_size)]
@@ -107,7 +107,7 @@ def try_init(
     def retrieval() -> float:
         return answer_generation(student, tokenizer, examples).double().mean().item()
 
-    done = trained(EndToEnd(student, teacher, DistillConfig()), batches, options.distill_steps, options.rate)
+    done = trained(EndToEnd(student, teacher, Distill()), batches, options.distill_steps, options.rate)
     answered = curve(done, options.distill_steps, options.distill_every, retrieval)
     found = {"init": init, "seed": seed, "nmse": errors, "retrieval": answered, "build_cpu_seconds": round(seconds, 2)}
     print(json.dumps(found), flush=True)

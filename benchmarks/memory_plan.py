@@ -41,7 +41,7 @@ from hybrid_distill.data import Batch
 from hybrid_distill.lab.memory.plan import GB, STRATEGIES, MemoryPlan, StageShape, memory_plan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
-from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, StageConfig
+from hybrid_distill.train.config import Align, AlignMatrix, Distill, StageConfig
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.optimizer import make_adamw, trainable
 from hybrid_distill.train.stage import Stage
@@ -73,8 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=128,
     ),
 }  # fmt: skip
-ALIGN, DISTILL = AlignConfig(), DistillConfig()
-MATRIX = MatrixConfig()
+ALIGN, DISTILL = Align(), Distill()
+MATRIX = AlignMatrix()
 
 
 class Case(NamedTuple):

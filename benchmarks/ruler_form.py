@@ -50,7 +50,7 @@ from hybrid_distill.scoring.restoration import greedy_restoration
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
 from hybrid_distill.teacher import eval_mode, load_teacher
 from hybrid_distill.train.align import LayerAlignment
-from hybrid_distill.train.config import AlignConfig, DistillConfig
+from hybrid_distill.train.config import Align, Distill
 from hybrid_distill.train.end_to_end import EndToEnd
 
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -519,7 +519,7 @@ class Students:
         lessons = self.lessons(seed, steps, on_answers=False, is_equal=True)
         calibration = lessons.batch("needles", 512, random.Random(seed))
         student = self.build(plan, seed, init="fitted", calibration=calibration)
-        stage = LayerAlignment(student, self.teacher, AlignConfig(target="head"))
+        stage = LayerAlignment(student, self.teacher, Align(target="head"))
         for step in trained(stage, lessons, steps, self.options.align_rate):
             show(f"alignment, seed {seed}", step, steps)
         torch.save(student.state_dict(), file)
@@ -554,7 +554,7 @@ class Students:
         plan = self.plan(name)
         student = self.build(plan, seed, init="random")
         graft_recurrent_heads(student, self.aligned(seed))
-        stage = EndToEnd(student, self.teacher, DistillConfig())
+        stage = EndToEnd(student, self.teacher, Distill())
         is_equal = name in (EQUAL, ABLATION, FEW)
         lessons = self.lessons(seed, steps, on_answers=True, is_varied=name != FEW, is_equal=is_equal)
         for step in trained(stage, lessons, steps, self.options.distill_rate):

@@ -192,13 +192,14 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int
     from provenance import read, write
 
     from hybrid_distill.export import export_checkpoint
-    from hybrid_distill.pipeline import finished_run
+    from hybrid_distill.pipeline import finished_run, trained_student
     from hybrid_distill.plan import HeadPlan
     from hybrid_distill.student.build import build_student
 
     torch.set_num_threads(threads)
     run = finished_run(run_folder)
-    (student, plan), teacher = run.trained_student(), run.teacher.float().eval()
+    student, plan = trained_student(run)
+    teacher = run.teacher.float().eval()
     options = {"d_state": student.config.d_state, "recurrence": student.config.recurrence}
     all_heads = build_student(teacher, HeadPlan.all(teacher), **options)[0].float().eval()
     models = {"student": (student.float().eval(), plan), "teacher": (all_heads, HeadPlan.all(teacher))}

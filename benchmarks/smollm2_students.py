@@ -29,7 +29,8 @@ from hybrid_distill.evaluation.evaluate import Asked, measure, model_cache_bytes
 from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
 from hybrid_distill.lab.suite import load_tasks, run_suite, summary
 from hybrid_distill.lab.suite_job import SuiteJob
-from hybrid_distill.pipeline import Run, finished_run
+from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
+from hybrid_distill.pipeline.run import build
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.forms import in_form
@@ -130,8 +131,8 @@ def measure_one(out: Path, name: str) -> None:
     if name == TEACHER:
         model, record = run.teacher, {}
     else:
-        model, plan = run.trained_student()
-        aligned_only = by_choice(run.build(plan), retrieval)
+        model, plan = trained_student(run)
+        aligned_only = by_choice(build(run, plan), retrieval)
         record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
         recurrent = [HeadId(n, head) for n, mixer in enumerate(model.mixers()) for head in mixer.recurrent]
         few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
@@ -147,11 +148,11 @@ def measure_one(out: Path, name: str) -> None:
     path.write_text(json.dumps(record, indent=1))
 
 
-def asked(run: Run) -> Asked:
+def asked(run: RunInputs) -> Asked:
     """Choose the questions and texts to measure on."""
     data = replace(run.config.evaluation, knowledge=str(ATLAS / "general_facts.jsonl"))
     text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
-    run = Run(replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer)
+    run = RunInputs(replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer)
     knowledge = run.knowledge()
     return Asked(
         run.tokenizer,

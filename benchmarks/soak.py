@@ -92,17 +92,17 @@ class NotedRows:
 
 def train(out: Path) -> None:
     """The run, as any recipe would start it, on noted rows."""
-    from hybrid_distill import pipeline
     from hybrid_distill.cli import run_recipe
     from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
-    from hybrid_distill.train.config import AlignConfig, DistillConfig
+    from hybrid_distill.pipeline import run as steps
+    from hybrid_distill.train.config import Align, Distill
     from hybrid_distill.train.loop import train_stage
 
     def noting(stage: Any, rows: Any, folder: Path, **options: Any) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         return train_stage(stage, NotedRows(rows, folder / ROWS), folder, progress=False, **options)
 
-    pipeline.train_stage = noting
+    steps.train_stage = noting
     often: Any = {
         "steps": STEPS, "batch_size": BATCH_SIZE, "micro_batch_size": BATCH_SIZE, "checkpoint_every": 2, "log_every": 1,
     }  # fmt: skip
@@ -111,8 +111,10 @@ def train(out: Path) -> None:
         scoring=ScoringConfig(n_control_texts=2),
         plan=PlanConfig("random", k=3),
         student=StudentConfig(d_state=4, init="teacher"),
-        align=AlignConfig(**often, target="head", learning_rate=3e-3),
-        distill=DistillConfig(**often, learning_rate=5e-4),
+        stages=(
+            Align(**often, target="head", learning_rate=3e-3),
+            Distill(**often, learning_rate=5e-4),
+        ),
         evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),
         export=False,
     )

@@ -33,10 +33,11 @@ from hybrid_distill.lab.sweep.cells import cell_config
 from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Cell
 from hybrid_distill.lab.sweep.job import SweepJob, sweep
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import choose_heads, evaluate_run, prepare, train
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
-from hybrid_distill.train.config import AlignConfig
+from hybrid_distill.train.config import StageConfig
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 from hybrid_distill.vocabulary import vocabulary_size
@@ -51,14 +52,13 @@ ALIGN, DISTILL, TIMED = 60, 24, 8
 def config() -> RunConfig:
     """The tiny recipe with fewer steps and questions."""
     base = runpy.run_path(str(ROOT / "recipes" / "hybrid_tiny.py"))["config"]()
-    return replace(
+    base = replace(
         base,
         scoring=replace(base.scoring, n_examples=32),
-        align=replace(base.align, steps=ALIGN),
-        distill=replace(base.distill, steps=DISTILL),
         evaluation=replace(base.evaluation, n_pairs=(8,), n_examples=128, n_texts=32),
         export=False,
     )
+    return base.with_stage("align", steps=ALIGN).with_stage("distill", steps=DISTILL)
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def _students(folder: Path) -> dict[str, Any]:
 def _independent(shared: Sweep, cell: Cell, folder: Path) -> EvalResult:
     """The same cell by itself: its own scores, its own alignment, its own evaluation of the teacher."""
     base, planned = config(), cell_config(shared, cell)
-    run = Run(
+    run = RunInputs(
         replace(
             base,
             out=folder / cell.name,
@@ -114,8 +114,8 @@ def _independent(shared: Sweep, cell: Cell, folder: Path) -> EvalResult:
             student=replace(base.student, d_state=D_STATE),
         )
     )
-    run.prepare()
-    return run.evaluate(run.train(run.plan()))
+    prepare(run)
+    return evaluate_run(run, train(run, choose_heads(run)))
 
 
 def _difference(rows: dict[str, dict[str, list[float]]], figure: str) -> dict[str, float]:
@@ -131,14 +131,15 @@ def _difference(rows: dict[str, dict[str, list[float]]], figure: str) -> dict[st
 def heads() -> dict[str, Any]:
     """How far apart a recurrent head ends that was aligned beside kept heads and without, relative to its way."""
     base = config()
-    run = Run(base)
+    run = RunInputs(base)
     none, some = HeadPlan.none(run.teacher), HeadPlan.random(run.teacher, 6, seed=0)
-    return {
-        name: _apart(run, none, some, replace(base.align, steps=DISTILL, clip=clip)) for name, clip in CLIPS.items()
-    }
+    distances = {}
+    for name, clip in CLIPS.items():
+        distances[name] = _apart(run, none, some, replace(base.stage("align"), steps=DISTILL, clip=clip))
+    return distances
 
 
-def _apart(run: Run, none: HeadPlan, some: HeadPlan, align: AlignConfig) -> float:
+def _apart(run: RunInputs, none: HeadPlan, some: HeadPlan, align: StageConfig) -> float:
     start = _recurrent(run, none, some, None)
     alone, beside = (_recurrent(run, plan, some, align) for plan in (none, some))
     moved = sum((a - s).square().sum() for a, s in zip(alone, start)) ** 0.5
@@ -146,7 +147,7 @@ def _apart(run: Run, none: HeadPlan, some: HeadPlan, align: AlignConfig) -> floa
     return float(f"{apart / moved:.2g}")
 
 
-def _recurrent(run: Run, plan: HeadPlan, some: HeadPlan, align: AlignConfig | None) -> list[torch.Tensor]:
+def _recurrent(run: RunInputs, plan: HeadPlan, some: HeadPlan, align: StageConfig | None) -> list[torch.Tensor]:
     """The weights of the heads that ``some`` makes recurrent, after alignment under ``plan``."""
     rows = open_rows(run.config.data, run.tokenizer)
     calibration = rows.batch(0, 8)
@@ -166,14 +167,14 @@ def _recurrent(run: Run, plan: HeadPlan, some: HeadPlan, align: AlignConfig | No
 def steps() -> dict[str, Any]:
     """CPU seconds of a step, by state size: alignment of all heads, distillation of a student with 4."""
     base = config()
-    run = Run(base)
+    run = RunInputs(base)
     rows = open_rows(base.data, run.tokenizer)
     plans = {"align": HeadPlan.none(run.teacher), "distill": HeadPlan.random(run.teacher, 4, seed=0)}
     found: dict[str, Any] = {}
     for d_state in (4, 16, 64):
         for name, plan in plans.items():
             student, _ = build_student(run.teacher, plan, d_state=d_state, init="teacher")
-            options = replace(getattr(base, name), steps=TIMED)
+            options = replace(base.stage(name), steps=TIMED)
             stage = make_stage(options, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer))
             with tempfile.TemporaryDirectory() as out:
                 _, seconds = _timed(lambda: train_stage(stage, rows, out, progress=False))  # noqa: B023

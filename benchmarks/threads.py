@@ -32,7 +32,7 @@ def steps_per_second(steps: int) -> dict[str, float]:
     import hybrid_distill.cli  # noqa: F401, I001  before torch, as a program does
     from hybrid_distill.student.build import build_student
     from hybrid_distill.data import DataConfig, open_rows
-    from hybrid_distill.train.config import AlignConfig, DistillConfig
+    from hybrid_distill.train.config import Align, Distill
     from hybrid_distill.train.stages import make_stage
     from hybrid_distill.plan import HeadPlan
     from hybrid_distill.teacher import load_teacher
@@ -43,7 +43,7 @@ def steps_per_second(steps: int) -> dict[str, float]:
     student, _ = build_student(teacher, HeadPlan.random(teacher, 6, 0), d_state=16, init="teacher")
     rows = open_rows(DataConfig(sources=("tiny",), seq_len=256), tokenizer)
     speed = {}
-    for config in (AlignConfig(steps=1, batch_size=8, target="head"), DistillConfig(steps=1, batch_size=8)):
+    for config in (Align(steps=1, batch_size=8, target="head"), Distill(steps=1, batch_size=8)):
         stage = make_stage(config, student, teacher, vocab_size=vocabulary_size(tokenizer))
         optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-4)
         begun = 0.0

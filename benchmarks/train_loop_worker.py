@@ -31,7 +31,7 @@ from hybrid_distill.distributed import connect
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.train import loop
-from hybrid_distill.train.config import AlignConfig, DistillConfig
+from hybrid_distill.train.config import Align, Distill
 from hybrid_distill.train.stages import make_stage
 
 SHAPE = LlamaConfig(
@@ -39,7 +39,7 @@ SHAPE = LlamaConfig(
     num_key_value_heads=3, head_dim=64, tie_word_embeddings=True,
 )  # fmt: skip
 """SmolLM2-135M's."""
-CONFIGS = {"align": AlignConfig(), "distill": DistillConfig()}
+CONFIGS = {"align": Align(), "distill": Distill()}
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive")
 METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
 CPU_ONLY = ("_check_numbers", "_check_tensors")  # of the fused loss, which checks values of CPU tensors alone

@@ -33,7 +33,7 @@ from hybrid_distill.config import from_json
 from hybrid_distill.data import Batch
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.model import HybridForCausalLM
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.probes.answering import left_pad
 from hybrid_distill.scoring import HeadScores
@@ -135,15 +135,15 @@ def staged(out: Path, seed: int) -> EvalResult:
     path = out / f"staged-{seed}" / "evaluation.json"
     if path.exists():
         return EvalResult.load(path)
-    like = Run(replace(from_json(out / f"forward-KL-{seed}" / "config.json"), out=path.parent))
-    scores, steps = HeadScores.load(out / f"scores-{seed}.json"), like.config.distill.steps // 2
+    like = RunInputs(replace(from_json(out / f"forward-KL-{seed}" / "config.json"), out=path.parent))
+    scores, steps = HeadScores.load(out / f"scores-{seed}.json"), like.config.stage("distill").steps // 2
     teacher, d_state = like.teacher, like.config.student.d_state
     aligned, _ = build_student(teacher, HeadPlan.none(teacher), d_state=d_state, init="random")
     load_stage(out / f"aligned-{seed}" / STAGE, aligned)
 
     def distilled(student: HybridForCausalLM, first: int) -> HybridForCausalLM:
         graft_recurrent_heads(student, aligned)
-        config = like.config.distill
+        config = like.config.stage("distill")
         rows = like.rows(config)
 
         def batches(step: int) -> list[Batch]:

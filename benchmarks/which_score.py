@@ -35,11 +35,12 @@ from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.lab.analysis.rankings import Ranking, compare_rankings
 from hybrid_distill.lab.reporting import ABSENT, text_table
 from hybrid_distill.model import HybridForCausalLM
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs, last_stage, trained_student
+from hybrid_distill.pipeline.run import align_all_heads, choose_heads, evaluate_run, prepare, train
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.scoring import score_heads
 from hybrid_distill.scoring.restoration import greedy_restoration, score_restoration
-from hybrid_distill.train.config import AlignConfig, DistillConfig
+from hybrid_distill.train.config import Align, Distill
 
 RESULTS = Path(__file__).parent / "results" / "which_score.json"
 KEPT = (1, 2, 4, 8)
@@ -57,16 +58,18 @@ def config(out: Path, seed: int) -> RunConfig:
         seed=seed,
         student=StudentConfig(d_state=16),
         data=DataConfig(sources=("tiny",), seq_len=256),
-        align=AlignConfig(steps=250, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
-        distill=DistillConfig(steps=100, batch_size=8, learning_rate=5e-4, decay=0.5),
+        stages=(
+            Align(steps=250, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
+            Distill(steps=100, batch_size=8, learning_rate=5e-4, decay=0.5),
+        ),
         evaluation=EvaluationConfig(n_pairs=(PAIRS, 16), n_texts=16),
         export=False,
     )
 
 
-def rankings(run: Run) -> dict[str, list[HeadId]]:
+def rankings(run: RunInputs) -> dict[str, list[HeadId]]:
     """The heads in each score's order; greedy searches name as many as are kept at most."""
-    path = run.out / "rankings.json"
+    path = run.paths.out / "rankings.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     for name, rank in _scores(run).items():
         if name not in found:
@@ -75,21 +78,21 @@ def rankings(run: Run) -> dict[str, list[HeadId]]:
     return {name: [HeadId(*pair) for pair in heads] for name, heads in found.items()}
 
 
-def _scores(run: Run) -> dict[str, Callable[[], list[HeadId]]]:
+def _scores(run: RunInputs) -> dict[str, Callable[[], list[HeadId]]]:
     probe = run.scoring_probe()
     teacher = (run.teacher, run.tokenizer, probe)
     count: dict[str, Any] = {"n_examples": EXAMPLES}
     few: dict[str, Any] = {"n_examples": SEARCH_EXAMPLES}
 
     def fully_recurrent() -> HybridForCausalLM:
-        return run.aligned.trained_student()[0].eval()
+        return trained_student(align_all_heads(run))[0].eval()
 
     return {
         "ablation": lambda: score_heads(*teacher, **count).ranking(),
         "joint ablation": lambda: joint_ablation(teacher, **few),
         "restoration": lambda: score_restoration(fully_recurrent(), *teacher, **count).ranking(),
         "greedy restoration": lambda: greedy_restoration(fully_recurrent(), *teacher, max(KEPT), **few),
-        "random": lambda: random.Random(run.seed).sample(sorted(HeadPlan.all(run.teacher).kept), max(KEPT)),
+        "random": lambda: random.Random(run.config.seed).sample(sorted(HeadPlan.all(run.teacher).kept), max(KEPT)),
     }
 
 
@@ -102,7 +105,7 @@ def joint_ablation(teacher: tuple[Any, ...], **options: Any) -> list[HeadId]:
     return chosen
 
 
-def student(shared: Run, heads: Iterable[HeadId]) -> EvalResult:
+def student(shared: RunInputs, heads: Iterable[HeadId]) -> EvalResult:
     """The student that keeps these heads, from the shared aligned start; measured once."""
     plan = HeadPlan.from_pairs(shared.teacher, heads)
     out = student_folder(shared, plan)
@@ -112,24 +115,24 @@ def student(shared: Run, heads: Iterable[HeadId]) -> EvalResult:
         shared.config,
         out=out,
         plan=PlanConfig("pairs", pairs=tuple((h.layer, h.head) for h in plan.kept)),
-        student=replace(shared.config.student, aligned=shared.aligned.last_stage()),
-        stages=("distill",),
+        student=replace(shared.config.student, aligned=last_stage(align_all_heads(shared).paths)),
+        stages=shared.config.student_stages,
     )
-    run = Run(made, shared.teacher_and_tokenizer)
-    run.prepare()
-    return run.evaluate(run.train(run.plan()))
+    run = RunInputs(made, shared.teacher_and_tokenizer)
+    prepare(run)
+    return evaluate_run(run, train(run, choose_heads(run)))
 
 
-def student_folder(shared: Run, plan: HeadPlan) -> Path:
+def student_folder(shared: RunInputs, plan: HeadPlan) -> Path:
     """One for each set of heads."""
-    return shared.out / "students" / hashlib.sha256(str(plan.kept).encode()).hexdigest()[:12]
+    return shared.paths.out / "students" / hashlib.sha256(str(plan.kept).encode()).hexdigest()[:12]
 
 
 def measure(out: Path, seeds: Iterable[int]) -> None:
     """Rank, distil, evaluate."""
     for seed in seeds:
-        shared = Run(config(out / f"seed-{seed}", seed))
-        shared.prepare()
+        shared = RunInputs(config(out / f"seed-{seed}", seed))
+        prepare(shared)
         found = rankings(shared)
         for k in KEPT:
             for name, heads in found.items():
@@ -147,16 +150,16 @@ def report(out: Path) -> dict[str, Any]:
     record: dict[str, Any] = {"pairs": PAIRS, "retrieval": {}, "heads": {}}
     found: dict[str, list[HeadId]] = {}
     for folder in sorted(out.glob("seed-*")):
-        shared = Run(config(folder, int(folder.name.removeprefix("seed-"))))
+        shared = RunInputs(config(folder, int(folder.name.removeprefix("seed-"))))
         found = found or rankings(shared)
         for name, heads in rankings(shared).items():
             first = [str(head) for head in heads[: max(KEPT)]]
-            record["heads"].setdefault(name, {})[str(shared.seed)] = first
+            record["heads"].setdefault(name, {})[str(shared.config.seed)] = first
             for k in KEPT:
                 path = student_folder(shared, HeadPlan.from_pairs(shared.teacher, heads[:k])) / "evaluation.json"
                 if path.exists():
                     by_seed = record["retrieval"].setdefault(name, {}).setdefault(str(k), {})
-                    by_seed[str(shared.seed)] = retrieval(EvalResult.load(path))
+                    by_seed[str(shared.config.seed)] = retrieval(EvalResult.load(path))
     print(f"{'retrieval of the student, % (seeds)':<36}" + "".join(f"{f'k = {k}':>18}" for k in KEPT))
     for name, by_k in record["retrieval"].items():
         print(f"{name:<36}" + "".join(f"{_cell(list(by_k.get(str(k), {}).values())):>18}" for k in KEPT))

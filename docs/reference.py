@@ -18,6 +18,8 @@ from hybrid_distill.cli.app import COMMANDS, NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
 from hybrid_distill.cli.parsing import flags_of
 from hybrid_distill.config import RunConfig
+from hybrid_distill.stage_flags import with_stage_flags
+from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy
 
 PAGE = Path(__file__).with_suffix(".md")
 COMMAND = "hybrid-distill"
@@ -34,10 +36,11 @@ RECIPES = """\
 ## Fields of a recipe
 
 A recipe's `config()` returns a `RunConfig`. Its fields are flags of `hybrid-distill run RECIPE` and of the recipe's own
-file; in Python a dash is an underscore: `--align.batch-size 8` is `config.align.batch_size`.
+file. Each stage that it lists has flags under its own name: `--align.batch-size 8` sets `batch_size` of the `Align` in
+`stages`, `--long.steps 10` sets `steps` of a `Distill(name="long")`.
 """
-STAGES = ("matrix", "align", "distill", "on-policy", "long", "post")
-LIKE_DISTILL = ("on-policy", "long", "post")
+KINDS = {"matrix": "AlignMatrix", "align": "Align", "distill": "Distill", "on-policy": "DistillOnPolicy"}
+"""Classes of stages, by the names that they have unless a recipe gives others."""
 _TAIL = re.compile(r"\s*\((?:default: (?P<default>.*)|required)\)$", re.DOTALL)
 _RAISES = re.compile(r"Raises ValueError[^.]*\.")
 
@@ -91,8 +94,9 @@ def _commands() -> Iterator[str]:
 
 def _own_of_cache_logits() -> list[Flag]:
     """List the flags that the command has beside those of the run."""
-    of_run = [flag for group in _groups(flags_of(RunConfig, default=RunConfig())) for flag in group.flags]
-    outermost = next(_groups(flags_of(CacheJob, default=CacheJob(RunConfig()))))
+    flags = with_stage_flags(RunConfig())
+    of_run = [flag for group in _groups(flags_of(type(flags), default=flags)) for flag in group.flags]
+    outermost = next(_groups(flags_of(CacheJob, default=CacheJob(flags))))
     return [flag for flag in outermost.flags if flag not in of_run]
 
 
@@ -107,17 +111,29 @@ def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _recipe() -> Iterator[str]:
-    parser = flags_of(RunConfig, default=RunConfig())
+    stages = (AlignMatrix(), Align(), Distill(), DistillOnPolicy())
+    flags = with_stage_flags(RunConfig(stages=stages))
+    parser = flags_of(type(flags), default=flags)
     groups = {group.title: group for group in _groups(parser)}
-    every, of_distill = ([flag.of(name) for flag in groups[name].flags] for name in ("matrix", "distill"))
+    every = [flag.of("matrix") for flag in groups["matrix"].flags]
+    of_distill = [flag.of("distill") for flag in groups["distill"].flags]
     for title, group in groups.items():
-        if title == STAGES[0]:
-            yield f"### every stage\n\n`STAGE` is {', '.join(f'`{stage}`' for stage in STAGES)}.\n\n{_table(every)}"
-        known = [*every, *(of_distill if title in LIKE_DISTILL else [])] if title in STAGES else []
+        if title not in KINDS:
+            yield f"### {title or 'the run'}\n\n{_text(group.description or RunConfig.__doc__ or '')}\n"
+            yield _table(group.flags)
+            continue
+        if title == "matrix":
+            yield "### every stage\n\n`STAGE` is the name of the stage. A stage that has a `data` of its own has flags "
+            yield f"for that too, as `data` of the run.\n\n{_table(every)}"
+        known = every
+        also = " Its other fields are those of every stage."
+        if title == "on-policy":
+            known = [*every, *of_distill]
+            also = " Its other fields are those of `Distill`."
         own = [flag for flag in group.flags if flag.of(title) not in known]
-        also = " Its other fields are those of `distill`." if title in LIKE_DISTILL else ""
-        yield f"### {title or 'the run'}\n\n{_text(group.description or parser.description or '')}{also}\n"
-        yield _table(own) if own else "It has no fields but those of every stage.\n"
+        yield f"### {KINDS[title]}\n\n{_text(group.description)}{also}\n"
+        if own:
+            yield _table(own)
 
 
 def _groups(parser: argparse.ArgumentParser) -> Iterator[Group]:

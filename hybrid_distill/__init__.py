@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .evaluation.evaluate import evaluate
     from .export import export_checkpoint
     from .model import HybridConfig, HybridForCausalLM
-    from .pipeline import run
+    from .pipeline.run import run
     from .plan import HeadPlan
     from .probes.kv_retrieval import KVRetrieval
     from .scoring import HeadScores, score_heads
@@ -53,7 +53,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "export_checkpoint": "export",
     "load_teacher": "teacher",
-    "run": "pipeline",
+    "run": "pipeline.run",
     "score_heads": "scoring",
 }
 
@@ -64,13 +64,13 @@ def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokeniz
     Never runs code from the folder. Raises ValueError if the folder is damaged or holds no student.
     """
     from . import guard
-    from .pipeline import finished_run
-    from .pipeline.folder import is_run
+    from .pipeline import finished_run, is_run, trained_student
 
     folder = Path(path)
-    if is_run(folder / "config.json"):
-        this = finished_run(folder)
-        return this.trained_student()[0], this.tokenizer
+    if is_run(folder):
+        inputs = finished_run(folder)
+        student, _ = trained_student(inputs)
+        return student, inputs.tokenizer
     return guard.load_student(folder)
 
 

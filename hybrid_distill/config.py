@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,18 +25,16 @@ from .student.init import Init
 from .teacher import TINY
 from .train.config import (
     COLLECTIVE_TIMEOUT,
-    AlignConfig,
-    DistillConfig,
-    LongConfig,
-    MatrixConfig,
-    OnPolicyConfig,
-    PostConfig,
+    STAGE_KINDS,
+    Align,
+    Distill,
+    Fixed,
     StageConfig,
     TeacherConfig,
 )
+from .tunable import Tunable
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
-StageName = Literal["matrix", "align", "distill", "on_policy", "long", "post"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class StudentConfig:
     init: Init = "fitted"
     """Initial weights. ``fitted``: the teacher's Q, K, V, O, fitted to the first rows of text. ``teacher``: the same
     weights, without text. ``random``: neither. ``fitted`` has the smallest alignment error (benchmarks/init.py)."""
-    kernels: Kernels = "auto"
+    kernels: Tunable[Kernels] = "auto"
     """Implementation of the recurrent heads and of the distillation loss. ``auto``: Triton's kernels on a GPU if they
     pass a test at first use, else torch. ``mamba_ssm``: its scan. It may change when a run resumes."""
     aligned: Path | None = None
@@ -128,12 +127,12 @@ class EvaluationConfig:
 
     n_pairs: tuple[Count, ...] = (4, 8, 16, 32)
     """Dictionary sizes in pairs, each measured by choice and by generation."""
-    stated_pairs: int | None = None
+    stated_pairs: Tunable[int | None] = None
     """Dictionary size, one of ``n_pairs``, for the table and finding of a comparison; by default the size that heads
     are ranked with. The report always shows the curve over all sizes."""
     n_examples: Count = 128
     """Dictionaries per size."""
-    batch_size: Count = 32
+    batch_size: Tunable[Count] = 32
     """Questions or documents per forward pass."""
     n_texts: CountOrZero = 128
     """Held-out documents for perplexity and agreement."""
@@ -154,11 +153,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Complete run: score, plan, build, align, distill, evaluate, export, report."""
+    """Complete run: score, plan, build, train stage by stage, evaluate, export, report."""
 
     name: str = "hybrid"
     """Name in reports and trackers."""
-    out: Path = Path("runs/hybrid")
+    out: Tunable[Path] = Path("runs/hybrid")
     """Folder for everything that the run writes."""
     seed: CountOrZero = 0
     """Seed for random weights and questions; ``data.seed`` sets the order of the data."""
@@ -167,93 +166,143 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    stages: tuple[StageName, ...] = ("align", "distill")
-    """Stages to run, in this order. ``matrix`` may come first for a student without kept heads; ``on_policy`` (the
-    student's own text), ``long`` (longer rows) and ``post`` (conversations) come after ``distill``."""
-    matrix: MatrixConfig = field(default_factory=MatrixConfig)
-    align: AlignConfig = field(default_factory=AlignConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
-    long: LongConfig = field(default_factory=LongConfig)
-    post: PostConfig = field(default_factory=PostConfig)
-    teacher_sharding: Literal["replicated", "sharded"] = "replicated"
+    stages: Fixed[tuple[StageConfig, ...]] = (Align(), Distill())
+    """Stages to run, in this order. Each has a name of its own, under which flags set its options: --align.steps."""
+    teacher_sharding: Tunable[Literal["replicated", "sharded"]] = "replicated"
     """``sharded``: while a stage trains, each process holds a shard of the teacher's decoder layers, however the launch
     file shards the student. Scoring and evaluation still need the whole teacher."""
-    collective_timeout: Positive = COLLECTIVE_TIMEOUT
+    collective_timeout: Tunable[Positive] = COLLECTIVE_TIMEOUT
     """Minutes that processes wait for one another within a training step before the run ends in an error. Tokenizing,
     downloading, scoring, evaluating and exporting have no limit."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    export: bool = True
+    export: Tunable[bool] = True
     """Write the student as a Hugging Face checkpoint."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Tunable[Literal["auto", "never"]] = "auto"
     """``auto`` resumes the run in the run directory; ``never`` starts over and deletes what an earlier run left there:
     scores, plan, stages, evaluations, export and report."""
-    trackers: tuple[str, ...] = ()
+    trackers: Tunable[tuple[str, ...]] = ()
     """Experiment trackers: ``tensorboard``, ``trackio``, ``wandb``. metrics.jsonl is always written."""
-    group: str = ""
+    group: Tunable[str] = ""
     """Group of the run in trackers; a sweep uses its own name."""
-    profile: bool = False
+    profile: Tunable[bool] = False
     """Write a profiler trace of a few steps of each stage to stages/*/trace-<process>.json."""
-    dry_run: bool = False
+    dry_run: Tunable[bool] = False
     """Check sources, files and settings; print what to launch and how much memory each stage takes; start nothing."""
-    show_config: bool = False
+    show_config: Tunable[bool] = False
     """Also print the resolved config in a dry run, as JSON."""
-    gpus: Count = 1
+    gpus: Tunable[Count] = 1
     """Number of GPUs that a dry run plans memory for."""
-    gpu_memory: Positive = 80.0
+    gpu_memory: Tunable[Positive] = 80.0
     """Memory of each GPU, in GB (1e9 bytes)."""
 
     def __post_init__(self) -> None:
         check_options(self, "")
-        ordered = sorted(self.stages, key=lambda name: getattr(self, name).is_per_plan)
+        self._check_names()
+        self._check_order()
+        if self.plan.selection == "restoration" and not self.head_stages:
+            raise ValueError(
+                "plan.selection is 'restoration', which first aligns every head, and no stage aligns; list an Align() "
+                "in stages."
+            )
+        for stage in self.head_stages:
+            self._check_alignment(stage)
+
+    def _check_names(self) -> None:
+        """Raise ValueError unless each stage has a name of its own that can stand in flags and file names."""
+        taken = {option.name for option in dataclasses.fields(self)}
+        for stage in self.stages:
+            if not re.fullmatch("[a-z][a-z0-9_]*", stage.name) or stage.name in taken:
+                raise ValueError(
+                    f"a stage has the name {stage.name!r}; pass one of small letters, digits and underscores that "
+                    'neither a stage before it nor another option of the run has: Distill(name="long").'
+                )
+            taken.add(stage.name)
+
+    def _check_order(self) -> None:
+        ordered = [*self.head_stages, *self.student_stages]
         if ordered != list(self.stages):
             raise ValueError(
-                f"--stages is {' '.join(self.stages)}, but matrix and align train on the teacher's own weights, which "
-                f"the other stages change; pass --stages {' '.join(ordered)}."
+                f"the stages are {' '.join(self.stage_names)}, but alignment trains on the teacher's own weights, "
+                f"which distillation changes; pass --stages {' '.join(stage.name for stage in ordered)}."
             )
-        if self.plan.selection == "restoration" and self.align.train != "ssm":
+
+    def _check_alignment(self, stage: StageConfig) -> None:
+        if not isinstance(stage, Align):
+            return
+        if self.plan.selection == "restoration" and stage.train != "ssm":
             raise ValueError(
-                f"align.train is {self.align.train!r} and plan.selection 'restoration', which aligns recurrent heads "
-                "alone, so that any of them can give way to attention; use --align.train ssm."
+                f"{stage.name}.train is {stage.train!r} and plan.selection 'restoration', which aligns recurrent "
+                f"heads alone, so that any of them can give way to attention; use --{stage.name}.train ssm."
             )
-        if self.teacher_sharding == "sharded" and "align" in self.stages and self.align.target == "layer":
+        if self.teacher_sharding == "sharded" and stage.target == "layer":
             raise ValueError(
-                "align.target is 'layer', which runs the teacher's own weights in the student, and teacher_sharding is "
-                "'sharded'; use --align.target mixer or head, or --teacher-sharding replicated."
+                f"{stage.name}.target is 'layer', which runs the teacher's own weights in the student, and "
+                f"teacher_sharding is 'sharded'; use --{stage.name}.target mixer or head, or --teacher-sharding "
+                "replicated."
             )
 
     @property
-    def stage_configs(self) -> tuple[StageConfig, ...]:
-        """Configs of `stages`."""
-        return tuple(getattr(self, name) for name in self.stages)
+    def stage_names(self) -> tuple[str, ...]:
+        """Names of `stages`."""
+        return tuple(stage.name for stage in self.stages)
 
     @property
-    def own_stages(self) -> tuple[StageConfig, ...]:
-        """Configs of the stages that run in this run's own folder; ``restoration`` aligns in ``aligned/`` instead."""
-        return tuple(c for c in self.stage_configs if c.is_per_plan or self.plan.selection != "restoration")
+    def head_stages(self) -> tuple[StageConfig, ...]:
+        """Stages that align heads with the teacher's own weights around them."""
+        return tuple(stage for stage in self.stages if not isinstance(stage, Distill))
 
     @property
-    def unused_stages(self) -> set[str]:
-        """Names of the stage sections that this run ignores."""
-        return set(get_args(StageName)) - set(self.stages)
+    def student_stages(self) -> tuple[Distill, ...]:
+        """Stages that train the student as a whole, which differs from plan to plan."""
+        return tuple(stage for stage in self.stages if isinstance(stage, Distill))
+
+    def stage(self, name: str) -> StageConfig:
+        """Return the stage of that name. Raises ValueError if there is none."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise ValueError(f"{self.name} has no stage {name!r}; name one of {', '.join(self.stage_names)}.")
+
+    def with_stage(self, name: str, **options: Any) -> RunConfig:
+        """Return the run with other options for the stage of that name: ``run.with_stage("align", steps=100)``."""
+        changed = replace(self.stage(name), **options)
+        return replace(self, stages=tuple(changed if stage.name == name else stage for stage in self.stages))
+
+    def data_of(self, stage: StageConfig) -> DataConfig:
+        """Return the data that a stage reads."""
+        data = stage.data or self.data
+        return data if stage.seq_len is None else replace(data, seq_len=stage.seq_len)
+
+    def teacher_of(self, stage: StageConfig) -> TeacherConfig:
+        """Return the teacher that a stage learns from."""
+        if isinstance(stage, Distill) and stage.teacher is not None:
+            return replace(self.teacher, path=stage.teacher, revision=None)
+        return self.teacher
 
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
     """Return the run on the embedded teacher and corpus, scaled down to fit them and a laptop."""
-    small: dict[str, StageConfig] = {}
-    for name in get_args(StageName):
-        stage = getattr(config, name)
-        small[name] = replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
-    small["long"] = replace(small["long"], seq_len=min(config.long.seq_len, 512), segment_len=256)
-    small["post"] = replace(small["post"], teacher=None, data=DataConfig(seq_len=min(config.post.data.seq_len, 256)))
     return replace(
         config,
         gpus=1,
         teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
         data=replace(config.data, sources=(TINY,), weights=(), chat=False, seq_len=min(config.data.seq_len, 256)),
-        **small,
+        stages=tuple(map(_scaled_down, config.stages)),
     )
+
+
+def _scaled_down(stage: StageConfig) -> StageConfig:
+    """Scale a stage down to the embedded teacher and corpus, which has neither conversations nor a larger teacher."""
+    small = replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
+    if small.data is not None:
+        small = replace(small, data=DataConfig(seq_len=min(small.data.seq_len, 256)))
+    if small.seq_len is not None:
+        small = replace(small, seq_len=min(small.seq_len, 512))
+    if isinstance(small, Distill):
+        segment_len = None if small.segment_len is None else min(small.segment_len, 256)
+        small = replace(small, teacher=None, segment_len=segment_len)
+    return small
 
 
 def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
@@ -292,8 +341,10 @@ def in_recipe(file: str) -> Iterator[None]:
 
 
 def to_json(config: RunConfig) -> Record:
-    """Convert a config to JSON values; paths become strings."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    """Convert a config to JSON values; paths become strings, and each stage names its class."""
+    record = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    record["stages"] = [stage.to_dict() for stage in config.stages]
+    return record
 
 
 def from_json(path: Path) -> RunConfig:
@@ -312,15 +363,20 @@ def from_record(record: Record) -> RunConfig:
     return config
 
 
-def _rebuilt(kind: object, value: object) -> object:
+def _rebuilt(kind: Any, value: object) -> object:
     """Convert ``value``, read from JSON, to the type that its field is declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise TypeError(f"{value!r} stands for a {kind.__name__}")
+        if kind is StageConfig:
+            kind = STAGE_KINDS[str(value["stage"])]
+            value = {name: item for name, item in value.items() if name != "stage"}
         hints = get_type_hints(kind)
         fields = {name: _rebuilt(hints[name], item) for name, item in value.items()}
         return kind(**fields)
     if isinstance(value, list):
         is_tuple = get_origin(kind) is tuple  # otherwise an optional tuple
         return tuple(_rebuilt(get_args(kind)[0], item) for item in value) if is_tuple else tuple(value)
+    if isinstance(value, dict):  # an optional section
+        return _rebuilt(get_args(kind)[0], value)
     return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value

@@ -10,7 +10,7 @@ from pathlib import Path
 from hybrid_distill.cli import run_recipe
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import DataConfig
-from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, PostConfig
+from hybrid_distill.train.config import Align, Distill
 
 
 def config() -> RunConfig:
@@ -31,38 +31,23 @@ def config() -> RunConfig:
             hub_tokens=12_500_000_000,
             seq_len=2048,
         ),
-        align=AlignConfig(
-            steps=5_000_000_000 // tokens_per_step,
-            batch_size=128,
-            micro_batch_size=8,
-            learning_rate=1e-4,
-            precision="bf16",
-            target="layer",
-        ),
-        distill=DistillConfig(
-            steps=20_000_000_000 // tokens_per_step,
-            batch_size=128,
-            micro_batch_size=4,
-            learning_rate=1e-5,
-            precision="bf16",
-        ),
-        long=LongConfig(  # run with --stages align distill long
-            steps=1_000_000_000 // tokens_per_step,
-            batch_size=32,
-            micro_batch_size=1,
-            learning_rate=1e-5,
-            precision="bf16",
-            gradient_checkpointing=True,
-            seq_len=8192,
-            segment_len=2048,
-        ),
-        post=PostConfig(  # run with --stages align distill post, on folders written by prepare-data --chat
-            steps=8_000_000_000 // tokens_per_step,
-            batch_size=128,
-            micro_batch_size=4,
-            learning_rate=1e-6,
-            precision="bf16",
-            data=DataConfig(sources=("tokens/math-chat", "tokens/chat"), weights=(0.5, 0.5), chat=True, seq_len=2048),
+        # Published further stages, longer rows and conversations: docs/training.md, "More stages".
+        stages=(
+            Align(
+                steps=5_000_000_000 // tokens_per_step,
+                batch_size=128,
+                micro_batch_size=8,
+                learning_rate=1e-4,
+                precision="bf16",
+                target="layer",
+            ),
+            Distill(
+                steps=20_000_000_000 // tokens_per_step,
+                batch_size=128,
+                micro_batch_size=4,
+                learning_rate=1e-5,
+                precision="bf16",
+            ),
         ),
         evaluation=EvaluationConfig(n_pairs=(10, 20, 30, 50), n_examples=1000),
         gpus=8,

@@ -13,7 +13,7 @@ from pathlib import Path
 from hybrid_distill.cli import run_recipe
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import DataConfig
-from hybrid_distill.train.config import AlignConfig, DistillConfig
+from hybrid_distill.train.config import Align, Distill
 
 
 def config() -> RunConfig:
@@ -26,22 +26,24 @@ def config() -> RunConfig:
         plan=PlanConfig(selection="top", k=14),
         student=StudentConfig(d_state=64),
         data=DataConfig(sources=("tokens/self",), chat=True, seq_len=256),
-        align=AlignConfig(
-            steps=2_000_000 // tokens_per_step,
-            batch_size=8,
-            micro_batch_size=4,
-            learning_rate=1e-3,
-            target="layer",
-            precision="bf16",
-            checkpoint_every=50,
-        ),
-        distill=DistillConfig(
-            steps=1_000_000 // tokens_per_step,
-            batch_size=8,
-            micro_batch_size=4,
-            learning_rate=2e-4,
-            precision="bf16",
-            checkpoint_every=25,
+        stages=(
+            Align(
+                steps=2_000_000 // tokens_per_step,
+                batch_size=8,
+                micro_batch_size=4,
+                learning_rate=1e-3,
+                target="layer",
+                precision="bf16",
+                checkpoint_every=50,
+            ),
+            Distill(
+                steps=1_000_000 // tokens_per_step,
+                batch_size=8,
+                micro_batch_size=4,
+                learning_rate=2e-4,
+                precision="bf16",
+                checkpoint_every=25,
+            ),
         ),
         evaluation=EvaluationConfig(n_pairs=(4, 8, 16), n_examples=64, n_texts=32),
     )

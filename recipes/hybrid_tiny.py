@@ -8,7 +8,7 @@ from pathlib import Path
 from hybrid_distill.cli import run_recipe
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
 from hybrid_distill.data import DataConfig
-from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, OnPolicyConfig
+from hybrid_distill.train.config import Align, Distill
 
 
 def config() -> RunConfig:
@@ -19,11 +19,10 @@ def config() -> RunConfig:
         plan=PlanConfig(selection="top", k=6),
         student=StudentConfig(d_state=16),
         data=DataConfig(sources=("tiny",), seq_len=256),
-        align=AlignConfig(steps=500, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
-        distill=DistillConfig(steps=250, batch_size=8, learning_rate=5e-4, decay=0.5),
-        # With --stages align distill on_policy, or align distill long:
-        on_policy=OnPolicyConfig(steps=50, batch_size=8, learning_rate=5e-4),
-        long=LongConfig(steps=50, batch_size=4, learning_rate=5e-4, seq_len=1024, segment_len=256),
+        stages=(
+            Align(steps=500, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"),
+            Distill(steps=250, batch_size=8, learning_rate=5e-4, decay=0.5),
+        ),
         evaluation=EvaluationConfig(stated_pairs=8),
     )
 

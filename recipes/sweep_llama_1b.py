@@ -15,13 +15,10 @@ from hybrid_distill.config import RunConfig
 
 def config() -> RunConfig:
     """Use a tenth of the published tokens. Align heads one by one, so that all plans can share them."""
-    base = llama_1b()
-    return replace(
-        base,
-        name="sweep-llama-1b",
-        align=replace(base.align, target="head", steps=base.align.steps // 10),
-        distill=replace(base.distill, steps=base.distill.steps // 10),
-    )
+    base = replace(llama_1b(), name="sweep-llama-1b")
+    for stage in base.stages:
+        base = base.with_stage(stage.name, steps=stage.steps // 10)
+    return base.with_stage("align", target="head")
 
 
 def grid() -> dict[str, Any]:

@@ -15,13 +15,8 @@ from hybrid_distill.config import RunConfig
 
 def config() -> RunConfig:
     """Shorten the stages of hybrid_tiny.py: distillation more than alignment, which students share."""
-    base = tiny()
-    return replace(
-        base,
-        name="sweep-tiny",
-        align=replace(base.align, steps=400),
-        distill=replace(base.distill, steps=100),
-    )
+    base = replace(tiny(), name="sweep-tiny")
+    return base.with_stage("align", steps=400).with_stage("distill", steps=100)
 
 
 def grid() -> dict[str, Any]:

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training import ALIGN, DISTILL
+
+from hybrid_distill.pipeline import trained_student
 
 if __name__ == "__main__":
     home = Path(__file__).parents[1]
@@ -21,13 +24,13 @@ import torch
 from training import small_run
 
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
-from hybrid_distill.pipeline import Run
-from hybrid_distill.pipeline.built import RECORD, TENSORS
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import build, choose_heads, prepare, train
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student import build
+from hybrid_distill.student import build as student_build
 from hybrid_distill.train.checkpoint import CorruptCheckpoint, StageManifest, weights_hash
 
-fitted = build.init_ssm
+fitted = student_build.init_ssm
 
 
 def other_bits(*args: Any) -> Any:
@@ -37,14 +40,14 @@ def other_bits(*args: Any) -> Any:
 
 
 def run_of(out: Path, **changes: Any) -> RunConfig:
-    return small_run(out, stages=("align",), **changes)
+    return small_run(out, stages=(ALIGN,), **changes)
 
 
 def trained(config: RunConfig) -> str:
     """Train a run; the hash of its student."""
-    this = Run(config)
-    this.prepare()
-    return weights_hash(this.train(this.plan()))
+    this = RunInputs(config)
+    prepare(this)
+    return weights_hash(train(this, choose_heads(this)))
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +59,29 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_other_bits_are_other_weights(before, tmp_path, monkeypatch):
     """Otherwise the tests below would prove nothing."""
-    monkeypatch.setattr(build, "init_ssm", other_bits)
+    monkeypatch.setattr(student_build, "init_ssm", other_bits)
     assert trained(run_of(tmp_path / "run")) != before[1]
 
 
 @pytest.mark.parametrize("stopped", ["after building", "while aligning"])
 def test_a_later_start_that_fits_otherwise_goes_on(before, tmp_path, monkeypatch, stopped):
     config = run_of(tmp_path / "run")
-    this = Run(config)
-    this.prepare()
+    this = RunInputs(config)
+    prepare(this)
 
     def stop(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         if stopped == "after building":
-            patch.setattr("hybrid_distill.pipeline.train_stage", stop)
+            patch.setattr("hybrid_distill.pipeline.run.train_stage", stop)
         else:
             # With a checkpoint of the first of two steps.
-            config_of_stage = replace(config.align, checkpoint_every=1)
-            this = Run(replace(config, align=config_of_stage))
+            this = RunInputs(config.with_stage("align", checkpoint_every=1))
             patch.setattr("hybrid_distill.train.loop._Training.finish", stop)
         with pytest.raises(KeyboardInterrupt):
-            this.train(this.plan())
-    monkeypatch.setattr(build, "init_ssm", other_bits)
+            train(this, choose_heads(this))
+    monkeypatch.setattr(student_build, "init_ssm", other_bits)
     assert trained(config) == before[1]
 
 
@@ -91,17 +93,17 @@ def test_processes_that_fit_otherwise_train_one_student(before, tmp_path):
     assert [process.status for process in ended] == [0, 0], ended
     hashes = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
     assert len(hashes) == 1
-    record = json.loads((tmp_path / "run" / RECORD).read_text())
-    alone = json.loads((before[0] / RECORD).read_text())
+    record = json.loads((tmp_path / "run" / "build.json").read_text())
+    alone = json.loads((before[0] / "build.json").read_text())
     assert record["weights"] == alone["weights"], "it is the main process's student"
 
 
 def test_the_file_holds_the_recurrent_heads_and_nothing_else(before):
     from safetensors.torch import load_file
 
-    stored = load_file(before[0] / TENSORS)
+    stored = load_file(before[0] / "build.safetensors")
     assert stored and all(".ssm." in name for name in stored)
-    sources = json.loads((before[0] / RECORD).read_text())["tensors"]
+    sources = json.loads((before[0] / "build.json").read_text())["tensors"]
     assert set(stored) == {
         tensor["name"] for tensor in sources if tensor["action"] == "initialized"
     }
@@ -112,14 +114,14 @@ def test_the_file_holds_the_recurrent_heads_and_nothing_else(before):
 def test_a_loaded_student_is_the_built_one(tmp_path, monkeypatch, keep, dtype):
     config = run_of(tmp_path / "run")
     config = replace(config, teacher=replace(config.teacher, dtype=dtype))
-    config = replace(config, align=replace(config.align, precision="bf16"))
+    config = config.with_stage("align", precision="bf16")
     plan = PlanConfig("all") if keep == "all" else config.plan
     config = replace(config, plan=plan)
-    this = Run(config)
-    this.prepare()
-    built = this.build(this.plan())
-    monkeypatch.setattr(build, "init_ssm", other_bits)
-    loaded = Run(config, this.teacher_and_tokenizer).build(this.plan())
+    this = RunInputs(config)
+    prepare(this)
+    built = build(this, choose_heads(this))
+    monkeypatch.setattr(student_build, "init_ssm", other_bits)
+    loaded = build(RunInputs(config, this.teacher_and_tokenizer), choose_heads(this))
     assert loaded.dtype == built.dtype == getattr(torch, dtype)
     assert loaded.training == built.training
     theirs = built.state_dict()
@@ -134,40 +136,40 @@ def test_an_alignment_is_grafted_once(before, tmp_path, monkeypatch):
     trained(none)
     aligned = tmp_path / "none/stages/1-align"
     student = StudentConfig(d_state=4, init="teacher", aligned=aligned)
-    config = replace(small_run(tmp_path / "run"), student=student, stages=("distill",))
-    this = Run(config)
-    this.prepare()
-    built = this.build(this.plan())
-    donor = Run(none).trained_student()[0]
+    config = replace(small_run(tmp_path / "run"), student=student, stages=(DISTILL,))
+    this = RunInputs(config)
+    prepare(this)
+    built = build(this, choose_heads(this))
+    donor = trained_student(RunInputs(none))[0]
     for mixer, source in zip(built.mixers(), donor.mixers()):
         for place, head in enumerate(mixer.recurrent):
             assert torch.equal(mixer.ssm.D[place], source.ssm.D[source.recurrent.index(head)])
-    monkeypatch.setattr(build, "init_ssm", other_bits)
-    assert weights_hash(Run(config).build(this.plan())) == weights_hash(built)
+    monkeypatch.setattr(student_build, "init_ssm", other_bits)
+    assert weights_hash(build(RunInputs(config), choose_heads(this))) == weights_hash(built)
 
 
 def test_another_plan_is_another_student(tmp_path):
     """A file from before is not taken for it, although it lies there."""
     config = run_of(tmp_path / "run")
-    this = Run(config)
-    this.prepare()
-    this.build(this.plan())
+    this = RunInputs(config)
+    prepare(this)
+    build(this, choose_heads(this))
     other = HeadPlan.random(this.teacher, 5, seed=3)
-    assert sum(len(mixer.kept) for mixer in this.build(other).mixers()) == 5
+    assert sum(len(mixer.kept) for mixer in build(this, other).mixers()) == 5
 
 
 def test_a_damaged_student_is_refused(tmp_path):
     config = run_of(tmp_path / "run")
-    this = Run(config)
-    this.prepare()
-    plan = this.plan()
-    this.build(plan)
-    path = tmp_path / "run" / TENSORS
+    this = RunInputs(config)
+    prepare(this)
+    plan = choose_heads(this)
+    build(this, plan)
+    path = tmp_path / "run" / "build.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptCheckpoint, match=TENSORS):
-        this.build(plan)
+    with pytest.raises(CorruptCheckpoint, match=r"build\.safetensors"):
+        build(this, plan)
 
 
 def main(out: Path) -> None:

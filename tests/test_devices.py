@@ -197,14 +197,14 @@ def test_the_launch_file_for_the_cpu_computes_there():
 def test_the_first_line_of_a_run_says_what_computes(tmp_path, caplog):
     from training import small_run
 
-    from hybrid_distill import pipeline
+    from hybrid_distill.pipeline import RunInputs
+    from hybrid_distill.pipeline import run as steps
 
-    pipeline.announce.cache_clear()
+    steps.announce.cache_clear()
     caplog.set_level("INFO", logger="hybrid_distill")
     config = small_run(tmp_path / "run")
     for _ in range(2):
-        this = pipeline.Run(config)
-        this.prepare()
+        steps.prepare(RunInputs(config))
     first = caplog.records[0].getMessage()
     for part in ("cpu", "kernels of torch", torch.__version__, "CUDA", "driver"):
         assert part in first

@@ -14,7 +14,10 @@ from transformers.dynamic_module_utils import get_imports
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("io", "limits", "locking", "provenance", "devices", "exchange", "distributed", "progress", "vocabulary"),
+    (
+        "io", "limits", "tunable", "locking", "provenance", "devices", "exchange", "distributed", "progress",
+        "vocabulary",
+    ),
     ("assets", "model", "plan"),
     ("guard", "kernels"),
     ("teacher",),
@@ -23,7 +26,7 @@ LAYERS = (
     ("scoring", "train"),
     ("evaluation",),
     ("export",),
-    ("config", "pipeline"),
+    ("config", "stage_flags", "pipeline"),
     ("lab",),
     ("cli", "__main__"),
 )

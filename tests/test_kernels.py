@@ -12,13 +12,13 @@ import torch
 from students import tiny_student
 from training import refusal, small_models, small_run
 
-from hybrid_distill import pipeline
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, StudentConfig
 from hybrid_distill.kernels import LOSS, Kernels, check_kernels, loss_implementation, use_kernels
 from hybrid_distill.lab.analysis.experiment import Subject
 from hybrid_distill.model import ssd
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs, building
+from hybrid_distill.pipeline.run import build, choose_heads, prepare
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
         ssd, "_unusable", lambda impl: None
     )  # all are installed: what is missing is a GPU
     monkeypatch.setattr(
-        pipeline.Run, "teacher", property(lambda self: pytest.fail("the teacher was loaded"))
+        RunInputs, "teacher", property(lambda self: pytest.fail("the teacher was loaded"))
     )
     config = small_run(tmp_path / "run")
     assert "student.kernels" in refusal(capsys, config, "--student.kernels", kernels)
@@ -54,28 +54,29 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     tmp_path: Path, monkeypatch
 ):
     seen = []
-    check = pipeline.build_student.__globals__["check_rows"]
+    globals_of_build = building.build_student.__globals__
+    check = globals_of_build["check_rows"]
     monkeypatch.setitem(
-        pipeline.build_student.__globals__,
+        globals_of_build,
         "check_rows",
         lambda model, fix: (seen.append(getattr(model, "ssm_implementation", None)), check(model, fix)),
     )
     base = small_run(tmp_path / "run", plan=PlanConfig("none", k=0))
-    run = Run(replace(base, student=replace(base.student, kernels="torch")))
-    run.prepare()
+    run = RunInputs(replace(base, student=replace(base.student, kernels="torch")))
+    prepare(run)
     seen.clear()  # of the small student that `prepare` checks
-    student = run.build(run.plan())
+    student = build(run, choose_heads(run))
     assert student.ssm_implementation == "torch" and seen == [None, "torch"]
     assert loss_implementation(student) == "torch"
 
     # Resumed on other kernels: it is the same run.
-    again = Run(replace(base, student=replace(base.student, kernels="auto")))
-    again.prepare()
-    built = (run.out / "build.json").stat().st_mtime_ns
-    assert again.build(again.plan()).ssm_implementation == "auto"
-    assert (run.out / "build.json").stat().st_mtime_ns == built, "loaded, not built again"
+    again = RunInputs(replace(base, student=replace(base.student, kernels="auto")))
+    prepare(again)
+    built = (run.paths.build).stat().st_mtime_ns
+    assert build(again, choose_heads(again)).ssm_implementation == "auto"
+    assert (run.paths.build).stat().st_mtime_ns == built, "loaded, not built again"
     with pytest.raises(ValueError, match=r"student\.d_state"):
-        Run(replace(base, student=replace(base.student, d_state=5))).prepare()
+        prepare(RunInputs(replace(base, student=replace(base.student, d_state=5))))
 
 
 def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
@@ -143,14 +144,14 @@ def test_the_suite_measures_a_student_on_the_kernels(
 
 def test_a_run_is_measured_again_on_other_kernels(tmp_path: Path, monkeypatch) -> None:
     config = small_run(tmp_path / "run")
-    Run(config).prepare()
+    prepare(RunInputs(config))
     used = []
 
-    def trained(self: Run) -> None:
-        used.append(self.config.student.kernels)
+    def trained(inputs: RunInputs) -> None:
+        used.append(inputs.config.student.kernels)
         raise ValueError("far enough")
 
-    monkeypatch.setattr(Run, "trained_student", trained)
+    monkeypatch.setattr("hybrid_distill.pipeline.trained_student", trained)
     with pytest.raises(SystemExit, match="2"):
         main(["evaluate", str(config.out), "--kernels", "torch"])
     assert used == ["torch"] and StudentConfig().kernels == "auto"

@@ -18,7 +18,8 @@ from training import die, killed, small_run
 from hybrid_distill import locking
 from hybrid_distill.cli.app import main
 from hybrid_distill.locking import NOTE, InUse, is_locked, locked
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import prepare
 
 RECIPE = "from training import small_run as config\n"
 
@@ -32,7 +33,6 @@ def _refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     "command",
     [
         "run {recipe} --out {out}",
-        "demo {recipe} --out {out}",
         "sweep {recipe} --out {out} --heads 0 --d-state 4 --seeds 1",
         "score --out {out}/scores.json",
         "prepare-data --tokenizer tiny --sources tiny --out {out}",
@@ -47,7 +47,7 @@ def test_a_second_command_is_told_who_is_at_work(
     recipe, out, done = tmp_path / "recipe.py", tmp_path / "out", tmp_path / "done"
     recipe.write_text(RECIPE)
     if "{done}" in command:
-        Run(small_run(done)).prepare()
+        prepare(RunInputs(small_run(done)))
     files = {"score": (out / "scores.json", True), "evaluate {": (done, False)}
     place, beside = next((found for word, found in files.items() if command.startswith(word)), (out, False))
     with locked(place, beside=beside), pytest.raises(SystemExit) as exit_:

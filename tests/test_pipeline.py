@@ -13,15 +13,17 @@ from unittest.mock import Mock
 import pytest
 import transformers
 from students import gate_in_this_process, lose_caches, only_error
-from training import small_run
+from training import ALIGN, DISTILL, small_run
 
-from hybrid_distill import pipeline
 from hybrid_distill.cli.app import main
-from hybrid_distill.cli.demo import Variant, compare
 from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig
 from hybrid_distill.export import ExportError, GateReport
 from hybrid_distill.export.check import Check
-from hybrid_distill.pipeline import Run, finished_run, run
+from hybrid_distill.pipeline import RunInputs, building, finished_run
+from hybrid_distill.pipeline import run as steps
+from hybrid_distill.pipeline.checks import check_teachers
+from hybrid_distill.pipeline.finished import training_record
+from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepare, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.checkpoint import StageManifest
 
@@ -50,23 +52,9 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> Non
     assert list(weights(out)) == ["aligned/stages/1-align", "stages/1-distill"]
     plan = HeadPlan.load(out / "plan.json")
     assert plan.k == 2 and plan == HeadPlan.load(out / "restoration-2.json")
-    assert [stage["name"] for stage in finished_run(out)._training()] == ["align", "distill"]
+    assert [stage["name"] for stage in training_record(finished_run(out))] == ["align", "distill"]
     before = weights(out)
     assert weights(run(config)) == before
-
-
-def test_students_of_a_comparison_start_from_one_alignment(tmp_path: Path) -> None:
-    base = small_run(tmp_path / "compare")
-    plans = {"none": PlanConfig("none", k=0), "restoration": PlanConfig("restoration", k=3)}
-    out = compare(base, [Variant(name, name, plan) for name, plan in plans.items()]).parent
-    assert list(weights(out)) == ["aligned/stages/1-align", "none/stages/1-distill", "restoration/stages/1-distill"]
-    record = json.loads((out / "compare.json").read_text())["students"]
-    assert [(s["selection"], s["k"]) for s in record] == [("none", 0), ("restoration", 3)]
-    assert "restoration" in (out / "report.md").read_text()
-    main(["export", "--model", str(out / "none"), "--out", str(tmp_path / "exported")])
-    stages = json.loads((tmp_path / "exported/training.json").read_text())["stages"]
-    assert [stage["name"] for stage in stages] == ["align", "distill"], "the shared alignment is training too"
-    assert not (out / "scores.partial.json").exists(), "left behind after scoring"
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +76,23 @@ def test_an_export_of_a_finished_run_carries_its_results(
 def test_a_resumed_run_builds_and_measures_on_its_device(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first start did after scoring: the student has other last bits when it is built elsewhere."""
     placed: dict[int, str] = {}
-    monkeypatch.setattr(pipeline.nn.Module, "to", lambda model, device: placed.update({id(model): device}))
-    monkeypatch.setattr(pipeline, "connect", lambda: SimpleNamespace(device="gpu"))
-    built, measured, build = [], [], pipeline.build_student
-    monkeypatch.setattr(pipeline, "build_student", lambda t, *a, **o: built.append(placed[id(t)]) or build(t, *a, **o))
-    monkeypatch.setattr(pipeline, "evaluate", lambda model, *_, **__: measured.append(placed[id(model)]) or Mock())
-    this = Run(small_run(finished))
-    student = this.build(this.plan())
-    this.evaluate(student, again=True)
+    monkeypatch.setattr(steps.nn.Module, "to", lambda model, device: placed.update({id(model): device}))
+    monkeypatch.setattr(steps, "connect", lambda: SimpleNamespace(device="gpu"))
+    built, measured, plain = [], [], building.build_student
+    monkeypatch.setattr(
+        building, "build_student", lambda t, *a, **o: built.append(placed[id(t)]) or plain(t, *a, **o)
+    )
+    monkeypatch.setattr(steps, "evaluate", lambda model, *_, **__: measured.append(placed[id(model)]) or Mock())
+    this = RunInputs(small_run(finished))
+    student = build(this, choose_heads(this))
+    evaluate_run(this, student, again=True)
     assert (built, measured) == (["gpu"], ["gpu", "gpu"])
 
 
 def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, monkeypatch) -> None:
     monkeypatch.chdir(finished / "stages")
-    this = Run(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
-    assert [stage["name"] for stage in this._training()] == ["align", "distill"] * 2
+    this = RunInputs(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
+    assert [stage["name"] for stage in training_record(this)] == ["align", "distill"] * 2
 
 
 def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:
@@ -116,7 +106,7 @@ def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path:
     settings: dict[str, Any] = {
         "plan": PlanConfig("top", k=2),
         "scoring": replace(base.scoring, n_examples=3),
-        "align": replace(base.align, steps=1),
+        "stages": (replace(ALIGN, steps=1), DISTILL),
         "evaluation": replace(base.evaluation, n_examples=6),
     }
     run(replace(base, out=out, resume="never", **settings))
@@ -131,28 +121,28 @@ def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path:
 def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(tmp_path: Path) -> None:
     out = tmp_path / "run"
     base = small_run(out)
-    Run(base).prepare()
+    prepare(RunInputs(base))
     (out / "scores.json").write_text("{}")
     (out / "plan.json").write_text("{}")
     reading = replace(base, resume="never", scoring=replace(base.scoring, file=out / "scores.json"))
     with pytest.raises(ValueError, match=r"scores\.json is an input of this run, but --resume never would delete it"):
-        Run(reading).prepare()
+        prepare(RunInputs(reading))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
     (out / "config.json").write_text('{"model_type": "llama"}')
     for resume in ("auto", "never"):
         with pytest.raises(ValueError, match=r"holds a model, an export .* not a run; pass another --out"):
-            Run(replace(base, resume=resume)).prepare()
+            prepare(RunInputs(replace(base, resume=resume)))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
 
 
 def test_a_run_with_other_settings_names_them(tmp_path: Path) -> None:
     base = small_run(tmp_path / "run")
-    Run(base).prepare()
-    Run(base).plan()
-    Run(replace(base, trackers=(), export=True)).prepare()
+    prepare(RunInputs(base))
+    choose_heads(RunInputs(base))
+    prepare(RunInputs(replace(base, trackers=(), export=True)))
     (tmp_path / "run" / "stages" / "1-align" / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"other settings: align\.steps \(2 there, 3 here\); use another --out"):
-        Run(replace(base, align=replace(base.align, steps=3))).prepare()
+        prepare(RunInputs(base.with_stage("align", steps=3)))
 
 
 def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path) -> None:
@@ -160,7 +150,7 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
     trained = weights(out)
     (out / "plan.json").touch()
     before = {name: (out / name).stat().st_mtime_ns for name in ("plan.json", "stages/2-distill/model.safetensors")}
-    run(replace(base, evaluation=replace(base.evaluation, n_examples=6), long=replace(base.long, steps=7)))
+    run(replace(base, evaluation=replace(base.evaluation, n_examples=6)))
     for name in ("evaluation.json", "teacher/evaluation.json"):
         assert json.loads((out / name).read_text())["n_examples"] == 6, name
     assert weights(out) == trained
@@ -168,7 +158,7 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_distill.pipeline.connect", lambda: SimpleNamespace(num_processes=3))
+    monkeypatch.setattr("hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=3))
     config = small_run(tmp_path / "run", teacher=TeacherConfig("/no/such/teacher"))
     with pytest.raises(ValueError, match=r"align\.batch_size is 2, which 3 processes cannot share; use a mult"):
         run(config)
@@ -177,15 +167,15 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
 def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(implementation: str, tmp_path: Path) -> None:
     """Also by a dry run, which asks the same questions."""
-    this = Run(small_run(tmp_path / "run"))
+    this = RunInputs(small_run(tmp_path / "run"))
     teacher, tokenizer = this.teacher_and_tokenizer
     teacher.config._attn_implementation = implementation  # as a caller's teacher, or a config.json, may name it
-    given = Run(this.config, (teacher, tokenizer))
+    given = RunInputs(this.config, (teacher, tokenizer))
     with pytest.raises(ValueError, match=implementation):
-        given.prepare()
+        prepare(given)
     with pytest.raises(ValueError, match=implementation):
-        given.check_teachers()
-    assert not this.out.exists()
+        check_teachers(given)
+    assert not this.paths.out.exists()
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []])
@@ -193,7 +183,7 @@ def test_a_transformers_that_breaks_students_is_refused_before_anything_is_compu
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lose_caches(monkeypatch)
-    monkeypatch.setattr(pipeline, "score_heads", Mock(side_effect=AssertionError("heads were scored")))
+    monkeypatch.setattr(steps, "score_heads", Mock(side_effect=AssertionError("heads were scored")))
     with pytest.raises(SystemExit) as exit_:
         main(["run", "tiny", "--out", str(tmp_path / "run"), *words])
     assert exit_.value.code == 2
@@ -217,7 +207,7 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     assert not (out / "export").exists()
 
     gate_in_this_process(monkeypatch, tmp_path / "modules")
-    monkeypatch.setattr(pipeline, "evaluate", Mock(side_effect=AssertionError("measured again")))
+    monkeypatch.setattr(steps, "evaluate", Mock(side_effect=AssertionError("measured again")))
     monkeypatch.setattr("hybrid_distill.train.loop._Training.run", Mock(side_effect=AssertionError("trained again")))
     run(config)
     assert (out / "export" / "gate" / "report.json").is_file()

@@ -36,7 +36,7 @@ from hybrid_distill.distributed import connect, rank_and_world
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
-from hybrid_distill.train.config import AlignConfig, DistillConfig, LongConfig, OnPolicyConfig, StageConfig
+from hybrid_distill.train.config import Align, Distill, DistillOnPolicy, StageConfig
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.parallel import fsdp2
 from hybrid_distill.train.stage import Stage
@@ -50,6 +50,11 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+QUICK: dict[str, Any] = {"steps": 2, "batch_size": 2, "micro_batch_size": 2}
+ALIGN = Align(target="head", **QUICK)
+DISTILL = Distill(**QUICK)
+
+
 def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
     """A whole run on the tiny teacher in seconds; it learns nothing worth having."""
     run = RunConfig(
@@ -58,8 +63,7 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
         plan=PlanConfig("random", k=3),
         student=StudentConfig(d_state=4, init="teacher"),
         data=DataConfig(seq_len=64),
-        align=AlignConfig(steps=2, batch_size=2, micro_batch_size=2, target="head"),
-        distill=DistillConfig(steps=2, batch_size=2, micro_batch_size=2),
+        stages=(ALIGN, DISTILL),
         evaluation=EvaluationConfig(n_pairs=(4,), n_examples=4, n_texts=2),
         export=False,
     )
@@ -138,8 +142,8 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
         settings |= {"prompt_tokens": 8, "new_tokens": 6}
     if name == "long":
         settings |= {"segment_len": 6, "learning_rate": 1e-3}  # Adam turns rounding into a share of it
-    classes = {"align": AlignConfig, "distill": DistillConfig, "on_policy": OnPolicyConfig, "long": LongConfig}
-    return classes[name](**{**settings, **changes})
+    classes = {"align": Align, "on_policy": DistillOnPolicy}
+    return classes.get(name, Distill)(**{"name": name, **settings, **changes})
 
 
 class WrappedRows:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "Rank heads": ("score",),
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
-    "Make students": ("recipes", "run", "demo"),
+    "Make students": ("recipes", "run"),
     "Measure": ("evaluate", "report"),
     "Pass on": ("export", "verify"),
     "Choose": ("memory", "sweep"),

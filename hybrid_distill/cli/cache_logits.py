@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -13,9 +13,10 @@ from ..data import open_rows, write_logits
 from ..data.caching import CHECK_ROWS, SHARD_TOKENS
 from ..distributed import is_launched_main
 from ..limits import Count, check_options
-from ..pipeline import Run
-from ..student.teachers import check_teacher
-from ..train.config import DistillConfig
+from ..pipeline import RunInputs
+from ..pipeline.checks import check_teachers
+from ..stage_flags import with_stage_flags, without_stage_flags
+from ..train.config import Distill
 from ..vocabulary import vocabulary_size
 from .parsing import usage
 from .recipes import load_recipe, override, recipe_of
@@ -27,8 +28,8 @@ class CacheJob:
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     """Run that will train from the logits."""
-    stage: Literal["distill", "long", "post"] = "distill"
-    """Stage whose rows are read; its ``teacher_logits`` is the folder to write."""
+    stage: str = "distill"
+    """Name of the stage whose rows are read; its ``teacher_logits`` is the folder to write."""
     top_k: Count = 64
     """Most likely next tokens stored at each position, about 4 bytes each. All others are stored as one sum."""
     shard_tokens: Count = SHARD_TOKENS
@@ -40,9 +41,12 @@ class CacheJob:
         check_options(self, "--")
 
     @property
-    def config(self) -> DistillConfig:
-        """Config of ``stage``."""
-        return getattr(self.run, self.stage)
+    def config(self) -> Distill:
+        """Config of ``stage``. Raises ValueError unless it distills from logits."""
+        stage = self.run.stage(self.stage)
+        if not isinstance(stage, Distill):
+            raise ValueError(f"--stage is {self.stage!r}, which reads no logits; name a stage that distills.")
+        return stage
 
     @property
     def folder(self) -> Path:
@@ -57,20 +61,20 @@ def cache_logits(job: CacheJob) -> str:
 
     Raises ValueError for a teacher or data that cannot be loaded, and as `write_logits` does.
     """
-    run, config, folder = Run(job.run), job.config, job.folder
-    shape, tokenizer = run.stage_shape_and_tokenizer(config)
-    run.check_teachers()
-    teacher = config.teacher_within(job.run.teacher)
-    check_teacher(shape, tokenizer, name=teacher.path)  # of a stage that the run may not have
+    config = job.config
+    folder = job.folder
+    inputs = RunInputs(job.run)
+    check_teachers(inputs)
+    _, tokenizer = inputs.stage_shape_and_tokenizer(config)
     return write_logits(
         folder,
-        run.stage_teacher(config),
+        inputs.stage_teacher(config),
         tokenizer,
-        open_rows(config.data_within(job.run.data), tokenizer, pins=run.pins),
-        name=teacher.path,
+        open_rows(job.run.data_of(config), tokenizer, pins=inputs.pins),
+        name=job.run.teacher_of(config).path,
         top_k=job.top_k,
         places=config.rows_read,
-        vocab_size=vocabulary_size(run.tokenizer),
+        vocab_size=vocabulary_size(inputs.tokenizer),
         temperature=config.temperature,
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,
@@ -91,9 +95,11 @@ def main(words: list[str]) -> None:
         print(usage(main, "RECIPE"))
         return
     path, flags = recipe_of(words, "cache-logits")
-    default = CacheJob(on_asked_teacher(config_of(load_recipe(path)), flags))
+    config = on_asked_teacher(config_of(load_recipe(path)), flags)
+    default = CacheJob(with_stage_flags(config))
     own = [f"--{field.name.replace('_', '-')}" for field in fields(CacheJob)]
-    own += [f"--{stage}.teacher-logits" for stage in ("distill", "long", "post")]
-    line = cache_logits(override(default, flags, f"hybrid-distill cache-logits {path}", CacheJob.__doc__, own))
+    own += [f"--{stage.name}.teacher-logits" for stage in config.student_stages]
+    job = override(default, flags, f"hybrid-distill cache-logits {path}", CacheJob.__doc__, own)
+    line = cache_logits(replace(job, run=without_stage_flags(job.run)))
     if is_launched_main():
         print(line)

@@ -18,9 +18,11 @@ from ..lab.memory.timing import training_time
 from ..lab.reporting import text_table
 from ..limits import first_line
 from ..model import HybridForCausalLM, layer_windows
-from ..pipeline import Run
+from ..pipeline import RunInputs, RunPaths
+from ..pipeline.checks import check_teachers, checks_of
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
+from ..pipeline.planning import known_plan
 from ..plan import HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
@@ -48,7 +50,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     cannot be, one line reports that. Raises ValueError, with all reasons, for a run that would not start.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
-    heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {', '.join(config.stages)}; into {config.out}"
+    stages = ", ".join(config.stage_names)
+    heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {stages}; into {config.out}"
     try:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:
@@ -58,7 +61,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
         raise ValueError(f"the run would not start: {' '.join(found)}")
     teacher = shape_of_teacher(config.teacher)
     plan, source = _plan(config, teacher)
-    stages = [_plan_stage(config, stage, plan) for stage in config.stage_configs]
+    stages = [_plan_stage(config, stage, plan) for stage in config.stages]
     answer = "\n".join([heading, *_first(config), _launch(config, stages, command), source])
     time = training_time(config, plan, teacher.num_parameters())
     return "\n\n".join([answer, _sizes(config, teacher, plan, stages), *([time] if time else []), *record])
@@ -77,28 +80,29 @@ def _first(config: RunConfig) -> list[str]:
 
 def _problems(config: RunConfig) -> Iterator[str]:
     """Yield reasons why the run would not start, a sentence each; reads names, headers and head scores, not weights."""
-    run = Run(config)
+    inputs = RunInputs(config)
     try:
-        run.check_teachers()
+        check_teachers(inputs)
     except (OSError, ValueError) as error:  # the other checks would describe the same fault in their own words
         yield str(error).strip()
         return
-    for check in (partial(outdated, config), *run.checks()):
+    for check in (partial(outdated, config), *checks_of(inputs)):
         try:
             check()
         except (OSError, ValueError) as error:
             yield str(error).strip()
-    for stage in config.stage_configs:
+    for stage in config.stages:
         if stage.batch_size % config.gpus:
             yield f"{stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
 
 
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     """Return (plan, its description); if heads are not ranked yet, the plan has as many heads, evenly spread."""
-    path, options = config.out / "plan.json", config.plan
+    path = RunPaths(config.out).plan
+    options = config.plan
     origin = f"top {options.k} of {config.scoring.file}" if options.selection == "top" else options.selection
     is_made = path.exists() and config.resume != "never"
-    known = HeadPlan.load(path) if is_made else Run(config).known_plan(options, teacher)
+    known = HeadPlan.load(path) if is_made else known_plan(RunInputs(config), teacher)
     if known is not None:
         layers = {layer: ", ".join(map(str, known.kept_in(layer))) for layer in range(known.n_layers)}
         lines = [f"  layer {layer}: {heads}" for layer, heads in layers.items() if heads]
@@ -124,7 +128,8 @@ class _PlannedStage(NamedTuple):
 
 
 def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _PlannedStage:
-    other, seq_len = stage.teacher_within(config.teacher), stage.data_within(config.data).seq_len
+    other = config.teacher_of(stage)
+    seq_len = config.data_of(stage).seq_len
     model = shape_of_teacher(config.teacher)
     student = _student(config, model, plan)
     shape = StageShape(stage, student, model if other == config.teacher else shape_of_teacher(other))

@@ -71,24 +71,26 @@ def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, job: 
 
     from ..evaluation.evaluate import EvalResult
     from ..kernels import check_kernels
-    from ..pipeline import Run, finished_run
+    from ..pipeline import RunInputs, finished_run, trained_student
+    from ..pipeline.checks import check_evaluation
+    from ..pipeline.run import evaluate_run
 
-    this = finished_run(run_dir)
-    path = run_dir / "evaluation.json"
+    inputs = finished_run(run_dir)
+    path = inputs.paths.evaluation
     again = job.again
     if n_examples is not None or form is not None:
-        config = this.config
+        config = inputs.config
         evaluation = replace(
             config.evaluation, n_examples=n_examples or config.evaluation.n_examples
         )
         scoring = replace(config.scoring, form=form or config.scoring.form)
-        this = Run(replace(config, evaluation=evaluation, scoring=scoring))
+        inputs = RunInputs(replace(config, evaluation=evaluation, scoring=scoring))
         again = True
-        this.check_evaluation()
+        check_evaluation(inputs)
     if job.kernels is not None:
-        student = replace(this.config.student, kernels=job.kernels)
-        this = Run(replace(this.config, student=student))
-    check_kernels(this.config.student.kernels, own_device())
+        student = replace(inputs.config.student, kernels=job.kernels)
+        inputs = RunInputs(replace(inputs.config, student=student))
+    check_kernels(inputs.config.student.kernels, own_device())
     if path.exists() and not again:
         result = EvalResult.load(path)
         if is_launched_main():
@@ -99,9 +101,9 @@ def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, job: 
             )
     else:
         with alone_in(run_dir):
-            student, _ = this.trained_student()
+            student, _ = trained_student(inputs)
             nn.Module.to(student, own_device())
-            result = this.evaluate(student, again=again)
+            result = evaluate_run(inputs, student, again=again)
     if is_launched_main():
         print(f"results: {path}")
 

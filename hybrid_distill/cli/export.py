@@ -13,8 +13,8 @@ from ..export.checkpoint import Form, export_checkpoint
 from ..export.gate import GateReport, check_not_quantized, check_unchanged
 from ..guard import load_student
 from ..io import read_json
-from ..pipeline import finished_run
-from ..pipeline.folder import is_run
+from ..pipeline import finished_run, is_run, trained_student
+from ..pipeline.run import export
 from ..plan import HeadPlan
 from ..scoring import HeadScores
 
@@ -41,9 +41,10 @@ def export_student(job: ExportJob) -> GateReport:
     Raises ValueError for a folder without a student or a form that cannot express it; ExportError when the export
     does not match the student.
     """
-    if is_run(job.model / "config.json"):
-        run = finished_run(job.model)
-        report = run.export(*run.trained_student(), job.out, form=job.form, max_shard_size=job.max_shard_size)
+    if is_run(job.model):
+        inputs = finished_run(job.model)
+        student, plan = trained_student(inputs)
+        report = export(inputs, student, plan, job.out, form=job.form, max_shard_size=job.max_shard_size)
         assert report is not None, "exports are one process's work"
         return report
     if job.out.resolve() == job.model.resolve():

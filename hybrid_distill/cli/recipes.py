@@ -25,7 +25,7 @@ FIRST = (
 
 
 def command(name: str | None = None, /) -> None:
-    """List the recipes that `run`, `cache-logits`, `sweep` and `demo` take by name.
+    """List the recipes that `run`, `cache-logits` and `sweep` take by name.
 
     Args:
         name: The recipe to print instead; `hybrid-distill recipes tiny > mine.py` starts your own.

@@ -35,11 +35,12 @@ def run_with_flags(
     """Run a recipe's config, overridden by flags; write its report."""
     from ..config import checked_config, on_asked_teacher
     from ..lab.reporting.run import write_report
-    from ..pipeline import run
+    from ..pipeline.run import run
+    from ..stage_flags import with_stage_flags, without_stage_flags
     from .recipes import override
 
     base = on_asked_teacher(checked_config(default, recipe), words)
-    config = override(base, words, prog, description)
+    config = without_stage_flags(override(with_stage_flags(base), words, prog, description))
     if config.dry_run:
         from .dry_run import describe
 

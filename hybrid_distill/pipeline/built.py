@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 from torch import Tensor
 
@@ -25,13 +24,13 @@ from ..train.checkpoint import (
     weights_hash,
     write_sealed,
 )
+from .paths import RunPaths
 
 FORMAT = "hybrid-distill/build/1"
-RECORD, TENSORS = "build.json", "build.safetensors"
 
 
 def save_built(
-    folder: Path, student: HybridForCausalLM, report: BuildReport, made_for: Record
+    paths: RunPaths, student: HybridForCausalLM, report: BuildReport, made_for: Record
 ) -> None:
     """Write a new student: first its recurrent heads, then the record that marks them as complete.
 
@@ -39,40 +38,40 @@ def save_built(
     """
     tensors = {name: tensor.contiguous() for name, tensor in recurrent_tensors(student).items()}
     # A killed process must not leave the record of other tensors.
-    (folder / RECORD).unlink(missing_ok=True)
-    save_tensors(folder / TENSORS, tensors)
+    paths.build.unlink(missing_ok=True)
+    save_tensors(paths.built_weights, tensors)
     record = {
         "format": FORMAT,
         "weights": weights_hash(student),
-        "files": {TENSORS: file_hash(folder / TENSORS)},
+        "files": {paths.built_weights.name: file_hash(paths.built_weights)},
         "made_for": _as_json(made_for),
         **asdict(report),
     }
-    write_sealed(folder / RECORD, record)
+    write_sealed(paths.build, record)
 
 
-def built_weights(folder: Path, made_for: Record) -> str | None:
+def built_weights(paths: RunPaths, made_for: Record) -> str | None:
     """Return the `weights_hash` of the student that was built here, with these settings, or None.
 
     Raises CorruptCheckpoint for damaged files.
     """
-    if not (folder / RECORD).exists():
+    if not paths.build.exists():
         return None
     try:
-        record = read_sealed(folder / RECORD, FORMAT)
+        record = read_sealed(paths.build, FORMAT)
         if record["made_for"] != _as_json(made_for):
             return None
-        check_files(folder, record["files"])
+        check_files(paths.out, record["files"])
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(
-            f"{error} Delete {folder / RECORD} to build the student again."
+            f"{error} Delete {paths.build} to build the student again."
         ) from error
     return record["weights"]
 
 
-def load_built(folder: Path) -> Mapping[str, Tensor]:
+def load_built(paths: RunPaths) -> Mapping[str, Tensor]:
     """Return the recurrent heads of the student that was built here, each read on access."""
-    return ShardedTensors([folder / TENSORS])
+    return ShardedTensors([paths.built_weights])
 
 
 def _as_json(record: Record) -> Record:

@@ -8,7 +8,7 @@ every file below stages/.
 Outside training nothing autocasts, and a matrix product takes one dtype. So a student that is
 evaluated, asked or exported has the teacher's dtype throughout (`settle`), whichever of its parts
 was trained. What is measured is then what is exported, at the teacher's size, and
-`Run.trained_student` gives the same from the files.
+`trained_student` gives the same from the files.
 """
 
 from __future__ import annotations

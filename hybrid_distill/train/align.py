@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import AttentionSite, MixerCall
-from .config import AlignConfig
+from .config import Align
 from .losses import l2_norm_loss, normalized_mse, power
 from .stage import TeacherForced, Totals, mixer_parameters, pick_heads
 
 
-class LayerAlignment(TeacherForced[AlignConfig]):
+class LayerAlignment(TeacherForced[Align]):
     """Layer-to-layer alignment: each student layer must match the teacher's layer on the same input (arXiv 2408.10189).
 
     Hooks on the modules capture the ``target`` to compare, because the last of the ``hidden_states`` that transformers
@@ -27,7 +27,7 @@ class LayerAlignment(TeacherForced[AlignConfig]):
     teacher's head does.
     """
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: AlignConfig) -> None:
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: Align) -> None:
         super().__init__(student, teacher, config)
         self.entry = "heads" if config.target == "head" else "forward"
         self.teacher_shardable = config.target != "layer"

@@ -1,33 +1,32 @@
-"""Options of all stages, one frozen dataclass per stage. Each field is declared only here, with its range or choices;
-flags, checks and the reference are derived from it.
+"""Options of all stages, one frozen dataclass per kind of stage.
+
+Each field is declared only here, with its range or choices; flags, checks and the reference are derived from it.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from ..data import DataConfig
+from ..data.config import TokensOfARow
 from ..io import Record
 from ..limits import Count, CountOrZero, Limits, Positive, Share, check_options
 from ..teacher import TINY
+from ..tunable import Tunable, fixed_fields
 
 T = TypeVar("T")
 Fixed = Annotated[T, tyro.conf.Suppress]
 """Field that the command line hides."""
 Factor = Annotated[float, Limits(0)]
+Beta = Annotated[float, Limits(0, 0.999999)]
 
 COLLECTIVE_TIMEOUT = 30.0
 """Minutes that processes wait for one another within a training step, unless a run sets its own."""
-MAY_CHANGE = frozenset(
-    {"micro_batch_size", "checkpoint_every", "keep_checkpoints", "log_every", "gradient_checkpointing", "spike",
-     "on_divergence", "max_skips", "data_workers"}
-)  # fmt: skip
-"""Fields that may change when a stage resumes."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,13 @@ class TeacherConfig:
 class StageConfig:
     """Options common to all stages. Raises ValueError for a field out of range."""
 
-    stage: ClassVar[str] = ""
-    """`Stage` class for these options, as ``file.Class`` in this folder."""
     name: Fixed[str] = "stage"
-    """Name of the stage in flags, messages and trackers."""
+    """Name of the stage in flags, messages, folders and trackers."""
     steps: Count = 1000
     """Optimizer steps."""
     batch_size: Count = 32
     """Rows per optimizer step, over all processes."""
-    micro_batch_size: Count = 8
+    micro_batch_size: Tunable[Count] = 8
     """Rows per forward pass and process. Affects memory and speed; the update is the same for any size."""
     learning_rate: Positive = 1e-3
     """Peak learning rate of the warmup-stable-decay schedule."""
@@ -74,45 +71,37 @@ class StageConfig:
     """Fraction of the steps, at the end, in which the learning rate falls to zero."""
     weight_decay: Share = 0.1
     """Weight decay for matrices; vectors have none."""
-    betas: tuple[Annotated[float, Limits(0, 0.999999)], Annotated[float, Limits(0, 0.999999)]] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Betas of AdamW."""
     clip: Positive = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """``bf16`` computes in bfloat16 with float32 weights."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Tunable[bool] = False
     """Recompute each layer in the backward pass, to save memory."""
-    spike: Positive = 20.0
+    spike: Tunable[Positive] = 20.0
     """Multiple of the median of the last 64 losses above which a loss counts as diverged. A loss that is not finite
     always does."""
-    on_divergence: Literal["stop", "skip"] = "stop"
+    on_divergence: Tunable[Literal["stop", "skip"]] = "stop"
     """``skip`` drops the batch, notes it in the metrics, and stops after more than ``max_skips`` in a row."""
-    max_skips: Count = 3
+    max_skips: Tunable[Count] = 3
     """Batches that may be skipped in a row before the run stops."""
-    checkpoint_every: Count = 500
+    checkpoint_every: Tunable[Count] = 500
     """Steps between checkpoints."""
-    log_every: Count = 10
+    log_every: Tunable[Count] = 10
     """Steps between lines of metrics.jsonl."""
-    keep_checkpoints: Count = 2
+    keep_checkpoints: Tunable[Count] = 2
     """Number of latest checkpoints to keep on disk."""
-    data_workers: CountOrZero | None = None
+    data_workers: Tunable[CountOrZero | None] = None
     """Worker processes per training process that prepare batches ahead; by default 2 on a GPU, none on a CPU."""
+    data: tyro.conf.AvoidSubcommands[DataConfig | None] = None
+    """Data of this stage, for example conversations (``DataConfig(chat=True)``: the loss is on the assistant's
+    tokens); by default the run's."""
+    seq_len: TokensOfARow | None = None
+    """Tokens per row, instead of the data's. The teacher's context must be as long; its RoPE settings stay."""
 
     def __post_init__(self) -> None:
         check_options(self, f"{self.name}.")
-
-    def data_within(self, run: DataConfig) -> DataConfig:
-        """Return this stage's data, given the run's."""
-        return run
-
-    def teacher_within(self, run: TeacherConfig) -> TeacherConfig:
-        """Return this stage's teacher, given the run's."""
-        return run
-
-    @property
-    def is_per_plan(self) -> bool:
-        """True for a stage that trains the student of one plan; False for one that aligns heads for any plan."""
-        return isinstance(self, DistillConfig)
 
     @property
     def cached_logits(self) -> Path | None:
@@ -133,15 +122,18 @@ class StageConfig:
             )
 
     def to_dict(self) -> Record:
-        """Convert to JSON values: tuples become lists, paths strings."""
-        return json.loads(json.dumps(asdict(self), default=str))
+        """Convert to JSON values: tuples become lists, paths strings. ``stage`` is the name of the class."""
+        return {"stage": type(self).__name__, **json.loads(json.dumps(asdict(self), default=str))}
+
+    def identity(self) -> Record:
+        """Convert to JSON values as `to_dict` does, but only what may not change when the stage resumes."""
+        return {"stage": type(self).__name__, **fixed_fields(self)}
 
 
 @dataclass(frozen=True)
-class AlignConfig(StageConfig):
+class Align(StageConfig):
     """Layer-to-layer alignment (arXiv 2408.10189); see `LayerAlignment`."""
 
-    stage = "align.LayerAlignment"
     name: Fixed[str] = "align"
     target: Literal["mixer", "layer", "head"] = "mixer"
     """Output to match: the mixer's, the layer's, or each recurrent head's."""
@@ -154,23 +146,22 @@ class AlignConfig(StageConfig):
         super().__post_init__()
         if self.target == "head" and self.train != "ssm":
             raise ValueError(
-                f"align.train is {self.train!r}; target 'head' compares recurrent heads alone: use --align.train ssm."
+                f"{self.name}.train is {self.train!r}; target 'head' compares recurrent heads alone: use "
+                f"--{self.name}.train ssm."
             )
 
 
 @dataclass(frozen=True)
-class MatrixConfig(StageConfig):
+class AlignMatrix(StageConfig):
     """Alignment of mixing matrices with attention maps (arXiv 2408.10189); see `MatrixAlignment`."""
 
-    stage = "matrix.MatrixAlignment"
     name: Fixed[str] = "matrix"
 
 
 @dataclass(frozen=True)
-class DistillConfig(StageConfig):
+class Distill(StageConfig):
     """End-to-end distillation; see `EndToEnd`."""
 
-    stage = "end_to_end.EndToEnd"
     name: Fixed[str] = "distill"
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """Divergence between teacher and student (docs/training.md)."""
@@ -187,9 +178,20 @@ class DistillConfig(StageConfig):
     norms, embeddings). With ``1 1 0.1``, attention learns ten times as fast as the MLPs. By default 1 1 1."""
     fused: bool = True
     """Never hold the logits of all tokens in memory, where the models allow it (see `EndToEnd`)."""
+    segment_len: Count | None = None
+    """Tokens per segment of long rows: recurrent heads process a row segment by segment and pass the state on, so that
+    the backward pass holds one segment in memory, not the row. The result is the same; by default whole rows."""
+    teacher: str | None = None
+    """Folder or hub id of another teacher with the same vocabulary; by default the run's. It is loaded in the run's
+    ``teacher.dtype``, and its chat template renders the conversations."""
     teacher_logits: Path | None = None
     """Folder written by ``hybrid-distill cache-logits`` for this run: the stage reads the teacher's logits from it and
     needs no teacher in memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher is not None and not self.teacher.strip():
+            raise ValueError(f"{self.name}.teacher is {self.teacher!r}; name a folder or a model, or leave it out.")
 
     @property
     def cached_logits(self) -> Path | None:
@@ -197,11 +199,11 @@ class DistillConfig(StageConfig):
 
 
 @dataclass(frozen=True)
-class OnPolicyConfig(DistillConfig):
+class DistillOnPolicy(Distill):
     """End-to-end distillation, partly on text that the student generates (arXiv 2306.13649); see `OnPolicy`."""
 
-    stage = "on_policy.OnPolicy"
     name: Fixed[str] = "on_policy"
+    segment_len: Fixed[int | None] = None
     teacher_logits: Fixed[Path | None] = None
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "jsd"
     share: Share = 0.5
@@ -221,43 +223,12 @@ class OnPolicyConfig(DistillConfig):
                 "be cached: leave it out."
             )
         if self.hard_weight:
-            raise ValueError(f"{self.name}.hard_weight is {self.hard_weight}; a student's own text is not a label: "
-                             "use 0.")  # fmt: skip
+            raise ValueError(
+                f"{self.name}.hard_weight is {self.hard_weight}; a student's own text is not a label: use 0."
+            )
 
 
-@dataclass(frozen=True)
-class LongConfig(DistillConfig):
-    """End-to-end distillation on longer rows of the same data."""
-
-    name: Fixed[str] = "long"
-    seq_len: Annotated[int, Limits(2, whole=True)] = 8192
-    """Tokens per row, instead of ``data.seq_len``. The teacher's context must be as long; its RoPE settings stay."""
-    segment_len: Count | None = 2048
-    """Tokens per segment: recurrent heads process a row segment by segment and pass the state on, so that the backward
-    pass holds one segment in memory, not the row. The result is the same; ``None`` processes whole rows."""
-
-    def data_within(self, run: DataConfig) -> DataConfig:
-        return replace(run, seq_len=self.seq_len)
-
-
-@dataclass(frozen=True)
-class PostConfig(DistillConfig):
-    """End-to-end distillation on conversations, optionally from a larger teacher."""
-
-    name: Fixed[str] = "post"
-    data: DataConfig = field(default_factory=lambda: DataConfig(chat=True))
-    """Data of this stage; by default conversations, with the loss on the assistant's tokens."""
-    teacher: str | None = None
-    """Folder or hub id of another teacher with the same vocabulary; by default the run's. It is loaded in the run's
-    ``teacher.dtype``, and its chat template renders the conversations."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.teacher is not None and not self.teacher.strip():
-            raise ValueError(f"{self.name}.teacher is {self.teacher!r}; name a folder or a model, or leave it out.")
-
-    def data_within(self, run: DataConfig) -> DataConfig:
-        return self.data
-
-    def teacher_within(self, run: TeacherConfig) -> TeacherConfig:
-        return run if self.teacher is None else replace(run, path=self.teacher, revision=None)
+STAGE_KINDS: dict[str, type[StageConfig]] = {
+    kind.__name__: kind for kind in (Align, AlignMatrix, Distill, DistillOnPolicy)
+}
+"""Kinds of stages by the name that config.json has for them."""

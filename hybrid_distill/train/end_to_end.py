@@ -15,7 +15,7 @@ from ..kernels import loss_implementation
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
 from ..student.build import unshare_weights
-from .config import DistillConfig, LongConfig
+from .config import Distill
 from .losses import distillation_loss, next_token_labels
 from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 
@@ -36,7 +36,7 @@ def keep_activations(model: PreTrainedModel) -> None:
     getattr(model, f"{_CHECKPOINTING}_disable")()
 
 
-class EndToEnd(Stage[DistillConfig]):
+class EndToEnd(Stage[Distill]):
     """End-to-end distillation: the student learns to predict what the teacher predicts; see `losses.distillation_loss`.
 
     With ``config.fused``, the logits of all tokens are never in memory together, provided that the output embeddings
@@ -46,10 +46,10 @@ class EndToEnd(Stage[DistillConfig]):
     other". Stored logits are valid only for the ``temperature`` and ``vocab_size`` that they were computed with.
     """
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: DistillConfig) -> None:
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: Distill) -> None:
         super().__init__(student, teacher, config)
         unshare_weights(student)
-        student.set_segment_len(config.segment_len if isinstance(config, LongConfig) else None)
+        student.set_segment_len(config.segment_len)
         self.model = student
         every = config.train == "all"
         self.train_only(dict(student.named_parameters()) if every else mixer_parameters(student, config.train))

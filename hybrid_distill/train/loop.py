@@ -110,7 +110,7 @@ def train_stage(
             f"stage {config.name!r} must start from the weights {parent_hash[:16]}, but the student has "
             f"{parent[:16]}; load the result of the stage before it."
         )
-    identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.to_dict()}
+    identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.identity()}
     check_shared(out)
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":

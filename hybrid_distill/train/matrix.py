@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import AttentionSite, MixerCall
-from .config import MatrixConfig
+from .config import AlignMatrix
 from .losses import frobenius_loss
 from .stage import TeacherForced, Totals, mixer_parameters, n_rows, pick_heads
 
@@ -16,7 +16,7 @@ UNUSED = ("x_proj", "z_proj")
 """Parameters of recurrent heads that do not affect mixing matrices."""
 
 
-class MatrixAlignment(TeacherForced[MatrixConfig]):
+class MatrixAlignment(TeacherForced[AlignMatrix]):
     """Alignment of the recurrent heads' mixing matrices with the teacher's attention maps (arXiv 2408.10189).
 
     The loss is the sum over layers of the mean over rows and heads of the Frobenius norm. Trains only the parameters
@@ -26,7 +26,7 @@ class MatrixAlignment(TeacherForced[MatrixConfig]):
 
     shardable = False
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: MatrixConfig) -> None:
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: AlignMatrix) -> None:
         implementation = teacher.config._attn_implementation
         if implementation != "eager":
             raise ValueError(

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from ..data import Batch, pick_rows
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import eval_mode, generated
-from .config import OnPolicyConfig
+from .config import DistillOnPolicy
 from .end_to_end import EndToEnd
 from .stage import Stage, StageLoss, Totals, n_rows
 
@@ -41,7 +41,7 @@ class OnPolicy(EndToEnd):
 
     shardable = False
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: OnPolicyConfig) -> None:
+    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: DistillOnPolicy) -> None:
         super().__init__(student, teacher, config)
         self.writing = config
 

@@ -16,7 +16,6 @@ import torch
 from ..io import Record, differences, write_text
 from . import checkpoint
 from .checkpoint import Checkpoints
-from .config import MAY_CHANGE
 
 METRICS = "metrics.jsonl"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is SLURM's, before preemption
@@ -67,7 +66,7 @@ def check_same_run(ours: Record, found: Record, place: Path) -> None:
             f"{ours['parent'][:16]}; load those weights, or start over with --resume never."
         )
     changed = [name for name in ("data", "seed") if found[name] != ours[name]]
-    if changed := changed + differences(found["config"], ours["config"], MAY_CHANGE):
+    if changed := changed + differences(found["config"], ours["config"]):
         raise ValueError(
             f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
             "--out, or begin again with --resume never."

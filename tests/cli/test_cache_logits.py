@@ -16,16 +16,17 @@ from conftest import make_family_model
 from torch import nn
 from training import SMALL, die, killed, small_config, small_models, small_rows, word_texts, word_tokenizer
 
-from hybrid_distill import pipeline
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import CachedLogitsDataset, DataConfig, LogitHeader, PackedRows, caching, open_rows
 from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.data.logits import open_logits, pack, record_dtype, row_ids_of, unpack
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline import run as steps
+from hybrid_distill.pipeline.run import prepare, train
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import fingerprint
-from hybrid_distill.train.config import AlignConfig, DistillConfig, OnPolicyConfig
+from hybrid_distill.train.config import Align, Distill, DistillOnPolicy
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 
@@ -66,13 +67,18 @@ def job(teacher_folder: Path, text: str, tmp_path: Path) -> CacheJob:
         plan=PlanConfig("random", k=2),
         student=StudentConfig(d_state=4, init="teacher"),
         data=DataConfig(sources=(text,), seq_len=SEQ_LEN),
-        align=AlignConfig(steps=2, batch_size=8, micro_batch_size=4),
-        distill=DistillConfig(steps=3, batch_size=8, micro_batch_size=4, teacher_logits=tmp_path / "logits"),
+        stages=(
+            Align(steps=2, batch_size=8, micro_batch_size=4),
+            Distill(steps=3, batch_size=8, micro_batch_size=4, teacher_logits=tmp_path / "logits"),
+        ),
     )
     return CacheJob(run, top_k=6, shard_tokens=5 * SEQ_LEN, check_rows=4)
 
 
 def changed(job: CacheJob, part: str, **changes: Any) -> CacheJob:
+    """The job with other options of its run's stage, or section, of that name."""
+    if part in job.run.stage_names:
+        return replace(job, run=job.run.with_stage(part, **changes))
     return replace(job, run=replace(job.run, **{part: replace(getattr(job.run, part), **changes)}))
 
 
@@ -109,7 +115,7 @@ def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJ
     """With rows in a part of the data, padding in the last, and two logits that are no words."""
     job = changed(job, "distill", temperature=temperature, steps=9)
     line = cache_logits(job)
-    run = Run(job.run)
+    run = RunInputs(job.run)
     rows = open_rows(job.run.data, run.tokenizer)
     batch = CachedLogitsDataset(rows, open_logits(job.folder)).batch(1, 36)
     assert batch["seq_idx"].max() > 0 and not batch["mask"].all()
@@ -148,15 +154,15 @@ def live_rows(teacher: Any, k: int, temperature: float) -> Any:
 def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_path: Path, options: Any) -> None:
     """6 steps; with every word stored, it is also that of the whole teacher."""
     config = small_config("distill", steps=6, **options)
-    assert isinstance(config, DistillConfig)
+    assert isinstance(config, Distill)
     cached = replace(config, teacher_logits=job.folder)
-    job = replace(job, top_k=WORDS, run=replace(job.run, distill=cached))
+    job = replace(job, top_k=WORDS, run=replace(job.run, stages=(job.run.stage("align"), cached)))
     cache_logits(job)
-    small = replace(job, top_k=6, run=replace(job.run, distill=replace(cached, teacher_logits=tmp_path / "six")))
+    small = changed(replace(job, top_k=6), "distill", teacher_logits=tmp_path / "six")
     cache_logits(small)
     teacher = small_models(**SHARP)[1]
 
-    def curve(name: str, rows: Any, config: DistillConfig, with_teacher: bool) -> list[float]:
+    def curve(name: str, rows: Any, config: Distill, with_teacher: bool) -> list[float]:
         student, teacher = small_models(**SHARP)
         stage = make_stage(config, student, teacher if with_teacher else None, vocab_size=WORDS)
         train_stage(stage, rows, tmp_path / name, progress=False)
@@ -229,7 +235,7 @@ def test_more_than_an_epoch_is_every_row_once() -> None:
 def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
     job = changed(job, "distill", steps=10)
     cache_logits(job)
-    run = Run(job.run)
+    run = RunInputs(job.run)
     other = open_rows(replace(job.run.data, seed=1), run.tokenizer)
     logits = open_logits(job.folder)
     logits.check(other, run.tokenizer, fingerprint(run.teacher), vocab_size=WORDS, places=10**6, temperature=1.0)
@@ -269,9 +275,9 @@ def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJ
     cache_logits(job)
     for message, config in refusals(job, tmp_path).items():
         with pytest.raises(ValueError, match=message):
-            Run(config).prepare()
+            prepare(RunInputs(config))
         assert not config.out.exists(), message
-    Run(job.run).prepare()
+    prepare(RunInputs(job.run))
 
 
 def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,7 +288,7 @@ def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -
     with pytest.raises(ValueError, match=r"pass one with --distill.teacher-logits DIR"):
         cache_logits(changed(job, "distill", teacher_logits=None))
     with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* cannot be cached"):
-        OnPolicyConfig(teacher_logits=job.folder)
+        DistillOnPolicy(teacher_logits=job.folder)
     with caplog.at_level("INFO"):
         cache_logits(replace(job, run=replace(job.run, dry_run=True)))
     assert "24 rows x 16 tokens x 26 bytes = 0.000 GB" in caplog.text
@@ -308,7 +314,7 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, m
     cache_logits(job)
     before = parameter_bytes()
     seen: dict[str, int] = {}
-    plain = pipeline.train_stage
+    plain = steps.train_stage
 
     def spied(stage: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
         read, name = rows.batch, stage.config.name  # a function that holds the stage would hold its teacher
@@ -321,19 +327,19 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, m
         monkeypatch.setattr(rows, "batch", batch)
         return plain(stage, rows, *args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "train_stage", spied)
-    run = Run(job.run)
-    run.prepare()
+    monkeypatch.setattr(steps, "train_stage", spied)
+    run = RunInputs(job.run)
+    prepare(run)
     plan = HeadPlan.random(run.teacher, 2, seed=0)
-    student = run.train(plan)
+    student = train(run, plan)
     own = sum(p.numel() * p.element_size() for p in student.parameters())
     assert seen["distill"] == own
     assert seen["align"] > own
     before = open_logits(job.folder).header.teacher_fingerprint
     assert fingerprint(run.teacher) == before, "loaded again, untrained"
-    handed = Run(replace(job.run, out=job.run.out / "handed"), run.teacher_and_tokenizer)
-    handed.prepare()
-    handed.train(plan)
+    handed = RunInputs(replace(job.run, out=job.run.out / "handed"), run.teacher_and_tokenizer)
+    prepare(handed)
+    train(handed, plan)
     assert handed.teacher is run.teacher and fingerprint(run.teacher) == before, "it was handed over, and is untrained"
 
 
@@ -341,7 +347,7 @@ def test_two_processes_write_the_bytes_of_one(job: CacheJob, tmp_path: Path, mon
     """The second process first: neither needs the other's files."""
     cache_logits(job)
     two = changed(job, "distill", teacher_logits=tmp_path / "two")
-    run, header = Run(two.run), LogitHeader.load(job.folder / "logits.json")
+    run, header = RunInputs(two.run), LogitHeader.load(job.folder / "logits.json")
     rows = open_rows(job.run.data, run.tokenizer)
     row_ids = row_ids_of(rows, two.config.rows_read)
     two.folder.mkdir()

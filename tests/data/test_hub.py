@@ -15,16 +15,17 @@ import torch
 from huggingface_hub import DatasetInfo
 from test_data import write_source
 from test_launch import DDP, launch
-from training import refusal, small_run, word_texts, word_tokenizer
+from training import ALIGN, DISTILL, refusal, small_run, word_texts, word_tokenizer
 
-from hybrid_distill.cli import prepare_data as prepare
+from hybrid_distill.cli import prepare_data
 from hybrid_distill.cli.app import run_recipe
 from hybrid_distill.cli.prepare_data import PrepareJob
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import DataConfig, check_launch, folder, hub, open_rows
 from hybrid_distill.data import config as data_config
-from hybrid_distill.pipeline import Run
-from hybrid_distill.train.config import DistillConfig, PostConfig
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import prepare
+from hybrid_distill.train.config import Distill
 
 SOURCE = "hf:somebody/texts:small:train"
 DATA = {"small/a.jsonl": "1", "small/b.jsonl": "2", "large/a.jsonl": "3"}
@@ -75,25 +76,23 @@ def run(tmp_path: Path) -> RunConfig:
     return small_run(
         tmp_path / "run",
         data=data,
-        stages=("align", "distill", "post"),
-        distill=DistillConfig(steps=2, batch_size=2, micro_batch_size=2),
-        post=PostConfig(steps=2, batch_size=2, data=data),
+        stages=(ALIGN, DISTILL, Distill(name="post", steps=2, batch_size=2, data=data)),
     )
 
 
 def test_a_run_asks_once_for_all_its_stages_and_a_later_start_not_at_all(fake, run):
-    first = Run(run)
-    first.prepare()
-    prints = [first.rows(stage).fingerprint for stage in run.stage_configs]
+    first = RunInputs(run)
+    prepare(first)
+    prints = [first.rows(stage).fingerprint for stage in run.stages]
     assert fake.asked == 1 and fake.loaded == ["c0"] and len(set(prints)) == 1
     written = json.loads((run.out / "sources.json").read_text())
     assert written[SOURCE]["revision"] == "c0"
     fake.change("c1", **{"small/a.jsonl": "changed"})
     for is_there in (True, False):
         fake.is_there = is_there
-        again = Run(run)
-        again.prepare()
-        assert [again.rows(stage).fingerprint for stage in run.stage_configs] == prints
+        again = RunInputs(run)
+        prepare(again)
+        assert [again.rows(stage).fingerprint for stage in run.stages] == prints
     assert fake.asked == 1 and fake.loaded == ["c0"]
     assert json.loads((run.out / "sources.json").read_text()) == written
 
@@ -102,17 +101,17 @@ def test_a_run_that_was_stopped_while_it_tokenized_goes_on_at_its_commit(fake, r
     with monkeypatch.context() as patch:
         patch.setattr(folder, "encode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            Run(run).prepare()
+            prepare(RunInputs(run))
     fake.change("c1", **{"small/a.jsonl": "changed"})
-    Run(run).prepare()
+    prepare(RunInputs(run))
     assert fake.asked == 1 and set(fake.loaded) == {"c0"}
 
 
 def test_a_run_that_starts_over_reads_the_newest_commit(fake, run):
-    Run(run).prepare()
+    prepare(RunInputs(run))
     fake.change("c1", **{"small/a.jsonl": "changed"})
     over = replace(run, resume="never")
-    Run(over).prepare()
+    prepare(RunInputs(over))
     assert json.loads((run.out / "sources.json").read_text())[SOURCE]["revision"] == "c1"
     assert fake.loaded == ["c0", "c1"]
 
@@ -130,10 +129,10 @@ def test_a_run_that_starts_over_reads_the_newest_commit(fake, run):
 )
 def test_only_a_commit_to_the_data_is_tokenized_again(fake, run, tmp_path, changed, is_read_again):
     """In another run too."""
-    Run(run).prepare()
+    prepare(RunInputs(run))
     fake.change("c1", **changed)
     other = replace(run, out=tmp_path / "other")
-    Run(other).prepare()
+    prepare(RunInputs(other))
     assert fake.asked == 2 and fake.loaded == ["c0", *["c1"] * is_read_again]
     assert json.loads((other.out / "sources.json").read_text())[SOURCE]["revision"] == "c1"
 
@@ -162,25 +161,25 @@ def test_without_patterns_that_name_files_every_data_file_counts(fake, card):
 
 
 def test_a_new_run_without_a_network_reads_what_the_cache_knows(fake, run, tmp_path, caplog):
-    Run(run).prepare()
+    prepare(RunInputs(run))
     fake.is_there = False
     other = replace(run, out=tmp_path / "other")
-    Run(other).prepare()
+    prepare(RunInputs(other))
     assert fake.asked == 1 and "c0" in caplog.text
     assert json.loads((other.out / "sources.json").read_text()) == json.loads((run.out / "sources.json").read_text())
     unknown = replace(run, out=tmp_path / "unknown", data=replace(run.data, sources=("hf:somebody/else",)))
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
-        Run(unknown).prepare()
+        prepare(RunInputs(unknown))
     assert not (tmp_path / "unknown" / "config.json").exists()
 
 
 def test_a_run_of_every_head_asks_nobody(fake, run):
-    Run(replace(run, plan=replace(run.plan, selection="all"))).prepare()
+    prepare(RunInputs(replace(run, plan=replace(run.plan, selection="all"))))
     assert fake.asked == 0
 
 
 def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "load_tokenizer", lambda *_: word_tokenizer())
+    monkeypatch.setattr(prepare_data, "load_tokenizer", lambda *_: word_tokenizer())
     job = PrepareJob("mine", (SOURCE,), tmp_path / "tokens", shard_tokens=100)
     add, calls = folder._Writer.add, iter(range(1))
     monkeypatch.setattr(hub, "now", lambda: "today")
@@ -193,11 +192,11 @@ def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(f
     with monkeypatch.context() as patch:
         patch.setattr(folder._Writer, "add", stopped)
         with pytest.raises(KeyboardInterrupt):
-            prepare.prepare(job)
+            prepare_data.prepare(job)
     fake.change("c1", **{"small/a.jsonl": "changed"})
-    prepare.prepare(job)
+    prepare_data.prepare(job)
     fake.is_there = False
-    prepare.prepare(job)
+    prepare_data.prepare(job)
     header = json.loads((job.out / "tokens.json").read_text())
     assert fake.asked == 1 and fake.loaded == ["c0", "c0"] and header["sources"][0]["pin"]["revision"] == "c0"
 
@@ -259,11 +258,10 @@ def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(fa
         assert SOURCE in str(error.value) and "100,000,001" in str(error.value) and "\n" not in str(error.value)
     assert fake.loaded == []
     monkeypatch.setattr(data_config, "LARGEST_IN_A_LAUNCH", 5)
-    monkeypatch.setattr(Run, "prepare", Run.prepare)
-    monkeypatch.setattr("hybrid_distill.pipeline.connect", lambda: SimpleNamespace(num_processes=2))
-    monkeypatch.setattr("hybrid_distill.pipeline.own_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr("hybrid_distill.pipeline.run.own_device", lambda: torch.device("cpu"))
     with pytest.raises(ValueError, match="prepare-data"):
-        Run(run).prepare()
+        prepare(RunInputs(run))
     assert fake.loaded == [] and not (run.out / "config.json").exists()
 
 
@@ -277,7 +275,7 @@ def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(
 
 
 def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
-    large = replace(run, data=replace(run.data, hub_tokens=100_000_001), stages=("distill",), gpus=2)
+    large = replace(run, data=replace(run.data, hub_tokens=100_000_001), stages=(DISTILL,), gpus=2)
     run_recipe(large, ["--dry-run"])
     found = capsys.readouterr().out
     assert f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1" in found

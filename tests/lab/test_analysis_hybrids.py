@@ -11,7 +11,7 @@ import pytest
 import torch
 from planted import AGGREGATE, KEYS, PLANTED, planted_teacher
 from test_head_sites import make_model
-from training import small_run
+from training import ALIGN, small_run
 from transformers import PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
@@ -20,7 +20,8 @@ from hybrid_distill.config import PlanConfig
 from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Task, accuracy_task, perplexity_task
 from hybrid_distill.lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer, ZeroedRecurrence, rank_together
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import choose_heads, prepare, train
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
@@ -89,10 +90,11 @@ def test_heads_are_put_back_best_first(half: tuple, unit: str) -> None:
 @pytest.fixture(scope="module")
 def aligned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that aligned every head, for a few steps."""
-    this = Run(small_run(tmp_path_factory.mktemp("run") / "aligned", plan=PlanConfig("none", k=0), stages=("align",)))
-    this.prepare()
-    this.train(this.plan())
-    return this.out
+    out = tmp_path_factory.mktemp("run") / "aligned"
+    this = RunInputs(small_run(out, plan=PlanConfig("none", k=0), stages=(ALIGN,)))
+    prepare(this)
+    train(this, choose_heads(this))
+    return this.paths.out
 
 
 def test_a_run_and_its_checkpoint_give_the_same_table(aligned: Path, tmp_path: Path) -> None:

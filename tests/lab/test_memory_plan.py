@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from test_cli import RECIPES
-from training import small_run
+from training import QUICK, small_run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.dry_run import LAUNCH, describe
+from hybrid_distill.config import PlanConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.lab.memory.plan import (
     KERNEL_CHUNK,
@@ -36,11 +37,10 @@ from hybrid_distill.lab.memory.timing import training_time
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
 from hybrid_distill.train.config import (
-    AlignConfig,
-    DistillConfig,
-    LongConfig,
-    MatrixConfig,
-    PostConfig,
+    Align,
+    AlignMatrix,
+    Distill,
+    DistillOnPolicy,
     StageConfig,
     TeacherConfig,
 )
@@ -57,7 +57,7 @@ benchmark.SHAPES["small"] = dict(
     vocab_size=600, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16,
 )  # fmt: skip
-ALIGN, DISTILL, MATRIX = AlignConfig(), DistillConfig(), MatrixConfig()
+ALIGN, DISTILL, MATRIX = Align(), Distill(), AlignMatrix()
 
 
 def small_case(config: StageConfig, dtype: torch.dtype = torch.float32, kept: int = 3, **fields: Any) -> Any:
@@ -81,8 +81,8 @@ CONFIGS = [
     replace(DISTILL, train="ssm", **BF16),
     replace(DISTILL, train="mixer", **BF16, **AGAIN),
     replace(DISTILL, kind="jsd", fused=False),
-    LongConfig(segment_len=32),
-    LongConfig(segment_len=32, train="ssm", **BF16),
+    Distill(name="long", segment_len=32),
+    Distill(name="long", segment_len=32, train="ssm", **BF16),
     MATRIX,
     replace(MATRIX, **AGAIN),
 ]
@@ -200,7 +200,8 @@ def test_timing_lets_transformers_choose_the_attention_and_students_write(
     teacher, write, written = family_model("gemma2", num_hidden_layers=1), OnPolicy.own_text, []
     teacher.save_pretrained(tmp_path)
     monkeypatch.setattr(OnPolicy, "own_text", lambda *of: written.append(of) or write(*of))
-    run = replace(small_run(), gpus=1, teacher=TeacherConfig(str(tmp_path)), stages=("align", "on_policy"))
+    stages = (Align(**QUICK), DistillOnPolicy(**QUICK))
+    run = small_run(gpus=1, teacher=TeacherConfig(str(tmp_path)), stages=stages)
     said = training_time(run, HeadPlan.random(teacher, 3, seed=0), teacher.num_parameters())
     assert re.findall(r"\n  (\w+): [\d,]+ steps of ", said) == ["align", "on_policy"] and written
 
@@ -231,7 +232,7 @@ def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
     run = replace(small_run(), gpus=2, gpu_memory=0.0001)
     said = describe(run)
     assert "Cannot be launched: no strategy fits every stage in 0 MB" in said and "more --gpus" in said
-    tight = replace(small_run(), gpus=1, stages=("distill",))
+    tight = replace(small_run(), gpus=1, stages=(Distill(**QUICK),))
     plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
     assert again < plain
     said = describe(replace(tight, gpu_memory=(plain + again) / 2 / 0.9 / 1e3))
@@ -239,7 +240,7 @@ def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
 
 
 def test_a_dry_run_says_which_stage_cannot_run() -> None:
-    run = replace(small_run(), gpus=1, stages=("matrix", "align"), plan=replace(small_run().plan, selection="none"))
+    run = small_run(gpus=1, stages=(AlignMatrix(**QUICK), Align(**QUICK)), plan=PlanConfig("none", k=0))
     with pytest.raises(ValueError, match="the matrix stage needs attention maps"):
         describe(run)
     with pytest.raises(ValueError, match="distill: 2 rows of a step cannot be shared by 3 GPUs"):
@@ -252,11 +253,10 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     model.save_pretrained(tmp_path / "wide")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_teacher_path() / name, tmp_path / "wide")
-    stages = {
-        "long": LongConfig(steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128),
-        "post": PostConfig(steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=str(tmp_path / "wide")),
-    }
-    run = replace(small_run(), gpus=1, stages=("distill", "long", "post"), **stages)
+    long = Distill(name="long", steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128)
+    teacher = str(tmp_path / "wide")
+    post = Distill(name="post", steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=teacher)
+    run = replace(small_run(), gpus=1, stages=(Distill(**QUICK), long, post))
     said = describe(run)
     assert "distill: micro-batches of 2 x 64 tokens" in said
     assert "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all" in said
@@ -264,4 +264,4 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
     assert first == second and third == pytest.approx(4 * model.num_parameters() / 1e6, rel=0.01)
     with pytest.raises(ValueError, match="gone"):
-        describe(replace(run, post=replace(run.post, teacher=str(tmp_path / "gone"))))
+        describe(run.with_stage("post", teacher=str(tmp_path / "gone")))

@@ -22,6 +22,7 @@ from training import small_run
 
 from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import PlanConfig, RunConfig, from_json
+from hybrid_distill.lab.sweep import cells
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
 from hybrid_distill.lab.sweep.folder import Outcome, Sweep, Task
 from hybrid_distill.lab.sweep.grid import Cell, Grid
@@ -29,7 +30,8 @@ from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob, base_config, swe
 from hybrid_distill.lab.sweep.jobs import run_tasks
 from hybrid_distill.lab.sweep.results import progress, status
 from hybrid_distill.locking import is_locked, locked
-from hybrid_distill.pipeline import Run, run
+from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
+from hybrid_distill.pipeline.run import build, choose_heads, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.train.tracking import TrackedRun
@@ -63,8 +65,8 @@ def test_fields_of_the_recipe_can_be_changed(capsys: pytest.CaptureFixture[str])
     changes = ("export=False", "align.gradient-checkpointing=true", "evaluation.n-pairs=4,8", "distill.steps=3")
     job = SweepJob(set=changes)
     base = base_config(job, recipe())
-    assert (base.export, base.evaluation.n_pairs, base.distill.steps) == (False, (4, 8), 3)
-    assert base.align.gradient_checkpointing
+    assert (base.export, base.evaluation.n_pairs, base.stage("distill").steps) == (False, (4, 8), 3)
+    assert base.stage("align").gradient_checkpointing
 
 
 def opened(base: RunConfig, asked: Grid, share: bool = True) -> Sweep:
@@ -82,7 +84,7 @@ def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another sweep: with all-s1, none-n4-s1"):
         opened(base, grid("0,2,4,all", "4", "top,random", 1))
     with pytest.raises(ValueError, match=r"distill.steps \(2 there, 3 here\)"):
-        opened(replace(base, distill=replace(base.distill, steps=3)), grid("0,2,4,all", "4,8", "top,random", 2))
+        opened(base.with_stage("distill", steps=3), grid("0,2,4,all", "4,8", "top,random", 2))
     with pytest.raises(ValueError, match="share"):
         opened(base, grid("0,2,4,all", "4,8", "top,random", 2), share=False)
     opened(replace(base, trackers=("tensorboard",), out=tmp_path), grid("0,2,4,all", "4,8", "top,random", 2))
@@ -229,7 +231,7 @@ def test_a_cell_is_an_ordinary_run(finished: Path, tmp_path: Path) -> None:
     alone = run(replace(config, out=tmp_path / "alone", trackers=()))
     assert weights(alone) == weights(config.out) != {}
     for name in ("random2-n4-s0", "all-s0"):
-        student, plan = Run(from_json(finished / "cells" / name / "config.json")).trained_student()
+        student, plan = trained_student(finished_run(finished / "cells" / name))
         assert sum(map(len, student.config.kept)) == plan.k
 
 
@@ -238,9 +240,9 @@ def test_cells_take_over_the_heads_of_one_alignment(finished: Path) -> None:
     assert list(weights(finished / "shared")) == ["n4-s0/aligned/stages/1-align"]
     cell = this.tasks["random2-n4-s0"].cell
     assert cell is not None
-    student = Run(cell_config(this, cell), this.teacher)
-    donor = Run(from_json(finished / "shared/n4-s0/aligned/config.json"), this.teacher).trained_student()[0]
-    for mixer, source in zip(student.build(student.plan()).mixers(), donor.mixers()):
+    student = RunInputs(cell_config(this, cell), this.teacher)
+    donor, _ = trained_student(finished_run(finished / "shared/n4-s0/aligned"))
+    for mixer, source in zip(build(student, choose_heads(student)).mixers(), donor.mixers()):
         picked = [source.recurrent.index(head) for head in mixer.recurrent]
         torch.testing.assert_close(mixer.ssm.D, source.ssm.D[picked], rtol=0, atol=0)
 
@@ -250,8 +252,8 @@ def test_cells_open_the_alignment_that_they_share_one_at_a_time(
 ) -> None:
     """Two that wrote its config.json at once failed now and then."""
     this, seen = opened(small_run(tmp_path), grid("2", selection="restoration")), []
-    monkeypatch.setattr(Run, "aligned", property(lambda run: seen.append(is_locked(run.out))))
-    monkeypatch.setattr(Run, "last_stage", lambda run: run.out)
+    monkeypatch.setattr(cells, "align_all_heads", lambda inputs: seen.append(is_locked(inputs.paths.out)))
+    monkeypatch.setattr(cells, "last_stage", lambda paths: paths.out)
     monkeypatch.setattr("hybrid_distill.lab.sweep.cells.restored_plan", lambda run, k: PlanConfig("file", k=k))
     assert cell_config(this, this.cells[0]).plan.k == 2 and seen == [True]
 
@@ -272,7 +274,7 @@ def test_trackers_are_told_the_group(tracker: str, tmp_path: Path) -> None:
 
 def test_a_recipe_that_fails_in_all_cells(tmp_path: Path) -> None:
     base = small_run()
-    failing = recipe(distill=replace(base.distill, precision="fp32"), teacher=replace(base.teacher, dtype="bfloat16"))
+    failing = recipe(teacher=replace(base.teacher, dtype="bfloat16"))
     job = SweepJob(out=tmp_path, heads="0,2", d_state="4", seeds=1, selection="random")
     with pytest.raises(SweepFailed, match=r"2 of 2 cells failed, 2 of them: .*precision is 'fp32'"):
         sweep(job, failing)
@@ -285,8 +287,7 @@ from training import small_run
 
 def config():
     base = small_run()
-    stages = (replace(stage, steps=8, checkpoint_every=2) for stage in (base.align, base.distill))
-    return replace(base, **dict(zip(("align", "distill"), stages)))
+    return replace(base, stages=tuple(replace(stage, steps=8, checkpoint_every=2) for stage in base.stages))
 """
 
 

@@ -8,13 +8,14 @@ from itertools import accumulate
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from training import small_models, small_rows, small_run
+from training import ALIGN, small_models, small_rows, small_run
 
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.model import HybridLayerCache, SSMHeads
-from hybrid_distill.pipeline import Run
-from hybrid_distill.train.config import DistillConfig, LongConfig
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import choose_heads, prepare, train
+from hybrid_distill.train.config import Distill
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 
@@ -70,7 +71,7 @@ def test_a_cache_goes_on_from_the_last_segment():
 
 def test_the_long_stage_is_end_to_end_distillation_in_segments():
     batch, losses, gradients = small_rows(seq_len=40).batch(0, 4), [], []
-    for config in (DistillConfig(), LongConfig(segment_len=7)):
+    for config in (Distill(), Distill(name="long", segment_len=7)):
         stage = make_stage(config, *small_models()).train()
         loss = stage(batch).total
         loss.backward()
@@ -83,7 +84,7 @@ def test_the_long_stage_is_end_to_end_distillation_in_segments():
 
 def test_the_next_stage_runs_whole_rows_again():
     student, teacher = small_models()
-    for config, expected in ((LongConfig(segment_len=7), 7), (DistillConfig(), None)):
+    for config, expected in ((Distill(name="long", segment_len=7), 7), (Distill(), None)):
         make_stage(config, student, teacher)
         assert {mixer.ssm.segment_len for mixer in student.mixers() if mixer.ssm is not None} == {expected}
 
@@ -122,19 +123,19 @@ def test_memory_grows_with_the_segment_and_hardly_with_the_row():
 
 
 def long_run(tmp_path, seq_len: int) -> RunConfig:
-    stage = LongConfig(steps=2, batch_size=2, micro_batch_size=1, seq_len=seq_len, segment_len=48)
-    return small_run(tmp_path / "run", stages=("align", "long"), long=stage, data=DataConfig(seq_len=64))
+    stage = Distill(name="long", steps=2, batch_size=2, micro_batch_size=1, seq_len=seq_len, segment_len=48)
+    return small_run(tmp_path / "run", stages=(ALIGN, stage), data=DataConfig(seq_len=64))
 
 
 def test_rows_of_the_same_data_at_their_own_length(tmp_path, monkeypatch):
-    run = Run(long_run(tmp_path, 320))
+    run = RunInputs(long_run(tmp_path, 320))
     lengths = []
 
     def watched(stage, rows, *args, **options):
         lengths.append(rows.batch(0, 1)["input_ids"].shape[1])
         return train_stage(stage, rows, *args, progress=False, **options)
 
-    monkeypatch.setattr("hybrid_distill.pipeline.train_stage", watched)
-    run.prepare()
-    run.train(run.plan())
+    monkeypatch.setattr("hybrid_distill.pipeline.run.train_stage", watched)
+    prepare(run)
+    train(run, choose_heads(run))
     assert lengths == [64, 320]

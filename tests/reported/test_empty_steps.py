@@ -20,7 +20,7 @@ from training import StoppingRows, WrappedRows, small_config, small_models, smal
 
 from hybrid_distill.data import PackedRows
 from hybrid_distill.train import spikes
-from hybrid_distill.train.config import MatrixConfig, StageConfig
+from hybrid_distill.train.config import AlignMatrix, StageConfig
 from hybrid_distill.train.loop import Diverged, Interrupted, train_stage
 from hybrid_distill.train.stage import Stage
 from hybrid_distill.train.stages import make_stage
@@ -54,7 +54,7 @@ def short_window(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def stage_of(name: str, **changes: Any) -> Stage:
-    config: StageConfig = MatrixConfig(**changes) if name == "matrix" else small_config(name, **changes)
+    config: StageConfig = AlignMatrix(**changes) if name == "matrix" else small_config(name, **changes)
     attention = {"attn_implementation": "eager"} if name == "matrix" else {}
     return make_stage(config, *small_models(**attention), vocab_size=99)
 

@@ -38,11 +38,19 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+RECIPE = """
+from hybrid_distill.config import RunConfig
+from hybrid_distill.train.config import Distill
+
+
+def config():
+    return RunConfig(stages=(Distill(), Distill(name="post")))
+"""
 COMMANDS = {
     "score": "score --model {model} --out {out}/scores.json",
     "dry run": "run tiny --teacher.path {model} --dry-run --out {out}",
     "run": "run tiny --teacher.path {model} --out {out}",
-    "post teacher": "run tiny --stages distill post --post.teacher {model} --post.data.no-chat --dry-run --out {out}",
+    "post teacher": "run {recipe} --post.teacher {model} --dry-run --out {out}",
     "prune": "analyze prune-layers --model {model} --out {out}",
     "keep": "analyze keep-heads --keep 1:0 --model {model} --out {out}",
     "maps": "analyze maps --model {model} --out {out}",
@@ -60,8 +68,10 @@ def test_a_model_that_wraps_its_language_model_is_refused_before_weights_are_rea
     """lm-polygraph#435: a multimodal Gemma 3 was scored for an hour, then "has no head counts"."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     out = tmp_path / "out"
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
     with pytest.raises(SystemExit) as exit_:
-        main(COMMANDS[name].format(model=multimodal, out=out).split())
+        main(COMMANDS[name].format(model=multimodal, recipe=recipe, out=out).split())
     line = only_error(capsys.readouterr().err)
     assert exit_.value.code == 2 and str(multimodal) in line and "Gemma3ForConditionalGeneration" in line
     assert not out.exists() or not list(out.iterdir())

@@ -12,15 +12,15 @@ import torch
 from conftest import make_family_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
-from training import SMALL, refusal, small_run, word_texts, word_tokenizer
+from training import ALIGN, DISTILL, SMALL, refusal, small_run, word_texts, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_distill import pipeline
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import EvaluationConfig, RunConfig, TeacherConfig
 from hybrid_distill.data import DataConfig, LogitHeader, TokenHeader, open_logits
-from hybrid_distill.pipeline import Run
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import choose_heads, prepare, train
 from hybrid_distill.train.losses import next_token_labels
 from hybrid_distill.train.stage import Stage, teacher_hidden
 from hybrid_distill.vocabulary import vocabulary_size
@@ -52,7 +52,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
         tmp_path / "run",
         teacher=TeacherConfig(teacher),
         data=DataConfig((str(text),), seq_len=16),
-        stages=("distill",),
+        stages=(DISTILL,),
         evaluation=EvaluationConfig(texts=str(text), n_texts=2, n_pairs=(4,)),
     )
 
@@ -65,11 +65,11 @@ def stage_of(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage,
         found.extend([stage, rows.batch(0, 8)])
         raise InterruptedError
 
-    monkeypatch.setattr(pipeline, "train_stage", take)
-    run = Run(config)
-    run.prepare()
+    monkeypatch.setattr("hybrid_distill.pipeline.run.train_stage", take)
+    run = RunInputs(config)
+    prepare(run)
     with pytest.raises(InterruptedError):
-        run.train(run.plan())
+        train(run, choose_heads(run))
     return found[0], found[1]
 
 
@@ -77,7 +77,7 @@ def stage_of(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage,
 @pytest.mark.parametrize("hard_weight", [0.0, 0.5, 1.0])
 def test_the_loss_covers_every_id_of_a_tokenizer_with_gaps(config, monkeypatch, fused, hard_weight):
     """tokenspeed#326, llm-foundry#841: ``len(tokenizer)`` is 50, so end-of-text (98) was outside the loss."""
-    config = replace(config, distill=replace(config.distill, fused=fused, hard_weight=hard_weight))
+    config = config.with_stage("distill", fused=fused, hard_weight=hard_weight)
     stage, batch = stage_of(config, monkeypatch)
     mask = batch["mask"]
     labels = next_token_labels(batch["input_ids"], batch["seq_idx"], mask)
@@ -99,7 +99,7 @@ def test_the_loss_covers_every_id_of_a_tokenizer_with_gaps(config, monkeypatch, 
 
 def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monkeypatch):
     """tokenspeed#326: the loss at end-of-text was the one without it (0.24), not 13.9."""
-    config = replace(config, distill=replace(config.distill, hard_weight=1.0))
+    config = config.with_stage("distill", hard_weight=1.0)
     stage, batch = stage_of(config, monkeypatch)
     labels = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
     hidden = stage.student.model(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
@@ -115,12 +115,12 @@ def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monke
 
 
 def test_stored_logits_cover_every_id(config):
-    job = CacheJob(replace(config, distill=replace(config.distill, teacher_logits=config.out / "logits")), top_k=N_IDS)
+    job = CacheJob(config.with_stage("distill", teacher_logits=config.out / "logits"), top_k=N_IDS)
     cache_logits(job)
     assert LogitHeader.load(job.folder / "logits.json").vocabulary_size == N_IDS
     logits = open_logits(job.folder)
     assert EOS in logits.read(logits.row_ids)["ids"]
-    Run(job.run).rows(job.run.distill)  # the run takes them
+    RunInputs(job.run).rows(job.config)  # the run takes them
 
 
 def test_generated_text_has_the_logits_of_every_id(config, tmp_path):
@@ -141,7 +141,7 @@ def padded(config: RunConfig, tmp_path: Path) -> RunConfig:
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     assert vocabulary_size(tokenizer) == N_IDS + 1
     path = save_teacher(tmp_path / "padded", tokenizer, vocab_size=N_IDS, eos_token_id=1)
-    return replace(config, teacher=TeacherConfig(path), stages=("align", "distill"))
+    return replace(config, teacher=TeacherConfig(path), stages=(ALIGN, DISTILL))
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
@@ -166,6 +166,6 @@ def test_every_command_that_works_for_a_run_refuses_it_too(padded, tmp_path, cap
 
 
 def test_a_stage_of_another_teacher_is_refused_too(config, padded, capsys):
-    post = replace(config.post, data=config.data, teacher=padded.teacher.path)
-    line = refusal(capsys, replace(config, stages=("distill", "post"), post=post), "--dry-run")
+    post = replace(DISTILL, name="post", data=config.data, teacher=padded.teacher.path)
+    line = refusal(capsys, replace(config, stages=(DISTILL, post)), "--dry-run")
     assert padded.teacher.path in line and "<pad>" in line

@@ -20,9 +20,11 @@ from training import SMALL, small_run
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, TeacherConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.export import GateReport, export_checkpoint
-from hybrid_distill.pipeline import finished_run, run
+from hybrid_distill.pipeline import finished_run, last_stage, trained_student
+from hybrid_distill.pipeline.run import run
 from hybrid_distill.student.dtypes import make_master_weights, settle
 from hybrid_distill.teacher import DTYPES, load_tokenizer
+from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy, StageConfig
 
 STAGES = {
     "align": ("align",),
@@ -45,9 +47,10 @@ def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
         return False
     if "matrix" in stages:
         return trained == "ssm" and selection in ("none", "restoration")
-    if selection == "restoration" and "align" in stages:
-        return trained != "mixer"  # heads that any plan can take are aligned alone
-    return selection in ("random", "restoration") or stages == "align distill"
+    if selection == "restoration":
+        # Heads that any plan can take are aligned alone.
+        return "align" in stages and trained != "mixer"
+    return selection == "random" or stages == "align distill"
 
 
 CASES = [
@@ -86,6 +89,15 @@ def two_steps(
     }
     in_alignment = trained == "mixer" and "align" in STAGES[stages]
     aligned, target = ("mixer", "mixer") if in_alignment else ("ssm", "head")
+    data = DataConfig(sources=(text,), seq_len=64)
+    every_stage: dict[str, StageConfig] = {
+        "matrix": AlignMatrix(**shared),
+        "align": Align(**shared, train=aligned, target=target),
+        "distill": Distill(**shared, train=trained),
+        "on_policy": DistillOnPolicy(**shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0),
+        "long": Distill(name="long", **shared, train=trained, seq_len=64, segment_len=32),
+        "post": Distill(name="post", **shared, train=trained, data=data),
+    }
     return replace(
         base,
         teacher=TeacherConfig(
@@ -93,20 +105,10 @@ def two_steps(
             dtype=dtype,  # pyright: ignore[reportArgumentType]
             attn_implementation="eager" if "matrix" in STAGES[stages] else None,
         ),
-        data=DataConfig(sources=(text,), seq_len=64),
+        data=data,
         plan=PlanConfig(selection, k=1),  # pyright: ignore[reportArgumentType]
         scoring=replace(base.scoring, n_examples=1, restoration_examples=1),
-        stages=STAGES[stages],
-        matrix=replace(base.matrix, **shared),
-        align=replace(base.align, **shared, train=aligned, target=target),
-        distill=replace(base.distill, **shared, train=trained),
-        on_policy=replace(
-            base.on_policy, **shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0
-        ),
-        long=replace(base.long, **shared, train=trained, seq_len=64, segment_len=32),
-        post=replace(
-            base.post, **shared, train=trained, data=DataConfig(sources=(text,), seq_len=64)
-        ),
+        stages=tuple(every_stage[name] for name in STAGES[stages]),
         evaluation=EvaluationConfig(n_pairs=(4,), n_examples=1, n_texts=1, texts=text),
         export=True,
     )
@@ -135,14 +137,14 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
     assert {tensor.dtype for tensor in exported.values()} == {DTYPES[dtype]}
     measured = json.loads((out / "evaluation.json").read_text())
     assert math.isfinite(measured["perplexity"])
-    student, plan = finished_run(out).trained_student()
+    student, plan = trained_student(finished_run(out))
     if plan.keeps_all:
         return
     finished = finished_run(out)
-    aligned_elsewhere = not finished.config.own_stages
+    aligned_elsewhere = not finished.stages
     if aligned_elsewhere:
         finished = finished_run(out / "aligned")
-    master = load_file(finished.last_stage() / "model.safetensors")
+    master = load_file(last_stage(finished.paths) / "model.safetensors")
     ssm = {name: tensor for name, tensor in master.items() if ".ssm." in name}
     assert ssm and {tensor.dtype for tensor in ssm.values()} == {torch.float32}, (
         "nothing of what was trained is lost"

@@ -28,12 +28,10 @@ from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.distributed import connect
 from hybrid_distill.train import loop
 from hybrid_distill.train.config import (
-    AlignConfig,
-    DistillConfig,
-    LongConfig,
-    MatrixConfig,
-    OnPolicyConfig,
-    PostConfig,
+    Align,
+    AlignMatrix,
+    Distill,
+    DistillOnPolicy,
     StageConfig,
 )
 from hybrid_distill.train.optimizer import trainable
@@ -47,27 +45,27 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, StageConfig] = {
     **{
-        f"align {target} {loss}": AlignConfig(target=target, loss=loss, **COMMON)
+        f"align {target} {loss}": Align(target=target, loss=loss, **COMMON)
         for target in ("mixer", "layer", "head")
         for loss in ("l2", "nmse")
     },
-    "align all nmse recomputed": AlignConfig(loss="nmse", train="mixer", gradient_checkpointing=True, **COMMON),
-    "matrix": MatrixConfig(**COMMON),
+    "align all nmse recomputed": Align(loss="nmse", train="mixer", gradient_checkpointing=True, **COMMON),
+    "matrix": AlignMatrix(**COMMON),
     **{
-        f"distill {kind} {'fused' if fused else 'plain'}": DistillConfig(
+        f"distill {kind} {'fused' if fused else 'plain'}": Distill(
             kind=kind, fused=fused, hard_weight=0.3, temperature=2.0, **COMMON
         )
         for kind in ("forward_kl", "reverse_kl", "jsd")
         for fused in (True, False)
     },
-    "distill soft": DistillConfig(**COMMON),
-    "distill recomputed": DistillConfig(hard_weight=0.3, gradient_checkpointing=True, **COMMON),
-    "top k fused": DistillConfig(teacher_logits=ON_DISK, hard_weight=0.3, **COMMON),
-    "top k plain": DistillConfig(teacher_logits=ON_DISK, hard_weight=0.3, fused=False, **COMMON),
-    "long": LongConfig(segment_len=6, hard_weight=0.3, **COMMON),
-    "post": PostConfig(hard_weight=0.3, **COMMON),
-    "on_policy": OnPolicyConfig(prompt_tokens=8, new_tokens=6, **COMMON),
-    "all on_policy": OnPolicyConfig(prompt_tokens=8, new_tokens=6, share=1.0, **COMMON),
+    "distill soft": Distill(**COMMON),
+    "distill recomputed": Distill(hard_weight=0.3, gradient_checkpointing=True, **COMMON),
+    "top k fused": Distill(teacher_logits=ON_DISK, hard_weight=0.3, **COMMON),
+    "top k plain": Distill(teacher_logits=ON_DISK, hard_weight=0.3, fused=False, **COMMON),
+    "long": Distill(name="long", segment_len=6, hard_weight=0.3, **COMMON),
+    "post": Distill(name="post", hard_weight=0.3, **COMMON),
+    "on_policy": DistillOnPolicy(prompt_tokens=8, new_tokens=6, **COMMON),
+    "all on_policy": DistillOnPolicy(prompt_tokens=8, new_tokens=6, share=1.0, **COMMON),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_family_model
-from training import SMALL, small_models, small_run, word_texts, word_tokenizer
+from training import ALIGN, SMALL, small_models, small_run, word_texts, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.cli.app import main, run_recipe
@@ -18,8 +18,8 @@ from hybrid_distill.data import DataConfig, PackedRows, check_sources, open_rows
 from hybrid_distill.data.chat import encode_conversation
 from hybrid_distill.data.documents import read_documents
 from hybrid_distill.evaluation.evaluate import EvalResult
-from hybrid_distill.pipeline import Run
-from hybrid_distill.train.config import PostConfig
+from hybrid_distill.pipeline import run as steps
+from hybrid_distill.train.config import Distill
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import IGNORE, next_token_labels
 from hybrid_distill.train.stages import make_stage
@@ -153,7 +153,7 @@ def test_the_loss_does_not_see_what_the_teacher_says_of_the_users_part(tmp_path,
     rows = open_rows(DataConfig((str(source),), chat=True, seq_len=24), chat_tokenizer(), cache_dir=tmp_path)
     batch = rows.batch(0, 2)
     student, teacher = small_models(vocab_size=102)
-    stage = make_stage(PostConfig(fused=fused, hard_weight=0.5), student, teacher)
+    stage = make_stage(Distill(name="post", fused=fused, hard_weight=0.5), student, teacher)
     clean = stage(batch).total
 
     def with_noise_where(mask):
@@ -177,7 +177,7 @@ def test_a_wider_teacher_with_another_padding_of_the_vocabulary(tmp_path):
     rows = open_rows(DataConfig((str(source),), chat=True, seq_len=24), chat_tokenizer(), cache_dir=tmp_path)
     losses = []
     for fused in (True, False):
-        stage = make_stage(PostConfig(fused=fused), student, wide, vocab_size=102)
+        stage = make_stage(Distill(name="post", fused=fused), student, wide, vocab_size=102)
         assert isinstance(stage, EndToEnd)
         losses.append(stage(rows.batch(0, 2)).total)
     torch.testing.assert_close(*losses)
@@ -204,9 +204,8 @@ def post_run(tmp_path: Path) -> RunConfig:
         tmp_path / "run",
         teacher=TeacherConfig(path=small),
         data=DataConfig((str(text),), seq_len=16),
-        stages=("align", "post"),
+        stages=(ALIGN, Distill(name="post", steps=2, batch_size=2, micro_batch_size=1, data=data, teacher=wide)),
         plan=PlanConfig("random", k=2),
-        post=PostConfig(steps=2, batch_size=2, micro_batch_size=1, data=data, teacher=wide),
         evaluation=EvaluationConfig(texts=str(text), n_texts=2, n_pairs=(4,)),
     )
 
@@ -214,15 +213,16 @@ def post_run(tmp_path: Path) -> RunConfig:
 def test_a_run_with_a_stage_of_its_own_data_and_teacher(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
     run = post_run(tmp_path)
-    assert main(["prepare-data", "--tokenizer", str(tmp_path / "wide"), "--sources", run.post.data.sources[0],
+    data = run.data_of(run.stage("post"))
+    assert main(["prepare-data", "--tokenizer", str(tmp_path / "wide"), "--sources", data.sources[0],
                  "--chat", "--out", str(tmp_path / "tokens")]) is None  # fmt: skip
     assert "12 documents" in capsys.readouterr().out
     # This tokenizer has no words to ask questions with.
     nothing = EvalResult({}, {}, 1, None, None, 0, None, None, None, 0, {}, 0)
-    monkeypatch.setattr(Run, "evaluate", lambda self, student: nothing.save(self.out / "evaluation.json"))
-    prepared = replace(run.post, data=replace(run.post.data, sources=(str(tmp_path / "tokens"),)))
-    for number, post in enumerate((run.post, prepared)):
-        config = replace(run, out=tmp_path / f"run{number}", post=post)
+    monkeypatch.setattr(steps, "evaluate_run", lambda inputs, student: nothing.save(inputs.paths.evaluation))
+    prepared = replace(data, sources=(str(tmp_path / "tokens"),))
+    for number, source in enumerate((data, prepared)):
+        config = replace(run, out=tmp_path / f"run{number}").with_stage("post", data=source)
         run_recipe(config, [])
         assert from_json(config.out / "config.json") == config
         run_recipe(config, [])  # finished stages are loaded

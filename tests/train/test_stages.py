@@ -14,7 +14,7 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
 from hybrid_distill.train.align import LayerAlignment
-from hybrid_distill.train.config import AlignConfig, DistillConfig, MatrixConfig, OnPolicyConfig
+from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import distillation_loss
 from hybrid_distill.train.on_policy import OnPolicy, _kind_of, _SampleByRow
@@ -48,7 +48,7 @@ def test_the_target_is_the_output_of_the_teachers_own_module(family_model, famil
     """Recomputed by hand from a trace of the teacher, the last layer included."""
     teacher = family_model(family)
     student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
-    found = LayerAlignment(student, teacher, AlignConfig(target=target))(batch).per_layer
+    found = LayerAlignment(student, teacher, Align(target=target))(batch).per_layer
     mask, packed = batch["mask"], packed_inputs(batch["seq_idx"])
     with torch.no_grad():
         states = teacher(input_ids=batch["input_ids"], output_hidden_states=True, use_cache=False, **packed)
@@ -75,11 +75,11 @@ def test_the_target_is_the_output_of_the_teachers_own_module(family_model, famil
 
 
 STAGES = {
-    "mixer": AlignConfig(target="mixer", train="mixer"),
-    "layer": AlignConfig(target="layer"),
-    "head": AlignConfig(target="head"),
-    "matrix": MatrixConfig(),
-    "distill": DistillConfig(),
+    "mixer": Align(target="mixer", train="mixer"),
+    "layer": Align(target="layer"),
+    "head": Align(target="head"),
+    "matrix": AlignMatrix(),
+    "distill": Distill(),
 }
 
 
@@ -89,7 +89,7 @@ def test_the_fused_loss_is_that_of_the_logits_and_has_its_gradients(family_model
     for fused in (True, False):
         teacher = family_model(family)
         student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
-        config = DistillConfig(kind="jsd", temperature=2.0, hard_weight=0.3, fused=fused)
+        config = Distill(kind="jsd", temperature=2.0, hard_weight=0.3, fused=fused)
         loss = EndToEnd(student, teacher, config)(batch).total
         loss.backward()
         found[fused] = {"loss": loss.detach()} | {name: p.grad for name, p in student.named_parameters()}
@@ -101,7 +101,7 @@ def test_the_fused_loss_is_that_of_the_logits_and_has_its_gradients(family_model
 @pytest.mark.parametrize("loss", ["l2", "nmse"])
 def test_a_batch_costs_one_pass_of_the_teacher_and_leaves_no_hooks(batch, target, loss):
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher, AlignConfig(target=target, loss=loss))
+    stage = LayerAlignment(student, teacher, Align(target=target, loss=loss))
     calls = {"blocks": 0, "head": 0}
     teacher.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.update(blocks=calls["blocks"] + 1))
     teacher.lm_head.register_forward_hook(lambda *_: calls.update(head=calls["head"] + 1))
@@ -116,7 +116,7 @@ def test_a_batch_costs_one_pass_of_the_teacher_and_leaves_no_hooks(batch, target
 
 def test_there_is_one_copy_of_the_frozen_weights():
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher, AlignConfig())
+    stage = LayerAlignment(student, teacher, Align())
     assert student.model.embed_tokens.weight is teacher.model.embed_tokens.weight
     assert student.model.layers[0].mlp.up_proj.weight is teacher.model.layers[0].mlp.up_proj.weight
     names = {name for name, _ in stage.named_parameters()}
@@ -126,17 +126,17 @@ def test_there_is_one_copy_of_the_frozen_weights():
 @pytest.mark.parametrize(
     ("config", "trained"),
     [
-        (AlignConfig(train="ssm"), (".ssm.",)),
-        (AlignConfig(train="mixer"), (".ssm.", ".attention.", ".o_proj.")),
-        (DistillConfig(train="ssm"), (".ssm.",)),
-        (DistillConfig(train="mixer"), (".self_attn.",)),
-        (DistillConfig(train="all"), ("",)),
+        (Align(train="ssm"), (".ssm.",)),
+        (Align(train="mixer"), (".ssm.", ".attention.", ".o_proj.")),
+        (Distill(train="ssm"), (".ssm.",)),
+        (Distill(train="mixer"), (".self_attn.",)),
+        (Distill(train="all"), ("",)),
     ],
 )
 def test_a_stage_trains_what_it_says_uses_all_of_it_and_never_touches_the_teacher(batch, config, trained):
     student, teacher = small_models()
     before = {name: p.detach().clone() for name, p in teacher.named_parameters()}
-    LayerAlignment(student, teacher, AlignConfig())  # shares weights, which distillation must not train
+    LayerAlignment(student, teacher, Align())  # shares weights, which distillation must not train
     stage = make_stage(config, student, teacher)
     stage(batch).total.backward()
     for name, parameter in stage.named_parameters():
@@ -150,7 +150,7 @@ def test_a_stage_trains_what_it_says_uses_all_of_it_and_never_touches_the_teache
 
 def test_with_ssm_training_a_kept_head_goes_on_contributing_what_it_did(batch):
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher, AlignConfig())
+    stage = LayerAlignment(student, teacher, Align())
     optimizer = torch.optim.SGD([p for p in stage.parameters() if p.requires_grad], lr=0.1)
     for _ in range(3):
         stage(batch).total.backward()
@@ -169,7 +169,7 @@ def test_with_ssm_training_a_kept_head_goes_on_contributing_what_it_did(batch):
 def test_recomputing_changes_nothing_but_memory(batch, target):
     gradients = []
     for recompute in (False, True):
-        stage = LayerAlignment(*small_models(), AlignConfig(target=target, gradient_checkpointing=recompute))
+        stage = LayerAlignment(*small_models(), Align(target=target, gradient_checkpointing=recompute))
         stage(batch).total.backward()
         gradients.append([p.grad for p in stage.parameters() if p.grad is not None])
     assert gradients[0] and all(torch.equal(a, b) for a, b in zip(*gradients))
@@ -178,7 +178,7 @@ def test_recomputing_changes_nothing_but_memory(batch, target):
 def test_layers_that_keep_every_head_are_left_out(batch):
     student, teacher = small_models()
     student, _ = build_student(teacher, HeadPlan.layers(teacher.config, [0]), d_state=4)
-    loss = LayerAlignment(student, teacher, AlignConfig(train="mixer"))(batch)
+    loss = LayerAlignment(student, teacher, Align(train="mixer"))(batch)
     assert list(loss.per_layer) == ["layer.1"]
     torch.testing.assert_close(loss.total.detach(), loss.per_layer["layer.1"])
 
@@ -187,7 +187,7 @@ def make(name: str, k: int = 2):
     student, teacher = small_models(k=k)
     if name == "matrix":
         teacher.set_attn_implementation("eager")
-    config = {"align": AlignConfig(), "matrix": MatrixConfig(), "distill": DistillConfig(hard_weight=0.3)}[name]
+    config = {"align": Align(), "matrix": AlignMatrix(), "distill": Distill(hard_weight=0.3)}[name]
     return make_stage(config, student, teacher, vocab_size=99)
 
 
@@ -246,7 +246,7 @@ def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
 @pytest.mark.parametrize("fused", [True, False])
 def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
     student, teacher = small_models()
-    stage = make_stage(DistillConfig(temperature=2.0, fused=fused), student, teacher, vocab_size=99)
+    stage = make_stage(Distill(temperature=2.0, fused=fused), student, teacher, vocab_size=99)
     with torch.no_grad():
         packed = packed_inputs(batch["seq_idx"])
         theirs = teacher(input_ids=batch["input_ids"], use_cache=False, **packed).logits
@@ -261,20 +261,20 @@ def test_logits_that_are_more_than_a_product_are_not_fused(batch, finish):
     for config in (student.model.config, teacher.config):
         for name, value in finish.items():
             setattr(config, name, value)
-    plain = EndToEnd(*small_models(), DistillConfig())(batch).total
-    assert not torch.allclose(EndToEnd(student, teacher, DistillConfig())(batch).total, plain, rtol=1e-2)
+    plain = EndToEnd(*small_models(), Distill())(batch).total
+    assert not torch.allclose(EndToEnd(student, teacher, Distill())(batch).total, plain, rtol=1e-2)
 
 
 def test_a_stage_recomputes_only_if_it_says_so_itself():
     student, teacher = small_models()
     for recompute in (True, False):
-        EndToEnd(student, teacher, DistillConfig(gradient_checkpointing=recompute))
+        EndToEnd(student, teacher, Distill(gradient_checkpointing=recompute))
         assert student.is_gradient_checkpointing == recompute
 
 
 def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
     student, teacher = small_models()
-    stage = LayerAlignment(student.bfloat16(), teacher.bfloat16(), AlignConfig(precision="bf16"))
+    stage = LayerAlignment(student.bfloat16(), teacher.bfloat16(), Align(precision="bf16"))
     loss = stage(batch).total
     loss.backward()
     assert loss.dtype == torch.float32
@@ -285,14 +285,14 @@ def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
 REFUSED = {
     "align without recurrent heads": (lambda: make("align", k=8), "nothing to train"),
     "matrix without recurrent heads": (lambda: make("matrix", k=8), "nothing to train"),
-    "matrix without maps": (lambda: make_stage(MatrixConfig(), *small_models()), "'sdpa' attention does not return"),
-    "heads and more": (lambda: AlignConfig(target="head", train="mixer"), r"heads alone: use --align\.train ssm"),
+    "matrix without maps": (lambda: make_stage(AlignMatrix(), *small_models()), "'sdpa' attention does not return"),
+    "heads and more": (lambda: Align(target="head", train="mixer"), r"heads alone: use --align\.train ssm"),
     "sharded teacher, its layers": (
-        lambda: with_sharded_teacher(LayerAlignment(*small_models(), AlignConfig(target="layer")), Mock()),
+        lambda: with_sharded_teacher(LayerAlignment(*small_models(), Align(target="layer")), Mock()),
         "the teacher cannot be sharded; use target 'mixer' or 'head'",
     ),
     "run with a sharded teacher, its layers": (
-        lambda: small_run(align=AlignConfig(target="layer"), teacher_sharding="sharded"),
+        lambda: small_run(align=Align(target="layer"), teacher_sharding="sharded"),
         r"align\.target is 'layer'.* use --align.target mixer or head, or --teach",
     ),
 }
@@ -312,7 +312,7 @@ def own_text(share: float = 1.0, eos: int = 1):
         student.lm_head.weight[eos] *= 0
         student.lm_head.weight[eos] += 0.1
     student.generation_config.eos_token_id = eos
-    config = OnPolicyConfig(share=share, prompt_tokens=8, new_tokens=12)
+    config = DistillOnPolicy(share=share, prompt_tokens=8, new_tokens=12)
     return OnPolicy(student, teacher, config), small_rows().batch(0, 8)
 
 

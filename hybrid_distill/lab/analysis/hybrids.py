@@ -24,8 +24,7 @@ from ...distributed import own_device
 from ...guard import load_student
 from ...kernels import Kernels, use_kernels
 from ...model.modeling_hybrid import HybridForCausalLM
-from ...pipeline import finished_run
-from ...pipeline.folder import is_run
+from ...pipeline import finished_run, is_run, trained_student
 from ...plan import HeadId
 from ...probes import check_counts
 from ...scoring import HeadScores, score_heads
@@ -86,11 +85,12 @@ class ReplaceLayer(Experiment):
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
         """Load student, teacher and tokenizer. Raises ValueError unless they match."""
-        if is_run(self.student / "config.json"):
+        if is_run(self.student):
             if self.teacher is not None:
                 raise ValueError(f"{self.student} is a run and records its teacher; leave out --teacher.")
             run = finished_run(self.student)
-            (student, _), (teacher, tokenizer) = run.trained_student(), run.teacher_and_tokenizer
+            student, _ = trained_student(run)
+            teacher, tokenizer = run.teacher_and_tokenizer
         else:
             student, own = load_student(self.student)
             dtype = str(student.dtype).removeprefix("torch.")

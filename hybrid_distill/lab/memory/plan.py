@@ -57,7 +57,7 @@ class StageShape:
         self.trains_all, self.trains_attention = train == "all", train != "ssm"
         self.kind: str = getattr(config, "kind", "forward_kl")
         # Tokens per segment of the recurrent heads; the backward recomputes each segment.
-        self.segment_len: int = getattr(config, "segment_len", NEVER)
+        self.segment_len: int = getattr(config, "segment_len", None) or NEVER
         self.bf16, self.gradient_checkpointing = config.precision == "bf16", config.gradient_checkpointing
         self.itemsize = BF16 if self.bf16 else FP32
         self.shardable = stage.shardable

@@ -15,7 +15,7 @@ from ...distributed import own_device
 from ...plan import HeadPlan
 from ...student.build import build_student
 from ...teacher import DTYPES, load_config
-from ...train.config import DistillConfig
+from ...train.config import Distill
 from ...train.stage import Stage
 from ...train.stages import make_stage
 
@@ -46,8 +46,8 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
     attention = {"attn_implementation": own} if (own := config.teacher.attn_implementation) else {}
     with torch.random.fork_rng():
         teacher = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.teacher.dtype], **attention)
-        for options in config.stage_configs:
-            if isinstance(options, DistillConfig):
+        for options in config.stages:
+            if isinstance(options, Distill):
                 options = replace(options, teacher_logits=None)
             form = config.student
             student, _ = build_student(
@@ -61,9 +61,9 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
             )
             stage = make_stage(options, student.train(), teacher)
             stage.place(device)
-            ids_BL = torch.randint(3, teacher.config.vocab_size, (1, options.data_within(config.data).seq_len))
+            ids_BL = torch.randint(3, teacher.config.vocab_size, (1, config.data_of(options).seq_len))
             row: Batch = {"input_ids": ids_BL, "seq_idx": torch.zeros_like(ids_BL), "mask": ids_BL >= 0}
-            seconds = _seconds_of(stage, on_device(row, device), 1.0 / len(config.stage_configs))
+            seconds = _seconds_of(stage, on_device(row, device), 1.0 / len(config.stages))
             yield options.name, options.steps, seconds * options.batch_size
 
 

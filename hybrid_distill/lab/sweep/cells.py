@@ -16,7 +16,15 @@ from pathlib import Path
 
 from ...config import PlanConfig, RunConfig
 from ...distributed import alone_in, connect, on_main_process
-from ...pipeline import Run, run_beside
+from ...pipeline import RunInputs, RunPaths, last_stage
+from ...pipeline.run import (
+    align_all_heads,
+    evaluate_teacher,
+    prepare,
+    restoration_plan,
+    run_beside,
+    score,
+)
 from ...scoring import HeadScores
 from ...train.loop import Interrupted
 from .folder import Sweep, Task
@@ -55,16 +63,16 @@ def perform(sweep: Sweep, task: Task) -> None:
 
 
 def _work(sweep: Sweep, task: Task) -> None:
-    shared = Run(_seeded(sweep, task.seed), sweep.teacher, sweep.pins)
+    shared = RunInputs(_seeded(sweep, task.seed), sweep.teacher, sweep.pins)
     if task.cell is not None:
         run_beside(shared, cell_config(sweep, task.cell))
     elif task.d_state is not None:
-        _alignment_run(sweep, task.seed, task.d_state).aligned  # noqa: B018  trains it
+        align_all_heads(_alignment_run(sweep, task.seed, task.d_state))
     else:
-        shared.prepare()
-        if any(path.name == "scores.json" for path in task.leaves):
-            shared.scores()
-        shared.evaluate_teacher()
+        prepare(shared)
+        if shared.paths.scores in task.leaves:
+            score(shared)
+        evaluate_teacher(shared)
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
@@ -74,47 +82,61 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
         return base
     if not sweep.share:
         return replace(base, student=replace(base.student, d_state=cell.d_state))
-    config = _alignment_run(sweep, cell.seed, cell.d_state).config
-    aligned = Run(replace(config, out=config.out / "aligned")).last_stage()
-    return replace(base, student=replace(config.student, aligned=aligned), stages=sweep.own_stages)
+    alignment = _alignment_run(sweep, cell.seed, cell.d_state)
+    aligned = last_stage(alignment.paths.aligned)
+    return replace(base, student=replace(alignment.config.student, aligned=aligned), stages=base.student_stages)
 
 
 def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) -> RunConfig:
     """Return the config of a run that takes its scores from another run and keeps other heads."""
-    scoring = replace(shared.scoring, file=shared.out / "scores.json")
+    scoring = replace(shared.scoring, file=RunPaths(shared.out).scores)
     return replace(shared, name=name, out=out, plan=plan, scoring=scoring)
 
 
-def restored_plan(aligned: Run, k: int) -> PlanConfig:
+def restored_plan(inputs: RunInputs, k: int) -> PlanConfig:
     """Choose heads by what they restore to the aligned student without attention; computed only once."""
-    aligned.restoration_plan(k)
-    return PlanConfig("file", k=k, file=aligned.restoration_path(k))
+    restoration_plan(inputs, k)
+    return PlanConfig("file", k=k, file=inputs.paths.restoration_plan(k))
 
 
-def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> Run:
+def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> RunInputs:
     """Return the run in whose folder ``aligned`` is trained and restoration plans are made."""
     config, name = _seeded(sweep, seed), f"n{d_state}-s{seed}"
     student = replace(config.student, d_state=d_state)
     config = variant_config(config, f"shared-{name}", sweep.out / "shared" / name, config.plan)
-    return Run(replace(config, student=student), sweep.teacher, sweep.pins)
+    return RunInputs(replace(config, student=student), sweep.teacher, sweep.pins)
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
     """Return the recipe with another seed, for draws in training, prompts and the order of the data."""
     base = sweep.base
-    data, post = (replace(data, seed=data.seed + seed - base.seed) for data in (base.data, base.post.data))
-    base = replace(base, seed=seed, data=data, post=replace(base.post, data=post), group=sweep.out.name, export=False)
-    return replace(base, name=f"shared-s{seed}", out=sweep.out / "shared" / f"s{seed}")
+    shift = seed - base.seed
+    stages = []
+    for stage in base.stages:
+        if stage.data is not None:
+            stage = replace(stage, data=replace(stage.data, seed=stage.data.seed + shift))
+        stages.append(stage)
+    return replace(
+        base,
+        name=f"shared-s{seed}",
+        out=sweep.out / "shared" / f"s{seed}",
+        seed=seed,
+        data=replace(base.data, seed=base.data.seed + shift),
+        stages=tuple(stages),
+        group=sweep.out.name,
+        export=False,
+    )
 
 
 def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
     if cell.selection == "layers":
-        scores = HeadScores.load(_seeded(sweep, cell.seed).out / "scores.json")
+        scores = HeadScores.load(RunPaths(_seeded(sweep, cell.seed).out).scores)
         return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
     if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
         run = _alignment_run(sweep, cell.seed, cell.d_state)
-        with alone_in(run.out, patience=math.inf):  # cells that start together would write its files at the same time
-            run.aligned  # noqa: B018  opens it
+        # Cells that start together would write its files at the same time.
+        with alone_in(run.paths.out, patience=math.inf):
+            align_all_heads(run)
         return restored_plan(run, cell.heads)
     return PlanConfig(cell.selection, k=cell.heads, seed=cell.seed if cell.selection == "random" else 0)
 

@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import RunConfig, StageName, from_record, to_json
-from ...data import PINS, Pins, read_pins
+from ...config import RunConfig, from_record, to_json
+from ...data import Pins, read_pins
 from ...io import Record, differences, read_json, refused, write_json
 from ...locking import is_locked
-from ...pipeline import Run
-from ...pipeline.folder import MAY_CHANGE, has_result
+from ...pipeline import RunInputs, RunPaths
+from ...pipeline.folder import has_result, settings
 from ...provenance import versions
+from ...train.config import StageConfig
+from ...tunable import fixed_fields
 from .grid import ALL, Cell, Grid
 
 FORMAT = "hybrid-distill/sweep/1"
@@ -98,10 +100,10 @@ class Sweep:
 
         Raises ValueError naming the differences from the sweep that the folder holds.
         """
-        if share and not any(stage.is_per_plan for stage in base.stage_configs):
+        if share and not (base.head_stages and base.student_stages):
             raise ValueError(
-                f"the recipe's stages are {', '.join(base.stages)}; with a shared alignment nothing is left for the "
-                "cells to do. Add distill, or pass --no-share."
+                f"the recipe's stages are {', '.join(base.stage_names) or 'none'}; with a shared alignment there must "
+                "be one to share, and more for the cells to do. List an Align() and a Distill(), or pass --no-share."
             )
         record = {
             "format": FORMAT,
@@ -122,8 +124,7 @@ class Sweep:
         """Raise ValueError unless ``now`` has all existing cells and the same settings, or nothing has run yet."""
         if not any(has_result(task.folder) for task in self.tasks.values()):
             return
-        there, here = ({"share": old["share_alignment"], **old["config"]} for old in (self.record, now))
-        changed = differences(there, here, {*MAY_CHANGE, *base.unused_stages})
+        changed = differences(_settings(self.base, self.record), _settings(base, now))
         gone = {cell.name for cell in self.cells} - {cell["name"] for cell in now["cells"]}
         if changed or gone:
             shown = ", ".join(changed or ["with " + ", ".join(sorted(gone)[:5])])
@@ -135,38 +136,48 @@ class Sweep:
     @cached_property
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Teacher and tokenizer, loaded once by a process that runs several tasks."""
-        return Run(self.base).teacher_and_tokenizer
+        return RunInputs(self.base).teacher_and_tokenizer
 
     @cached_property
     def pins(self) -> Pins:
         """Commits of the sources on the hub, which the command that started the sweep has asked for."""
-        return read_pins(self.out / PINS)
+        return read_pins(RunPaths(self.out).sources)
 
     @property
-    def own_stages(self) -> tuple[StageName, ...]:
+    def own_stages(self) -> tuple[StageConfig, ...]:
         """Stages that every cell runs by itself."""
-        stages = zip(self.base.stages, self.base.stage_configs)
-        return tuple(name for name, stage in stages if stage.is_per_plan or not self.share)
+        return self.base.student_stages if self.share else self.base.stages
 
     @cached_property
     def tasks(self) -> dict[str, Task]:
         """Tasks by name, each after those that it needs."""
         tasks: dict[str, Task] = {}
-        steps = {name: stage.steps for name, stage in zip(self.base.stages, self.base.stage_configs)}
-        own_steps = sum(steps[name] for name in self.own_stages)
+        own_steps = sum(stage.steps for stage in self.own_stages)
+        shared_steps = sum(stage.steps for stage in self.base.stages) - own_steps
         ranked = {cell.seed for cell in self.cells if cell.selection in NEEDS_SCORES}
         for cell in self.cells:
             name = f"s{cell.seed}"
             folder, after = self.out / "shared" / name, [name]
-            leaves = [folder / "teacher/evaluation.json", *([folder / "scores.json"] * (cell.seed in ranked))]
+            leaves = [RunPaths(folder).teacher_evaluation]
+            if cell.seed in ranked:
+                leaves.append(RunPaths(folder).scores)
             tasks.setdefault(name, Task(name, cell.seed, folder, leaves))
             if cell.d_state is not None and self.share:
                 name = f"n{cell.d_state}-s{cell.seed}"
-                folder, shared_steps = self.out / "shared" / name, sum(steps.values()) - own_steps
-                leaves = [folder / "aligned/stages"]
+                folder = self.out / "shared" / name
+                leaves = [RunPaths(folder).aligned.stages]
                 tasks.setdefault(name, Task(name, cell.seed, folder, leaves, cell.d_state, None, after, shared_steps))
                 after = [*after, name]
             folder, own = self.out / "cells" / cell.name, 0 if cell.selection == ALL else own_steps
-            leaves = [folder / "evaluation.json"]
+            leaves = [RunPaths(folder).evaluation]
             tasks[cell.name] = Task(cell.name, cell.seed, folder, leaves, cell.d_state, cell, after, own)
         return tasks
+
+
+def _settings(base: RunConfig, record: Record) -> Record:
+    """Return all settings of a sweep that may not change when it goes on, its evaluation included."""
+    return {
+        "share": record["share_alignment"],
+        "evaluation": fixed_fields(base.evaluation),
+        **settings(base, base.stage_names),
+    }

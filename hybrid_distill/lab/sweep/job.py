@@ -14,12 +14,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of, on_asked_teacher
-from ...data import PINS, write_pins
+from ...data import write_pins
 from ...distributed import check_trackers
 from ...locking import locked
-from ...pipeline import Run
+from ...pipeline import RunInputs, RunPaths
+from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
+from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.loop import Interrupted
 from .folder import Sweep, Task
 from .grid import Cell, Grid
@@ -84,8 +86,8 @@ class SweepJob:
 class Request(NamedTuple):
     """Sweep that was asked for, checked."""
 
-    run: Run
-    """Run of the recipe, whose inputs were checked."""
+    inputs: RunInputs
+    """Inputs of the recipe's run, checked."""
     grid: Grid
     cells: list[Cell]
     workers: WorkerOptions
@@ -100,14 +102,14 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     of_recipe = _defaults(recipe, "grid", AXES)
     asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
     grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
-    run = Run(base)
-    run.check_teachers()
-    run.check_data()
-    run.check_evaluation()
-    run.check_student(PlanConfig("none", k=0))
+    inputs = RunInputs(base)
+    check_teachers(inputs)
+    check_data(inputs)
+    check_evaluation(inputs)
+    check_student(inputs, PlanConfig("none", k=0))
     cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
     options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
-    return Request(run, grid, cells, options)
+    return Request(inputs, grid, cells, options)
 
 
 def dry_run(job: SweepJob, recipe: ModuleType) -> str:
@@ -115,11 +117,11 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
 
     Raises ValueError as `sweep` does.
     """
-    run, _, cells, options = checked(job, recipe)
+    inputs, _, cells, options = checked(job, recipe)
     names = ", ".join(cell.name for cell in cells)
     with TemporaryDirectory() as folder:  # submitit makes its folder at once
         workers = options.workers(Path(folder))
-    return f"{run.config.name}: {len(cells)} cells, into {job.out}: {names}\n{workers.described()}"
+    return f"{inputs.config.name}: {len(cells)} cells, into {job.out}: {names}\n{workers.described()}"
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
@@ -128,13 +130,13 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before
     anything runs; SweepFailed at the end, if cells have failed; Interrupted if stopped.
     """
-    run, grid, cells, options = checked(job, recipe)
+    inputs, grid, cells, options = checked(job, recipe)
     workers = options.workers(job.out / "jobs")
     command = " ".join([str(job.recipe), *(["--set", *job.set] if job.set else [])])
     with locked(job.out):
-        this = Sweep.open(run.config, grid, cells, share=job.share, command=command)
-        if run.pins:  # all cells read the same commits of sources on the hub, and none of them asks
-            write_pins(job.out / PINS, run.pins)
+        this = Sweep.open(inputs.config, grid, cells, share=job.share, command=command)
+        if inputs.pins:  # all cells read the same commits of sources on the hub, and none of them asks
+            write_pins(RunPaths(job.out).sources, inputs.pins)
 
         def changed(task: Task) -> None:
             write_results(this)
@@ -166,8 +168,8 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
             flags.append(f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
-    default = on_asked_teacher(config_of(recipe), flags)
-    base = tyro.cli(RunConfig, default=default, args=flags)
+    default = with_stage_flags(on_asked_teacher(config_of(recipe), flags))
+    base = without_stage_flags(tyro.cli(type(default), default=default, args=flags))
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."

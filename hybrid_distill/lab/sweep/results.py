@@ -10,6 +10,7 @@ import pandas as pd
 from ...evaluation.evaluate import EvalResult
 from ...io import Record, replacing
 from ...locking import is_locked
+from ...pipeline import RunPaths
 from ...plan import HeadPlan
 from ..memory.timing import duration
 from ..reporting import markdown_table
@@ -31,7 +32,7 @@ def write_results(sweep: Sweep) -> Path:
         folder = {"dir": task.folder.relative_to(sweep.out).as_posix()}
         if task.cell is not None:
             rows.append(_row(task.cell, task.folder, task.outcome()) | folder)
-        elif task.d_state is None and (path := task.folder / "teacher" / "evaluation.json").exists():
+        elif task.d_state is None and (path := RunPaths(task.folder).teacher_evaluation).exists():
             name = {"cell": f"{TEACHER}-{task.name}", "state": "done", "selection": TEACHER, "seed": task.seed}
             rows.append(name | _figures(path) | folder)
     rows.sort(key=lambda row: row["selection"] != TEACHER)
@@ -46,12 +47,12 @@ def _row(cell: Cell, folder: Path, outcome: Outcome) -> Record:
     row: Record = {"cell": cell.name, **asdict(cell), "state": outcome.state, "error": outcome.error}
     if outcome.state != "done":
         return row
-    plan = HeadPlan.load(folder / "plan.json")
+    plan = HeadPlan.load(RunPaths(folder).plan)
     row |= {"layers_with_heads": len({head.layer for head in plan.kept}), "kv_heads": plan.n_stored_kv_heads}
     last = [records[-1] for path in sorted(folder.glob("stages/*/metrics.jsonl")) if (records := metrics(path))]
     spent = {"steps": "step", "tokens": "tokens", "train_seconds": "seconds"}
     row |= {name: round(sum(record.get(key, 0) for record in last), 3) for name, key in spent.items()}
-    return row | _figures(folder / "evaluation.json")
+    return row | _figures(RunPaths(folder).evaluation)
 
 
 def _figures(path: Path) -> Record:

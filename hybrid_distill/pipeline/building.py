@@ -1,0 +1,112 @@
+"""Students of a run: newly built, from an alignment of all heads, or from a finished stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from ..data import Batch, Rows
+from ..io import Record
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..plan import HeadPlan
+from ..progress import Phase
+from ..student.build import (
+    BuildReport,
+    build_student,
+    empty_student,
+    graft_recurrent_heads,
+    load_recurrent_heads,
+)
+from ..student.init import DEFAULT_INIT, Init
+from ..teacher import fingerprint
+from ..train.checkpoint import StageManifest, load_stage, stage_tensors
+from .built import save_built
+from .inputs import RunInputs
+
+CALIBRATION_TOKENS = 2048
+
+
+def build_and_save(
+    inputs: RunInputs, plan: HeadPlan, aligned: Path | None, rows: Rows | None, made_for: Record
+) -> HybridForCausalLM:
+    """Build a student, its heads from a finished alignment or fitted to the run's first ``rows`` of text; save it."""
+    calibration = None
+    if rows is not None:
+        calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // inputs.config.data.seq_len))
+    with Phase("building the student"):
+        if aligned is not None:
+            student, report = student_from_alignment(inputs, plan, aligned)
+        else:
+            student, report = new_student(inputs, plan, inputs.config.student.init, calibration)
+        save_built(inputs.paths, student, report, made_for)
+    return student
+
+
+def made_for(inputs: RunInputs, plan: HeadPlan) -> Record:
+    """Return everything that the built student depends on and that a folder's owner may replace."""
+    student = dataclasses.asdict(inputs.config.student)
+    del student["kernels"]  # may change when a run resumes, which must find the student it began with
+    aligned = inputs.config.student.aligned
+    if aligned is not None:
+        manifest = StageManifest.read(aligned)
+        student["aligned"] = manifest and manifest.weights
+    return {
+        "plan": dataclasses.asdict(plan),
+        "teacher": fingerprint(inputs.teacher),
+        "student": student,
+        "seed": inputs.config.seed,
+    }
+
+
+def new_student(
+    inputs: RunInputs,
+    plan: HeadPlan,
+    init: Init = DEFAULT_INIT,
+    calibration: Batch | None = None,
+    recurrent: Mapping[str, Tensor] | None = None,
+) -> tuple[HybridForCausalLM, BuildReport]:
+    """Build the student that the config describes; ``recurrent`` are the weights of its recurrent heads, if known."""
+    options = inputs.config.student
+    student, report = build_student(
+        inputs.teacher,
+        plan,
+        d_state=options.d_state,
+        conv_width=options.conv_width,
+        recurrence=options.recurrence,
+        init=init,
+        calibration=calibration,
+        recurrent=recurrent,
+        seed=inputs.config.seed,
+        kernels=options.kernels,
+    )
+    student.name_or_path = inputs.config.name
+    return student, report
+
+
+def student_from_alignment(
+    inputs: RunInputs, plan: HeadPlan, stage: Path
+) -> tuple[HybridForCausalLM, BuildReport]:
+    """Build a student whose recurrent heads come from a finished alignment of all heads."""
+    student, report = new_student(inputs, plan)
+    graft_recurrent_heads(student, _donor(inputs, stage))
+    return student, report
+
+
+def student_of_stage(inputs: RunInputs, plan: HeadPlan, stage: Path) -> HybridForCausalLM:
+    """Build a student and load the weights of a finished stage."""
+    student, _ = new_student(inputs, plan)
+    load_stage(stage, student)
+    return student
+
+
+def _donor(inputs: RunInputs, stage: Path) -> HybridForCausalLM:
+    """Return a student without kept heads that holds the recurrent heads of a finished alignment, and no other
+    weights: a second copy of a large model would not fit."""
+    options = inputs.config.student
+    none = HeadPlan.none(inputs.teacher)
+    donor = empty_student(inputs.teacher, none, options.d_state, options.conv_width, options.recurrence)
+    load_recurrent_heads(donor, stage_tensors(stage), str(stage))
+    return donor

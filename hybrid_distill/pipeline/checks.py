@@ -1,0 +1,129 @@
+"""Checks of a run's input, before anything is computed.
+
+They raise ValueError for input that would stop a run. They look at names, headers and shapes, not at weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from ..config import PlanConfig
+from ..data import check_launch, check_same_vocabulary, check_sources
+from ..distributed import check_trackers
+from ..model.documents import check_packs
+from ..plan import HeadPlan
+from ..probes.checks import check_answerable
+from ..probes.forms import PLAIN, in_form
+from ..probes.kv_retrieval import KVRetrieval
+from ..probes.plain_text import text_rows
+from ..student.build import check_family, checked_sites, empty_student
+from ..student.teachers import check_teacher
+from ..teacher import TINY, longest_context
+from ..train.checkpoint import StageManifest
+from ..train.config import StageConfig
+from .inputs import RunInputs
+from .planning import known_plan
+
+
+def checks_of(inputs: RunInputs) -> list[Callable[[], object]]:
+    """Return all checks, in the order in which they are useful to a reader of their errors."""
+    return [
+        partial(check_trackers, inputs.config.trackers),
+        partial(check_teachers, inputs),
+        partial(check_data, inputs),
+        partial(check_evaluation, inputs),
+        partial(check_student, inputs),
+    ]
+
+
+def check_teachers(inputs: RunInputs) -> None:
+    """Check that the run's teacher and every stage's can be one, and that their tokenizers fit their embeddings."""
+    shape, tokenizer = inputs.shape_and_tokenizer
+    # Flags name packable attention only; a given teacher or a config.json may name any.
+    check_packs(shape._attn_implementation)
+    # A model in memory may be of a class that only its owner can build; `check_student` looks at its heads.
+    check_teacher(shape, tokenizer, name=inputs.config.teacher.path, heads=inputs.given_teacher is None)
+    for stage in inputs.config.stages:
+        if inputs.has_own_teacher(stage):
+            check_stage_teacher(inputs, stage)
+
+
+def check_stage_teacher(inputs: RunInputs, stage: StageConfig) -> None:
+    """Check that the teacher of one stage can be one, and that its tokenizer fits its embedding."""
+    shape, tokenizer = inputs.stage_shape_and_tokenizer(stage)
+    check_teacher(shape, tokenizer, name=inputs.config.teacher_of(stage).path)
+
+
+def check_data(inputs: RunInputs) -> None:
+    """Check sources, vocabularies, and that rows fit into the teachers' contexts; read no text."""
+    check_sources(inputs.config.data, inputs.tokenizer)
+    for stage in inputs.config.stages:
+        _, tokenizer = inputs.stage_shape_and_tokenizer(stage)
+        if inputs.has_own_teacher(stage):
+            check_same_vocabulary(inputs.tokenizer, tokenizer)
+        check_sources(inputs.config.data_of(stage), tokenizer)
+        _check_context(inputs, stage)
+
+
+def _check_context(inputs: RunInputs, stage: StageConfig) -> None:
+    """Raise ValueError if a row of the stage is longer than its teacher's context."""
+    shape, _ = inputs.stage_shape_and_tokenizer(stage)
+    longest = longest_context(shape)
+    seq_len = inputs.config.data_of(stage).seq_len
+    if longest is None or seq_len <= longest:
+        return
+    option = "data.seq_len"
+    if stage.data is not None:
+        option = f"{stage.name}.data.seq_len"
+    if stage.seq_len is not None:
+        option = f"{stage.name}.seq_len"
+    raise ValueError(
+        f"{option} is {seq_len}, but the context of the teacher {inputs.config.teacher_of(stage).path!r} is "
+        f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
+        "(rope_parameters of type yarn)."
+    )
+
+
+def check_sizes(inputs: RunInputs) -> None:
+    """Check that no process would wait for hours until the main one has tokenized a source."""
+    for stage in inputs.config.stages:
+        _, tokenizer = inputs.stage_shape_and_tokenizer(stage)
+        check_launch(inputs.config.data_of(stage), tokenizer, pins=inputs.pins)
+
+
+def check_evaluation(inputs: RunInputs) -> None:
+    """Check evaluation texts and questions now, not after training."""
+    options = inputs.config.evaluation
+    seed = inputs.config.seed
+    if options.texts != TINY:
+        text_rows(inputs.tokenizer, inputs.held_out_texts(options.n_texts), max_tokens=2)
+    knowledge = inputs.knowledge()
+    if knowledge is not None:
+        knowledge.examples(1)
+    probes = [inputs.plain_probe]
+    probes += [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
+    for probe in probes:
+        probe.examples(1)
+    if inputs.form != PLAIN:
+        limit = longest_context(inputs.shape_and_tokenizer[0]) or sys.maxsize
+        for probe in probes:
+            question = in_form(probe, inputs.form, inputs.tokenizer).examples(1)
+            check_answerable(question, inputs.tokenizer, limit)
+
+
+def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
+    """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""
+    options = inputs.config.student
+    teacher = inputs.shape_of_teacher()
+    if plan is None and inputs.config.resume != "never" and inputs.paths.plan.exists():
+        heads = HeadPlan.load(inputs.paths.plan)
+    else:
+        heads = known_plan(inputs, teacher, plan)
+    heads = heads or HeadPlan.none(teacher)
+    checked_sites(teacher, heads, options.init)
+    empty_student(teacher, heads, options.d_state, options.conv_width, options.recurrence)
+    check_family(teacher, options.recurrence)  # else a new transformers is found out after hours of scoring
+    if options.aligned is not None and not StageManifest.read(options.aligned):
+        raise ValueError(f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one.")

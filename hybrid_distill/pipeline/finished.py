@@ -1,0 +1,74 @@
+"""Finished runs, read from their folders."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ..config import from_json
+from ..io import Record
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..plan import HeadPlan
+from ..student.dtypes import settle
+from ..train.checkpoint import StageManifest
+from .building import new_student, student_from_alignment, student_of_stage
+from .inputs import RunInputs
+from .paths import RunPaths
+
+
+def finished_run(folder: Path) -> RunInputs:
+    """Open the run in a folder for reading; nothing in it starts over, even if its config has ``resume`` "never".
+
+    The folder may have been moved since. Raises ValueError for any other folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; pass the folder of a finished run.")
+    config = from_json(RunPaths(folder).config)
+    return RunInputs(dataclasses.replace(config, resume="auto", out=folder))
+
+
+def last_stage(paths: RunPaths) -> Path:
+    """Return the folder of the last finished stage. Raises ValueError if none is finished."""
+    finished = [folder for folder in sorted(paths.stages.glob("*-*")) if StageManifest.read(folder)]
+    if not finished:
+        raise ValueError(f"{paths.out} does not hold a finished stage; run it to its end first.")
+    return finished[-1]
+
+
+def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:
+    """Load the student of a finished run from its last stage. Raises ValueError if no stage is finished, naming any
+    runs inside this folder: a sweep is easily mistaken for one of its runs.
+    """
+    paths = inputs.paths
+    if not paths.plan.exists():
+        below = [str(plan.parent) for plan in sorted(paths.out.glob(f"*/{paths.plan.name}"))]
+        if below:
+            raise ValueError(f"{paths.out} contains several runs; pass one of {', '.join(below)}.")
+        raise ValueError(f"{paths.out} does not hold a plan of heads yet; run it to its end first.")
+    plan = HeadPlan.load(paths.plan)
+    if plan.keeps_all:
+        student, _ = new_student(inputs, plan)
+        return student, plan
+    if inputs.stages:
+        student = student_of_stage(inputs, plan, last_stage(paths))
+    else:  # `restoration` has aligned it in ``aligned/``, and nothing came after
+        student, _ = student_from_alignment(inputs, plan, last_stage(paths.aligned))
+    return settle(student), plan
+
+
+def training_record(inputs: RunInputs) -> list[Record]:
+    """List steps and tokens of each finished stage, first those of the run that aligned the heads, if any."""
+    aligned = inputs.config.student.aligned
+    before = None
+    if aligned is not None:
+        before = RunPaths(aligned.resolve().parents[1])  # a stage's folder is in RUN/stages
+    if inputs.config.plan.selection == "restoration":
+        before = inputs.paths.aligned
+    record: list[Record] = []
+    if before is not None and before.config.is_file():
+        record += training_record(finished_run(before.out))
+    for stage, folder in zip(inputs.stages, inputs.paths.stage_folders(inputs.stages)):
+        if StageManifest.read(folder):
+            n_tokens = stage.rows_read * inputs.config.data_of(stage).seq_len
+            record.append({"name": stage.name, "steps": stage.steps, "tokens": n_tokens})
+    return record

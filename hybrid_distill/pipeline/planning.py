@@ -1,0 +1,56 @@
+"""The plan that a config describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ..config import PlanConfig
+from ..plan import HeadPlan
+from ..scoring import HeadScores
+from ..teacher import fingerprint
+from .inputs import RunInputs
+
+
+def make_plan(
+    options: PlanConfig, teacher: PreTrainedModel, scores: Callable[[], HeadScores], *, by_shape: bool = False
+) -> HeadPlan:
+    """Make the plan that a config describes; ``scores`` is called only for ``top``. ``by_shape`` reads no weights."""
+    if options.selection == "top":
+        return HeadPlan.top_k(scores(), options.k, unit=options.unit)
+    if options.selection == "file":
+        if options.file is None:
+            raise ValueError("plan.selection is 'file' without a file; name it with --plan.file.")
+        return HeadPlan.load(options.file)
+    makers: dict[str, Callable[[], HeadPlan]] = {
+        "random": lambda: HeadPlan.random(teacher, options.k, options.seed),
+        "layers": lambda: HeadPlan.layers(teacher, options.layers),
+        "all": lambda: HeadPlan.all(teacher),
+        "none": lambda: HeadPlan.none(teacher),
+        "pairs": lambda: HeadPlan.from_pairs(teacher, options.pairs),
+    }
+    plan = makers[options.selection]()
+    if by_shape:
+        return plan
+    return replace(plan, teacher=fingerprint(teacher))
+
+
+def known_plan(inputs: RunInputs, teacher: PreTrainedModel, options: PlanConfig | None = None) -> HeadPlan | None:
+    """Make the plan for a teacher of this shape; None if its heads must be ranked first.
+
+    ``options`` stand for the config's own. Raises ValueError for a plan that cannot be made.
+    """
+    options = options or inputs.config.plan
+    scores = inputs.config.scoring.file
+    if options.selection in ("top", "restoration", "random"):
+        unit = options.unit if options.selection == "top" else "head"
+        HeadPlan.check_k(teacher, options.k, "--plan.k", unit)
+    if options.selection == "restoration" or (options.selection == "top" and scores is None):
+        return None
+    plan = make_plan(options, teacher, partial(HeadScores.load, scores or Path()), by_shape=True)
+    plan.check_fits(teacher)
+    return plan

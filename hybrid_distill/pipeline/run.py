@@ -1,0 +1,458 @@
+"""One run from start to finish: score, plan, build, train, evaluate, export.
+
+Every step writes its result to the run directory (`RunPaths`) and is skipped if the result exists, so an interrupted
+run resumes where it stopped. A run with a ``restoration`` plan also has ``aligned/``, a separate run that aligned every
+head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import PlanConfig, RunConfig, to_json
+from ..data import write_pins
+from ..devices import computes_on_gpu
+from ..distributed import agree_on, alone_in, connect, device_summary, from_main, on_main_process, own_device
+from ..evaluation.evaluate import EvalResult, evaluate
+from ..export import ExportError, GateReport, export_checkpoint, origin
+from ..io import write_json, write_text
+from ..kernels import check_kernels
+from ..limits import first_line
+from ..model.modeling_hybrid import HybridForCausalLM
+from ..model.ssd import check_implementation
+from ..plan import HeadPlan
+from ..progress import Phase
+from ..scoring import HeadScores, score_heads
+from ..scoring.restoration import greedy_restoration
+from ..student.build import check_plan, check_teacher_rows, unshare_weights
+from ..student.dtypes import settle
+from ..teacher import fingerprint
+from ..train.checkpoint import StageManifest
+from ..train.config import Align, StageConfig
+from ..train.loop import train_stage
+from ..train.stages import make_stage
+from ..train.tracking import TrackedRun, log_figures
+from ..vocabulary import vocabulary_size
+from .building import build_and_save, made_for, new_student
+from .built import built_weights, load_built
+from .checks import check_sizes, checks_of
+from .finished import last_stage, trained_student, training_record
+from .folder import outdated
+from .inputs import PROBE_SEEDS, RunInputs
+from .planning import make_plan
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig) -> Path:
+    """Run all steps, from the config to the export; return the run directory. Resumes an interrupted run.
+
+    Raises ValueError for a config that cannot be run, InUse while another process writes to the folder, and Interrupted
+    on SIGINT, SIGTERM or SIGUSR1, after saving.
+    """
+    inputs = RunInputs(config)
+    announce()
+    with alone_in(config.out):
+        prepare(inputs)
+        plan = choose_heads(inputs)
+        student = train(inputs, plan)
+        evaluate_run(inputs, student)
+        if config.export:
+            export(inputs, student, plan)
+    return config.out
+
+
+@cache
+def announce() -> None:
+    """Log what this process computes on, and with which kernels, once: the first line of every run."""
+    log.info("%s", device_summary(kernels_in_use()))
+
+
+def kernels_in_use() -> str:
+    """Describe which implementation of the recurrent heads ``auto`` stands for on this process's device."""
+    if not computes_on_gpu():
+        return "kernels of torch"
+    try:
+        check_implementation("triton")
+    except RuntimeError as error:
+        return f"kernels of torch ({first_line(error)})"
+    return "kernels in Triton"
+
+
+def is_there(path: Path) -> bool:
+    """Check on the main process whether a result exists. It may be ahead of the others, so all use its answer."""
+    return agree_on(path.exists)
+
+
+def prepare(inputs: RunInputs) -> None:
+    """Create the directory, or check that it holds this run. Check processes and all input before anything is
+    written or computed, then remove results that are `outdated`.
+
+    Raises ValueError naming the fields that differ, or the problem with the input.
+    """
+    announce()
+    config = inputs.config
+    paths = inputs.paths
+    processes = connect().num_processes
+    check_kernels(config.student.kernels, own_device(), "student.kernels")
+    for stage in config.stages:
+        stage.check_world(processes)
+    obsolete = outdated(config)
+    for check in checks_of(inputs):
+        check()
+    trains = config.plan.selection != "all"
+    # All processes take part in asking for them.
+    pins = inputs.pins if trains or config.student.init == "fitted" else {}
+
+    def write_own_pins() -> None:
+        """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
+        if pins:
+            write_pins(paths.sources, pins)
+
+    if trains:
+        check_sizes(inputs)
+        if config.resume != "never":  # otherwise `begin` does, together with what it deletes
+            on_main_process(write_own_pins)
+        for stage in config.stages:
+            inputs.rows(stage)  # tokenizes local sources, which may be broken anywhere
+
+    def begin() -> None:
+        for path in obsolete:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        paths.out.mkdir(parents=True, exist_ok=True)
+        write_json(paths.config, to_json(config))
+        write_own_pins()
+
+    on_main_process(begin)
+
+
+# Score
+
+
+def score(inputs: RunInputs) -> HeadScores:
+    """Return head scores from ``scoring.file`` or the run directory; otherwise measure and write them there."""
+    options = inputs.config.scoring
+    path = inputs.paths.scores
+    if options.file is not None:
+        scores = HeadScores.load(options.file)
+        if scores.fingerprint != fingerprint(inputs.teacher):
+            raise ValueError(
+                f"{options.file} ranks the heads of another teacher ({scores.fingerprint or 'unknown'}); "
+                "score this one, or pass its own scores.json."
+            )
+        on_main_process(lambda: scores.save(path))
+        return scores
+    if not is_there(path):
+        measure_heads(inputs)
+    return HeadScores.load(path)
+
+
+def measure_heads(inputs: RunInputs) -> None:
+    """Score the teacher's heads; all processes share the work."""
+    options = inputs.config.scoring
+    check_teacher_rows(inputs.teacher)  # otherwise `build_student` refuses after hours of scoring
+    nn.Module.to(inputs.teacher, connect().device)
+    scores = score_heads(
+        inputs.teacher,
+        inputs.tokenizer,
+        inputs.scoring_probe(),
+        n_examples=options.n_examples,
+        batch_size=options.batch_size,
+        control_texts=inputs.held_out_texts(options.n_control_texts),
+        min_accuracy=options.min_accuracy,
+        resume_path=inputs.paths.partial_scores,
+    )
+
+    def save() -> None:
+        scores.save(inputs.paths.scores)
+        inputs.paths.partial_scores.unlink(missing_ok=True)
+
+    on_main_process(save)
+
+
+# Plan
+
+
+def choose_heads(inputs: RunInputs) -> HeadPlan:
+    """Return the plan in the run directory, or make the one that the config describes."""
+    path = inputs.paths.plan
+    options = inputs.config.plan
+    is_made = is_there(path)
+    if is_made:
+        plan = HeadPlan.load(path)
+    elif options.selection == "restoration":
+        plan = restoration_plan(inputs, options.k)
+    else:
+        plan = make_plan(options, inputs.teacher, lambda: score(inputs))
+    check_plan(plan, inputs.teacher)
+    if not is_made:
+        on_main_process(lambda: plan.save(path))
+    return plan
+
+
+def restoration_plan(inputs: RunInputs, k: int) -> HeadPlan:
+    """Return a plan of the ``k`` heads that recover most in the aligned student without attention."""
+    HeadPlan.check_k(inputs.teacher, k)
+    path = inputs.paths.restoration_plan(k)
+    if not is_there(path):
+        # All processes load the student together; the main one chooses.
+        student, none = trained_student(align_all_heads(inputs))
+        probe = inputs.scoring_probe()
+
+        def choose() -> None:
+            teacher, tokenizer = inputs.teacher_and_tokenizer
+            n_examples = inputs.config.scoring.restoration_examples
+            heads = greedy_restoration(student.eval(), teacher, tokenizer, probe, k, n_examples=n_examples)
+            HeadPlan.from_pairs(none, heads).save(path)
+
+        on_main_process(choose)
+    return HeadPlan.load(path)
+
+
+def align_all_heads(inputs: RunInputs) -> RunInputs:
+    """Return the run in ``aligned/`` that aligns every head, independent of the final plan, after completing it."""
+    config = inputs.config
+    stages = []
+    for stage in config.head_stages:
+        if isinstance(stage, Align):
+            stage = dataclasses.replace(stage, target="head")
+        stages.append(stage)
+    aligned_config = dataclasses.replace(
+        config,
+        out=inputs.paths.aligned.out,
+        plan=PlanConfig("none", k=0),
+        stages=tuple(stages),
+    )
+    aligned = RunInputs(aligned_config, inputs.teacher_and_tokenizer, inputs.pins)
+    prepare(aligned)
+    folders = aligned.paths.stage_folders(stages)
+    if not agree_on(lambda: all(StageManifest.read(folder) for folder in folders)):
+        train(aligned, choose_heads(aligned))
+    return aligned
+
+
+# Build
+
+
+def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
+    """Return the student for its first stage. The main process builds and saves it once (`built`); all other
+    processes and all later starts load it. build.json lists the source of every tensor."""
+    nn.Module.to(inputs.teacher, connect().device)
+    config = inputs.config
+    if weights_of_built(inputs, plan) is None:
+        # All processes align together, and all open the rows, before one of them builds alone.
+        aligned = config.student.aligned
+        if config.plan.selection == "restoration":
+            aligned = last_stage(align_all_heads(inputs).paths)
+        rows = None
+        if aligned is None and config.student.init == "fitted":
+            rows = inputs.calibration_rows()
+        requirements = made_for(inputs, plan)
+        built: list[HybridForCausalLM] = []
+        on_main_process(lambda: built.append(build_and_save(inputs, plan, aligned, rows, requirements)))
+        if built:
+            return built[0]
+    student, _ = new_student(inputs, plan, recurrent=load_built(inputs.paths))
+    return student
+
+
+def weights_of_built(inputs: RunInputs, plan: HeadPlan) -> str | None:
+    """Return the hash of the weights that the run's student was built with, None if it is not built yet."""
+    requirements = made_for(inputs, plan)
+    return from_main(lambda: built_weights(inputs.paths, requirements))
+
+
+# Train
+
+
+def train(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
+    """Build the student and train it stage by stage; finished stages are loaded instead.
+
+    The result has the teacher's dtype (`settle`); the float32 weights are in the last stage's folder.
+    """
+    student = build(inputs, plan)
+    if plan.keeps_all:
+        log.info("every head is kept: the student is the teacher, and there is nothing to train")
+        return student
+    parent = weights_of_built(inputs, plan) or ""
+    steps = 0
+    for stage, folder in zip(inputs.stages, inputs.paths.stage_folders(inputs.stages)):
+        manifest = _train_stage(inputs, student, stage, folder, parent, steps)
+        parent = manifest.weights
+        steps += stage.steps
+    unshare_weights(student)
+    return settle(student)
+
+
+def _train_stage(
+    inputs: RunInputs,
+    student: HybridForCausalLM,
+    stage: StageConfig,
+    folder: Path,
+    parent: str,
+    steps_before: int,
+) -> StageManifest:
+    """Train or load one stage. ``parent`` is the hash of the weights that it must start from."""
+    config = inputs.config
+    rows = inputs.rows(stage)
+    teacher = None
+    if stage.cached_logits is not None:
+        unshare_weights(student)  # of the teacher's memory
+        inputs.release_teacher()
+    else:
+        teacher = inputs.stage_teacher(stage)
+        if teacher is not inputs.teacher:
+            inputs.teacher.cpu()  # frees GPU memory; later steps move it back
+    return train_stage(
+        make_stage(stage, student, teacher, vocab_size=vocabulary_size(inputs.tokenizer)),
+        rows,
+        folder,
+        seed=config.seed,
+        parent_hash=parent,
+        resume=config.resume,
+        trackers=config.trackers,
+        tracked=_tracked(inputs, steps_before),
+        profile=config.profile,
+        teacher_sharding=config.teacher_sharding,
+        collective_timeout=config.collective_timeout,
+    )
+
+
+def _tracked(inputs: RunInputs, first_step: int) -> TrackedRun:
+    config = inputs.config
+    return TrackedRun(config.out, config.name, config.group, first_step, to_json(config))
+
+
+# Evaluate
+
+
+def evaluate_run(inputs: RunInputs, student: HybridForCausalLM, *, again: bool = False) -> EvalResult:
+    """Measure teacher and student; write both evaluations into the run directory.
+
+    ``again`` repeats existing measurements. New results also go to the trackers.
+    """
+    evaluate_teacher(inputs, again=again)
+    path = inputs.paths.evaluation
+    is_new = again or not is_there(path)
+    result = _evaluated(inputs, student, path, is_new)
+    if is_new and inputs.config.trackers:
+        steps = sum(stage.steps for stage in inputs.config.stages)
+        log_figures(inputs.config.trackers, _tracked(inputs, steps), result.figures())
+    return result
+
+
+def evaluate_teacher(inputs: RunInputs, *, again: bool = False) -> EvalResult:
+    """Measure the teacher, as `evaluate_run` does."""
+    return _evaluated(inputs, inputs.teacher, inputs.paths.teacher_evaluation, again)
+
+
+def _evaluated(inputs: RunInputs, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
+    options = inputs.config.evaluation
+    device = connect().device
+
+    def measure() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for each in (model, inputs.teacher):  # a resumed run has loaded them on the CPU
+            nn.Module.to(each, device)
+        role = "teacher" if model is inputs.teacher else "student"
+        with Phase(f"measuring the {role}"):
+            result = evaluate(
+                model,
+                inputs.tokenizer,
+                teacher=inputs.teacher,
+                n_pairs=options.n_pairs,
+                n_examples=options.n_examples,
+                form=inputs.form,
+                seed=inputs.config.seed + PROBE_SEEDS["evaluation"],
+                held_out_texts=inputs.held_out_texts(options.n_texts),
+                knowledge=inputs.knowledge(),
+                batch_size=options.batch_size,
+                progress=True,
+            )
+            result.save(path)
+
+    if again or not is_there(path):
+        on_main_process(measure)
+    return EvalResult.load(path)
+
+
+# Export
+
+
+def export(
+    inputs: RunInputs, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None, **options: Any
+) -> GateReport | None:
+    """Export the student through the export gate, with the scores and results in the run directory.
+
+    ``options`` go to `export_checkpoint`. Returns the gate's report on the main process, None on the others. Raises
+    ExportError if the exported model does not compute the same as the student. Nothing is lost then: the student is
+    in its last stage's folder, and the same command finds everything but the export.
+    """
+    paths = inputs.paths
+    license, base_model = origin(inputs.config.teacher.path)
+    results = {}
+    for role, file in (("teacher", paths.teacher_evaluation), ("student", paths.evaluation)):
+        if file.exists():
+            results[role] = EvalResult.load(file)
+    scores = HeadScores.load(paths.scores) if paths.scores.exists() else None
+    reports: list[GateReport] = []
+
+    def write() -> None:
+        try:
+            report = export_checkpoint(
+                student,
+                inputs.tokenizer,
+                path or paths.export,
+                plan=plan,
+                results=results,
+                scores=scores,
+                training=training_record(inputs),
+                license=license,
+                base_model=base_model,
+                **options,
+            )
+        except ExportError as error:
+            raise ExportError(
+                f"{error}\nNothing else is lost: the trained student is in {paths.stages} and its "
+                "results are written; the same command repeats the export alone."
+            ) from error
+        reports.append(report)
+
+    on_main_process(write)
+    return reports[0] if reports else None
+
+
+# Runs beside one another
+
+
+def run_beside(shared: RunInputs, config: RunConfig) -> tuple[RunInputs, HybridForCausalLM, HeadPlan]:
+    """Train and measure a student in a separate run that copies the teacher's evaluation from ``shared``.
+
+    If every head is kept, the student is the teacher and has the same figures.
+    """
+    inputs = RunInputs(config, shared.teacher_and_tokenizer, shared.pins)
+    prepare(inputs)
+    plan = choose_heads(inputs)
+
+    def copy() -> None:
+        measured = shared.paths.teacher_evaluation.read_text()
+        inputs.paths.teacher_evaluation.parent.mkdir(exist_ok=True)
+        write_text(inputs.paths.teacher_evaluation, measured)
+        if plan.keeps_all:
+            write_text(inputs.paths.evaluation, measured)
+
+    on_main_process(copy)
+    student = train(inputs, plan)
+    evaluate_run(inputs, student)
+    return inputs, student, plan

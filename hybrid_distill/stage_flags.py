@@ -1,0 +1,47 @@
+"""Flags for the stages that a recipe lists: ``--align.steps 100`` sets an option of the stage named ``align``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+import tyro
+
+from .config import RunConfig
+
+CHOICE = "Stages of the recipe to run, in this order; by default all."
+
+
+def with_stage_flags(config: RunConfig) -> RunConfig:
+    """Return the run as an object with a field for each stage, from which tyro makes a group of flags.
+
+    Its field ``stages`` holds names. `without_stage_flags` turns it back.
+    """
+    names = config.stage_names
+    choice = tuple[Literal[names], ...] if names else tuple[str, ...]  # pyright: ignore[reportInvalidTypeForm]
+    fields: list[tuple[str, object, object]] = [
+        ("stages", Annotated[choice, tyro.conf.arg(help=CHOICE)], dataclasses.field(default=names))
+    ]
+    for stage in config.stages:
+        fields.append((stage.name, type(stage), dataclasses.field(default=stage)))
+    kind = dataclasses.make_dataclass(
+        "RunFlags",
+        fields,  # pyright: ignore[reportArgumentType]
+        bases=(RunConfig,),
+        # The run is checked as a whole when it is turned back.
+        namespace={"__post_init__": _unchecked},
+        frozen=True,
+    )
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
+    return kind(**{**options, "stages": names})
+
+
+def without_stage_flags(flags: RunConfig) -> RunConfig:
+    """Return the run with the stages that the flags chose and changed. Raises ValueError as `RunConfig` does."""
+    options = {field.name: getattr(flags, field.name) for field in dataclasses.fields(RunConfig)}
+    stages = tuple(getattr(flags, str(name)) for name in flags.stages)
+    return RunConfig(**{**options, "stages": stages})
+
+
+def _unchecked(flags: RunConfig) -> None:
+    """Stand for `RunConfig.__post_init__`."""
