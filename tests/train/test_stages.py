@@ -292,7 +292,7 @@ REFUSED = {
         "the teacher cannot be sharded; use target 'mixer' or 'head'",
     ),
     "run with a sharded teacher, its layers": (
-        lambda: small_run(align=Align(target="layer"), teacher_sharding="sharded"),
+        lambda: small_run(stages=(Align(target="layer"),), teacher_sharding="sharded"),
         r"align\.target is 'layer'.* use --align.target mixer or head, or --teach",
     ),
 }
