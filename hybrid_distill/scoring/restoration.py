@@ -9,8 +9,9 @@ Shapes: H query head, E example.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,38 +35,43 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
 
     Raises ValueError for a head that does not exist, and for a forward with a cache.
     """
+    student_sites = attention_sites(student)
+    teacher_sites = attention_sites(teacher)
     by_layer: dict[int, list[int]] = {}
-    ours, theirs = attention_sites(student), attention_sites(teacher)
     for layer, head in heads:
-        check_exists(student, ours, HeadId(layer, head))
+        check_exists(student, student_sites, HeadId(layer, head))
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
-            run, swap = _swapping(ours[layer], theirs[layer], restored)
-            hooks.enter_context(ours[layer].module.register_forward_pre_hook(run, with_kwargs=True))
-            hooks.enter_context(ours[layer].o_proj.register_forward_pre_hook(swap))
+            hooks.enter_context(_swapped_heads(student_sites[layer], teacher_sites[layer], restored))
         yield
 
 
-def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> tuple[Callable[..., object], ...]:
-    """Return two hooks: run the teacher's attention before the student's mixer; swap its heads in before `o_proj`."""
-    found: list[Tensor] = []
+@contextmanager
+def _swapped_heads(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> Iterator[None]:
+    """Run the teacher's attention before the student's mixer; swap its heads in before the output projection."""
+    teacher_heads: list[Tensor] = []
 
-    def note(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
+    def record(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
+        teacher_heads[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
     def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        # Teacher and student would both write their keys and values to it.
         if given_cache(kwargs) is not None:
             raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
-        with teacher.o_proj.register_forward_pre_hook(note):
+        with teacher.o_proj.register_forward_pre_hook(record):
             teacher.module(*args, **_known_to_teachers(kwargs))
 
     def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        y_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
-        y_BLHP[:, :, heads] = found[0][:, :, heads]
-        return (y_BLHP.flatten(-2), *args[1:])
+        x_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
+        x_BLHP[:, :, heads] = teacher_heads[0][:, :, heads]
+        return (x_BLHP.flatten(-2), *args[1:])
 
-    return run_teacher, swap
+    with (
+        student.module.register_forward_pre_hook(run_teacher, with_kwargs=True),
+        student.o_proj.register_forward_pre_hook(swap),
+    ):
+        yield
 
 
 @contextmanager
@@ -74,26 +80,27 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
 
     Supports a cache that is created and used inside the context.
     """
-    mixers, theirs = student.mixers(), attention_sites(teacher)
-
-    def attention(site: AttentionSite) -> Callable[..., object]:
-        def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
-            output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
-            cache = given_cache(kwargs)
-            if cache is not None:
-                assert isinstance(cache, HybridCache)
-                cache.layer(site.layer).advance(hidden_states.shape[1])
-            return output
-
-        return forward
-
+    mixers = student.mixers()
+    teacher_sites = attention_sites(teacher)
     with ExitStack() as hooks:
         for layer in set(layers):
-            hooks.enter_context(replaced_forward(mixers[layer], attention(theirs[layer])))
+            forward = partial(_teacher_forward, teacher_sites[layer])
+            hooks.enter_context(replaced_forward(mixers[layer], forward))
         yield
 
 
+def _teacher_forward(site: AttentionSite, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+    output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
+    cache = given_cache(kwargs)
+    if cache is not None:
+        assert isinstance(cache, HybridCache)
+        # A student's mixer counts its own tokens; the teacher's attention only appends keys and values.
+        cache.layer(site.layer).advance(hidden_states.shape[1])
+    return output
+
+
 def _known_to_teachers(kwargs: dict[str, object]) -> dict[str, object]:
+    """Drop the arguments that only a student's mixer accepts."""
     return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
 
 
@@ -113,15 +120,18 @@ def score_restoration(
     ``accuracy_drop_LH`` is the gain in accuracy from the head, ``logprob_drop_LH`` the gain in the answer's
     log-probability, each with paired standard errors; heads already restored get 0. Control drops are not measured.
     """
-    examples, sites = probe.examples(n_examples), attention_sites(student)
+    examples = probe.examples(n_examples)
+    sites = attention_sites(student)
+    heads = heads_of(sites)
 
     def measure(heads: Sequence[HeadId]) -> ChoiceResult:
         with restore_heads(student, teacher, heads):
             return answer_choices(student, tokenizer, examples, batch_size=batch_size)
 
-    baseline, heads = measure(restored), heads_of(sites)
+    baseline = measure(restored)
     results = dict.fromkeys(heads, baseline)
-    for head in track([h for h in heads if h not in restored], "restoring heads", hidden=not progress):
+    candidates = [head for head in heads if head not in restored]
+    for head in track(candidates, "restoring heads", hidden=not progress):
         results[head] = measure([*restored, head])
     right_HE = torch.stack([results[head].correct_E for head in heads]).double()
     logprob_HE = torch.stack([results[head].answer_logprob_E for head in heads])
@@ -129,8 +139,15 @@ def score_restoration(
         student,
         sites,
         heads,
-        {"accuracy": right_HE - baseline.correct_E.double(), "logprob": logprob_HE - baseline.answer_logprob_E},
-        baseline={"chance": probe.chance, "accuracy": baseline.accuracy, "restored": [list(h) for h in restored]},
+        {
+            "accuracy": right_HE - baseline.correct_E.double(),
+            "logprob": logprob_HE - baseline.answer_logprob_E,
+        },
+        baseline={
+            "chance": probe.chance,
+            "accuracy": baseline.accuracy,
+            "restored": [list(head) for head in restored],
+        },
         provenance={
             "method": "single-head restoration",
             "probe": probe.describe(),
@@ -156,10 +173,18 @@ def greedy_restoration(
     """
     chosen: list[HeadId] = []
     while len(chosen) < k:
-        options = {"n_examples": n_examples, "progress": progress}
-        scores = score_restoration(student, teacher, tokenizer, probe, restored=chosen, **options)
+        scores = score_restoration(
+            student,
+            teacher,
+            tokenizer,
+            probe,
+            restored=chosen,
+            n_examples=n_examples,
+            progress=progress,
+        )
         gain_LH = scores.logprob_drop_LH.clone()
         for head in chosen:
             gain_LH[head] = -torch.inf
-        chosen.append(HeadId(*divmod(int(gain_LH.argmax()), scores.n_heads)))
+        layer, best = divmod(int(gain_LH.argmax()), scores.n_heads)
+        chosen.append(HeadId(layer, best))
     return chosen

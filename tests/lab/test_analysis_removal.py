@@ -18,7 +18,7 @@ from hybrid_distill.lab.analysis.removal import KeepHeads, PruneLayers, RemoveHe
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.knowledge import Form, LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
-from hybrid_distill.scoring.measure import Steps
+from hybrid_distill.scoring.resume_log import ResumeLog
 from hybrid_distill.teacher import TINY, ablate_heads, decoder_blocks, head_sites, load_teacher
 
 RANKING = [AGGREGATE, GATHER_VALUE_KEY, GATHER_ASKED_KEY]
@@ -61,7 +61,7 @@ def test_a_stopped_call_continues_from_what_it_has_measured(planted: Bench, tmp_
 
     def table() -> Table:
         return remove_heads(
-            planted._replace(tasks=[Task(Column("x"), measure)], steps=Steps(path, {})), RANKING, (1, 3), 1
+            planted._replace(tasks=[Task(Column("x"), measure)], steps=ResumeLog(path, {})), RANKING, (1, 3), 1
         )
 
     with pytest.raises(KeyboardInterrupt):

@@ -19,9 +19,11 @@ from hybrid_distill.probes.answering import answer_choices, encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, exact, score_heads
+from hybrid_distill.scoring.batch_sizer import BatchSizer
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import DROPS, ERRORS, INTERVALS
-from hybrid_distill.scoring.probe_batch import Question, Rows, batches_of
+from hybrid_distill.scoring.probe_batch import batches_of
+from hybrid_distill.scoring.probe_rows import QuestionRow
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites
 
@@ -222,7 +224,7 @@ def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
     mlps = [block.mlp for block in model.model.layers]
     hooks = [mlp.register_forward_pre_hook(count) for mlp in mlps]
     (batch,) = batches_of(questions(tokenizer, PROBE.examples(6)))
-    forwards = FromLayer(model, head_sites(model), Rows(model, 8))
+    forwards = FromLayer(model, head_sites(model), BatchSizer(model, 8))
     forwards.begin([batch])
     for layer in range(N_LAYERS):
         counted.clear()
@@ -235,9 +237,9 @@ def test_nothing_is_computed_that_is_not_needed(teacher, monkeypatch) -> None:
         hook.remove()
 
 
-def questions(tokenizer: Any, examples: list[Example]) -> list[Question]:
+def questions(tokenizer: Any, examples: list[Example]) -> list[QuestionRow]:
     encoded = [encode_example(tokenizer, example) for example in examples]
-    return [Question(n, [a], [b], torch.device("cpu")) for n, (a, b) in enumerate(zip(examples, encoded))]
+    return [QuestionRow(n, [a], [b], torch.device("cpu")) for n, (a, b) in enumerate(zip(examples, encoded))]
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:

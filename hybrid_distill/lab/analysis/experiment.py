@@ -31,7 +31,7 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...progress import track
-from ...scoring.measure import Steps
+from ...scoring.resume_log import ResumeLog
 from ...student.teachers import check_teacher
 from ...teacher import TINY, load_on_own_device, longest_context, read_teacher
 from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
@@ -291,12 +291,12 @@ class Bench(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     tasks: Sequence[Task]
-    steps: Steps | None = None
+    steps: ResumeLog | None = None
 
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
         """Make a table with a row per variant; variants with the same label are draws, shown as their mean."""
         drawn: dict[str, list[tuple[float, ...]]] = {}
-        steps = self.steps or Steps(None, {})
+        steps = self.steps or ResumeLog(None, {})
         for variant in track(variants, label):
             values = tuple(steps.next(partial(self._measure, variant))["values"])
             drawn.setdefault(variant.label, []).append(values)

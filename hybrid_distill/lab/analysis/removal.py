@@ -24,7 +24,7 @@ from ...probes.forms import CHAT, in_form
 from ...probes.knowledge import Form, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
 from ...scoring import HeadScores, describe_run
-from ...scoring.measure import Steps
+from ...scoring.resume_log import ResumeLog
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
 from .experiment import (
     Bench,
@@ -73,7 +73,7 @@ class HeadRemoval(Experiment):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
         ranking = scores.ranking(self.by)
         asked = json.loads(json.dumps(asdict(self), default=str))
-        steps = Steps(self.out / f"{self.NAME}.partial.json", {**describe_run(model), **asked, "ranking": ranking})
+        steps = ResumeLog(self.out / f"{self.NAME}.partial.json", {**describe_run(model), **asked, "ranking": ranking})
         return self.table(bench._replace(steps=steps), ranking)
 
     def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
