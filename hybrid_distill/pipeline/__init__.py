@@ -438,7 +438,7 @@ class Run(RunInputs):
         return self._evaluated(self.teacher, self.out / TEACHER_EVALUATION, again)
 
     def _evaluated(self, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
-        options, form, device = self.config.evaluation, self.form, connect().device
+        options, device = self.config.evaluation, connect().device
 
         def measure() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -451,7 +451,7 @@ class Run(RunInputs):
                     teacher=self.teacher,
                     n_pairs=options.n_pairs,
                     n_examples=options.n_examples,
-                    form=form,
+                    prompt_format=self.prompt_format,
                     seed=self.seed + PROBE_SEEDS["evaluation"],
                     held_out_texts=self.held_out_texts(options.n_texts),
                     knowledge=self.knowledge(),

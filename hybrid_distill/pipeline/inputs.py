@@ -31,10 +31,10 @@ from ..model.documents import check_packs
 from ..plan import HeadPlan
 from ..probes import Probe
 from ..probes.checks import check_answerable
-from ..probes.forms import PLAIN, in_form
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
+from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..scoring import HeadScores
 from ..student.build import check_family, checked_sites, empty_student
 from ..student.teachers import check_teacher, empty_teacher
@@ -118,7 +118,7 @@ class RunInputs:
 
     def scoring_probe(self) -> Probe:
         """Return the probe whose prompts heads are ranked on."""
-        return in_form(self._plain_probe, self.form, self.tokenizer)
+        return with_prompt_format(self._plain_probe, self.prompt_format, self.tokenizer)
 
     @property
     def _plain_probe(self) -> KVRetrieval:
@@ -126,9 +126,9 @@ class RunInputs:
         return KVRetrieval(scoring.n_pairs, seed=self.seed + PROBE_SEEDS["scoring"], n_queries=scoring.n_queries)
 
     @property
-    def form(self) -> str:
+    def prompt_format(self) -> str:
         """Format of all prompts."""
-        return self.config.scoring.form
+        return self.config.scoring.prompt_format
 
     def known_plan(self, options: PlanConfig, teacher: PreTrainedModel) -> HeadPlan | None:
         """Make the plan for a teacher of this shape; None if its heads must be ranked first. Raises ValueError for a
@@ -199,10 +199,11 @@ class RunInputs:
         for n_pairs in options.n_pairs:
             KVRetrieval(n_pairs, seed=self.seed).examples(1)
         self._plain_probe.examples(1)
-        if (form := self.config.scoring.form) != PLAIN:
+        if (prompt_format := self.config.scoring.prompt_format) != PLAIN:
             limit = longest_context(self.shape_and_tokenizer[0]) or sys.maxsize
             for probe in (self._plain_probe, *(KVRetrieval(n_pairs) for n_pairs in options.n_pairs)):
-                check_answerable(in_form(probe, form, self.tokenizer).examples(1), self.tokenizer, limit)
+                examples = with_prompt_format(probe, prompt_format, self.tokenizer).examples(1)
+                check_answerable(examples, self.tokenizer, limit)
 
     def check_student(self, plan: PlanConfig | None = None) -> None:
         """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
@@ -77,12 +76,16 @@ class SeededProbe(ABC):
 
     def describe(self) -> dict[str, object]:
         """Return the settings that determine every prompt, with lists of words (fields without repr) as hashes."""
-        found: dict[str, object] = {"name": self.name}
-        for setting in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, setting.name)
-            value = list(value) if isinstance(value, tuple) else value
-            found |= {setting.name: value} if setting.repr else {f"{setting.name}_sha256": digest(value)}
-        return found
+        settings: dict[str, object] = {"name": self.name}
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if not field.repr:
+                settings[f"{field.name}_sha256"] = digest(value)
+            elif isinstance(value, tuple):
+                settings[field.name] = list(value)  # as JSON gives it back
+            else:
+                settings[field.name] = value
+        return settings
 
 
 def check_counts(**counts: int) -> None:
@@ -104,21 +107,25 @@ def queries_of(probe: Probe) -> int:
 
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
     """Return entries as a tuple. Raises ValueError unless they are at least ``at_least`` distinct single words."""
-    counted = Counter(map(str, words := as_tuple(name, words)))
-    if repeated := [word for word, count in counted.items() if count > 1]:
-        raise ValueError(f"{name}: {repeated[0]!r} appears twice; pass each once.")
-    if bad := [word for word in counted if len(word.split()) != 1 or word != word.strip()]:
-        raise ValueError(f"{name} holds {bad[0]!r}; each must be one word, without spaces.")
-    if len(counted) < at_least:
-        raise ValueError(f"{len(counted)} {name} are too few, {at_least} are needed; pass more, or ask for less.")
-    return words
+    entries = as_tuple(name, words)
+    distinct: set[str] = set()
+    for word in map(str, entries):
+        if word in distinct:
+            raise ValueError(f"{name}: {word!r} appears twice; pass each once.")
+        if word.split() != [word]:
+            raise ValueError(f"{name} holds {word!r}; each must be one word, without spaces.")
+        distinct.add(word)
+    if len(distinct) < at_least:
+        raise ValueError(f"{len(distinct)} {name} are too few, {at_least} are needed; pass more, or ask for less.")
+    return entries
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
     """Return a sequence as a tuple; a single number or word becomes a tuple of one. Raises ValueError if empty."""
     if isinstance(value, str | int | float):
         return (value,)
-    if not isinstance(value, Iterable) or not (values := tuple(value)):
+    values = tuple(value) if isinstance(value, Iterable) else ()
+    if not values:
         raise ValueError(f"{name} is {value!r}; give at least one value.")
     return values
 

@@ -62,19 +62,25 @@ class KVRetrieval(SeededProbe):
         return sum(1 / n_pairs for n_pairs in self._sizes) / len(self._sizes)
 
     def _example(self, index: int) -> Example:
-        index, query = divmod(index, self.n_queries)
-        index, place = divmod(index, len(self._sizes))
-        n_pairs = self._sizes[place]
-        rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {index}")
+        dictionary, query = divmod(index, self.n_queries)
+        number, size = divmod(dictionary, len(self._sizes))
+        n_pairs = self._sizes[size]
+        rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {number}")
         keys = rng.sample(self.keys, n_pairs)
         values = rng.sample(range(N_VALUES), n_pairs)
         asked = rng.sample(range(n_pairs), self.n_queries)[query]
         header, entry, question = self.wording
-        pairs = [entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
-        prompt = "\n".join([*([header] if header else []), *pairs, question.format(key=keys[asked])])
-        return Example(prompt, answer=f" {values[asked]}", choices=tuple(f" {value}" for value in values))
+        lines = [header] if header else []
+        lines += [entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
+        lines.append(question.format(key=keys[asked]))
+        choices = tuple(f" {value}" for value in values)
+        return Example("\n".join(lines), choices[asked], choices)
 
     def describe(self) -> dict[str, object]:
         """Return the settings that determine every prompt: keys as a hash, default wording and n_queries omitted."""
-        usual = {"wording": list(DICTIONARY), "n_queries": 1}
-        return {name: value for name, value in super().describe().items() if usual.get(name) != value}
+        settings = super().describe()
+        if self.wording == DICTIONARY:
+            del settings["wording"]
+        if self.n_queries == 1:
+            del settings["n_queries"]
+        return settings

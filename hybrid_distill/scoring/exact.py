@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..io import Record
 from ..plan import HeadId
 from ..probes import Probe, check_counts, queries_of
-from ..probes.answering import encode_example
+from ..probes.encoding import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
 from ..teacher import HeadKind, HeadSite, ablate_heads, check_exists, eval_mode, head_sites

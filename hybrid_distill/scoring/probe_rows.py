@@ -32,7 +32,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from ..probes import Example
-from ..probes.answering import ChoiceBatch, EncodedExample, Tokens, common_prefix
+from ..probes.answering import ChoiceBatch
+from ..probes.encoding import EncodedExample, Tokens, common_prefix
 from ..probes.plain_text import TextBatch
 
 

@@ -44,7 +44,8 @@ from hybrid_distill.lab.analysis.patterns import (
 )
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes import Example
-from hybrid_distill.probes.answering import Tokens, answer_choices, encode_example
+from hybrid_distill.probes.answering import answer_choices
+from hybrid_distill.probes.encoding import Tokens, encode_example
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import HeadKind, ablate_heads, eager_attention, load_teacher

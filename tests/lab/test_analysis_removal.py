@@ -16,7 +16,7 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.experiment import Bench, Column, Questions, Row, Table, Task, accuracy_task
 from hybrid_distill.lab.analysis.removal import KeepHeads, PruneLayers, RemoveHeads, parse_kept, without_layers
 from hybrid_distill.plan import HeadId
-from hybrid_distill.probes.knowledge import Form, LetterChoice
+from hybrid_distill.probes.knowledge import AnswerFormat, LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval
 from hybrid_distill.scoring.resume_log import ResumeLog
 from hybrid_distill.teacher import TINY, ablate_heads, decoder_blocks, head_sites, load_teacher
@@ -61,7 +61,7 @@ def test_a_stopped_call_continues_from_what_it_has_measured(planted: Bench, tmp_
 
     def table() -> Table:
         return remove_heads(
-            planted._replace(tasks=[Task(Column("x"), measure)], steps=ResumeLog(path, {})), RANKING, (1, 3), 1
+            planted._replace(tasks=[Task(Column("x"), measure)], resume_log=ResumeLog(path, {})), RANKING, (1, 3), 1
         )
 
     with pytest.raises(KeyboardInterrupt):
@@ -194,8 +194,8 @@ def test_the_other_commands_write_tables_and_figures(tmp_path: Path) -> None:
 
 
 def test_the_questions_and_their_options_are_the_same_in_every_form() -> None:
-    forms: tuple[Form, ...] = ("letter", "text", "completion")
-    letter, text, completion = (LetterChoice.from_file(seed=3, form=form).examples(5) for form in forms)
+    forms: tuple[AnswerFormat, ...] = ("letter", "text", "completion")
+    letter, text, completion = (LetterChoice.from_file(seed=3, answer_format=form).examples(5) for form in forms)
     for asked, named, alone in zip(letter, text, completion, strict=True):
         assert asked.prompt == named.prompt and asked.prompt.splitlines()[0] == alone.prompt
         assert named.choices == alone.choices and named.answer == alone.answer

@@ -15,7 +15,8 @@ from planted import AGGREGATE, KEYS, N_HEADS, N_KV_HEADS, N_LAYERS, PLANTED, pla
 
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes import Example
-from hybrid_distill.probes.answering import answer_choices, encode_example
+from hybrid_distill.probes.answering import answer_choices
+from hybrid_distill.probes.encoding import encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, exact, score_heads

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
 from ...distributed import own_device
-from ...evaluation.evaluate import compare_on_text
+from ...evaluation.measure import compare_on_text
 from ...io import Record, write_text
 from ...kernels import Kernels, use_kernels
 from ...limits import words
@@ -38,7 +38,12 @@ from ..reporting import can_draw, markdown_table, percent_change, text_table, wi
 from ..suite import by_name, headline, load_tasks, prepare
 from ..suite_job import SuiteJob
 
-KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
+KNOWLEDGE = "knowledge"
+TEXT = "text"
+GENERATED = ":generate"
+"""Ending of a task that is answered by generation."""
+LM_EVAL = "lm_eval:"
+"""Beginning of a task of lm-eval."""
 MAX_TEXT_TOKENS = 512
 
 
@@ -84,17 +89,23 @@ class Table(NamedTuple):
         for index, column in enumerate(self.columns):
             value = pd.Series([row.values[index] for row in self.rows], dtype=float)
             spread = pd.Series([row.spreads[index] if row.spreads else math.nan for row in self.rows])
-            cells[column.header] = [with_error(v, sd or None, column.digits) for v, sd in zip(value, spread)]
+            texts = [with_error(v, sd or None, column.digits) for v, sd in zip(value, spread)]
             numbers[column.name] = value
             if self.compared:
-                change = (value / (value[0] or math.nan)).where(value.index > 0)
-                cells[column.header] += ["" if math.isnan(c) else f" ({percent_change(c)})" for c in change]
+                intact = value[0] or math.nan
+                change = (value / intact).where(value.index > 0)
+                texts = [text + _change_text(ratio) for text, ratio in zip(texts, change)]
                 numbers[f"{column.name}_change_percent"] = 100 * (change - 1)
                 numbers[f"{column.name}_sd"] = spread
+            cells[column.header] = texts
         chances = ["" if column.chance is None else f"{column.chance:.1f}" for column in self.columns]
         if any(chances):
             cells.loc[len(cells)] = ["guessing", *chances]
         return cells, numbers
+
+
+def _change_text(ratio: float) -> str:
+    return "" if math.isnan(ratio) else f" ({percent_change(ratio)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,23 +122,36 @@ class Experiment(ABC):
         """Write the tables and figures to ``out``; return the tables as text."""
 
     def save(
-        self, table: Table, draw: Callable[[Table, Path], None] | None = None, *, suffix: str = "", most: int = 0
+        self,
+        table: Table,
+        draw: Callable[[Table, Path], None] | None = None,
+        *,
+        suffix: str = "",
+        most: int = 0,
     ) -> str:
         """Write OUT/NAME.md, .csv and .png; return the table as text.
 
         ``most`` limits text and figure to that many rows, plus those that belong to a group.
         """
-        path, (cells, numbers) = self.out / f"{self.NAME}{suffix}", table.frames()
+        path = self.out / f"{self.NAME}{suffix}"
+        cells, numbers = table.frames()
         self.out.mkdir(parents=True, exist_ok=True)
         write_text(Path(f"{path}.md"), f"{table.title}\n\n{markdown_table(cells)}\n")
         write_text(Path(f"{path}.csv"), numbers.to_csv(index=False, lineterminator="\n"))
         if most:
-            rows = [row for number, row in enumerate(table.rows) if number < most or row.group]
-            more = f" ({len(table.rows) - len(rows)} more in the file)" if len(rows) < len(table.rows) else ""
-            table = table._replace(title=table.title + more, rows=rows)
+            table = _shortened(table, most)
         if draw is not None and can_draw():
             draw(table, Path(f"{path}.png"))
-        return f"{table.title}\n{text_table(table.frames()[0])}"
+        cells, _ = table.frames()
+        return f"{table.title}\n{text_table(cells)}"
+
+
+def _shortened(table: Table, most: int) -> Table:
+    """Keep the first ``most`` rows and those that belong to a group."""
+    rows = [row for number, row in enumerate(table.rows) if number < most or row.group]
+    n_left_out = len(table.rows) - len(rows)
+    title = f"{table.title} ({n_left_out} more in the file)" if n_left_out else table.title
+    return table._replace(title=title, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -145,7 +169,8 @@ class Subject:
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load model and tokenizer; errors name ``flag``. Raises ValueError if the model cannot be a teacher."""
-        check_teacher(read_teacher(self.model, flag=flag)[0], name=self.model)
+        config, _ = read_teacher(self.model, flag=flag)
+        check_teacher(config, name=self.model)
         model, tokenizer = load_on_own_device(self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag)
         return use_kernels(model, self.kernels, own_device()), tokenizer
 
@@ -180,7 +205,8 @@ class Questions:
 
     @property
     def names(self) -> list[str]:
-        if not (names := words(self.tasks)):
+        names = words(self.tasks)
+        if not names:
             raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
         return names
 
@@ -192,8 +218,14 @@ class Questions:
         if name == TEXT:
             return perplexity_task(read_held_out(self.texts, self.examples), self.batch_size)
         if name.startswith(LM_EVAL):
-            options = {"include_path": self.include_path, "limit": self.examples, "batch_size": self.batch_size}
-            return lm_eval_task(SuiteJob(suite=name.removeprefix(LM_EVAL), seed=self.seed, **options))
+            job = SuiteJob(
+                suite=name.removeprefix(LM_EVAL),
+                seed=self.seed,
+                include_path=self.include_path,
+                limit=self.examples,
+                batch_size=self.batch_size,
+            )
+            return lm_eval_task(job)
         examples, chance = self.examples_of(name.removesuffix(GENERATED))
         check_readable(model, tokenizer, examples)
         return accuracy_task(name, examples, chance, self.batch_size)
@@ -202,8 +234,8 @@ class Questions:
         """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
         if name not in (KNOWLEDGE, *PROBES):
             raise ValueError(f"unknown task {name!r}; pass one of {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
-        asked = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
-        return asked.examples(self.examples), asked.chance
+        questions = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
+        return questions.examples(self.examples), questions.chance
 
     def probe(self, name: str, seed: int) -> Probe:
         """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
@@ -212,13 +244,18 @@ class Questions:
 
 def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int = 32) -> Task:
     """Make a task that measures accuracy, by generation if so named; ``chance``, by choice, is 0 to 1."""
+    if name.endswith(GENERATED):
 
-    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        if name.endswith(GENERATED):
-            return 100 * answer_generation(model, tokenizer, examples, batch_size=batch_size).double().mean().item()
+        def by_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+            correct_E = answer_generation(model, tokenizer, examples, batch_size=batch_size)
+            return 100 * correct_E.double().mean().item()
+
+        return Task(Column(name), by_generation)
+
+    def by_choice(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
         return 100 * answer_choices(model, tokenizer, examples, batch_size=batch_size).accuracy
 
-    return Task(Column(name, chance=None if name.endswith(GENERATED) else 100 * chance), percent)
+    return Task(Column(name, chance=100 * chance), by_choice)
 
 
 def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> None:
@@ -228,21 +265,21 @@ def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, e
 
 def lm_eval_task(job: SuiteJob) -> Task:
     """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot be loaded."""
-    stock = load_tasks(job)
-    name, *more = job.names
+    tasks_of = load_tasks(job)
+    name, *others = job.names
     # A tag of lm-eval is one name for several tasks.
-    n_tasks = len(more) + len(stock.get(name, [name]))
+    n_tasks = len(others) + len(tasks_of.get(name, [name]))
     if n_tasks > 1:
         raise ValueError(f"{LM_EVAL}{job.suite} is {n_tasks} tasks; pass one of them, as {LM_EVAL}{name}.")
     metrics = ["acc,none"]
-    for task in by_name(stock.get(name, []))["tasks"].values():
+    for task in by_name(tasks_of.get(name, []))["tasks"].values():
         metrics = [f"{metric},none" for metric in task.aggregation()]
     is_share = "perplexity" not in headline(name, metrics)
 
     def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
         import lm_eval
 
-        lm, tasks, _ = prepare(model, tokenizer, job, stock)
+        lm, tasks, _ = prepare(model, tokenizer, job, tasks_of)
         # Not simple_evaluate: it describes the machine after every call, which takes seconds.
         evaluate: Any = lm_eval.evaluate
         results = evaluate(lm, by_name(tasks), limit=job.limit, bootstrap_iters=0, log_samples=False)
@@ -250,7 +287,8 @@ def lm_eval_task(job: SuiteJob) -> Task:
         figure = figures[headline(name, figures)]
         return 100 * figure if is_share else figure
 
-    return Task(Column(name) if is_share else Column(name, "", digits=3), measure)
+    column = Column(name) if is_share else Column(name, "", digits=3)
+    return Task(column, measure)
 
 
 def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
@@ -286,27 +324,29 @@ class Variant(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Model, and the tasks to measure its variants on; with ``steps``, a stopped call resumes."""
+    """Model, and the tasks to measure its variants on; with a ``resume_log``, a stopped call resumes."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     tasks: Sequence[Task]
-    steps: ResumeLog | None = None
+    resume_log: ResumeLog | None = None
 
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
         """Make a table with a row per variant; variants with the same label are draws, shown as their mean."""
-        drawn: dict[str, list[tuple[float, ...]]] = {}
-        steps = self.steps or ResumeLog(None, {})
+        resume_log = self.resume_log or ResumeLog(None, {})
+        draws: dict[str, list[list[float]]] = {}
         for variant in track(variants, label):
-            values = tuple(steps.next(partial(self._measure, variant))["values"])
-            drawn.setdefault(variant.label, []).append(values)
-        if steps.path is not None:
-            steps.path.unlink(missing_ok=True)
+            step = resume_log.next(partial(self._measure, variant))
+            draws.setdefault(variant.label, []).append(step["values"])
+        if resume_log.path is not None:
+            resume_log.path.unlink(missing_ok=True)
+        last_of = {variant.label: variant for variant in variants}
         rows = []
-        for name, _, group, x in {variant.label: variant for variant in variants}.values():
-            several = list(zip(*drawn[name]))
-            spreads = tuple(map(pstdev, several)) if len(drawn[name]) > 1 else ()
-            rows.append(Row(name, tuple(map(fmean, several)), group, x, spreads))
+        for name, variant in last_of.items():
+            by_column = list(zip(*draws[name]))
+            means = tuple(map(fmean, by_column))
+            spreads = tuple(map(pstdev, by_column)) if len(draws[name]) > 1 else ()
+            rows.append(Row(name, means, variant.group, variant.x, spreads))
         columns = [task.column for task in self.tasks]
         return Table(f"{self.model.name_or_path}: {title}", label, columns, rows)
 

@@ -25,10 +25,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...plan import HeadId
 from ...probes import Example
-from ...probes.answering import Tokens, encode_example, tokenize
+from ...probes.encoding import Tokens, encode_example, tokenize
 from ...progress import track
 from ...teacher import HeadKind
 from .mixing import HeadMix, find_heads, mix_heads
+
+LINE = re.compile(r"[^\n]+\n+")
 
 
 class Segment(NamedTuple):
@@ -66,23 +68,39 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
         raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
     ids = tokenize(tokenizer, [prompt])[0]
     encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
-    own: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
-    spans = [(0, 0)] * (len(ids) - len(own)) + own
+    own_spans: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
+    # The beginning-of-text token, if there is one, is nowhere in the text.
+    spans = [(0, 0)] * (len(ids) - len(own_spans)) + own_spans
     texts = [prompt[start:end] for start, end in spans]
     segments = []
-    for line in re.finditer(r"[^\n]+\n+", prompt):
-        found = _find(choices, line[0])
-        if choices and not found:
+    for line in LINE.finditer(prompt):
+        in_line = _find(choices, line[0])
+        if choices and not in_line:
             continue
         tokens = [i for i, (start, end) in enumerate(spans) if start < line.end() and line.start() < end]
-        words = [i for i in tokens if re.search(r"\w", texts[i])]
-        first = (words or tokens)[-1]
-        if ends := [match.start() for match in found if match.end() == len(line[0].rstrip("\n"))]:
-            first = next(i for i in tokens if spans[i][1] > line.start() + min(ends))
-        content, summary = ([i for i in tokens if (i < first) == before] for before in (True, False))
-        segments.append(Segment(tuple(content), tuple(summary)))
+        first = _first_of_summary(line, in_line, tokens, spans, texts)
+        content = tuple(i for i in tokens if i < first)
+        summary = tuple(i for i in tokens if i >= first)
+        segments.append(Segment(content, summary))
     separators = [i for i, text in enumerate(texts) if re.fullmatch(r" *([^\w ] *)+", text)]
     return MarkedPrompt(ids, _labels(tokenizer, ids), tuple(segments), tuple(separators))
+
+
+def _first_of_summary(
+    line: re.Match[str],
+    choices: Sequence[re.Match[str]],
+    tokens: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    texts: Sequence[str],
+) -> int:
+    """Return the first token of the choice that ends the line, or else the line's last word."""
+    n_characters = len(line[0].rstrip("\n"))
+    starts = [choice.start() for choice in choices if choice.end() == n_characters]
+    if starts:
+        start = line.start() + min(starts)
+        return next(i for i in tokens if spans[i][1] > start)
+    words = [i for i in tokens if re.search(r"\w", texts[i])]
+    return words[-1] if words else tokens[-1]
 
 
 def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> MarkedPrompt:
@@ -90,21 +108,25 @@ def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Marked
 
     Raises ValueError for a question whose answer is in none of its lines, or in several.
     """
-    marked, encoded = mark_prompt(tokenizer, example.prompt, example.choices), encode_example(tokenizer, example)
+    marked = mark_prompt(tokenizer, example.prompt, example.choices)
+    encoded = encode_example(tokenizer, example)
     ids = encoded.prompt + encoded.choices[encoded.answer][: encoded.n_shared]
-    lines = [line for line in re.findall(r"[^\n]+\n+", example.prompt) if _find(example.choices, line)]
-    holding = [index for index, line in enumerate(lines) if _find([example.answer], line)]
-    if len(holding) != 1:
+    lines = [line for line in LINE.findall(example.prompt) if _find(example.choices, line)]
+    with_answer = [index for index, line in enumerate(lines) if _find([example.answer], line)]
+    if len(with_answer) != 1:
         raise ValueError(
-            f"the answer {example.answer!r} appears in {len(holding)} lines of its prompt; use a probe whose answer "
-            "is in exactly one, such as kv."
+            f"the answer {example.answer!r} appears in {len(with_answer)} lines of its prompt; use a probe whose "
+            "answer is in exactly one, such as kv."
         )
-    return replace(marked, ids=ids, labels=_labels(tokenizer, ids), answer=holding[0])
+    return replace(marked, ids=ids, labels=_labels(tokenizer, ids), answer=with_answer[0])
 
 
 def _find(choices: Sequence[str], text: str) -> list[re.Match[str]]:
     """Find choices in a text as whole words or numbers."""
-    return [match for choice in choices for match in re.finditer(rf"(?<!\w){re.escape(choice.strip())}(?!\w)", text)]
+    matches: list[re.Match[str]] = []
+    for choice in choices:
+        matches += re.finditer(rf"(?<!\w){re.escape(choice.strip())}(?!\w)", text)
+    return matches
 
 
 def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
@@ -150,15 +172,23 @@ class Sharpness(NamedTuple):
 def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
     """Measure one head on a prompt."""
     share_TS = row_shares(mix.matrix_TS)
-    last_S, segments = share_TS[-1], [segment for segment in prompt.segments if segment.content]
-    gathered = [share_TS[list(own.summary)][:, list(own.content)].sum(1).max().item() for own in segments]
-    answer = [] if prompt.answer is None else list(prompt.segments[prompt.answer].summary)
+    last_S = share_TS[-1]
+
+    def share_on(positions: Sequence[int]) -> float:
+        return last_S[list(positions)].sum().item() if positions else math.nan
+
+    gathered = []
+    for segment in prompt.segments:
+        if segment.content:
+            block_TS = share_TS[list(segment.summary)][:, list(segment.content)]
+            gathered.append(block_TS.sum(1).max().item())
+    answer = () if prompt.answer is None else prompt.segments[prompt.answer].summary
     return Sharpness(
         entropy=abs((last_S * last_S.clamp(min=1e-30).log2()).sum().item()),
-        answer=last_S[answer].sum().item() if answer else math.nan,
+        answer=share_on(answer),
         separators=last_S[list(prompt.separators)].sum().item(),
         gather=sum(gathered) / len(gathered) if gathered else math.nan,
-        aggregate=last_S[prompt.summaries].sum().item() if prompt.segments else math.nan,
+        aggregate=share_on(prompt.summaries),
     )
 
 
@@ -186,11 +216,14 @@ def find_patterns(
             f"this model has {site.n_heads} channels a layer, too many to look through; name some with --heads."
         )
     total_HM = torch.zeros(len(every), len(Sharpness._fields), dtype=torch.float64)
-    for prompt in track([mark_example(tokenizer, example) for example in examples], "matrices"):
+    # All are marked first: an unsuitable probe ends here, before any forward.
+    prompts = [mark_example(tokenizer, example) for example in examples]
+    for prompt in track(prompts, "matrices"):
         measure = partial(sharpness, prompt)
         measured = mix_heads(model, prompt.ids, list(every), measure, kind=kind, max_gb=math.inf)
         total_HM += torch.tensor(measured, dtype=torch.float64)
-    return {head: Sharpness(*means) for head, means in zip(every, (total_HM / len(examples)).tolist(), strict=True)}
+    mean_HM = total_HM / len(examples)
+    return {head: Sharpness(*means) for head, means in zip(every, mean_HM.tolist(), strict=True)}
 
 
 def rank_by(found: dict[HeadId, Sharpness], measure: str) -> list[HeadId]:

@@ -17,18 +17,20 @@ from .checks import token_counts
 PLAIN = "plain"
 CHAT = "chat"
 TRIED = (PLAIN, "shots=1", "shots=3", CHAT)
-"""Formats that `accuracy_by_form` tries, simplest first."""
+"""Formats that `accuracy_by_prompt_format` tries, simplest first."""
 N_TRIED = 32
 
 
-def check_form(name: str, form: str) -> None:
+def check_prompt_format(name: str, prompt_format: str) -> None:
     """Raise ValueError unless the format is plain, chat or shots=n, with n from 1 to 99."""
-    if form not in (PLAIN, CHAT) and not re.fullmatch(r"shots=[1-9]\d?", form):
-        raise ValueError(f"{name} is {form!r}; pass plain, shots=1 (or more) or chat.")
+    if prompt_format in (PLAIN, CHAT):
+        return
+    if not re.fullmatch(r"shots=[1-9]\d?", prompt_format):
+        raise ValueError(f"{name} is {prompt_format!r}; pass plain, shots=1 (or more) or chat.")
 
 
 @dataclass(frozen=True)
-class FormedProbe:
+class FormattedProbe:
     """A probe with its prompts in another format.
 
     ``shots=n`` puts the next ``n`` prompts before each prompt, each with one question solved. ``chat`` makes the
@@ -37,12 +39,14 @@ class FormedProbe:
     """
 
     probe: Probe
-    form: str
+    prompt_format: str
     tokenizer: PreTrainedTokenizerBase
 
     def __post_init__(self) -> None:
-        if self.form == CHAT and not self.tokenizer.chat_template:
-            raise ValueError("form is 'chat', but this tokenizer has no chat template; pass plain or shots=1.")
+        if self.prompt_format == CHAT and not self.tokenizer.chat_template:
+            raise ValueError(
+                "the prompt format is 'chat', but this tokenizer has no chat template; pass plain or shots=1."
+            )
 
     @property
     def chance(self) -> float:
@@ -56,22 +60,32 @@ class FormedProbe:
 
     def describe(self) -> dict[str, object]:
         """Return the settings that determine every prompt."""
-        return {**self.probe.describe(), "prompt_form": self.form}
+        return {**self.probe.describe(), "prompt_format": self.prompt_format}
 
     def examples(self, n: int) -> list[Example]:
         """Return the first ``n`` examples in this format. Raises ValueError if the probe has too few for the shots."""
-        if self.form == CHAT:
+        if self.prompt_format == CHAT:
             return [self._in_chat(example) for example in self.probe.examples(n)]
-        shots, step = int(self.form.removeprefix("shots=")), self.n_queries
-        pool = self.probe.examples(n + shots * step)
-        if len(pool) <= shots * step:
-            raise ValueError(f"form is {self.form!r}, but the probe has {len(pool)} questions; pass fewer shots.")
-        formed = []
+        return self._after_shots(n, int(self.prompt_format.removeprefix("shots=")))
+
+    def _after_shots(self, n: int, n_shots: int) -> list[Example]:
+        n_queries = self.n_queries
+        pool = self.probe.examples(n + n_shots * n_queries)
+        if len(pool) <= n_shots * n_queries:
+            raise ValueError(
+                f"the prompt format is {self.prompt_format!r}, but the probe has {len(pool)} questions; "
+                "pass fewer shots."
+            )
+        formatted = []
         for index, example in enumerate(pool[:n]):
-            solved = [pool[(index - index % step + shot * step) % len(pool)] for shot in range(1, shots + 1)]
-            before = "".join(f"{other.prompt}{other.answer}\n\n" for other in solved)
-            formed.append(replace(example, prompt=before + example.prompt))
-        return formed
+            # All questions about a prompt follow the same shots, so that they can share its tokens.
+            first_of_prompt = index - index % n_queries
+            shots = ""
+            for shot in range(1, n_shots + 1):
+                solved = pool[(first_of_prompt + shot * n_queries) % len(pool)]
+                shots += f"{solved.prompt}{solved.answer}\n\n"
+            formatted.append(replace(example, prompt=shots + example.prompt))
+        return formatted
 
     def _in_chat(self, example: Example) -> Example:
         try:
@@ -79,8 +93,10 @@ class FormedProbe:
                 [{"role": "user", "content": example.prompt}],
                 tokenize=False,
                 add_generation_prompt=True,
+                # Templates of thinking models would begin the answer with a thought.
                 enable_thinking=False,
-                date_string="1 January 2025",  # some templates insert today's date, so prompts would change daily
+                # Some templates insert today's date, so prompts would change daily.
+                date_string="1 January 2025",
             )
         except TemplateError as error:
             raise ValueError(f"the chat template rejects a question ({error}); pass plain or shots=1.") from error
@@ -88,13 +104,15 @@ class FormedProbe:
         return replace(example, prompt=f"{text}{lead}")
 
 
-def in_form(probe: Probe, form: str, tokenizer: PreTrainedTokenizerBase) -> Probe:
-    """Return the probe in a format; plain returns the probe itself."""
-    return probe if form == PLAIN else FormedProbe(probe, form, tokenizer)
+def with_prompt_format(probe: Probe, prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> Probe:
+    """Return the probe with its prompts in a format; plain returns the probe itself."""
+    return probe if prompt_format == PLAIN else FormattedProbe(probe, prompt_format, tokenizer)
 
 
-def accuracy_by_form(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe
+def accuracy_by_prompt_format(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
 ) -> dict[str, float]:
     """Return the model's accuracy on the first 32 prompts in each of the formats `TRIED`.
 
@@ -102,10 +120,11 @@ def accuracy_by_form(
     """
     limit = longest_context(model.config) or sys.maxsize
     accuracies = {}
-    for form in TRIED:
-        if form == CHAT and not tokenizer.chat_template:
+    for prompt_format in TRIED:
+        if prompt_format == CHAT and not tokenizer.chat_template:
             continue
-        examples = in_form(probe, form, tokenizer).examples(N_TRIED)
+        examples = with_prompt_format(probe, prompt_format, tokenizer).examples(N_TRIED)
         if max(token_counts(tokenizer, examples)) <= limit:
-            accuracies[form] = answer_choices(model, tokenizer, examples, batch_size=16).accuracy
+            result = answer_choices(model, tokenizer, examples, batch_size=16)
+            accuracies[prompt_format] = result.accuracy
     return accuracies

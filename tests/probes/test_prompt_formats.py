@@ -7,14 +7,15 @@ import torch
 from conftest import make_family_model
 from families import STYLES, family_tokenizer
 from head_tables import some_scores
+from hybrid_distill.probes.forms import FormedProbe, accuracy_by_form, in_form
 from planted import KEYS, planted_teacher
 from test_answering import brute_force, sharp
 
 from hybrid_distill.cli.score import ScoreJob
 from hybrid_distill.lab.analysis.rankings import compare_files
 from hybrid_distill.probes import Probe, forms
-from hybrid_distill.probes.answering import answer_choices, answer_generation, encode_example, tokenize
-from hybrid_distill.probes.forms import FormedProbe, accuracy_by_form, in_form
+from hybrid_distill.probes.answering import answer_choices, answer_generation
+from hybrid_distill.probes.encoding import encode_example, tokenize
 from hybrid_distill.probes.knowledge import Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 
