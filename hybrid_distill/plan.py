@@ -19,7 +19,8 @@ from .limits import COUNT, Limits
 FORMAT = "hybrid-distill/head-plan/1"
 BF16_BYTES = 2
 STATE_BYTES = 4
-"""Bytes per element of a recurrent state: caches keep these long sums in float32 for every model dtype."""
+"""Bytes per element of a recurrent state: caches keep these long sums in float32 for every model
+dtype."""
 Unit = Literal["head", "kv-group", "layer", "container"]
 """Part of a model that a plan keeps whole (`HeadPlan.top_k`)."""
 
@@ -37,7 +38,8 @@ class HeadId(NamedTuple):
 
 
 class Scored(Protocol):
-    """Scores of all heads (`HeadScores`); tables [layer, head] are tensors, NaN for heads that a layer lacks."""
+    """Scores of all heads (`HeadScores`); tables [layer, head] are tensors, NaN for heads that a
+    layer lacks."""
 
     @property
     def n_layers(self) -> int: ...
@@ -56,8 +58,9 @@ class Scored(Protocol):
 class HeadPlan:
     """Heads that stay attention; every other head becomes recurrent.
 
-    ``teacher`` is the fingerprint of the model that the plan was made for; empty if the plan fits any model of this
-    shape. Raises ValueError for a head that does not exist, a repeated head, or an impossible shape.
+    ``teacher`` is the fingerprint of the model that the plan was made for; empty if the plan fits
+    any model of this shape. Raises ValueError for a head that does not exist, a repeated head, or
+    an impossible shape.
     """
 
     n_layers: int
@@ -79,11 +82,14 @@ class HeadPlan:
             self._check_exists(head_id)
         repeated = sorted(head_id for head_id, count in Counter(kept).items() if count > 1)
         if repeated:
-            raise ValueError(f"heads named twice: {', '.join(map(str, repeated))}; name each head once.")
+            raise ValueError(
+                f"heads named twice: {', '.join(map(str, repeated))}; name each head once."
+            )
         object.__setattr__(self, "kept", kept)
 
     def _check_exists(self, head_id: HeadId) -> None:
-        are_whole = all(isinstance(index, int) for index in head_id)  # a plan's file may hold anything
+        # A plan's file may hold anything.
+        are_whole = all(isinstance(index, int) for index in head_id)
         in_layers = are_whole and 0 <= head_id.layer < self.n_layers
         if not (in_layers and 0 <= head_id.head < self.n_heads):
             raise ValueError(
@@ -111,7 +117,8 @@ class HeadPlan:
         return tuple(head for head in range(self.n_heads) if head not in kept)
 
     def kv_groups_in(self, layer: int) -> tuple[int, ...]:
-        """Return the KV heads that a layer's kept heads read, ascending; the cache stores each once."""
+        """Return the KV heads that a layer's kept heads read, ascending; the cache stores each
+        once."""
         group_size = self.n_heads // self.n_kv_heads
         return tuple(sorted({head // group_size for head in self.kept_in(layer)}))
 
@@ -126,26 +133,27 @@ class HeadPlan:
         actual = _shape(shape_of)
         if actual != planned:
             raise ValueError(
-                "the plan was made for another teacher: it expects {} layers, {} heads, {} KV heads, "
-                "the model has {}, {}, {}; score this teacher and make a new plan.".format(*planned, *actual)
+                f"the plan was made for another teacher: it expects {_named(planned)}, the model has "
+                f"{_named(actual)}; score this teacher and make a new plan."
             )
 
     @classmethod
     def top_k(cls, scores: Scored, k: int, by: str = "retrieval", unit: Unit = "head") -> HeadPlan:
         """Keep the ``k`` highest-ranked units over all layers.
 
-        ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank heads lower that matter
-        for any text. A unit ranks as its best head does. ``unit`` is
+        ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank
+        heads lower that matter for any text. A unit ranks as its best head does. ``unit`` is
 
         - "head";
-        - "kv-group": all query heads that read one KV head. Once a KV head is stored for one of them, the others take
-          no further cache;
+        - "kv-group": all query heads that read one KV head. Once a KV head is stored for one of
+          them, the others take no further cache;
         - "layer";
-        - "container": ``k`` KV groups in every layer, the best of each. A Falcon-H1 makes all layers as large as the
-          largest (`container_bytes`); such a plan uses all that it allocates.
+        - "container": ``k`` KV groups in every layer, the best of each. A Falcon-H1 makes all
+          layers as large as the largest (`container_bytes`); such a plan uses all that it
+          allocates.
 
-        Logs a warning if the cut splits a tie between heads. Raises ValueError for another unit, and if ``k`` exceeds
-        the scored units.
+        Logs a warning if the cut splits a tie between heads. Raises ValueError for another unit,
+        and if ``k`` exceeds the scored units.
         """
         cls.check_k(scores, k, unit=unit)
         ranking = scores.ranking(by)
@@ -164,7 +172,7 @@ class HeadPlan:
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
-        """Keep ``k`` random heads, drawn without replacement; the same seed draws the same heads."""
+        """Keep ``k`` random heads; the same seed draws the same heads."""
         cls.check_k(shape_of, k)
         every = cls.all(shape_of).kept
         rng = _random.Random(f"head-plan-{seed}")
@@ -197,7 +205,8 @@ class HeadPlan:
 
     @staticmethod
     def check_k(shape_of: object, k: int, name: str = "k", unit: str = "head") -> None:
-        """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least ``k`` units."""
+        """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least
+        ``k`` units."""
         n_layers, n_heads, n_kv_heads = _shape(shape_of)
         counts = {
             "head": n_layers * n_heads,
@@ -258,7 +267,7 @@ def _warn_once(text: str) -> None:
 
 
 def _shape(source: object) -> tuple[int, int, int]:
-    """Return (layers, query heads, KV heads) of a plan, scores, a Hugging Face config, or a model."""
+    """Return (layers, query heads, KV heads) of a plan, scores, a config, or a model."""
     config = getattr(source, "config", source)
     if all(hasattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads")):
         return config.n_layers, config.n_heads, config.n_kv_heads
@@ -268,14 +277,22 @@ def _shape(source: object) -> tuple[int, int, int]:
             # Configs without the entry, or with None, have a KV head for every query head.
             n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
             return config.num_hidden_layers, n_heads, n_kv_heads
-    except RuntimeError as error:  # raised by transformers for a config whose layers differ in shape
+    except (
+        RuntimeError
+    ) as error:  # raised by transformers for a config whose layers differ in shape
         raise ValueError(
-            f"the layers of {type(config).__name__} have different numbers of heads. A plan needs the same number in "
-            "every layer; take another teacher."
+            f"the layers of {type(config).__name__} have different numbers of heads. A plan needs "
+            "the same number in every layer; take another teacher."
         ) from error
     raise ValueError(
-        f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a HeadPlan or HeadScores."
+        f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a "
+        "HeadPlan or HeadScores."
     )
+
+
+def _named(shape: tuple[int, int, int]) -> str:
+    n_layers, n_heads, n_kv_heads = shape
+    return f"{n_layers} layers, {n_heads} heads, {n_kv_heads} KV heads"
 
 
 @dataclass(frozen=True)
@@ -304,13 +321,15 @@ def cache_bytes(
     conv_width: int = 4,
     windows: Sequence[int | None] | None = None,
 ) -> CacheBytes:
-    """Count the bytes of a hybrid's cache after ``length`` tokens; a plan with every head kept gives the teacher's.
+    """Count the bytes of a hybrid's cache after ``length`` tokens; a plan with every head kept
+    gives the teacher's.
 
         bytes(L) = 2 H_kv P L b + H_ssm P N s
 
-    H_kv is the number of stored KV heads (kept heads of one group share a K and a V), H_ssm the number of recurrent
-    heads, P the head dim, N the state size, b the bytes per element, and s the bytes per element of a state (published
-    tables use 2). A layer with a window of W tokens (``windows``, `layer_windows`) stores the latest W - 1.
+    H_kv is the number of stored KV heads (kept heads of one group share a K and a V), H_ssm the
+    number of recurrent heads, P the head dim, N the state size, b the bytes per element, and s the
+    bytes per element of a state (published tables use 2). A layer with a window of W tokens
+    (``windows``, `layer_windows`) stores the latest W - 1.
     """
     if windows is None:
         windows = [None] * plan.n_layers
@@ -336,9 +355,11 @@ def container_bytes(
     d_state: int,
     bytes_per_element: int = BF16_BYTES,
 ) -> int:
-    """Count the bytes of the plan's cache in a Falcon-H1, whose layers are all as large as the largest.
+    """Count the bytes of the plan's cache in a Falcon-H1, whose layers are all as large as the
+    largest.
 
-    Counts as `cache_bytes` does, without convolution states. Each layer has at least one head of each kind.
+    Counts as `cache_bytes` does, without convolution states. Each layer has at least one head of
+    each kind.
     """
     layers = range(plan.n_layers)
     n_kv_heads = max(1, *(len(plan.kv_groups_in(layer)) for layer in layers))

@@ -1,4 +1,5 @@
-"""Evaluation of a teacher or student: retrieval, knowledge, plain text, agreement with the teacher, memory."""
+"""Evaluation of a teacher or student: retrieval, knowledge, plain text, agreement with the teacher,
+memory."""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ def evaluate(
 ) -> EvalResult:
     """Measure a Hugging Face decoder or a hybrid student; only agreement needs the ``teacher``.
 
-    KV retrieval is measured by choice and by generation for every dictionary size. ``seed`` (use another than for
-    scoring heads) and ``keys`` (default: common nouns) determine the prompts, ``prompt_format`` their format
-    (`with_prompt_format`). Questions of ``knowledge`` are asked unchanged. Each of the ``held_out_texts`` is cut at
-    ``max_text_tokens``.
+    KV retrieval is measured by choice and by generation for every dictionary size. ``seed`` (use
+    another than for scoring heads) and ``keys`` (default: common nouns) determine the prompts,
+    ``prompt_format`` their format (`with_prompt_format`). Questions of ``knowledge`` are asked
+    unchanged. Each of the ``held_out_texts`` is cut at ``max_text_tokens``.
     """
     keys = NOUNS if keys is None else tuple(keys)
     examples = {}
@@ -80,8 +81,9 @@ def evaluate(
 def without_recurrence(model: PreTrainedModel, inputs: EvalInputs) -> Record | None:
     """Measure a student on few examples, as it is and with all its recurrent heads zeroed.
 
-    Return None for a model without recurrent heads. ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is
-    True if none of them changes. `hybrid-distill analyze zeroed-recurrence` zeroes layer by layer.
+    Return None for a model without recurrent heads. ``figures`` has each figure ``whole`` and
+    ``zeroed``; ``unused`` is True if none of them changes. `hybrid-distill analyze
+    zeroed-recurrence` zeroes layer by layer.
     """
     config = text_config(model)
     if config.model_type != HybridConfig.model_type:
@@ -106,7 +108,8 @@ def without_recurrence(model: PreTrainedModel, inputs: EvalInputs) -> Record | N
 
 
 def _is_same(name: str, whole: float, zeroed: float) -> bool:
-    """Check whether a figure stays the same: perplexity to 1 %, agreement to 1 point, accuracy to one example."""
+    """Check whether a figure stays the same: perplexity to 1 %, agreement to 1 point, accuracy to
+    one example."""
     if name == "perplexity":
         return abs(zeroed / whole - 1) <= 0.01
     if name == "top1_agreement":
@@ -132,7 +135,9 @@ def model_cache_bytes(model: PreTrainedModel) -> Record:
     windows = layer_windows(config)
     sizes = {}
     for length in CACHE_LENGTHS:
-        sizes[length] = cache_bytes(plan, length=length, head_dim=site.head_dim, windows=windows, **state)
+        sizes[length] = cache_bytes(
+            plan, length=length, head_dim=site.head_dim, windows=windows, **state
+        )
     return {
         "cache_bytes": {length: size.total for length, size in sizes.items()},
         "conv_state_bytes": sizes[CACHE_LENGTHS[0]].conv,  # the same at every length

@@ -92,7 +92,8 @@ def compare_on_text(
     *,
     progress: bool = False,
 ) -> Record:
-    """Measure a model's perplexity and its agreement with a teacher, over every predicted token of the batches.
+    """Measure a model's perplexity and its agreement with a teacher, over every predicted token of
+    the batches.
 
     Vocabularies padded to different sizes are compared on the tokens they share.
     """
@@ -126,7 +127,8 @@ def compare_on_text(
 
 
 def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (same_BT, kl_BT): equal top tokens, and KL(teacher || model) in nats, on the shared part of V."""
+    """Return (same_BT, kl_BT): equal top tokens, and KL(teacher || model) in nats, on the shared
+    part of V."""
     n_shared = min(logits_BTV.shape[-1], teacher_BTV.shape[-1])
     teacher_BTV = teacher_BTV.to(logits_BTV.device)
     same = []

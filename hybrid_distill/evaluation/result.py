@@ -12,18 +12,26 @@ from ..io import Record, refused, write_json
 
 FORMAT = "hybrid-distill/evaluation/1"
 BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
-FIGURES = ("kv_choice", "kv_generation", "knowledge", "perplexity", "top1_agreement", "kl_to_teacher")
+FIGURES = (
+    "kv_choice",
+    "kv_generation",
+    "knowledge",
+    "perplexity",
+    "top1_agreement",
+    "kl_to_teacher",
+)
 
 
 @dataclass(frozen=True)
 class EvalResult:
     """Measurements of one model; None if not measured.
 
-    Accuracies are fractions from 0 to 1. ``perplexity`` is per predicted token of the held-out texts. Over the same
-    tokens, ``top1_agreement`` is the fraction where model and teacher have the same most likely token, and
-    ``kl_to_teacher`` is the mean KL(teacher || model) in nats. ``cache_bytes`` is the size for one sequence by number
-    of tokens, in bfloat16 with states in float32; ``conv_state_bytes`` is extra and does not grow.
-    ``recurrent_heads_zeroed`` is the result of `without_recurrence`.
+    Accuracies are fractions from 0 to 1. ``perplexity`` is per predicted token of the held-out
+    texts. Over the same tokens, ``top1_agreement`` is the fraction where model and teacher have the
+    same most likely token, and ``kl_to_teacher`` is the mean KL(teacher || model) in nats.
+    ``cache_bytes`` is the size for one sequence by number of tokens, in bfloat16 with states in
+    float32; ``conv_state_bytes`` is extra and does not grow. ``recurrent_heads_zeroed`` is the
+    result of `without_recurrence`.
     """
 
     kv_choice: dict[int, float]
@@ -46,7 +54,8 @@ class EvalResult:
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
     def figures(self) -> dict[str, float]:
-        """Return every measured number under a separate name: ``kv_choice_16``, ``cache_bytes_2048`` and so on."""
+        """Return every measured number under a separate name: ``kv_choice_16``,
+        ``cache_bytes_2048`` and so on."""
         return flatten(vars(self), [*FIGURES, "conv_state_bytes", "cache_bytes"])
 
     @classmethod

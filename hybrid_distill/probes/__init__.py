@@ -1,4 +1,4 @@
-"""Synthetic tasks whose examples each ask a model one question, and two ways of reading its answer."""
+"""Synthetic tasks whose examples each ask a model one question."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Example:
             raise ValueError(f"a prompt or a choice of {self!r} is empty; give it text.")
         if len(set(self.choices)) != len(self.choices) or self.answer not in self.choices:
             raise ValueError(
-                f"answer {self.answer!r}, choices {self.choices!r}: choices must differ and hold the answer."
+                f"answer {self.answer!r}, choices {self.choices!r}: choices must differ and hold "
+                "the answer."
             )
 
 
@@ -44,7 +45,8 @@ class Probe(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """Return all settings that determine the examples, for the provenance of a result (JSON values only)."""
+        """Return all settings that determine the examples, for the provenance of a result (JSON
+        values only)."""
         ...
 
 
@@ -75,7 +77,8 @@ class SeededProbe(ABC):
     def _example(self, index: int) -> Example: ...
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt, with lists of words (fields without repr) as hashes."""
+        """Return the settings that determine every prompt, with lists of words (fields without
+        repr) as hashes."""
         settings: dict[str, object] = {"name": self.name}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -97,16 +100,20 @@ def check_counts(**counts: int) -> None:
 def check_queries(n_queries: int, n_pairs: int) -> None:
     """Raise ValueError if a prompt has more questions than pairs."""
     if n_queries > n_pairs:
-        raise ValueError(f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most {n_pairs}.")
+        raise ValueError(
+            f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most {n_pairs}."
+        )
 
 
 def queries_of(probe: Probe) -> int:
-    """Return the number of consecutive examples that ask about one prompt; they are scored together."""
+    """Return the number of consecutive examples that ask about one prompt; they are scored
+    together."""
     return getattr(probe, "n_queries", 1)
 
 
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
-    """Return entries as a tuple. Raises ValueError unless they are at least ``at_least`` distinct single words."""
+    """Return entries as a tuple. Raises ValueError unless they are at least ``at_least`` distinct
+    single words."""
     entries = as_tuple(name, words)
     distinct: set[str] = set()
     for word in map(str, entries):
@@ -116,12 +123,16 @@ def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...
             raise ValueError(f"{name} holds {word!r}; each must be one word, without spaces.")
         distinct.add(word)
     if len(distinct) < at_least:
-        raise ValueError(f"{len(distinct)} {name} are too few, {at_least} are needed; pass more, or ask for less.")
+        raise ValueError(
+            f"{len(distinct)} {name} are too few, {at_least} are needed; pass more, or ask for "
+            "less."
+        )
     return entries
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; a single number or word becomes a tuple of one. Raises ValueError if empty."""
+    """Return a sequence as a tuple; a single number or word becomes a tuple of one. Raises
+    ValueError if empty."""
     if isinstance(value, str | int | float):
         return (value,)
     values = tuple(value) if isinstance(value, Iterable) else ()

@@ -1,7 +1,8 @@
-"""Two ways of reading a model's answer: the most likely of the given choices, and greedy generation.
+"""Two ways of reading a model's answer: the most likely of the given choices, and greedy
+generation.
 
-Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V vocabulary,
-Q log-probability read (`EncodedExample.reads`), A all of a batch's.
+Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V
+vocabulary, Q log-probability read (`EncodedExample.reads`), A all of a batch's.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Output(Protocol):
 class ChoiceResult:
     """A model's answers to E examples.
 
-    ``logprob_EC`` holds one list per example (the number of choices may differ) with the log-probability of each
-    whole choice, in nats. ``answer_logprob_E`` is the log-probability of the correct answer; ``correct_E`` is true
-    where it exceeds every other choice's.
+    ``logprob_EC`` holds one list per example (the number of choices may differ) with the
+    log-probability of each whole choice, in nats. ``answer_logprob_E`` is the log-probability of
+    the correct answer; ``correct_E`` is true where it exceeds every other choice's.
     """
 
     logprob_EC: list[list[float]]
@@ -52,8 +53,9 @@ class ChoiceResult:
 class ChoiceBatch:
     """Examples that are answered together; everything independent of the model is computed once.
 
-    One forward pass over the prompts reads the first tokens after the shared prefix of each example's choices. Where
-    choices have more tokens, each context (`EncodedExample.contexts`) extends the prompts' cache.
+    One forward pass over the prompts reads the first tokens after the shared prefix of each
+    example's choices. Where choices have more tokens, each context (`EncodedExample.contexts`)
+    extends the prompts' cache.
     """
 
     def __init__(self, encoded: Sequence[EncodedExample], device: torch.device) -> None:
@@ -70,7 +72,8 @@ class ChoiceBatch:
     def _addresses(self) -> Tensor:
         """Return where each log-probability is read: in a context or not, row, position, token.
 
-        The position is an index into the logits: of the prompts from the end (-1 is the last), of contexts from 0.
+        The position is an index into the logits: of the prompts from the end (-1 is the last), of
+        contexts from 0.
         """
         row_of: dict[tuple[int, Tokens], int] = {}
         for row, (index, context) in enumerate(self.contexts):
@@ -86,7 +89,8 @@ class ChoiceBatch:
         return torch.tensor(addresses).T
 
     def reads(self, model: PreTrainedModel) -> Sequence[Tensor]:
-        """Compute the log-probabilities of each example's `EncodedExample.reads`, running each prompt once."""
+        """Compute the log-probabilities of each example's `EncodedExample.reads`, running each
+        prompt once."""
         logprob_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
         output = forward(
             model,
@@ -105,7 +109,9 @@ class ChoiceBatch:
         """Run the contexts on the prompts' cache, one row each."""
         device = self.mask_BL.device
         example_R = torch.tensor([index for index, _ in self.contexts], device=device)
-        tails = [torch.tensor(path[self.encoded[index].n_shared :]) for index, path in self.contexts]
+        tails = [
+            torch.tensor(path[self.encoded[index].n_shared :]) for index, path in self.contexts
+        ]
         # Right padding needs no mask: no position that is read comes after it.
         ids_RT = pad_sequence(tails, batch_first=True).to(device)
         mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
@@ -113,7 +119,8 @@ class ChoiceBatch:
         return forward(model, ids_RT, mask_RL, cache=cache, use_cache=True).logits
 
     def _read(self, logits_BSV: Tensor, logprob_A: Tensor, *, in_contexts: bool) -> None:
-        """Fill in the log-probabilities that these logits contain, in float32 regardless of the model's dtype."""
+        """Fill in the log-probabilities that these logits contain, in float32 regardless of the
+        model's dtype."""
         here_A = self.address_4A[0] == in_contexts
         row, position, token = self.address_4A[1:, here_A]
         normalizer_BS = logits_BSV.float().logsumexp(-1)
@@ -122,7 +129,8 @@ class ChoiceBatch:
 
 
 def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> ChoiceResult:
-    """Grade the choices: an answer is correct if its log-probability is strictly above every other choice's."""
+    """Grade the choices: an answer is correct if its log-probability is strictly above every other
+    choice's."""
     answer_logprobs = []
     correct = []
     for logprobs, answer in zip(logprob_EC, answers, strict=True):
@@ -141,10 +149,11 @@ def answer_choices(
     batch_size: int = 32,
     progress: bool = False,
 ) -> ChoiceResult:
-    """Score every choice by the summed log-probability of its tokens, and grade the model's answers.
+    """Score every choice by the summed log-probability of its tokens, and grade the model's
+    answers.
 
-    If a choice is a prefix of another, only the probability that the model stops after it counts. Works for any
-    decoder and any tokenizer, with or without a pad token.
+    If a choice is a prefix of another, only the probability that the model stops after it counts.
+    Works for any decoder and any tokenizer, with or without a pad token.
     """
     logprob_EC: list[list[float]] = []
     answers: list[int] = []
@@ -167,7 +176,8 @@ def answer_generation(
     batch_size: int = 32,
     progress: bool = False,
 ) -> Tensor:
-    """Return correct_E: true where the greedily generated text begins with the answer as a whole word or number."""
+    """Return correct_E: true where the greedily generated text begins with the answer as a whole
+    word or number."""
     correct: list[bool] = []
     with eval_mode(model):
         for part in _parts(examples, batch_size, "answers by generation", progress):
@@ -177,7 +187,9 @@ def answer_generation(
     return torch.tensor(correct)
 
 
-def _parts(examples: Sequence[Example], size: int, name: str, progress: bool) -> Iterator[Sequence[Example]]:
+def _parts(
+    examples: Sequence[Example], size: int, name: str, progress: bool
+) -> Iterator[Sequence[Example]]:
     """Split examples into batches, with a progress bar."""
     check_counts(batch_size=size)
     for start in track(range(0, len(examples), size), name, hidden=not progress):
@@ -198,7 +210,8 @@ def generate_greedily(
         attention_mask=mask_BL,
         # One more token than the answer shows that a number has ended.
         max_new_tokens=max(longest, 1) + 1,
-        # All set explicitly: the model's own generation settings would fill in any that are missing.
+        # All set explicitly: the model's own generation settings would fill in any that are
+        # missing.
         do_sample=False,
         num_beams=1,
         temperature=None,
@@ -223,7 +236,8 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> in
 
 
 def begins_with(text: str, answer: str) -> bool:
-    """Check whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin with "84"."""
+    """Check whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin
+    with "84"."""
     answer = answer.strip()
     boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"
     return re.match(re.escape(answer) + boundary, text.lstrip()) is not None
@@ -252,8 +266,8 @@ def forward(
 ) -> Output:
     """Run the model on tokens that occupy the mask's last positions; position ids skip pads.
 
-    Returns only the logits of the last ``logits_to_keep`` positions (0: all). A model that accepts the argument
-    computes only these.
+    Returns only the logits of the last ``logits_to_keep`` positions (0: all). A model that accepts
+    the argument computes only these.
     """
     arguments: dict[str, object] = {"use_cache": use_cache}
     # Recurrent models have no position ids.

@@ -1,4 +1,4 @@
-"""Checks, before hours of scoring, that the questions fit a model's tokenizer and context length."""
+"""Check, before hours of scoring, that questions fit a model's tokenizer and context length."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ WORD = re.compile(r"\w+|[^\w\s]|\n")
 NAMED = 8
 
 
-def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Raise ValueError for examples that a model cannot read: words without tokens, or too long for its context.
+def check_answerable(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> None:
+    """Raise ValueError for examples that a model cannot read: words without tokens, or too long for
+    its context.
 
-    ``max_length`` is the model's context length in tokens (`longest_context`); each prompt must fit together with its
-    longest choice.
+    ``max_length`` is the model's context length in tokens (`longest_context`); each prompt must fit
+    together with its longest choice.
     """
     texts: dict[str, None] = {}  # a dict keeps their order
     for example in examples:
@@ -29,22 +32,25 @@ def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizer
         named = ", ".join(map(repr, missing[:NAMED]))
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         raise ValueError(
-            f"this tokenizer has no token for {named}{more}, so the model cannot distinguish these words; "
-            "give the probe words that it knows (keys, words, facts or filler), or take another probe."
+            f"this tokenizer has no token for {named}{more}, so the model cannot distinguish "
+            "these words; give the probe words that it knows (keys, words, facts or filler), or "
+            "take another probe."
         )
     lengths = token_counts(tokenizer, examples)
     longest = max(lengths, default=0)
     if longest > max_length:
         n_too_long = sum(length > max_length for length in lengths)
         raise ValueError(
-            f"{n_too_long} of {len(examples)} examples are longer than the model's context "
-            f"of {max_length} tokens; example {lengths.index(longest)} is the longest, with {longest}: take fewer "
-            "pairs (--pairs), a shorter filler (--lengths) or shorter questions (--length)."
+            f"{n_too_long} of {len(examples)} examples are longer than the model's context of "
+            f"{max_length} tokens; example {lengths.index(longest)} is the longest, with "
+            f"{longest}: take fewer pairs (--pairs), a shorter filler (--lengths) or shorter "
+            "questions (--length)."
         )
 
 
 def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[str]:
-    """Return words that the tokenizer drops or maps, at least in part, to the unknown token, in order of appearance."""
+    """Return words that the tokenizer drops or maps, at least in part, to the unknown token, in
+    order of appearance."""
     unknown = tokenizer.unk_token_id
     is_lost: dict[str, bool] = {}
     missing: dict[str, None] = {}  # a dict keeps their order
@@ -72,7 +78,8 @@ def _is_lost(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces between tokens."""
+    """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces between
+    tokens."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 

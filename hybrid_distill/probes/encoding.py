@@ -22,9 +22,10 @@ Tokens = tuple[int, ...]
 class EncodedExample:
     """One example as tokens: the prompt, and each choice as a continuation of the prompt.
 
-    All choices begin with the same ``n_shared`` tokens (for some tokenizers, the space before a number), followed by
-    at least one more token. ``stops[c]`` holds the tokens that would extend choice c to a longer choice: for a
-    tokenizer that splits digits, " 8" must not count where the model is about to write " 84".
+    All choices begin with the same ``n_shared`` tokens (for some tokenizers, the space before a
+    number), followed by at least one more token. ``stops[c]`` holds the tokens that would extend
+    choice c to a longer choice: for a tokenizer that splits digits, " 8" must not count where the
+    model is about to write " 84".
     """
 
     prompt: Tokens
@@ -34,12 +35,14 @@ class EncodedExample:
     answer: int
 
     def contexts(self) -> list[Tokens]:
-        """Return prefixes of choices, longer than the shared one, after which a token must be predicted."""
+        """Return prefixes of choices, longer than the shared one, after which a token must be
+        predicted."""
         return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
 
     @cached_property
     def reads(self) -> list[tuple[Tokens, int]]:
-        """Pairs (tokens after the prompt, next token) whose log-probabilities make up those of the choices."""
+        """Pairs (tokens after the prompt, next token) whose log-probabilities make up those of the
+        choices."""
         pairs: set[tuple[Tokens, int]] = set()
         for choice, stop in zip(self.choices, self.stops):
             pairs.update((choice[:place], token) for place, token in enumerate(choice))
@@ -81,7 +84,8 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
         )
     shortest = min(map(len, rows))
     n_common = min(common_prefix(rows), shortest - 1)
-    # A tokenizer may merge the prompt's end with a choice's beginning: a merged token belongs to the choice.
+    # A tokenizer may merge the prompt's end with a choice's beginning: a merged token belongs to
+    # the choice.
     n_prompt = min(n_common, common_prefix([prompt, *rows]))
     choices = tuple(row[n_prompt:] for row in rows)
     return EncodedExample(
@@ -103,14 +107,17 @@ def _stops(choice: Tokens, choices: Sequence[Tokens]) -> Tokens:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """Tokenize each text, with the tokenizer's beginning-of-text token if it adds one; without end-of-text.
+    """Tokenize each text, with the tokenizer's beginning-of-text token if it adds one; without
+    end-of-text.
 
-    A text that already begins with that token, as chat templates write it, does not get a second one.
+    A text that already begins with that token, as chat templates write it, does not get a second
+    one.
     """
     if not texts:  # fast tokenizers fail on an empty batch
         return []
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    # add_special_tokens would add the end-of-text token too; whether there is a first one shows on any text.
+    # add_special_tokens would add the end-of-text token too; whether there is a first one shows on
+    # any text.
     sample: list[int] = tokenizer("a")["input_ids"]
     first = sample[:1]
     start: Tokens = ()

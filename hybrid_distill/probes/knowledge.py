@@ -1,6 +1,7 @@
 """Multiple-choice questions about facts, with or without lettered options in the prompt.
 
-With letters, knowing the answer is not enough: the model must retrieve its letter from the prompt (arXiv 2504.18574).
+With letters, knowing the answer is not enough: the model must retrieve its letter from the prompt
+(arXiv 2504.18574).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ AnswerFormat = Literal["letter", "text", "completion"]
 class Knowledge:
     """Questions from a JSON Lines file, one ``{"prompt", "answer", "choices"}`` per line.
 
-    ``path`` defaults to the facts that the embedded teacher was trained on. Raises ValueError for an unreadable file,
-    naming the line.
+    ``path`` defaults to the facts that the embedded teacher was trained on. Raises ValueError for
+    an unreadable file, naming the line.
     """
 
     path: str | Path | None = None
@@ -53,7 +54,9 @@ class Knowledge:
         return {"name": "knowledge", "file": file.name, "sha256": sha256}
 
 
-def read_questions(path: str | Path | None, read: Callable[[Record], Item], expected: str) -> list[Item]:
+def read_questions(
+    path: str | Path | None, read: Callable[[Record], Item], expected: str
+) -> list[Item]:
     """Read the questions in a file, one per line; without a path, those of the embedded teacher.
 
     Raises ValueError for an unreadable file, naming the first bad line and the expected format.
@@ -75,7 +78,8 @@ def read_questions(path: str | Path | None, read: Callable[[Record], Item], expe
 class Fact(NamedTuple):
     """A question (or the beginning of a sentence) and its answer.
 
-    ``distractors`` are wrong answers; if there are too few, answers to other facts of the same ``kind`` are added.
+    ``distractors`` are wrong answers; if there are too few, answers to other facts of the same
+    ``kind`` are added.
     """
 
     question: str
@@ -88,10 +92,11 @@ class Fact(NamedTuple):
 class LetterChoice(SeededProbe):
     """Facts as questions with ``n_options`` lettered options; the choices are the letters.
 
-    With ``answer_format`` "text", the choices are the options themselves. With "completion", the prompt is the
-    question alone and the options continue it. Every format asks the same questions with the same options. ``seed``
-    sets the order of the facts; once all have been asked, they repeat with other options. ``facts`` are `Fact` or
-    tuples of its fields. Raises ValueError for a fact without enough wrong answers.
+    With ``answer_format`` "text", the choices are the options themselves. With "completion", the
+    prompt is the question alone and the options continue it. Every format asks the same questions
+    with the same options. ``seed`` sets the order of the facts; once all have been asked, they
+    repeat with other options. ``facts`` are `Fact` or tuples of its fields. Raises ValueError for a
+    fact without enough wrong answers.
     """
 
     name: ClassVar[str] = "letter_choice"
@@ -109,13 +114,16 @@ class LetterChoice(SeededProbe):
         seed: int = 0,
         answer_format: AnswerFormat = "letter",
     ) -> LetterChoice:
-        """Read facts from a JSON Lines file, by default those that the embedded teacher was trained on.
+        """Read facts from a JSON Lines file, by default those that the embedded teacher was trained
+        on.
 
-        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (all but the answer become distractors) and
-        ``"kind"``. Raises ValueError for an unreadable file, naming the line.
+        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (all but the answer become
+        distractors) and ``"kind"``. Raises ValueError for an unreadable file, naming the line.
         """
         expected = '{"prompt": ..., "answer": ...}, with optional "choices": [...] and "kind": ...'
-        return cls(tuple(read_questions(facts, _read_fact, expected)), n_options, seed, answer_format)
+        return cls(
+            tuple(read_questions(facts, _read_fact, expected)), n_options, seed, answer_format
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,8 +132,9 @@ class LetterChoice(SeededProbe):
             n_wrong = len(fact.distractors) + len(self._others(fact))
             if n_wrong < self.n_options - 1:
                 raise ValueError(
-                    f"{fact.question!r} has {n_wrong} wrong answers, {self.n_options} options need "
-                    f"{self.n_options - 1}; give it distractors, or more facts of kind {fact.kind!r}."
+                    f"{fact.question!r} has {n_wrong} wrong answers, {self.n_options} options "
+                    f"need {self.n_options - 1}; give it distractors, or more facts of kind "
+                    f"{fact.kind!r}."
                 )
 
     @cached_property
@@ -138,7 +147,7 @@ class LetterChoice(SeededProbe):
         return {kind: list(distinct) for kind, distinct in answers.items()}
 
     def _others(self, fact: Fact) -> list[str]:
-        """Return answers to facts of the same kind, except the fact's own answer and distractors."""
+        """Return answers to facts of the same kind, except the fact's own and its distractors."""
         own = {fact.answer, *fact.distractors}
         return [answer for answer in self._answers[fact.kind] if answer not in own]
 
@@ -182,7 +191,8 @@ def _read_example(record: Record) -> Example:
 
 
 def _read_fact(record: Record) -> Fact:
-    """Make a fact from a line's entries, stripped of spaces. Raises ValueError for empty or repeated texts."""
+    """Make a fact from a line's entries, stripped of spaces. Raises ValueError for empty or
+    repeated texts."""
     question = record["prompt"].strip()
     answer = record["answer"].strip()
     choices = [choice.strip() for choice in record.get("choices", ())]

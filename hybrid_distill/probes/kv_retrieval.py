@@ -1,4 +1,5 @@
-"""Key-value retrieval: a dictionary in the prompt and a question about one of its values (arXiv 2504.18574)."""
+"""Key-value retrieval: a dictionary in the prompt and a question about one of its values (arXiv
+2504.18574)."""
 
 from __future__ import annotations
 
@@ -24,17 +25,21 @@ class Wording(NamedTuple):
 
 DICTIONARY = Wording()
 REWORDED = Wording("Register:", question="Look up '{key}':")
-DIALOGUE = Wording("", "Anna: I have {value} of the {key}.", "Ben: How many of the {key}?\nAnna: You said")
+DIALOGUE = Wording(
+    "", "Anna: I have {value} of the {key}.", "Ben: How many of the {key}?\nAnna: You said"
+)
 
 
 @dataclass(frozen=True)
 class KVRetrieval(SeededProbe):
-    """Dictionaries of ``n_pairs`` distinct nouns, each with a distinct value from 0 to 99; the values are the choices.
+    """Dictionaries of ``n_pairs`` distinct nouns, each with a distinct value from 0 to 99; the
+    values are the choices.
 
-    With several ``n_pairs``, successive dictionaries cycle through the sizes. Each dictionary yields ``n_queries``
-    consecutive examples that ask for different keys. ``seed`` determines the keys, the values, their order and the
-    keys asked for. ``keys`` replaces the default nouns, for a model that knows few words; ``wording`` replaces the
-    text around them. Raises ValueError for repeated or too few keys, and for more queries than pairs.
+    With several ``n_pairs``, successive dictionaries cycle through the sizes. Each dictionary
+    yields ``n_queries`` consecutive examples that ask for different keys. ``seed`` determines the
+    keys, the values, their order and the keys asked for. ``keys`` replaces the default nouns, for a
+    model that knows few words; ``wording`` replaces the text around them. Raises ValueError for
+    repeated or too few keys, and for more queries than pairs.
     """
 
     name: ClassVar[str] = "kv_retrieval"
@@ -71,13 +76,16 @@ class KVRetrieval(SeededProbe):
         asked = rng.sample(range(n_pairs), self.n_queries)[query]
         header, entry, question = self.wording
         lines = [header] if header else []
-        lines += [entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
+        lines += [
+            entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)
+        ]
         lines.append(question.format(key=keys[asked]))
         choices = tuple(f" {value}" for value in values)
         return Example("\n".join(lines), choices[asked], choices)
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt: keys as a hash, default wording and n_queries omitted."""
+        """Return the settings that determine every prompt: keys as a hash, default wording and
+        n_queries omitted."""
         settings = super().describe()
         if self.wording == DICTIONARY:
             del settings["wording"]

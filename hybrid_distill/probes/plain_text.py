@@ -58,13 +58,19 @@ def text_batches(
         yield TextBatch(rows[start : start + n_rows], model.device)
 
 
-def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int) -> list[Tokens]:
-    """Return the first ``max_tokens`` tokens of each text, skipping texts of one token, which predict nothing.
+def text_rows(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int
+) -> list[Tokens]:
+    """Return the first ``max_tokens`` tokens of each text, skipping texts of one token, which
+    predict nothing.
 
     Raises ValueError if that skips every text.
     """
     rows = [row[:max_tokens] for row in tokenize(tokenizer, texts)]
     rows = [row for row in rows if len(row) > 1]
     if texts and not rows:
-        raise ValueError(f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict.")
+        raise ValueError(
+            f"none of the {len(texts)} texts has two tokens or more; there is no next token to "
+            "predict."
+        )
     return rows

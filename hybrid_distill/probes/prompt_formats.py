@@ -1,4 +1,5 @@
-"""Prompt formats of a probe: as written, after solved examples, or as a turn in the tokenizer's chat template."""
+"""Prompt formats of a probe: as written, after solved examples, or as a turn in the tokenizer's
+chat template."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ def check_prompt_format(name: str, prompt_format: str) -> None:
 class FormattedProbe:
     """A probe with its prompts in another format.
 
-    ``shots=n`` puts the next ``n`` prompts before each prompt, each with one question solved. ``chat`` makes the
-    prompt a user turn and begins the assistant's answer with the probe's ``lead``. Raises ValueError for ``chat`` if
-    the tokenizer has no chat template.
+    ``shots=n`` puts the next ``n`` prompts before each prompt, each with one question solved.
+    ``chat`` makes the prompt a user turn and begins the assistant's answer with the probe's
+    ``lead``. Raises ValueError for ``chat`` if the tokenizer has no chat template.
     """
 
     probe: Probe
@@ -45,7 +46,8 @@ class FormattedProbe:
     def __post_init__(self) -> None:
         if self.prompt_format == CHAT and not self.tokenizer.chat_template:
             raise ValueError(
-                "the prompt format is 'chat', but this tokenizer has no chat template; pass plain or shots=1."
+                "the prompt format is 'chat', but this tokenizer has no chat template; pass "
+                "plain or shots=1."
             )
 
     @property
@@ -63,7 +65,8 @@ class FormattedProbe:
         return {**self.probe.describe(), "prompt_format": self.prompt_format}
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples in this format. Raises ValueError if the probe has too few for the shots."""
+        """Return the first ``n`` examples in this format. Raises ValueError if the probe has too
+        few for the shots."""
         if self.prompt_format == CHAT:
             return [self._in_chat(example) for example in self.probe.examples(n)]
         return self._after_shots(n, int(self.prompt_format.removeprefix("shots=")))
@@ -73,8 +76,8 @@ class FormattedProbe:
         pool = self.probe.examples(n + n_shots * n_queries)
         if len(pool) <= n_shots * n_queries:
             raise ValueError(
-                f"the prompt format is {self.prompt_format!r}, but the probe has {len(pool)} questions; "
-                "pass fewer shots."
+                f"the prompt format is {self.prompt_format!r}, but the probe has {len(pool)} "
+                "questions; pass fewer shots."
             )
         formatted = []
         for index, example in enumerate(pool[:n]):
@@ -99,12 +102,16 @@ class FormattedProbe:
                 date_string="1 January 2025",
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template rejects a question ({error}); pass plain or shots=1.") from error
+            raise ValueError(
+                f"the chat template rejects a question ({error}); pass plain or shots=1."
+            ) from error
         lead = getattr(self.probe, "lead", SeededProbe.lead)
         return replace(example, prompt=f"{text}{lead}")
 
 
-def with_prompt_format(probe: Probe, prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> Probe:
+def with_prompt_format(
+    probe: Probe, prompt_format: str, tokenizer: PreTrainedTokenizerBase
+) -> Probe:
     """Return the probe with its prompts in a format; plain returns the probe itself."""
     return probe if prompt_format == PLAIN else FormattedProbe(probe, prompt_format, tokenizer)
 

@@ -1,8 +1,10 @@
-"""RULER tasks (arXiv 2404.06654) at any length, offline: needles, variable tracking, common and frequent words.
+"""RULER tasks (arXiv 2404.06654) at any length, offline: needles, variable tracking, common and
+frequent words.
 
-lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by `filler_sentences`,
-and nltk's sentence splitter by a regular expression. Haystacks grow one unit of filler at a time, while lm-eval uses
-steps of up to 500 words; lengths such as 256 tokens therefore work too.
+lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by
+`filler_sentences`, and nltk's sentence splitter by a regular expression. Haystacks grow one unit of
+filler at a time, while lm-eval uses steps of up to 500 words; lengths such as 256 tokens therefore
+work too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from .checks import missing_words
 
 
 class Needles(NamedTuple):
-    """Settings of lm-eval's needle-in-a-haystack generator, under its names: keys (k), values (v), queries (q)."""
+    """Settings of lm-eval's needle-in-a-haystack generator, under its names: keys (k), values (v),
+    queries (q)."""
 
     type_haystack: str
     type_needle_k: str = "words"
@@ -78,7 +81,7 @@ OFFERED = {
 """Patterns for strings in a prompt that can serve as wrong choices, by prefix of the task name."""
 
 _Write = Callable[[int], RulerQuestion]
-"""Function that writes a question with a given number of filler units: words, sentences or needles."""
+"""Function that writes a question with a number of filler units: words, sentences or needles."""
 
 
 def ruler_questions(
@@ -88,8 +91,8 @@ def ruler_questions(
 
     A prompt plus `tokens_to_generate` takes at most ``length`` tokens.
 
-    Raises ValueError if the length is too short for the task, the tokenizer lacks its words, or lm-eval or its ruler
-    extra is not installed.
+    Raises ValueError if the length is too short for the task, the tokenizer lacks its words, or
+    lm-eval or its ruler extra is not installed.
     """
     generators = load_generators()
     room = length - tokens_to_generate(task, length)
@@ -111,12 +114,17 @@ def ruler_questions(
         with _seeded(generators, f"{task} {length} {seed} {index}"):
             question = _longest_that_fits(write, range(most, least - 1, -1), fits)
         if question is None:
-            raise ValueError(f"{task} does not fit into {length} tokens of this tokenizer; pass a larger length.")
+            raise ValueError(
+                f"{task} does not fit into {length} tokens of this tokenizer; pass a larger length."
+            )
         yield question
 
 
-def _longest_that_fits(write: _Write, units: range, fits: Callable[[str], bool]) -> RulerQuestion | None:
-    """Return the first question that fits. ``most`` fitted another question: this one's words may be longer."""
+def _longest_that_fits(
+    write: _Write, units: range, fits: Callable[[str], bool]
+) -> RulerQuestion | None:
+    """Return the first question that fits. ``most`` fitted another question: this one's words may
+    be longer."""
     for n_units in units:
         question = write(n_units)
         if fits(question.prompt):
@@ -130,7 +138,8 @@ def tokens_to_generate(task: str, length: int) -> int:
 
 
 def _most(write: _Write, least: int, length: int, fits: Callable[[str], bool]) -> int:
-    """Return the most filler units that fit, or the task's minimum. A unit takes at least one token."""
+    """Return the most filler units that fit, or the task's minimum. A unit takes at least one
+    token."""
 
     def is_too_long(units: int) -> bool:
         return not fits(write(units).prompt)
@@ -139,7 +148,9 @@ def _most(write: _Write, least: int, length: int, fits: Callable[[str], bool]) -
     return least + max(n_fitting, 1) - 1
 
 
-def _writer(generators: SimpleNamespace, task: str, length: int, fits: Callable[..., bool]) -> tuple[_Write, int]:
+def _writer(
+    generators: SimpleNamespace, task: str, length: int, fits: Callable[..., bool]
+) -> tuple[_Write, int]:
     """Return a function that writes questions of a task, and the minimum number of filler units."""
     if task == "ruler_cwe":
         return partial(_write_common_words, generators.cwe, length), FEWEST_COMMON_WORDS
@@ -171,7 +182,7 @@ def _write_frequent_words(fwe: Any, length: int, units: int) -> RulerQuestion:
 
 
 def _variable_writer(vt: Any, length: int, fits: Callable[..., bool]) -> _Write:
-    """Return a writer of variable tracking, whose prompts all begin with the same worked example."""
+    """Return a writer of variable tracking; all its prompts begin with the same worked example."""
 
     def write_chain(units: int, *, is_example: bool) -> RulerQuestion:
         text, answers = vt.generate_input_output(units, 1, 4, is_icl=is_example)
@@ -204,13 +215,17 @@ def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -
         kind = needles.type_haystack
         haystack = essay if kind == "essay" else niah.get_haystack(kind)
         text, answers, query = niah.generate_input_output(units, haystack, **options)
-        answer_prefix = f"The special magic {values} for {query} mentioned in the provided text {verb}"
+        answer_prefix = (
+            f"The special magic {values} for {query} mentioned in the provided text {verb}"
+        )
         return RulerQuestion(text, " ", answer_prefix, tuple(answers))
 
     return write
 
 
-def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = " ") -> RulerQuestion:
+def _split(
+    text: str, answer_prefix: str, answers: list[str], delimiter: str = " "
+) -> RulerQuestion:
     """Split a text into the question and the beginning of its answer."""
     at = text.rfind(answer_prefix)
     return RulerQuestion(text[:at].strip(), delimiter, text[at:].strip(), tuple(answers))
@@ -218,7 +233,8 @@ def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = "
 
 @cache
 def load_generators() -> SimpleNamespace:
-    """Import lm-eval's generators, blocking the download that one of them starts. Raises ValueError without lm-eval."""
+    """Import lm-eval's generators, blocking the download that one of them starts. Raises ValueError
+    without lm-eval."""
     try:
         from nltk import data
 
@@ -231,11 +247,14 @@ def load_generators() -> SimpleNamespace:
             data.find = find
     except ImportError as error:
         raise ValueError(
-            f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip install 'lm-eval[ruler]'."
+            f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip "
+            "install 'lm-eval[ruler]'."
         ) from error
     prepare_niah.cached_sent_tokenize = lambda text: re.split(r"(?<=[.!?]) ", text)
     template = niah_utils.TEMPLATE
-    return SimpleNamespace(cwe=cwe_utils, fwe=fwe_utils, niah=prepare_niah, niah_template=template, vt=vt_utils)
+    return SimpleNamespace(
+        cwe=cwe_utils, fwe=fwe_utils, niah=prepare_niah, niah_template=template, vt=vt_utils
+    )
 
 
 @contextmanager
@@ -257,8 +276,9 @@ def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
 class RulerProbe:
     """Questions from a RULER ``task``, up to ``n_tokens`` tokens long.
 
-    If a question has several answers, the prompt includes all except the last, which is asked for. Wrong choices are
-    other needles, variables or words from the prompt, or similar made-up strings if it has too few for ``n_choices``.
+    If a question has several answers, the prompt includes all except the last, which is asked for.
+    Wrong choices are other needles, variables or words from the prompt, or similar made-up strings
+    if it has too few for ``n_choices``.
     """
 
     task: str
@@ -276,7 +296,8 @@ class RulerProbe:
         return 1 / self.n_choices
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples. Raises ValueError without a tokenizer, and as `ruler_questions` does."""
+        """Return the first ``n`` examples. Raises ValueError without a tokenizer, and as
+        `ruler_questions` does."""
         if self.tokenizer is None:
             raise ValueError("RULER's lengths are counted in tokens; pass the model's tokenizer.")
         questions = ruler_questions(self.task, self.n_tokens, self.tokenizer, self.seed, n)
@@ -296,12 +317,19 @@ class RulerProbe:
         return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shuffled))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt, except the tokenizer, which is the scored model's."""
-        return {"name": self.task, "length": self.n_tokens, "seed": self.seed, "n_choices": self.n_choices}
+        """Return the settings that determine every prompt, except the tokenizer, which is the
+        scored model's."""
+        return {
+            "name": self.task,
+            "length": self.n_tokens,
+            "seed": self.seed,
+            "n_choices": self.n_choices,
+        }
 
 
 def _alike(character: str) -> str:
-    """Return characters that can replace another; lower-case letters are treated as hexadecimal digits."""
+    """Return characters that can replace another; lower-case letters are treated as hexadecimal
+    digits."""
     if character.isdigit():
         return digits
     return ascii_uppercase if character.isupper() else "abcdef"

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class BatchSizer:
-    """Choose the rows of a batch: ``batch_size``, or automatically if None; halve them when memory runs out."""
+    """Choose the rows of a batch: ``batch_size``, or automatically if None; halve them when memory
+    runs out."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
         self.model = model
@@ -51,20 +52,27 @@ class BatchSizer:
             try:
                 return work(n_rows)
             except RuntimeError as error:
-                # Knows each backend's message: a failed allocation on the CPU is a plain RuntimeError.
+                # Knows each backend's message: a failed allocation on the CPU is a plain
+                # RuntimeError.
                 if not should_reduce_batch_size(error):
                     raise
                 if n_rows == 1:
                     raise MemoryError(
-                        f"one row of {batch.length} tokens does not fit into the memory of {self.model.device}; "
-                        "load the model in bfloat16, ask shorter questions, or use a larger device."
+                        f"one row of {batch.length} tokens does not fit into the memory of "
+                        f"{self.model.device}; load the model in bfloat16, ask shorter questions, "
+                        "or use a larger device."
                     ) from error
                 reason = first_line(error)
             # Outside the handler: its traceback keeps the tensors of the failed batch alive.
             while self.n_rows(batch) >= n_rows:
                 self.n_halvings += 1
             clear_device_cache(garbage_collection=True)
-            log.warning("out of memory with %d rows (%s): continuing with %d", n_rows, reason, self.n_rows(batch))
+            log.warning(
+                "out of memory with %d rows (%s): continuing with %d",
+                n_rows,
+                reason,
+                self.n_rows(batch),
+            )
 
 
 def _power_of_two(limit: int) -> int:

@@ -1,13 +1,15 @@
 """Head ranking by ablation: zero one head, measure what the model loses, restore the head.
 
-A head's score is the drop in accuracy on a retrieval probe (arXiv 2504.18574). The log-probability of the answer
-breaks ties in accuracy; the loss on plain text reveals heads that matter for every task.
+A head's score is the drop in accuracy on a retrieval probe (arXiv 2504.18574). The log-probability
+of the answer breaks ties in accuracy; the loss on plain text reveals heads that matter for every
+task.
 
     model before ablation, on all examples                                               -> baseline
     for each round of examples (one round; a race has several, each for the remaining heads)
-        for each layer, bottom to top
-            several heads at once, from that layer up (`forwards`)                       -> right, logprob
-    drops, standard errors, intervals, split-half agreement (`measure`)                  -> HeadScores
+        for each layer, bottom to top several heads at once, from that layer up (`forwards`)
+            -> right, logprob
+    drops, standard errors, intervals, split-half agreement (`measure`)                  ->
+    HeadScores
 """
 
 from __future__ import annotations
@@ -56,24 +58,28 @@ def score_heads(
 ) -> HeadScores:
     """Score every head of an unmodified Hugging Face decoder by exact single-head ablation.
 
-    Connected processes split the prompts: every process must call this, and each gets the same scores.
+    Connected processes split the prompts: every process must call this, and each gets the same
+    scores.
 
-    Args:
-        n_examples: Maximum number of prompts per head. A prompt with several questions (the probe's ``n_queries``)
+    Args: n_examples: Maximum number of prompts per head. A prompt with several questions (the
+        probe's ``n_queries``)
             counts once, by the share of them answered correctly.
-        batch_size: Rows per forward pass; a row is one prompt with one head ablated. None chooses it automatically.
-            Halved whenever memory runs out.
+        batch_size: Rows per forward pass; a row is one prompt with one head ablated. None chooses
+            it automatically. Halved whenever memory runs out.
         control_texts: Plain texts; the control loss is measured on the first 256 tokens of each.
-        min_accuracy: Accuracy required of the model with all its heads. None: halfway from guessing to always right.
-        race_k: Drop heads once they cannot be among the top k (`racing`). With 99 % confidence, the top k are the same
-            as in exhaustive scoring. A dropped head's scores cover only the examples it was tried on
-            (``n_examples_LH``), and its control loss is NaN. None scores every head on every example.
-        heads: Heads to score; others get NaN.
-        removed: Heads ablated throughout, including in the baseline (joint ablation); they get NaN.
-        kind: Kind of heads, as in `head_sites`.
-        resume_path: File that saves the measurements after each layer; saved measurements of the same task are reused.
+        min_accuracy: Accuracy required of the model with all its heads. None: halfway from guessing
+        to always right. race_k: Drop heads once they cannot be among the top k (`racing`). With 99
+        % confidence, the top k are the same
+            as in exhaustive scoring. A dropped head's scores cover only the examples it was tried
+            on (``n_examples_LH``), and its control loss is NaN. None scores every head on every
+            example.
+        heads: Heads to score; others get NaN. removed: Heads ablated throughout, including in the
+        baseline (joint ablation); they get NaN. kind: Kind of heads, as in `head_sites`.
+        resume_path: File that saves the measurements after each layer; saved measurements of the
+        same task are reused.
 
-    Raises ValueError for a model below ``min_accuracy``, and for non-finite logits, naming the head and the example.
+    Raises ValueError for a model below ``min_accuracy``, and for non-finite logits, naming the head
+    and the example.
     """
     check_counts(n_examples=n_examples)
     if batch_size is not None:
@@ -121,7 +127,8 @@ def _candidates(
     heads: Collection[HeadId] | None,
     removed: Collection[HeadId],
 ) -> list[HeadId]:
-    """List the heads to score, bottom to top. Raises ValueError if one does not exist, or if none is left."""
+    """List the heads to score, bottom to top. Raises ValueError if one does not exist, or if none
+    is left."""
     for head in heads or ():
         check_exists(model, sites, HeadId(*head))
     candidates = []
@@ -169,6 +176,7 @@ def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -
     settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
     raise ValueError(
         f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
-        f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for ablation to be "
-        "informative. Take an easier probe (fewer pairs), another teacher, or lower --min-accuracy."
+        f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for "
+        "ablation to be informative. Take an easier probe (fewer pairs), another teacher, or "
+        "lower --min-accuracy."
     )

@@ -1,15 +1,18 @@
-"""Forward passes with single heads ablated, sharing all computation that the ablation does not change.
+"""Forward passes with single heads ablated, sharing all computation that the ablation does not
+change.
 
 Ablating a head of layer l
 
 - does not change the layers below l: they run once for all heads;
-- changes one slice of the input of layer l's output projection: the attention also runs once, several heads are
-  ablated in one batch, and each head costs only the output projection and the layers above.
+- changes one slice of the input of layer l's output projection: the attention also runs once,
+  several heads are ablated in one batch, and each head costs only the output projection and the
+  layers above.
 
-The result is exact: every operation is the same as in a full forward, and skipped outputs are never read.
+The result is exact: every operation is the same as in a full forward, and skipped outputs are never
+read.
 
-Shapes: G group (one ablation), B row, R = G*B rows, L length, H head, P head dim, C = H*P, D model width,
-Q value read (`ProbeBatch.read`).
+Shapes: G group (one ablation), B row, R = G*B rows, L length, H head, P head dim, C = H*P, D model
+width, Q value read (`ProbeBatch.read`).
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from .probe_rows import ProbeRow
 
 @dataclass(eq=False)
 class Forwards:
-    """Full forward passes: of the model as given, or with each of several heads of one layer ablated in turn."""
+    """Full forward passes: of the model as given, or with each of several heads of one layer
+    ablated in turn."""
 
     model: PreTrainedModel
     sites: Sequence[HeadSite]
@@ -60,7 +64,8 @@ class Forwards:
         """Discard everything cached for other batches."""
 
     def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
-        """Return the cost, in tokens times layers, of running these rows once for each ablated head's layer."""
+        """Return the cost, in tokens times layers, of running these rows once for each ablated
+        head's layer."""
         return _n_tokens(rows) * len(self.blocks) * len(layers)
 
     def whole(self, batch: ProbeBatch) -> Tensor:
@@ -68,7 +73,8 @@ class Forwards:
         return self.sizer.fit(batch, lambda n_rows: self._whole(batch, n_rows))
 
     def without(self, batch: ProbeBatch, layer: int, heads: Sequence[int]) -> Tensor:
-        """Return read_HQ with each of ``heads`` ablated in turn. Call for layers from bottom to top."""
+        """Return read_HQ with each of ``heads`` ablated in turn. Call for layers from bottom to
+        top."""
         return self.sizer.fit(batch, lambda n_rows: self._without(batch, layer, heads, n_rows))
 
     def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
@@ -93,7 +99,8 @@ class FromLayer(Forwards):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.begin([])
-        # How a layer, and its mixer, wrap their tensor: bare or in a tuple, by family. Set by the first forward.
+        # How a layer, and its mixer, wrap their tensor: bare or in a tuple, by family. Set by the
+        # first forward.
         self.as_output: Callable[[Tensor], object]
         self.as_mixed: Callable[[Tensor], object]
 
@@ -162,7 +169,9 @@ class FromLayer(Forwards):
                 hooks.enter_context(replay_blocks(self.model, start - 1, self.as_output(below_BLD)))
             recorded = hooks.enter_context(record_heads(self.model, layer, kind=self.kind))
             hooks.enter_context(self.site_of[layer].module.register_forward_hook(after_mixer))
-            hooks.enter_context(self.blocks[layer].register_forward_hook(after_block, with_kwargs=True))
+            hooks.enter_context(
+                self.blocks[layer].register_forward_hook(after_block, with_kwargs=True)
+            )
             hooks.enter_context(suppress(_Enough))
             part.logits(self.model)
         return inputs[0], recorded[0], outputs[0]
@@ -175,7 +184,7 @@ class FromLayer(Forwards):
         input_BLD: Tensor,
         heads_BLHP: Tensor,
     ) -> Tensor:
-        """Return read_GQ of one forward from this layer up, with the rows repeated for each head."""
+        """Return read_GQ of one forward from this layer up, the rows repeated for each head."""
         site = self.site_of[layer]
         n_groups = len(heads)
         heads_RLC = heads_BLHP.flatten(2).repeat(n_groups, 1, 1)
@@ -185,7 +194,8 @@ class FromLayer(Forwards):
             return self.as_mixed(site.o_proj(heads_RLC))
 
         with ExitStack() as patches:
-            # The layer's own norm and residual run again, on its recorded input; its attention does not.
+            # The layer's own norm and residual run again, on its recorded input; its attention does
+            # not.
             patches.enter_context(replay_blocks(self.model, layer - 1, self.as_output(input_RLD)))
             patches.enter_context(replaced_forward(site.module, project))
             patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))
@@ -201,7 +211,8 @@ def _n_tokens(rows: Sequence[ProbeRow]) -> int:
 
 
 def _filled_like(output: object) -> Callable[[Tensor], object]:
-    """Return a function that wraps a tensor like a module's output: bare, or first in a tuple filled with None."""
+    """Return a function that wraps a tensor like a module's output: bare, or first in a tuple
+    filled with None."""
     if not isinstance(output, tuple):
         return lambda tensor: tensor
     fill = (None,) * (len(output) - 1)

@@ -27,22 +27,27 @@ ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
 TABLES = (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")
 WAYS = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
-CONTROL_FLOOR = 0.01  # nats per token: 1 % of perplexity, about the resolution of a small control set
+CONTROL_FLOOR = (
+    0.01  # nats per token: 1 % of perplexity, about the resolution of a small control set
+)
 NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
 MOST_NAMED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class HeadScores:
-    """Scores of every head, as float64 tensors [layer, head]; a higher drop means that ablating the head costs more.
+    """Scores of every head, as float64 tensors [layer, head]; a higher drop means that ablating the
+    head costs more.
 
-    ``accuracy_drop_LH`` is a share of examples (-1 to 1), ``logprob_drop_LH`` the drop in the answer's
-    log-probability in nats, ``control_drop_LH`` the rise in next-token loss on plain text in nats per token (None
-    without texts). Standard errors are for paired differences: the same examples with and without the head.
+    ``accuracy_drop_LH`` is a share of examples (-1 to 1), ``logprob_drop_LH`` the drop in the
+    answer's log-probability in nats, ``control_drop_LH`` the rise in next-token loss on plain text
+    in nats per token (None without texts). Standard errors are for paired differences: the same
+    examples with and without the head.
 
-    Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the number of examples
-    each head was tried on (int64); ``agreement`` between disjoint halves of the examples (`split_half`). A NaN
-    accuracy drop marks a head that was not scored or that its layer does not have (hybrid teachers).
+    Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the
+    number of examples each head was tried on (int64); ``agreement`` between disjoint halves of the
+    examples (`split_half`). A NaN accuracy drop marks a head that was not scored or that its layer
+    does not have (hybrid teachers).
     """
 
     n_kv_heads: int
@@ -76,10 +81,11 @@ class HeadScores:
     def value_LH(self, by: str = "retrieval") -> Tensor:
         """Return each head's value by one criterion: higher is better, NaN means no score.
 
-        "retrieval": the accuracy drop. "logprob": the answer's log-probability drop. "retrieval_minus_control": the
-        log-probability drop (nats per answer) minus the control drop (nats per token). "ratio": the first divided by
-        the second, with control drops below 0.01 nats raised to 0.01. The last two rank heads that matter for all
-        text lower. Raises ValueError for any other criterion, or if it needs a control drop that was not measured.
+        "retrieval": the accuracy drop. "logprob": the answer's log-probability drop.
+        "retrieval_minus_control": the log-probability drop (nats per answer) minus the control drop
+        (nats per token). "ratio": the first divided by the second, with control drops below 0.01
+        nats raised to 0.01. The last two rank heads that matter for all text lower. Raises
+        ValueError for any other criterion, or if it needs a control drop that was not measured.
         """
         if by not in WAYS:
             raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, WAYS))}.")
@@ -89,15 +95,16 @@ class HeadScores:
             return self.logprob_drop_LH
         if self.control_drop_LH is None:
             raise ValueError(
-                f"by is {by!r}, but these scores have no control drop; score again with control texts, "
-                "or rank by 'retrieval'."
+                f"by is {by!r}, but these scores have no control drop; score again with control "
+                "texts, or rank by 'retrieval'."
             )
         if by == "retrieval_minus_control":
             return self.logprob_drop_LH - self.control_drop_LH
         return self.logprob_drop_LH / self.control_drop_LH.clamp(min=CONTROL_FLOOR)
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
-        """List all scored heads, best first: by `value_LH`, then log-probability drop, then (layer, head)."""
+        """List all scored heads, best first: by `value_LH`, then log-probability drop, then (layer,
+        head)."""
         keys_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
         scored_LH = ~keys_LH2.isnan().any(-1)
         best_first = {}
@@ -106,10 +113,11 @@ class HeadScores:
         return sorted(best_first, key=lambda head: (best_first[head], head))
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
-        """Return a warning if the scores cannot separate the ``k``-th head from the next, else None.
+        """Return a warning if the scores cannot separate the ``k``-th head from the next, else
+        None.
 
-        Two heads tie if their values are equal and, for "retrieval", the intervals of their log-probability drops
-        overlap too (without intervals: 1.96 standard errors on each side).
+        Two heads tie if their values are equal and, for "retrieval", the intervals of their
+        log-probability drops overlap too (without intervals: 1.96 standard errors on each side).
         """
         ranking = self.ranking(by)
         if not 0 < k < len(ranking):
@@ -121,8 +129,8 @@ class HeadScores:
         kept = [head for head in ranking[:k] if self._tie(head, first_left_out, by)]
         left_out = [head for head in ranking[k:] if self._tie(last_kept, head, by)]
         return (
-            f"the cut at k = {k} falls inside a tie: {_named(kept)} kept, {_named(left_out)} not, and the scores do "
-            "not tell them apart; score on more examples, or cut elsewhere."
+            f"the cut at k = {k} falls inside a tie: {_named(kept)} kept, {_named(left_out)} not, "
+            "and the scores do not tell them apart; score on more examples, or cut elsewhere."
         )
 
     def _tie(self, a: HeadId, b: HeadId, by: str) -> bool:
@@ -154,10 +162,12 @@ class HeadScores:
         baseline: Record,
         provenance: Record,
     ) -> HeadScores:
-        """Average the differences of each head over the examples, with the standard error of the mean.
+        """Average the differences of each head over the examples, with the standard error of the
+        mean.
 
-        ``differences`` maps accuracy, logprob and, if measured, control to a table [H, E], one row for each of
-        ``heads``; NaN marks an example that a head was not tried on. All other heads get NaN.
+        ``differences`` maps accuracy, logprob and, if measured, control to a table [H, E], one row
+        for each of ``heads``; NaN marks an example that a head was not tried on. All other heads
+        get NaN.
         """
         tables: dict[str, Tensor | None] = {"control_drop_LH": None, "control_se_LH": None}
         for name, difference_HE in differences.items():
@@ -170,7 +180,8 @@ class HeadScores:
         return cls(sites[0].n_kv_heads, **tables, baseline=baseline, provenance=provenance)  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
-        """Write the scores as JSON, NaN as null; an interrupted write leaves an existing file intact."""
+        """Write the scores as JSON, NaN as null; an interrupted write leaves an existing file
+        intact."""
         record: Record = {"format": FORMAT}
         for name in ("n_layers", "n_heads", "n_kv_heads", "baseline", "provenance", "agreement"):
             record[name] = getattr(self, name)
@@ -209,7 +220,9 @@ def _named(heads: Sequence[HeadId]) -> str:
     return f"{names} is" if len(heads) == 1 else f"{names} are"
 
 
-def spread(model: PreTrainedModel, sites: Sequence[HeadSite], heads: Sequence[HeadId], entry_H: Tensor) -> Tensor:
+def spread(
+    model: PreTrainedModel, sites: Sequence[HeadSite], heads: Sequence[HeadId], entry_H: Tensor
+) -> Tensor:
     """Scatter one entry per head into a float64 table [L, H, ...]; other heads get NaN."""
     n_layers = len(decoder_blocks(model))
     n_heads = max(site.n_heads for site in sites)
@@ -253,7 +266,9 @@ def describe_run(model: PreTrainedModel) -> Record:
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        "device": torch.cuda.get_device_name(model.device)
+        if model.device.type == "cuda"
+        else model.device.type,
         "versions": versions(),
         "date": now(),
     }

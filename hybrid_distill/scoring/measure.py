@@ -1,8 +1,8 @@
 """Measurements of each head: the same questions and texts for every ablated model.
 
-Shapes: L layer, H query head (every head to score, or those of one layer), E prompt (mean over its questions),
-T text, B row of a batch, X value that scores depend on (prompts: share of correct answers and the answer's
-log-probability; texts: the loss).
+Shapes: L layer, H query head (every head to score, or those of one layer), E prompt (mean over its
+questions), T text, B row of a batch, X value that scores depend on (prompts: share of correct
+answers and the answer's log-probability; texts: the loss).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class AblationRun:
-    """Results of each of ``heads`` on each prompt, in the order of measurement; NaN marks prompts not tried."""
+    """Results of each of ``heads`` on each prompt, in the order of measurement; NaN marks prompts
+    not tried."""
 
     model: PreTrainedModel
     questions: list[QuestionRow]
@@ -65,7 +66,8 @@ class AblationRun:
         self.loss_HT = _untried(len(self.heads), len(self.texts))
 
     def samples(self) -> list[list[ProbeRow]]:
-        """Choose rows for `fastest_exact`: questions of two lengths, one with a tree of choices, and short texts."""
+        """Choose rows for `fastest_exact`: questions of two lengths, one with a tree of choices,
+        and short texts."""
         questions = sorted(self.questions, key=_longest_first)
         chosen: list[ProbeRow] = [questions[0], questions[len(questions) // 2]]
         chosen += [row for row in questions if row.node_of][:1]
@@ -80,7 +82,8 @@ class AblationRun:
         return samples
 
     def baseline(self, forwards: Forwards) -> None:
-        """Measure the model before ablation on all prompts and texts; log the estimated time for the ablations."""
+        """Measure the model before ablation on all prompts and texts; log the estimated time for
+        the ablations."""
         start = time.perf_counter()
         batches = [*own_batches(self.questions), *own_batches(self.texts)]
         prompt_X1E, text_11T = self._measure(forwards, batches, [])
@@ -108,7 +111,11 @@ class AblationRun:
             with Phase("scoring heads", hidden=not progress) as phase:
                 self._run_rounds(forwards, resume_log, phase)
         except KeyboardInterrupt:
-            kept = "nothing is kept" if resume_log.path is None else f"the same call continues from {resume_log.path}"
+            kept = (
+                "nothing is kept"
+                if resume_log.path is None
+                else f"the same call continues from {resume_log.path}"
+            )
             log.warning("scoring stopped after %d layers; %s", len(resume_log.steps), kept)
             raise
 
@@ -154,7 +161,8 @@ class AblationRun:
         prompt_XHE, text_1HT = self._measure(forwards, batches, heads, phase)
         right_HE, logprob_HE = prompt_XHE[:, :, self.order[tried]]
         step = {"right": right_HE.tolist(), "logprob": logprob_HE.tolist()}
-        # By round, not by what this process measured: results are shared, and it may have had no text.
+        # By round, not by what this process measured: results are shared, and it may have had no
+        # text.
         if tried.stop == len(self.order):
             step["loss"] = text_1HT[0].tolist()
         return step
@@ -172,7 +180,8 @@ class AblationRun:
         heads: Sequence[HeadId],
         phase: Phase | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Measure every batch with each of a layer's heads ablated, or with none; share results among processes.
+        """Measure every batch with each of a layer's heads ablated, or with none; share results
+        among processes.
 
         Returns prompt_XHE and text_XHT, by number; NaN where not measured.
         """
@@ -243,7 +252,8 @@ def _longest_first(row: ProbeRow) -> int:
 
 
 def _measure_batch(forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId]) -> Outcome:
-    """Measure a batch with each of a layer's heads ablated, or once with none; average a row's questions."""
+    """Measure a batch with each of a layer's heads ablated, or once with none; average a row's
+    questions."""
     if heads:
         read_HQ = forwards.without(batch, heads[0].layer, [head.head for head in heads])
     else:
@@ -264,6 +274,7 @@ def _check_finite(outcome_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]
     index, row = bad[0]
     model = f"without {heads[index]}" if heads else "with all heads in place"
     raise ValueError(
-        f"{model} the logits of {batch.rows[row]} are not finite, nor are those of {len(bad) - 1} more; load the "
-        "model in float32 or bfloat16, check its weights, or leave the head out. Set resume_path to continue."
+        f"{model} the logits of {batch.rows[row]} are not finite, nor are those of {len(bad) - 1} "
+        "more; load the model in float32 or bfloat16, check its weights, or leave the head out. "
+        "Set resume_path to continue."
     )

@@ -1,5 +1,5 @@
-"""Batches of probe rows. Rows of one batch are of one kind and equally long: no padding, and for prompts without
-a tree no mask.
+"""Batches of probe rows. Rows of one batch are of one kind and equally long: no padding, and for
+prompts without a tree no mask.
 
 Shapes: as in `probe_rows`.
 """
@@ -82,7 +82,9 @@ class ProbeBatch:
     def outcome(self, read_GQ: Tensor) -> Tensor:
         """Return outcome_XGBE; all rows must have the same number of questions."""
         sizes = [row.n_values for row in self.rows]
-        outcomes = [row.outcome(own_GQ) for row, own_GQ in zip(self.rows, read_GQ.split(sizes, dim=1))]
+        outcomes = [
+            row.outcome(own_GQ) for row, own_GQ in zip(self.rows, read_GQ.split(sizes, dim=1))
+        ]
         return torch.stack(outcomes, dim=2)
 
 

@@ -9,14 +9,15 @@ continuations. Two questions about a dictionary, for a tokenizer that splits dig
 
     in the row:  apple:84 bell:8 The value of | apple is 8 | bell is 8
 
-Each token attends to the trunk, to its ancestors and to itself. Its position id is its distance from the
-start of the prompt along its path, so both nodes "is" have the same one. One forward then gives the logits of
-every path: " 84" as the value of apple is read as 8 after "apple is", and 4 after "apple is 8".
+Each token attends to the trunk, to its ancestors and to itself. Its position id is its distance
+from the start of the prompt along its path, so both nodes "is" have the same one. One forward then
+gives the logits of every path: " 84" as the value of apple is read as 8 after "apple is", and 4
+after "apple is 8".
 
-Shapes: G group (of rows with the same head ablated), B row, L length, S positions read (the last ones),
-V vocabulary, Q value read (many per question, one per text), C choice, X value that scores depend on
-(questions: the answer's margin over the best other choice, and its log-probability; texts: the loss),
-E question of a row (texts have one).
+Shapes: G group (of rows with the same head ablated), B row, L length, S positions read (the last
+ones), V vocabulary, Q value read (many per question, one per text), C choice, X value that scores
+depend on (questions: the answer's margin over the best other choice, and its log-probability;
+texts: the loss), E question of a row (texts have one).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from ..probes.plain_text import TextBatch
 class ProbeRow(ABC):
     """A prompt with its questions, or a text.
 
-    ``number`` is its index among all prompts or all texts, ``n_read`` the number of final positions whose logits
-    are read, ``n_values`` the number of values read from them.
+    ``number`` is its index among all prompts or all texts, ``n_read`` the number of final positions
+    whose logits are read, ``n_values`` the number of values read from them.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ProbeRow(ABC):
 
     @abstractmethod
     def outcome(self, read_GQ: Tensor) -> Tensor:
-        """Return outcome_XGE: a question's margin and its answer's log-probability, a text's loss."""
+        """Return outcome_XGE: a question's margin and answer log-probability, a text's loss."""
 
 
 class TextRow(ProbeRow):
@@ -103,8 +104,8 @@ class TextRow(ProbeRow):
 class QuestionRow(ProbeRow):
     """Questions about one prompt, measured by the log-probabilities that make up their choices.
 
-    The tokens are ``n_trunk`` shared ones, then the nodes of a tree. ``node_of`` maps the path to a node (its
-    tokens after the trunk) to the node's index in the row.
+    The tokens are ``n_trunk`` shared ones, then the nodes of a tree. ``node_of`` maps the path to a
+    node (its tokens after the trunk) to the node's index in the row.
     """
 
     def __init__(
@@ -131,7 +132,8 @@ class QuestionRow(ProbeRow):
             index_of[context] = self.node_of[path] if path else len(context) - 1
         n_read = len(tokens) - min(index_of.values())
         super().__init__(number, tokens, n_read=n_read, n_values=len(reads), device=device)
-        # Counted from the end (-1 is the last token): a forward returns only the logits of the last positions.
+        # Counted from the end (-1 is the last token): a forward returns only the logits of the last
+        # positions.
         addresses = [(index_of[context] - len(tokens), token) for context, token in reads]
         self.address_2Q = torch.tensor(addresses, device=device).T
 

@@ -1,8 +1,9 @@
 """Head ranking by restoration: the gain from adding one attention head to a student that has none.
 
-Single-head ablation misses redundant heads and overrates heads that a recurrent head imitates well. Restoration
-measures the gain of an aligned, fully recurrent student from each head (arXiv 2504.18574, for whole layers). Heads that
-work in pairs show a gain only together, so `greedy_restoration` adds the best head, one at a time.
+Single-head ablation misses redundant heads and overrates heads that a recurrent head imitates well.
+Restoration measures the gain of an aligned, fully recurrent student from each head (arXiv
+2504.18574, for whole layers). Heads that work in pairs show a gain only together, so
+`greedy_restoration` adds the best head, one at a time.
 
 Shapes: H query head, E example.
 """
@@ -30,7 +31,9 @@ from .head_scores import HeadScores, describe_run, heads_of
 
 
 @contextmanager
-def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]) -> Iterator[None]:
+def restore_heads(
+    student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]
+) -> Iterator[None]:
     """Replace these heads of the student by the teacher's heads, run on the student's own inputs.
 
     Raises ValueError for a head that does not exist, and for a forward with a cache.
@@ -43,13 +46,18 @@ def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: I
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
-            hooks.enter_context(_swapped_heads(student_sites[layer], teacher_sites[layer], restored))
+            hooks.enter_context(
+                _swapped_heads(student_sites[layer], teacher_sites[layer], restored)
+            )
         yield
 
 
 @contextmanager
-def _swapped_heads(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> Iterator[None]:
-    """Run the teacher's attention before the student's mixer; swap its heads in before the output projection."""
+def _swapped_heads(
+    student: AttentionSite, teacher: AttentionSite, heads: list[int]
+) -> Iterator[None]:
+    """Run the teacher's attention before the student's mixer; swap its heads in before the output
+    projection."""
     teacher_heads: list[Tensor] = []
 
     def record(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -58,7 +66,9 @@ def _swapped_heads(student: AttentionSite, teacher: AttentionSite, heads: list[i
     def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         # Teacher and student would both write their keys and values to it.
         if given_cache(kwargs) is not None:
-            raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
+            raise ValueError(
+                "restored heads do not support a cache; call the student with use_cache=False."
+            )
         with teacher.o_proj.register_forward_pre_hook(record):
             teacher.module(*args, **_known_to_teachers(kwargs))
 
@@ -75,8 +85,11 @@ def _swapped_heads(student: AttentionSite, teacher: AttentionSite, heads: list[i
 
 
 @contextmanager
-def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
-    """Run the teacher's attention, including its output projection, instead of these layers' mixers.
+def restore_layers(
+    student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]
+) -> Iterator[None]:
+    """Run the teacher's attention, including its output projection, instead of these layers'
+    mixers.
 
     Supports a cache that is created and used inside the context.
     """
@@ -89,12 +102,15 @@ def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers:
         yield
 
 
-def _teacher_forward(site: AttentionSite, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+def _teacher_forward(
+    site: AttentionSite, hidden_states: Tensor, *args: object, **kwargs: object
+) -> object:
     output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
     cache = given_cache(kwargs)
     if cache is not None:
         assert isinstance(cache, HybridCache)
-        # A student's mixer counts its own tokens; the teacher's attention only appends keys and values.
+        # A student's mixer counts its own tokens; the teacher's attention only appends keys and
+        # values.
         cache.layer(site.layer).advance(hidden_states.shape[1])
     return output
 
@@ -115,10 +131,12 @@ def score_restoration(
     batch_size: int = 32,
     progress: bool = True,
 ) -> HeadScores:
-    """Score heads by the gain of an aligned, fully recurrent student that already has the ``restored`` heads.
+    """Score heads by the gain of an aligned, fully recurrent student that already has the
+    ``restored`` heads.
 
-    ``accuracy_drop_LH`` is the gain in accuracy from the head, ``logprob_drop_LH`` the gain in the answer's
-    log-probability, each with paired standard errors; heads already restored get 0. Control drops are not measured.
+    ``accuracy_drop_LH`` is the gain in accuracy from the head, ``logprob_drop_LH`` the gain in the
+    answer's log-probability, each with paired standard errors; heads already restored get 0.
+    Control drops are not measured.
     """
     examples = probe.examples(n_examples)
     sites = attention_sites(student)
@@ -169,7 +187,8 @@ def greedy_restoration(
 ) -> list[HeadId]:
     """Choose ``k`` heads one by one, each with the largest gain given the heads chosen before it.
 
-    The gain is in the answer's log-probability: accuracy stays flat until a whole circuit is in place.
+    The gain is in the answer's log-probability: accuracy stays flat until a whole circuit is in
+    place.
     """
     chosen: list[HeadId] = []
     while len(chosen) < k:

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 class ResumeLog:
     """Steps measured so far, in order; in scoring, a step is a layer's heads in one round.
 
-    Without a path, nothing is read or written. Steps from another model, task or version are ignored with a warning.
+    Without a path, nothing is read or written. Steps from another model, task or version are
+    ignored with a warning.
     """
 
     def __init__(self, path: str | Path | None, provenance: Record) -> None:
@@ -31,7 +32,7 @@ class ResumeLog:
         self.n_used = 0
 
     def next(self, measure: Callable[[], Record]) -> Record:
-        """Return the next step from the file; if it is not there, measure it and add it atomically."""
+        """Return the next step from the file; if it is missing, measure it and add it atomically."""
         if self.n_used == len(self.steps):
             self.steps.append(measure())
             self._write()

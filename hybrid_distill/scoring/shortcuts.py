@@ -1,7 +1,8 @@
-"""Choice of the fastest forwards that are exact for a model: the shortcut, if it agrees with full forwards.
+"""Choice of the fastest forwards that are exact for a model: the shortcut, if it agrees with full
+forwards.
 
-Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X value that scores depend
-on (`ProbeBatch.outcome`).
+Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X value that
+scores depend on (`ProbeBatch.outcome`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .forwards import Forwards, FromLayer
 from .probe_batch import ProbeBatch
 from .probe_rows import ProbeRow
 
-# Largest error of a shortcut, as a multiple of the error from different rounding alone. Both grow with depth, so
-# no constant number of nats separates rounding from a mistake.
+# Largest error of a shortcut, as a multiple of the error from different rounding alone. Both grow
+# with depth, so no constant number of nats separates rounding from a mistake.
 TIMES_THE_NOISE = 4
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def fastest_exact(
 ) -> Forwards:
     """Return the fastest forwards for this model that agree with its full forwards on sample rows.
 
-    Models whose layers share modules, or pass on more than their output, cannot use the shortcut: they run in full.
+    Models whose layers share modules, or pass on more than their output, cannot use the shortcut:
+    they run in full.
     """
     in_full = Forwards(model, sites, sizer)
     if any(site.shared for site in sites):
@@ -46,7 +48,11 @@ def fastest_exact(
         reason = _first_difference(shortcut, in_full, samples)
         if reason is None:
             return shortcut
-    log.warning("the shortcut is off for this %s (%s): all forwards run in full", type(model).__name__, reason)
+    log.warning(
+        "the shortcut is off for this %s (%s): all forwards run in full",
+        type(model).__name__,
+        reason,
+    )
     return in_full
 
 
@@ -63,10 +69,12 @@ def _first_difference(
 
 
 def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]) -> str | None:
-    """Return the reason not to use a shortcut, if any, from two heads of the first, a middle and the last layer.
+    """Return the reason not to use a shortcut, if any, from two heads of the first, a middle and
+    the last layer.
 
-    Compares drops, because scores are drops. The shortcut may differ from full forwards about as much as full forwards
-    whose layers round differently do, or as much as the rounding error of logits in the compute dtype.
+    Compares drops, because scores are drops. The shortcut may differ from full forwards about as
+    much as full forwards whose layers round differently do, or as much as the rounding error of
+    logits in the compute dtype.
     """
     layers = [site.layer for site in shortcut.sites]
     batches = [ProbeBatch([row]) for row in rows]
@@ -80,7 +88,8 @@ def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]
         # An unknown family may fail inside the shortcut in any of these ways; it then runs in full.
         try:
             if layer > layers[0]:
-                # As in real scoring: every batch reaches a layer from the one below, after other batches have run.
+                # As in real scoring: every batch reaches a layer from the one below, after other
+                # batches have run.
                 layer_below = layers[layers.index(layer) - 1]
                 for batch in batches:
                     shortcut.without(batch, layer_below, [0])
@@ -97,12 +106,18 @@ def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]
         tolerance = TIMES_THE_NOISE * max(noise, reading, rounding * magnitude)
         # "not <=" and not ">": a NaN must not pass.
         if not deviation <= tolerance:
-            return f"without a head of layer {layer} drops are {deviation:.2g} nats off, {noise:.2g} by rounding alone"
+            return (
+                f"without a head of layer {layer} drops are {deviation:.2g} nats off, "
+                f"{noise:.2g} by rounding alone"
+            )
     return None
 
 
-def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]) -> Tensor:
-    """Return the drop in outcome_XGBE of all batches, concatenated, from ablating each head; scores are such drops."""
+def _drops(
+    forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]
+) -> Tensor:
+    """Return the drop in outcome_XGBE of all batches, concatenated, from ablating each head; scores
+    are such drops."""
     whole = [batch.outcome(forwards.whole(batch)) for batch in batches]
     without = [batch.outcome(forwards.without(batch, layer, heads)) for batch in batches]
     return torch.cat(whole, dim=2) - torch.cat(without, dim=2)
@@ -110,7 +125,7 @@ def _drops(forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads:
 
 @contextmanager
 def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
-    """Perturb each layer's output by up to one rounding error, identically with and without a head."""
+    """Perturb each layer's output by up to one rounding error, the same with and without a head."""
     seed_of = {block: number for number, block in enumerate(blocks)}
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
@@ -130,7 +145,9 @@ def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator
 def _magnitude(in_full: Forwards, batches: Sequence[ProbeBatch]) -> float:
     """Return the magnitude of the logits and outcomes that rounding errors scale with."""
     ids_1L = batches[0].rows[0].ids_L[None]
-    logits = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1).logits.float()
+    logits = forward(
+        in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1
+    ).logits.float()
     magnitudes = [logits.abs().max().item()]
     magnitudes += [_rms(batch.outcome(in_full.whole(batch))) for batch in batches]
     return max(magnitudes)

@@ -17,7 +17,8 @@ NUMBERS_AT_ONCE = 2**24  # resampled values in memory: 128 MiB
 def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
     """Return [H, 2]: the 95 % percentile-bootstrap interval of each head's mean over the examples.
 
-    NaN marks an example that a head was not tried on. Heads tried on equally many examples share resamples.
+    NaN marks an example that a head was not tried on. Heads tried on equally many examples share
+    resamples.
     """
     from scipy.stats import bootstrap  # slow to import
 
@@ -53,12 +54,14 @@ def split_half(
     n_splits: int = 20,
     seed: int = 0,
 ) -> dict[str, object]:
-    """Measure how well rankings from two disjoint random halves of the examples agree, averaged over splits.
+    """Measure how well rankings from two disjoint random halves of the examples agree, averaged
+    over splits.
 
     Both tensors hold differences on at least two examples, NaN where a head was not tried. Returns
-    ``overlap[str(k)]``, the share of heads common to both top-k lists (for each k of ``ks`` below the number of heads);
-    ``overlap_by_logprob``, the same for rankings by log-probability alone; ``spearman``, the correlation of all ranks.
-    All are lower bounds for the full set of examples, which ranks heads better than a half.
+    ``overlap[str(k)]``, the share of heads common to both top-k lists (for each k of ``ks`` below
+    the number of heads); ``overlap_by_logprob``, the same for rankings by log-probability alone;
+    ``spearman``, the correlation of all ranks. All are lower bounds for the full set of examples,
+    which ranks heads better than a half.
     """
     tried_H = ~accuracy_HE.isnan().all(dim=1)
     accuracy_HE = accuracy_HE.double()[tried_H].cpu()
@@ -88,13 +91,15 @@ def split_half(
         "examples_per_half": half,
         "seed": seed,
         "overlap": {str(k): total / n_splits for k, total in overlaps.items()},
-        "overlap_by_logprob": {str(k): total / n_splits for k, total in overlaps_by_logprob.items()},
+        "overlap_by_logprob": {
+            str(k): total / n_splits for k, total in overlaps_by_logprob.items()
+        },
         "spearman": spearman / n_splits,
     }
 
 
 def _ranks(*keys_H: Tensor) -> np.ndarray:
-    """Rank heads from the worst up by the first key, ties by the next; NaN (not tried) ranks worst."""
+    """Rank heads from the worst up by the first key, ties by the next; NaN (not tried) is worst."""
     keys_HK = torch.stack(keys_H, dim=1).nan_to_num(nan=-torch.inf)
     return keys_HK.unique(dim=0, return_inverse=True)[1].numpy()
 

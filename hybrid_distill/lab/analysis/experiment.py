@@ -1,4 +1,5 @@
-"""Common structure of experiments: load a model, measure variants of it on tasks, write a table and a figure."""
+"""Common structure of experiments: load a model, measure variants of it on tasks, write a table and
+a figure."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Column(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One variant: a number per column, with standard deviations if it is a mean over several draws.
+    """One variant: a number per column, with standard deviations if it is a mean over several
+    draws.
 
     ``group`` and ``x`` are its line in a figure and its position there.
     """
@@ -74,7 +76,8 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows under a title; unless ``compared`` is off, all are compared with the first, the intact model."""
+    """Rows under a title; unless ``compared`` is off, all are compared with the first, the intact
+    model."""
 
     title: str
     label: str
@@ -83,12 +86,15 @@ class Table(NamedTuple):
     compared: bool = True
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return cells as text, guessing in the last row, and full numbers with changes and standard deviations."""
+        """Return cells as text, guessing in the last row, and full numbers with changes and
+        standard deviations."""
         cells = pd.DataFrame({self.label: [row.label for row in self.rows]})
         numbers = cells.copy()
         for index, column in enumerate(self.columns):
             value = pd.Series([row.values[index] for row in self.rows], dtype=float)
-            spread = pd.Series([row.spreads[index] if row.spreads else math.nan for row in self.rows])
+            spread = pd.Series(
+                [row.spreads[index] if row.spreads else math.nan for row in self.rows]
+            )
             texts = [with_error(v, sd or None, column.digits) for v, sd in zip(value, spread)]
             numbers[column.name] = value
             if self.compared:
@@ -98,7 +104,9 @@ class Table(NamedTuple):
                 numbers[f"{column.name}_change_percent"] = 100 * (change - 1)
                 numbers[f"{column.name}_sd"] = spread
             cells[column.header] = texts
-        chances = ["" if column.chance is None else f"{column.chance:.1f}" for column in self.columns]
+        chances = [
+            "" if column.chance is None else f"{column.chance:.1f}" for column in self.columns
+        ]
         if any(chances):
             cells.loc[len(cells)] = ["guessing", *chances]
         return cells, numbers
@@ -110,7 +118,8 @@ def _change_text(ratio: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(ABC):
-    """One subcommand of `hybrid-distill analyze`. Raises ValueError for bad options before it writes anything."""
+    """One subcommand of `hybrid-distill analyze`. Raises ValueError for bad options before it
+    writes anything."""
 
     NAME: ClassVar[str]
 
@@ -168,10 +177,13 @@ class Subject:
     """Implementation of a student's recurrent heads, if the model is one."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load model and tokenizer; errors name ``flag``. Raises ValueError if the model cannot be a teacher."""
+        """Load model and tokenizer; errors name ``flag``. Raises ValueError if the model cannot be
+        a teacher."""
         config, _ = read_teacher(self.model, flag=flag)
         check_teacher(config, name=self.model)
-        model, tokenizer = load_on_own_device(self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag)
+        model, tokenizer = load_on_own_device(
+            self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag
+        )
         return use_kernels(model, self.kernels, own_device()), tokenizer
 
 
@@ -187,8 +199,9 @@ class Questions:
     """The tasks that a model is measured on."""
 
     tasks: str = "kv,knowledge,text"
-    """kv, letters, RULER's tasks, knowledge (accuracy by choice; ``kv:generate`` by generation), text
-    (perplexity), and lm-eval tasks, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
+    """kv, letters, RULER's tasks, knowledge (accuracy by choice; ``kv:generate`` by generation),
+    text (perplexity), and lm-eval tasks, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists
+    them)."""
     pairs: int = 16
     """Dictionary size of kv."""
     facts: Path | None = None
@@ -196,9 +209,11 @@ class Questions:
     texts: str = TINY
     """Plain text, ``tiny`` or a file, for the perplexity."""
     include_path: Path | None = None
-    """Folder with lm-eval task files, used before lm-eval's own (docs/evaluation.md); they may run Python code."""
+    """Folder with lm-eval task files, used before lm-eval's own (docs/evaluation.md); they may run
+    Python code."""
     examples: int = 128
-    """Questions per probe and lm-eval task (per part of mmlu, bbh and niah), and documents of the text."""
+    """Questions per probe and lm-eval task (per part of mmlu, bbh and niah), and documents of the
+    text."""
     seed: int = 1
     """Seed of the questions; use a different one from that for scoring heads."""
     batch_size: int = 32
@@ -211,7 +226,8 @@ class Questions:
         return names
 
     def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
-        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model cannot read."""
+        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model
+        cannot read."""
         return [self._task(name, model, tokenizer) for name in self.names]
 
     def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -231,9 +247,12 @@ class Questions:
         return accuracy_task(name, examples, chance, self.batch_size)
 
     def examples_of(self, name: str) -> tuple[list[Example], float]:
-        """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
+        """Return a task's questions, and the share that guessing gets right. Raises ValueError for
+        an unknown name."""
         if name not in (KNOWLEDGE, *PROBES):
-            raise ValueError(f"unknown task {name!r}; pass one of {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
+            raise ValueError(
+                f"unknown task {name!r}; pass one of {', '.join([*PROBES, KNOWLEDGE, TEXT])}."
+            )
         questions = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
         return questions.examples(self.examples), questions.chance
 
@@ -242,8 +261,11 @@ class Questions:
         return make_probe(name, pairs=self.pairs, facts=self.facts, seed=seed)
 
 
-def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int = 32) -> Task:
-    """Make a task that measures accuracy, by generation if so named; ``chance``, by choice, is 0 to 1."""
+def accuracy_task(
+    name: str, examples: Sequence[Example], chance: float, batch_size: int = 32
+) -> Task:
+    """Make a task that measures accuracy, by generation if so named; ``chance``, by choice, is 0 to
+    1."""
     if name.endswith(GENERATED):
 
         def by_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
@@ -258,19 +280,25 @@ def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_s
     return Task(Column(name, chance=100 * chance), by_choice)
 
 
-def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> None:
-    """Raise ValueError for words that the tokenizer does not know, and prompts beyond the model's context."""
+def check_readable(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
+) -> None:
+    """Raise ValueError for words that the tokenizer does not know, and prompts beyond the model's
+    context."""
     check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
 
 
 def lm_eval_task(job: SuiteJob) -> Task:
-    """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot be loaded."""
+    """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot
+    be loaded."""
     tasks_of = load_tasks(job)
     name, *others = job.names
     # A tag of lm-eval is one name for several tasks.
     n_tasks = len(others) + len(tasks_of.get(name, [name]))
     if n_tasks > 1:
-        raise ValueError(f"{LM_EVAL}{job.suite} is {n_tasks} tasks; pass one of them, as {LM_EVAL}{name}.")
+        raise ValueError(
+            f"{LM_EVAL}{job.suite} is {n_tasks} tasks; pass one of them, as {LM_EVAL}{name}."
+        )
     metrics = ["acc,none"]
     for task in by_name(tasks_of.get(name, []))["tasks"].values():
         metrics = [f"{metric},none" for metric in task.aggregation()]
@@ -282,7 +310,9 @@ def lm_eval_task(job: SuiteJob) -> Task:
         lm, tasks, _ = prepare(model, tokenizer, job, tasks_of)
         # Not simple_evaluate: it describes the machine after every call, which takes seconds.
         evaluate: Any = lm_eval.evaluate
-        results = evaluate(lm, by_name(tasks), limit=job.limit, bootstrap_iters=0, log_samples=False)
+        results = evaluate(
+            lm, by_name(tasks), limit=job.limit, bootstrap_iters=0, log_samples=False
+        )
         figures = results["results"][name]
         figure = figures[headline(name, figures)]
         return 100 * figure if is_share else figure
@@ -295,7 +325,9 @@ def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
     """Make a task that measures perplexity on plain texts, each cut to MAX_TEXT_TOKENS."""
 
     def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        batches = text_batches(model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size)
+        batches = text_batches(
+            model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size
+        )
         return compare_on_text(model, None, list(batches))["perplexity"]
 
     return Task(Column("perplexity", "", digits=3), perplexity)
@@ -315,7 +347,8 @@ class ModelExperiment(Experiment):
 
 
 class Variant(NamedTuple):
-    """Label, and the context manager that turns the model into that variant; ``group`` and ``x`` as in a `Row`."""
+    """Label, and the context manager that turns the model into that variant; ``group`` and ``x`` as
+    in a `Row`."""
 
     label: str
     changed: AbstractContextManager[object]
@@ -324,7 +357,8 @@ class Variant(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Model, and the tasks to measure its variants on; with a ``resume_log``, a stopped call resumes."""
+    """Model, and the tasks to measure its variants on; with a ``resume_log``, a stopped call
+    resumes."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -332,7 +366,8 @@ class Bench(NamedTuple):
     resume_log: ResumeLog | None = None
 
     def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
-        """Make a table with a row per variant; variants with the same label are draws, shown as their mean."""
+        """Make a table with a row per variant; variants with the same label are draws, shown as
+        their mean."""
         resume_log = self.resume_log or ResumeLog(None, {})
         draws: dict[str, list[list[float]]] = {}
         for variant in track(variants, label):

@@ -22,7 +22,8 @@ MOST_TOKENS = 128
 
 
 def draw_lines(table: Table, path: Path) -> None:
-    """Draw a line per group of rows, perplexity on a log scale; the first row is dashed, guessing is dotted."""
+    """Draw a line per group of rows, perplexity on a log scale; the first row is dashed, guessing
+    is dotted."""
     from matplotlib.ticker import LogFormatter
 
     groups: dict[str, list[Row]] = {}
@@ -56,7 +57,8 @@ def draw_lines(table: Table, path: Path) -> None:
 
 
 def draw_bars(table: Table, path: Path) -> None:
-    """Draw a bar per row, orange for recurrent heads; in compared tables the first is dashed, guessing is dotted."""
+    """Draw a bar per row, orange for recurrent heads; in compared tables the first is dashed,
+    guessing is dotted."""
     rows = table.rows
     colors = [ORANGE if row.label.endswith(" ssm") else BLUE for row in rows]
     if table.compared:
@@ -64,7 +66,9 @@ def draw_bars(table: Table, path: Path) -> None:
     size = (2.7 * len(table.columns) + 1.2, 0.3 * len(rows) + 1.5)
     with figure(path, 1, len(table.columns), size=size, sharey=True) as grid:
         for index, axes in enumerate(grid[0]):
-            axes.barh(range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colors)
+            axes.barh(
+                range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colors
+            )
             _references(axes, table, index, axes.axvline, axes.set_xlim)
             axes.grid(False)
             axes.grid(True, axis="x")
@@ -96,11 +100,14 @@ def _note(grid: np.ndarray, text: str) -> None:
     grid[0, 0].figure.supxlabel(text, fontsize=9, color="#444444")
 
 
-def draw_maps(panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path: Path, *, n_columns: int) -> None:
-    """Draw titled matrices, rows as shares, labeled with tokens: only the last ones of a long prompt.
+def draw_maps(
+    panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path: Path, *, n_columns: int
+) -> None:
+    """Draw titled matrices, rows as shares, labeled with tokens: only the last ones of a long
+    prompt.
 
-    Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the last row: where an
-    aggregate head looks, filled for the answer.
+    Boxes: where a gather head looks, from a segment's summary to its content. Triangles below the
+    last row: where an aggregate head looks, filled for the answer.
     """
     n_columns = min(n_columns, len(panels), MOST_COLUMNS)
     n_rows = math.ceil(len(panels) / n_columns)
@@ -121,8 +128,9 @@ def draw_maps(panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path:
                 axes.set_xticks(range(n_shown), labels, fontsize=font_size, rotation=90)
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
-        note = "boxes: gather, from the end of a segment to its content; triangles: summaries, filled for the answer"
-        _note(grid, note)
+        boxes = "boxes: gather, from the end of a segment to its content"
+        triangles = "triangles: summaries, filled for the answer"
+        _note(grid, f"{boxes}; {triangles}")
 
 
 def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, n_shown: int) -> None:
@@ -133,7 +141,9 @@ def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, n_shown: int) -> N
     darkest = BLUE if mix.kind == "attention" else ORANGE
     colors = LinearSegmentedColormap.from_list("share", ["#FFFFFF", darkest])
     share_TS = row_shares(mix.matrix_TS)[start:, start:]
-    axes.imshow(share_TS.tolist(), cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
+    axes.imshow(
+        share_TS.tolist(), cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest"
+    )
     axes.grid(False)
     axes.set(xticks=[], yticks=[])
     axes.tick_params(length=0, pad=1)
@@ -143,7 +153,9 @@ def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, n_shown: int) -> N
         if rows and columns:
             corner = (columns[0] - 0.5, rows[0] - 0.5)
             width = columns[-1] - columns[0] + 1
-            box = Rectangle(corner, width, len(rows), fill=False, edgecolor=VERMILION, linewidth=0.8)
+            box = Rectangle(
+                corner, width, len(rows), fill=False, edgecolor=VERMILION, linewidth=0.8
+            )
             axes.add_patch(box)
         face = GREEN if index == prompt.answer else "none"
         below = [n_shown + 0.2] * len(rows)

@@ -1,9 +1,9 @@
 """Experiments on which part of a hybrid carries retrieval.
 
-`ReplaceLayer` replaces a mixer with the teacher's attention, on the student's own inputs (arXiv 2504.18574).
-`ZeroedRecurrence` zeroes the recurrent heads of one layer, and of all.
-`HybridHeadRanking` ablates heads one by one, as `hybrid-distill score` does, then the top heads of each kind and of
-both kinds together.
+`ReplaceLayer` replaces a mixer with the teacher's attention, on the student's own inputs (arXiv
+2504.18574). `ZeroedRecurrence` zeroes the recurrent heads of one layer, and of all.
+`HybridHeadRanking` ablates heads one by one, as `hybrid-distill score` does, then the top heads of
+each kind and of both kinds together.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaceLayer(Experiment):
-    """Put the teacher's attention back into an aligned student, one layer at a time: which layer restores retrieval?"""
+    """Put the teacher's attention back into an aligned student, one layer at a time: which layer
+    restores retrieval?"""
 
     NAME = "replace-layer"
 
@@ -96,8 +97,8 @@ class ReplaceLayer(Experiment):
         teacher_shape = _shape(teacher)
         if student_shape != teacher_shape:
             raise ValueError(
-                f"the student has {student_shape}, the teacher {teacher.name_or_path!r} has {teacher_shape}; pass the "
-                "student's own with --teacher."
+                f"the student has {student_shape}, the teacher {teacher.name_or_path!r} has "
+                f"{teacher_shape}; pass the student's own with --teacher."
             )
         for model in (student, teacher):
             nn.Module.to(model, own_device())
@@ -105,7 +106,9 @@ class ReplaceLayer(Experiment):
 
     def _load_run(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
         if self.teacher is not None:
-            raise ValueError(f"{self.student} is a run and records its teacher; leave out --teacher.")
+            raise ValueError(
+                f"{self.student} is a run and records its teacher; leave out --teacher."
+            )
         run = finished_run(self.student)
         student, _ = run.trained_student()
         teacher, tokenizer = run.teacher_and_tokenizer
@@ -122,7 +125,8 @@ class ReplaceLayer(Experiment):
         return student, teacher, own_tokenizer or tokenizer
 
     def table(self, bench: Bench, teacher: PreTrainedModel) -> Table:
-        """Make rows for the student, for each layer or head put back alone (heads: best first), and for the teacher."""
+        """Make rows for the student, for each layer or head put back alone (heads: best first), and
+        for the teacher."""
         student = bench.model
         assert isinstance(student, HybridForCausalLM)
         variants = [Variant("none", nullcontext())]
@@ -145,17 +149,21 @@ class ReplaceLayer(Experiment):
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroedRecurrence(ModelExperiment):
-    """Zero the recurrent heads of one layer at a time, then of all layers: which layers use their recurrence?"""
+    """Zero the recurrent heads of one layer at a time, then of all layers: which layers use their
+    recurrence?"""
 
     NAME = "zeroed-recurrence"
 
-    questions: Questions = field(default_factory=lambda: Questions(tasks="kv,kv:generate,text", pairs=8, examples=64))
+    questions: Questions = field(
+        default_factory=lambda: Questions(tasks="kv,kv:generate,text", pairs=8, examples=64)
+    )
 
     def run(self) -> str:
         return self.save(self.table(self.load()), draw_bars)
 
     def table(self, bench: Bench) -> Table:
-        """Make a row for the model as it is, for each layer with recurrent heads, and for all layers.
+        """Make a row for the model as it is, for each layer with recurrent heads, and for all
+        layers.
 
         Raises ValueError for a model without recurrent heads.
         """
@@ -170,13 +178,15 @@ class ZeroedRecurrence(ModelExperiment):
                 layers.setdefault(site.layer, []).append(site)
         if not layers:
             raise ValueError(
-                f"{model.name_or_path} has no recurrent heads to zero; pass a student that does not keep all heads, or "
-                "another model with recurrent layers."
+                f"{model.name_or_path} has no recurrent heads to zero; pass a student that does "
+                "not keep all heads, or another model with recurrent layers."
             )
         variants = [Variant("nothing", nullcontext())]
         for layer, own in sorted(layers.items()):
             n_heads = sum(len(_recurrent_heads(site)) for site in own)
-            variants.append(Variant(f"layer {layer} ({n_heads} heads)", _without_recurrence(model, own)))
+            variants.append(
+                Variant(f"layer {layer} ({n_heads} heads)", _without_recurrence(model, own))
+            )
         variants.append(Variant("all layers", _without_recurrence(model, sites), "all layers"))
         return bench.table("recurrent heads zeroed, by layer", "zeroed", variants)
 
@@ -190,23 +200,29 @@ def _without_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> It
     """Zero all recurrent heads of these sites."""
     with ExitStack() as zeroed:
         for site in sites:
-            zeroed.enter_context(ablate_heads(model, _recurrent_heads(site), kind=asked_for(site.kind)))
+            zeroed.enter_context(
+                ablate_heads(model, _recurrent_heads(site), kind=asked_for(site.kind))
+            )
         yield
 
 
 def _shape(model: PreTrainedModel) -> str:
     sites = head_sites(model)
     site = sites[0]
-    return f"{len(sites)} layers of {site.n_heads} heads of {site.head_dim}, {site.o_proj.out_features} wide"
+    heads = f"{len(sites)} layers of {site.n_heads} heads of {site.head_dim}"
+    return f"{heads}, {site.o_proj.out_features} wide"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridHeadRanking(ModelExperiment):
-    """Rank attention and recurrent heads together: which of them carry retrieval, and what is lost without them?"""
+    """Rank attention and recurrent heads together: which of them carry retrieval, and what is lost
+    without them?"""
 
     NAME = "carriers"
 
-    questions: Questions = field(default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64))
+    questions: Questions = field(
+        default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64)
+    )
     probe: str = "kv"
     """Probe to rank heads by, with questions of another seed: kv, letters or a RULER task."""
     k: int = 20
@@ -214,7 +230,8 @@ class HybridHeadRanking(ModelExperiment):
     counts: tuple[int, ...] = (1, 3, 10)
     """Numbers of top heads of each kind, and of both, to remove together."""
     min_accuracy: float | None = None
-    """Lowest accuracy of the model on the probe; by default halfway between guessing and always right."""
+    """Lowest accuracy of the model on the probe; by default halfway between guessing and always
+    right."""
     n_control_texts: int = 16
     """Number of plain texts, which reveal heads that matter for any text."""
 
@@ -236,7 +253,8 @@ class HybridHeadRanking(ModelExperiment):
         return f"{shown}\n\n{self.save(removed, draw_lines, suffix='.removed')}"
 
     def _scores(self, bench: Bench) -> dict[str, HeadScores]:
-        """Score the heads of each kind. Raises ValueError for unreadable questions, and for Mamba-1."""
+        """Score the heads of each kind. Raises ValueError for unreadable questions, and for
+        Mamba-1."""
         model = bench.model
         n_examples = self.questions.examples
         probe = self.questions.probe(self.probe, self.questions.seed + 1)
@@ -245,8 +263,8 @@ class HybridHeadRanking(ModelExperiment):
         kinds = head_kinds(model)
         if "channel" in kinds:
             raise ValueError(
-                f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass a model whose "
-                "recurrent heads are those of Mamba-2."
+                f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass "
+                "a model whose recurrent heads are those of Mamba-2."
             )
         scores = {}
         for kind in kinds:
@@ -263,7 +281,8 @@ class HybridHeadRanking(ModelExperiment):
         return scores
 
     def without_first(self, bench: Bench, ranking: Sequence[RankedHead]) -> Table:
-        """Make a row with no heads removed, then rows without the top heads of each kind and of both, by count.
+        """Make a row with no heads removed, then rows without the top heads of each kind and of
+        both, by count.
 
         A kind with fewer heads than a count loses all of them, once.
         """
@@ -277,7 +296,9 @@ class HybridHeadRanking(ModelExperiment):
             for n in sorted({min(count, len(heads)) for count in self.counts}):
                 removed = _without(bench.model, heads[:n])
                 variants.append(Variant(f"{group}: first {n}", removed, group, n))
-        return bench.table("without the first heads of the ranking, by kind", "heads removed", variants)
+        return bench.table(
+            "without the first heads of the ranking, by kind", "heads removed", variants
+        )
 
 
 class RankedHead(NamedTuple):

@@ -1,7 +1,9 @@
-"""Gather and aggregate patterns of heads on a prompt, and heads reduced to only that pattern (arXiv 2504.18574).
+"""Gather and aggregate patterns of heads on a prompt, and heads reduced to only that pattern (arXiv
+2504.18574).
 
-`Maps` draws attention maps and mixing matrices side by side. `Mask` multiplies matrices by a mask made for each prompt,
-to test whether the pattern is what the heads do. For comparison it removes the head, or the pattern from the head.
+`Maps` draws attention maps and mixing matrices side by side. `Mask` multiplies matrices by a mask
+made for each prompt, to test whether the pattern is what the heads do. For comparison it removes
+the head, or the pattern from the head.
 """
 
 from __future__ import annotations
@@ -26,10 +28,29 @@ from ...probes.registry import make_probe
 from ...progress import track
 from ...scoring import HeadScores
 from ...teacher import HeadKind, eval_mode
-from .experiment import Column, Experiment, ModelExperiment, Questions, Row, Subject, Table, check_readable, parse_head
+from .experiment import (
+    Column,
+    Experiment,
+    ModelExperiment,
+    Questions,
+    Row,
+    Subject,
+    Table,
+    check_readable,
+    parse_head,
+)
 from .figures import draw_bars, draw_maps
 from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
-from .patterns import PATTERNS, MarkedPrompt, Sharpness, find_patterns, mark_example, mark_prompt, rank_by, sharpness
+from .patterns import (
+    PATTERNS,
+    MarkedPrompt,
+    Sharpness,
+    find_patterns,
+    mark_example,
+    mark_prompt,
+    rank_by,
+    sharpness,
+)
 
 COLUMNS_OF_ONE_MODEL = 3
 SEARCHED = 8  # questions on which mask searches for heads
@@ -44,7 +65,8 @@ Marked = Sequence[tuple[EncodedExample, MarkedPrompt]]
 
 @dataclass(frozen=True, kw_only=True)
 class Maps(Experiment):
-    """Show what heads mix on one prompt, which of them gather and aggregate, and whether ablation agrees."""
+    """Show what heads mix on one prompt, which of them gather and aggregate, and whether ablation
+    agrees."""
 
     NAME = "maps"
 
@@ -60,7 +82,7 @@ class Maps(Experiment):
     prompt: str | None = None
     """Your own text, whose lines are the segments; by default a question of the probe."""
     probe: str = "kv"
-    """Probe for finding gather and aggregate heads and for the prompt: kv, letters or a RULER task."""
+    """Probe for finding heads and for the prompt: kv, letters or a RULER task."""
     pairs: int = 8
     """Dictionary size of kv."""
     examples: int = 16
@@ -86,7 +108,9 @@ class Maps(Experiment):
             first: dict[HeadId, None] = {}  # a dict keeps their order
             for pattern in PATTERNS:
                 first.update(dict.fromkeys(rank_by(sharpness_of, pattern)[: self.k]))
-            table = self._search_table(model, {head: sharpness_of[head] for head in first}, ablation)
+            table = self._search_table(
+                model, {head: sharpness_of[head] for head in first}, ablation
+            )
             shown.append(self.save(table, suffix=".patterns"))
             if not (heads or ssm_heads):
                 heads = list(first)
@@ -106,7 +130,8 @@ class Maps(Experiment):
         def draw(table: Table, path: Path) -> None:
             draw_maps(panels, prompt, path, n_columns=n_columns)
 
-        title = f"one prompt of {len(prompt.ids)} tokens, {len(prompt.segments)} segments: where heads look"
+        sizes = f"{len(prompt.ids)} tokens, {len(prompt.segments)} segments"
+        title = f"one prompt of {sizes}: where heads look"
         table = sharpness_table(title, [(label, sharpness(prompt, mix)) for label, mix in panels])
         shown.append(self.save(table, draw))
         return "\n\n".join(shown)
@@ -117,9 +142,13 @@ class Maps(Experiment):
         sharpness_of: Mapping[HeadId, Sharpness],
         ablation: Sequence[HeadId],
     ) -> Table:
-        """Make a table of the heads that were found, with their places in a ranking by ablation, if there is one."""
-        title = f"{model.name_or_path}: heads that gather or aggregate, means over {self.examples} prompts"
-        table = sharpness_table(title, [(str(head), measures) for head, measures in sharpness_of.items()])
+        """Make a table of the heads that were found, with their places in a ranking by ablation, if
+        there is one."""
+        what = f"heads that gather or aggregate, means over {self.examples} prompts"
+        title = f"{model.name_or_path}: {what}"
+        table = sharpness_table(
+            title, [(str(head), measures) for head, measures in sharpness_of.items()]
+        )
         if not ablation:
             return table
         place_of = {head: place for place, head in enumerate(ablation, start=1)}
@@ -158,14 +187,17 @@ def sharpness_table(title: str, measured: Sequence[tuple[str, Sharpness]]) -> Ta
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(ModelExperiment):
-    """Keep only the gather or aggregate pattern of some heads; compare with the heads intact and removed.
+    """Keep only the gather or aggregate pattern of some heads; compare with the heads intact and
+    removed.
 
     The tasks must have their answer in one line of the prompt: kv, letters, niah_single_1 to 3.
     """
 
     NAME = "mask"
 
-    questions: Questions = field(default_factory=lambda: Questions(tasks="kv", pairs=8, examples=64))
+    questions: Questions = field(
+        default_factory=lambda: Questions(tasks="kv", pairs=8, examples=64)
+    )
     gather: tuple[str, ...] = ()
     """Gather heads, such as ``L2H6``. If no heads are named, they are searched by pattern."""
     aggregate: tuple[str, ...] = ()
@@ -187,7 +219,9 @@ class Mask(ModelExperiment):
             "gather": [parse_head(text) for text in self.gather],
             "aggregate": [parse_head(text) for text in self.aggregate],
         }
-        among = None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
+        among = (
+            None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
+        )
         model, tokenizer = self.subject.load()
         examples_of: dict[str, Sequence[Example]] = {}
         marked: dict[Column, Marked] = {}
@@ -196,7 +230,9 @@ class Mask(ModelExperiment):
             check_readable(model, tokenizer, examples)
             examples_of[name] = examples
             column = Column(name, chance=100 * chance)
-            marked[column] = [(encode_example(tokenizer, e), mark_example(tokenizer, e)) for e in examples]
+            marked[column] = [
+                (encode_example(tokenizer, e), mark_example(tokenizer, e)) for e in examples
+            ]
         if not any(heads.values()):
             first_task = examples_of[self.questions.names[0]]
             sharpness_of = find_patterns(model, tokenizer, first_task[:SEARCHED], kind=self.kind)
@@ -211,9 +247,11 @@ class Mask(ModelExperiment):
         tasks: Mapping[Column, Marked],
         heads: Mapping[str, Sequence[HeadId]],
     ) -> Table:
-        """Make a row for the intact model, then three (`VARIANTS`) each for gather heads, aggregate heads, and both.
+        """Make a row for the intact model, then three (`VARIANTS`) each for gather heads, aggregate
+        heads, and both.
 
-        Raises ValueError for a head that does not exist, for no heads at all, and as `check_prompt` does.
+        Raises ValueError for a head that does not exist, for no heads at all, and as `check_prompt`
+        does.
         """
         every_head: set[HeadId] = set()
         for own in heads.values():
@@ -235,7 +273,9 @@ class Mask(ModelExperiment):
         rows = []
         with eval_mode(model):
             for label, roles, variant in track(wanted, "masking"):
-                values = [self._accuracy(model, marked, roles, variant) for marked in tasks.values()]
+                values = [
+                    self._accuracy(model, marked, roles, variant) for marked in tasks.values()
+                ]
                 rows.append(Row(label, tuple(values)))
         return Table(f"{model.name_or_path}: {title}", "heads", list(tasks), rows)
 
@@ -278,7 +318,8 @@ def masked_logprobs(
     *,
     kind: HeadKind | None = None,
 ) -> list[float]:
-    """Return the log-probability of each choice, as `answer_choices` does, with masks made for each row of tokens.
+    """Return the log-probability of each choice, as `answer_choices` does, with masks made for each
+    row of tokens.
 
     Runs a separate forward for every prefix of a choice, because masks do not work with a cache.
     """
@@ -287,7 +328,9 @@ def masked_logprobs(
         ids = encoded.prompt + path
         ids_1L = torch.tensor([ids], device=model.device)
         with mask_heads(model, masks_of(ids), kind=kind):
-            logits_1TV = forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=len(path) + 1).logits
+            logits_1TV = forward(
+                model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=len(path) + 1
+            ).logits
         logprob_TV = logits_1TV[0].float().log_softmax(-1)
         for place in range(len(path) + 1):
             logprob_after[path[:place]] = logprob_TV[place]

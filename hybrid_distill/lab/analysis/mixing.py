@@ -2,11 +2,13 @@
 
 Every kind of head computes ``matrix x values``, in the model's own numbers:
 
-    attention   softmax(q k^T)                                      values of its KV group
-    ssm         C_i . B_j dt_j prod_{j < s <= i} a_s, D on the diagonal    x after the convolution (Mamba-2, students)
-    channel     sum_n C_in B_jn dt_j prod_{j < s <= i} a_sn, same          one channel of x (Mamba-1)
+    attention   softmax(q k^T)                                      values of its KV group ssm
+    C_i . B_j dt_j prod_{j < s <= i} a_s, D on the diagonal    x after the convolution (Mamba-2,
+    students) channel     sum_n C_in B_jn dt_j prod_{j < s <= i} a_sn, same          one channel of
+    x (Mamba-1)
 
-The output projection reads that times ``scale``: the gate and the norm after an SSM (docs/heads.md).
+The output projection reads that times ``scale``: the gate and the norm after an SSM
+(docs/heads.md).
 
 Shapes: T target token, S source token, L length, H head, P head dim, N state size, C channel.
 """
@@ -27,7 +29,15 @@ from ...model.ssd import mixing_matrix
 from ...plan import HeadId
 from ...probes.answering import forward
 from ...scoring.head_scores import heads_of
-from ...teacher import HeadKind, HeadSite, check_exists, eager_attention, eval_mode, head_sites, longest_context
+from ...teacher import (
+    HeadKind,
+    HeadSite,
+    check_exists,
+    eager_attention,
+    eval_mode,
+    head_sites,
+    longest_context,
+)
 
 Mixer = Any
 """Mixer of any family, with that family's attributes; also a mixer's output."""
@@ -37,7 +47,9 @@ T = TypeVar("T")
 
 MAX_GB = 4.0
 BYTES_PER_KEPT_ENTRY = 4
-BYTES_PER_MIXING_ENTRY = 28  # of a mixing matrix while it is made: decays in float64, and the products in float32
+BYTES_PER_MIXING_ENTRY = (
+    28  # of a mixing matrix while it is made: decays in float64, and the products in float32
+)
 
 
 class Call(NamedTuple):
@@ -54,8 +66,8 @@ Calls = dict[nn.Module, Call]
 class HeadMix:
     """One head on one prompt: the output projection reads ``scale_TP * (matrix_TS @ values_SP)``.
 
-    ``scale_TP`` is None for an attention head, else the gate of an SSM head and the norm after it, if any. Tensors are
-    float32 (float64 in a float64 model).
+    ``scale_TP`` is None for an attention head, else the gate of an SSM head and the norm after it,
+    if any. Tensors are float32 (float64 in a float64 model).
     """
 
     head: HeadId
@@ -79,10 +91,11 @@ def mix_heads(
     kind: HeadKind | None = None,
     max_gb: float = MAX_GB,
 ) -> list[T]:
-    """Return ``read`` of each head's `HeadMix` on one prompt (by default the `HeadMix` itself), from one forward.
+    """Return ``read`` of each head's `HeadMix` on one prompt (by default the `HeadMix` itself),
+    from one forward.
 
-    Matrices are made one at a time. ``kind`` as in `head_sites`. Raises ValueError for a head or kind that the
-    model does not have, and as `check_prompt` does.
+    Matrices are made one at a time. ``kind`` as in `head_sites`. Raises ValueError for a head or
+    kind that the model does not have, and as `check_prompt` does.
     """
     check_prompt(model, ids, heads, kind, max_gb)
     results: dict[HeadId, T] = {}
@@ -105,11 +118,13 @@ Action = Callable[[HeadSite, Iterator[HeadMix], Calls], object]
 def mask_heads(
     model: PreTrainedModel, masks: Mapping[HeadId, Tensor], *, kind: HeadKind | None = None
 ) -> Iterator[None]:
-    """Make each named head mix by ``matrix * mask``, with boolean masks [T, S]. ``kind`` as in `head_sites`.
+    """Make each named head mix by ``matrix * mask``, with boolean masks [T, S]. ``kind`` as in
+    `head_sites`.
 
-    Rows are not renormalized; a row whose mask keeps everything stays identical to the last bit. An SSM's gate and norm
-    stay those of the whole head. Attention runs eagerly, because no other implementation returns its maps. Raises
-    ValueError for a head that does not exist, and for forwards of anything but one prompt of T tokens without a cache.
+    Rows are not renormalized; a row whose mask keeps everything stays identical to the last bit. An
+    SSM's gate and norm stay those of the whole head. Attention runs eagerly, because no other
+    implementation returns its maps. Raises ValueError for a head that does not exist, and for
+    forwards of anything but one prompt of T tokens without a cache.
     """
 
     def project_masked(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> object:
@@ -118,13 +133,15 @@ def mask_heads(
             mask_TS = masks[mix.head].to(mix.matrix_TS.device)
             if len(heads_BTHP) != 1 or mask_TS.shape != mix.matrix_TS.shape:
                 raise ValueError(
-                    f"the mask of {mix.head} is {tuple(mask_TS.shape)}, the forward has {len(heads_BTHP)} rows of "
-                    f"{heads_BTHP.shape[1]} tokens; run one prompt of as many tokens as its mask has, without a cache."
+                    f"the mask of {mix.head} is {tuple(mask_TS.shape)}, the forward has "
+                    f"{len(heads_BTHP)} rows of {heads_BTHP.shape[1]} tokens; run one prompt of "
+                    "as many tokens as its mask has, without a cache."
                 )
             own_TP = heads_BTHP[0, :, mix.head.head]
             masked = replace(mix, matrix_TS=mix.matrix_TS * mask_TS)
             masked_TP = masked.output().to(own_TP.dtype)
-            # The product rounds differently than the model does: rows that keep everything stay the model's own.
+            # The product rounds differently than the model does: rows that keep everything stay the
+            # model's own.
             future_TS = ~torch.ones_like(mask_TS).tril()
             whole_T1 = (mask_TS | future_TS).all(-1, keepdim=True)
             heads_BTHP[0, :, mix.head.head] = torch.where(whole_T1, own_TP, masked_TP)
@@ -144,7 +161,8 @@ def _behind_mixers(
     kind: HeadKind | None,
     act: Action,
 ) -> Iterator[None]:
-    """Call ``act`` after each mixer that has some of the heads; its result, if any, replaces the mixer's output."""
+    """Call ``act`` after each mixer that has some of the heads; its result, if any, replaces the
+    mixer's output."""
     kinds = {site.kind_of(head.head) for head, site in find_heads(model, kind).items()}
     with ExitStack() as hooks:
         if "attention" in kinds:
@@ -161,13 +179,17 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
     # Hooks of the mixer, only while its block runs: layers may share a mixer.
     inner = ExitStack()
 
-    def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer) -> None:
+    def record(
+        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer
+    ) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         calls[module] = Call(hidden, output)
 
     def enter(*_: object) -> None:
         for module in site.module.modules():
-            inner.enter_context(module.register_forward_hook(record, with_kwargs=True, prepend=True))
+            inner.enter_context(
+                module.register_forward_hook(record, with_kwargs=True, prepend=True)
+            )
 
     def behind(*_: object) -> object:
         if not calls:  # it runs for another layer
@@ -187,7 +209,8 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
 
 
 def find_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> dict[HeadId, HeadSite]:
-    """Find all heads of a kind, as `head_sites` does; in a student those that are kept, or recurrent."""
+    """Find all heads of a kind, as `head_sites` does; in a student those that are kept, or
+    recurrent."""
     sites = head_sites(model)
     if sites[0].kind != "hybrid":
         sites = head_sites(model, kind)
@@ -201,33 +224,46 @@ def find_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> dict[Hea
     return site_of
 
 
-def sites_of(model: PreTrainedModel, heads: Sequence[HeadId], kind: HeadKind | None = None) -> list[HeadSite]:
-    """Return the layers of some heads. Raises ValueError for a head that does not exist, or is of another kind."""
+def sites_of(
+    model: PreTrainedModel, heads: Sequence[HeadId], kind: HeadKind | None = None
+) -> list[HeadSite]:
+    """Return the layers of some heads. Raises ValueError for a head that does not exist, or is of
+    another kind."""
     site_of = find_heads(model, kind)
     by_layer = {site.layer: site for site in site_of.values()}
     for head in heads:
         if head not in site_of:
             check_exists(model, list(by_layer.values()), head)
-            raise ValueError(f"{head} of this student is of another kind than {kind!r}; leave out --kind.")
+            raise ValueError(
+                f"{head} of this student is of another kind than {kind!r}; leave out --kind."
+            )
     layers = dict.fromkeys(head.layer for head in heads)
     return [by_layer[layer] for layer in layers]
 
 
 def check_prompt(
-    model: PreTrainedModel, ids: Sequence[int], heads: Sequence[HeadId], kind: HeadKind | None, max_gb: float
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    heads: Sequence[HeadId],
+    kind: HeadKind | None,
+    max_gb: float,
 ) -> None:
-    """Raise ValueError for a prompt that is empty or beyond the model's context, or whose matrices are too large."""
+    """Raise ValueError for a prompt that is empty or beyond the model's context, or whose matrices
+    are too large."""
     context = longest_context(model.config)
     if not ids or (context is not None and len(ids) > context):
-        limit = "at least 1 token" if context is None else f"1 to {context} tokens, the model's context"
+        limit = (
+            "at least 1 token" if context is None else f"1 to {context} tokens, the model's context"
+        )
         raise ValueError(f"the prompt has {len(ids)} tokens; it must have {limit}.")
     # Only one matrix is being made at a time, in addition to those that are kept.
     making = max(_bytes_while_making(site) for site in sites_of(model, heads, kind))
     needed = len(ids) ** 2 * (BYTES_PER_KEPT_ENTRY * len(heads) + making) / 2**30
     if needed > max_gb:
         raise ValueError(
-            f"the matrices of {len(heads)} heads on {len(ids)} tokens take about {needed:.1f} GiB, more than the "
-            f"{max_gb:.1f} GiB allowed; take a shorter prompt or fewer heads, or allow more with --max-gb."
+            f"the matrices of {len(heads)} heads on {len(ids)} tokens take about {needed:.1f} "
+            f"GiB, more than the {max_gb:.1f} GiB allowed; take a shorter prompt or fewer heads, "
+            "or allow more with --max-gb."
         )
 
 
@@ -257,7 +293,7 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[He
 
 
 def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Tensor]:
-    """Return a query head's attention map, and its values from the output of the value projection."""
+    """Return a query head's attention map and values, the latter from the value projection."""
     attention: Mixer = site.module
     layout = site.layout
     own: Sequence[int] = range(site.n_heads)
@@ -271,7 +307,9 @@ def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Te
     assert layout is not None
     output = calls[attention].output
     if not isinstance(output, tuple) or not isinstance(output[1], Tensor):
-        raise ValueError(f"{type(attention).__name__} returns no attention maps, even in eager attention.")
+        raise ValueError(
+            f"{type(attention).__name__} returns no attention maps, even in eager attention."
+        )
     map_TS = output[1][0, own.index(head)]
     group = groups.index(head // (site.n_heads // site.n_kv_heads))
     block = layout.block("value", group, len(own), len(groups))
@@ -289,7 +327,8 @@ def _scan(
     scale_LHP: Tensor,
     matrix: Callable[..., Tensor] = mixing_matrix,
 ) -> Scan:
-    """Return a function of a head's index; ``matrix`` makes its mixing matrix from its gates, B and C."""
+    """Return a function of a head's index; ``matrix`` makes its mixing matrix from its gates, B and
+    C."""
 
     def head(h: int) -> tuple[Tensor, Tensor, Tensor]:
         # As a batch of one row and one head.
@@ -349,7 +388,8 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
 
 
 def _of_mamba1(mixer: Mixer, calls: Calls) -> Scan:
-    """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not; every channel has N decays."""
+    """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not; every channel has N
+    decays."""
     x_LC, gate_LC = calls[mixer.in_proj].output[0].chunk(2, dim=-1)
     x_LC = _convolved(mixer, x_LC)
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]

@@ -1,11 +1,12 @@
-"""Gather and aggregate as patterns in a matrix (arXiv 2504.18574), and measures of how sharply a head follows them.
+"""Gather and aggregate as patterns in a matrix (arXiv 2504.18574), and measures of how sharply a
+head follows them.
 
-A prompt that contains its answer has *segments*: lines, one of which has the answer. A segment's last tokens are its
-*summary*. A gather head moves a segment's content to its summary; an aggregate head reads the summaries where the
-answer is predicted, ideally the right one.
+A prompt that contains its answer has *segments*: lines, one of which has the answer. A segment's
+last tokens are its *summary*. A gather head moves a segment's content to its summary; an aggregate
+head reads the summaries where the answer is predicted, ideally the right one.
 
-An SSM's matrix has signed entries, and its rows are not normalized. So each row is converted to shares of its absolute
-sum, which an attention map's rows already are.
+An SSM's matrix has signed entries, and its rows are not normalized. So each row is converted to
+shares of its absolute sum, which an attention map's rows already are.
 
 Shapes: T target token, S source token, H head, M measure.
 """
@@ -34,7 +35,8 @@ LINE = re.compile(r"[^\n]+\n+")
 
 
 class Segment(NamedTuple):
-    """Positions of one line: its content, and the tokens at its end that may summarize it, including the line break."""
+    """Positions of one line: its content, and the tokens at its end that may summarize it,
+    including the line break."""
 
     content: tuple[int, ...]
     summary: tuple[int, ...]
@@ -59,13 +61,20 @@ class MarkedPrompt:
         return [position for segment in self.segments for position in segment.summary]
 
 
-def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequence[str] = ()) -> MarkedPrompt:
-    """Mark the lines before the last one as segments; with ``choices``, only those with one as a word or number.
+def mark_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequence[str] = ()
+) -> MarkedPrompt:
+    """Mark the lines before the last one as segments; with ``choices``, only those with one as a
+    word or number.
 
-    The summary of a line is the choice it ends with, or else its last token. Raises ValueError for a slow tokenizer.
+    The summary of a line is the choice it ends with, or else its last token. Raises ValueError for
+    a slow tokenizer.
     """
     if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer.")
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast "
+            "tokenizer."
+        )
     ids = tokenize(tokenizer, [prompt])[0]
     encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
     own_spans: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
@@ -77,7 +86,9 @@ def mark_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequen
         in_line = _find(choices, line[0])
         if choices and not in_line:
             continue
-        tokens = [i for i, (start, end) in enumerate(spans) if start < line.end() and line.start() < end]
+        tokens = [
+            i for i, (start, end) in enumerate(spans) if start < line.end() and line.start() < end
+        ]
         first = _first_of_summary(line, in_line, tokens, spans, texts)
         content = tuple(i for i in tokens if i < first)
         summary = tuple(i for i in tokens if i >= first)
@@ -104,7 +115,8 @@ def _first_of_summary(
 
 
 def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> MarkedPrompt:
-    """Mark a probe's question, up to where its answer is predicted (after the space before a number, if a token).
+    """Mark a probe's question, up to where its answer is predicted (after the space before a
+    number, if a token).
 
     Raises ValueError for a question whose answer is in none of its lines, or in several.
     """
@@ -115,8 +127,8 @@ def mark_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Marked
     with_answer = [index for index, line in enumerate(lines) if _find([example.answer], line)]
     if len(with_answer) != 1:
         raise ValueError(
-            f"the answer {example.answer!r} appears in {len(with_answer)} lines of its prompt; use a probe whose "
-            "answer is in exactly one, such as kv."
+            f"the answer {example.answer!r} appears in {len(with_answer)} lines of its prompt; "
+            "use a probe whose answer is in exactly one, such as kv."
         )
     return replace(marked, ids=ids, labels=_labels(tokenizer, ids), answer=with_answer[0])
 
@@ -135,7 +147,8 @@ def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
 
 
 def gather_mask(prompt: MarkedPrompt) -> Tensor:
-    """Return mask_TS of a gather head: from every token of a segment to the tokens of the same segment."""
+    """Return mask_TS of a gather head: from every token of a segment to the tokens of the same
+    segment."""
     mask_TS = torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
     for segment in prompt.segments:
         places = torch.tensor(segment.content + segment.summary)
@@ -144,22 +157,27 @@ def gather_mask(prompt: MarkedPrompt) -> Tensor:
 
 
 def aggregate_mask(prompt: MarkedPrompt) -> Tensor:
-    """Return mask_TS of an aggregate head: from the tokens after the last segment to all summaries."""
+    """Return mask_TS of an aggregate head: from tokens after the last segment to all summaries."""
     mask_TS = torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
     mask_TS[max(prompt.summaries) + 1 :, prompt.summaries] = True
     return mask_TS
 
 
-PATTERNS: dict[str, Callable[[MarkedPrompt], Tensor]] = {"gather": gather_mask, "aggregate": aggregate_mask}
+PATTERNS: dict[str, Callable[[MarkedPrompt], Tensor]] = {
+    "gather": gather_mask,
+    "aggregate": aggregate_mask,
+}
 """mask_TS of a prompt, by the role of a head."""
 
 
 class Sharpness(NamedTuple):
-    """Measures of one matrix on one prompt: shares 0 to 1, the entropy in bits; NaN if the prompt has no such position.
+    """Measures of one matrix on one prompt: shares 0 to 1, the entropy in bits; NaN if the prompt
+    has no such position.
 
-    The last row predicts the answer: ``entropy`` is its spread, ``answer``, ``separators`` and ``aggregate`` its shares
-    on the answer's summary, on punctuation and line breaks, and on any summary. ``gather`` is the share of a segment's
-    content in the best row of its summary, averaged over segments.
+    The last row predicts the answer: ``entropy`` is its spread, ``answer``, ``separators`` and
+    ``aggregate`` its shares on the answer's summary, on punctuation and line breaks, and on any
+    summary. ``gather`` is the share of a segment's content in the best row of its summary, averaged
+    over segments.
     """
 
     entropy: float
@@ -193,7 +211,7 @@ def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
 
 
 def row_shares(matrix_TS: Tensor) -> Tensor:
-    """Return absolute values, each row divided by its sum (in float64); a row of zeros stays zero."""
+    """Divide each row's absolute values by their sum, in float64; a row of zeros stays zero."""
     size_TS = matrix_TS.double().abs()
     return size_TS / size_TS.sum(-1, keepdim=True).clamp(min=1e-300)
 
@@ -205,7 +223,8 @@ def find_patterns(
     *,
     kind: HeadKind | None = None,
 ) -> dict[HeadId, Sharpness]:
-    """Average every head's sharpness over some questions: one forward each, and one matrix at a time.
+    """Average every head's sharpness over some questions: one forward each, and one matrix at a
+    time.
 
     Raises ValueError for Mamba-1, which has too many channels to search.
     """
@@ -213,7 +232,8 @@ def find_patterns(
     site = next(iter(every.values()))
     if site.kind == "channel":
         raise ValueError(
-            f"this model has {site.n_heads} channels a layer, too many to look through; name some with --heads."
+            f"this model has {site.n_heads} channels a layer, too many to look through; name some "
+            "with --heads."
         )
     total_HM = torch.zeros(len(every), len(Sharpness._fields), dtype=torch.float64)
     # All are marked first: an unsuitable probe ends here, before any forward.

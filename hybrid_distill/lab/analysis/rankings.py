@@ -25,9 +25,9 @@ Ranking = HeadScores | Sequence[HeadId]
 class RankingComparison(NamedTuple):
     """Agreement of two rankings.
 
-    ``overlap[k]`` is the share of common heads among the first k of each, ``chance[k]`` that of two random rankings of
-    as many heads as the longer one. ``spearman`` and ``kendall`` correlate the positions of the ``n_common`` heads that
-    both rank (-1 to 1; NaN for fewer than two).
+    ``overlap[k]`` is the share of common heads among the first k of each, ``chance[k]`` that of two
+    random rankings of as many heads as the longer one. ``spearman`` and ``kendall`` correlate the
+    positions of the ``n_common`` heads that both rank (-1 to 1; NaN for fewer than two).
     """
 
     overlap: dict[int, float]
@@ -37,25 +37,32 @@ class RankingComparison(NamedTuple):
     n_common: int
 
 
-def compare_rankings(a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)) -> RankingComparison:
+def compare_rankings(
+    a: Ranking, b: Ranking, ks: Sequence[int] = (5, 10, 20, 40)
+) -> RankingComparison:
     """Compare two rankings, which may be scores or lists of heads, best first.
 
-    The overlap compares the full rankings, for each k that both are long enough for; correlations use only the heads
-    that both rank. Raises ValueError for scores of models of different shapes.
+    The overlap compares the full rankings, for each k that both are long enough for; correlations
+    use only the heads that both rank. Raises ValueError for scores of models of different shapes.
     """
     from scipy import stats  # slow to import
 
-    if isinstance(a, HeadScores) and isinstance(b, HeadScores) and a.accuracy_drop_LH.shape != b.accuracy_drop_LH.shape:
+    if (
+        isinstance(a, HeadScores)
+        and isinstance(b, HeadScores)
+        and a.accuracy_drop_LH.shape != b.accuracy_drop_LH.shape
+    ):
         raise ValueError(
-            f"the scores are of models with {a.n_layers} x {a.n_heads} and {b.n_layers} x {b.n_heads} heads; "
-            "pass scores of models of one shape."
+            f"the scores are of models with {a.n_layers} x {a.n_heads} and {b.n_layers} x "
+            f"{b.n_heads} heads; pass scores of models of one shape."
         )
     ranked_a = _as_list(a)
     ranked_b = _as_list(b)
     longest = max(len(ranked_a), len(ranked_b))
     shortest = min(len(ranked_a), len(ranked_b))
     ks = sorted({k for k in ks if 0 < k <= shortest})
-    # Places in b of the heads that both rank, in a's order: their correlation is that of the two orders.
+    # Places in b of the heads that both rank, in a's order: their correlation is that of the two
+    # orders.
     places = [ranked_b.index(head) for head in ranked_a if head in ranked_b]
     spearman = math.nan
     kendall = math.nan
@@ -78,7 +85,8 @@ def _as_list(ranking: Ranking) -> list[HeadId]:
 
 @dataclass(frozen=True)
 class CompareRankings:
-    """Compare two rankings of heads: shares of common heads among the first k, and rank correlations."""
+    """Compare two rankings of heads: shares of common heads among the first k, and rank
+    correlations."""
 
     a: tyro.conf.Positional[Path]
     """A scores.json, or a published ranking (docs/scores.md)."""
@@ -90,18 +98,23 @@ class CompareRankings:
 
 
 def compare_files(a: Path, b: Path) -> str:
-    """Return a table of the agreement of two files of head scores; one may be a published ranking (`load_ranking`).
+    """Return a table of the agreement of two files of head scores; one may be a published ranking
+    (`load_ranking`).
 
     Raises ValueError for a file that does not exist, and unless one of them holds head scores.
     """
     scores: dict[Path, HeadScores] = {}
     for path in (a, b):
         if not path.exists():
-            raise ValueError(f"{path} does not exist; pass two files, scores.json or published rankings.")
+            raise ValueError(
+                f"{path} does not exist; pass two files, scores.json or published rankings."
+            )
         with suppress(ValueError):
             scores[path] = HeadScores.load(path)
     if not scores:
-        raise ValueError(f"neither {a} nor {b} holds head scores; pass a scores.json as one of them.")
+        raise ValueError(
+            f"neither {a} nor {b} holds head scores; pass a scores.json as one of them."
+        )
     shape = next(iter(scores.values()))
     rankings = [scores.get(path) or load_ranking(path, shape) for path in (a, b)]
     comparison = compare_rankings(*rankings)
@@ -121,13 +134,16 @@ def compare_files(a: Path, b: Path) -> str:
 
 
 def load_ranking(path: Path, shape_of: object) -> list[HeadId]:
-    """Load a ranking, most important head first, for a model of this shape (a config, model, plan or scores).
+    """Load a ranking, most important head first, for a model of this shape (a config, model, plan
+    or scores).
 
-    The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name; in that case, the
-    one that fits the shape is used. Raises ValueError for anything else.
+    The file holds [layer, head] lists, alone or under "ranking", or under "rankings" by model name;
+    in that case, the one that fits the shape is used. Raises ValueError for anything else.
     """
     shape = HeadPlan.none(shape_of)
-    with refused(f"{path} does not hold a ranking of these heads", "pass [layer, head] lists or scores.json"):
+    with refused(
+        f"{path} does not hold a ranking of these heads", "pass [layer, head] lists or scores.json"
+    ):
         record = json.loads(path.read_text())
         if not isinstance(record, dict):
             record = {"ranking": record}

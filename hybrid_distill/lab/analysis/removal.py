@@ -65,7 +65,8 @@ class HeadRemoval(Experiment):
 
     subject: Subject = field(default_factory=Subject)
     scores: Path | None
-    """Path to a scores.json of this model, from ``hybrid-distill score``; its top heads are removed."""
+    """Path to a scores.json of this model, from ``hybrid-distill score``; its top heads are
+    removed."""
     counts: tuple[int, ...] = (10, 20, 30)
     """Numbers of heads to remove."""
     by: str = "retrieval"
@@ -75,8 +76,11 @@ class HeadRemoval(Experiment):
     kind: HeadKind | None = None
     """``ssm`` for the recurrent heads of a model that also has attention."""
 
-    def remove(self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]) -> Table:
-        """Load the model and measure it with and without heads. A stopped call leaves OUT/NAME.partial.json."""
+    def remove(
+        self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]
+    ) -> Table:
+        """Load the model and measure it with and without heads. A stopped call leaves
+        OUT/NAME.partial.json."""
         scores = None if self.scores is None else HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
         bench = Bench(model, tokenizer, make_tasks(model, tokenizer))
@@ -91,10 +95,11 @@ class HeadRemoval(Experiment):
         return self.table(bench._replace(resume_log=resume_log), ranking)
 
     def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
-        """Make a row per count of top heads, and one for as many random heads: the mean of several draws.
+        """Make a row per count of top heads, and one for as many random heads: the mean of several
+        draws.
 
-        Random heads are drawn from all heads, including those of the ranking. Raises ValueError for a count or a head
-        that the ranking or the model does not have.
+        Random heads are drawn from all heads, including those of the ranking. Raises ValueError for
+        a count or a head that the ranking or the model does not have.
         """
         model = bench.model
         every_head = heads_of(head_sites(model, self.kind))
@@ -102,8 +107,9 @@ class HeadRemoval(Experiment):
         for count in self.counts:
             if not 0 < count <= most:
                 raise ValueError(
-                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(every_head)}; ask for 1 "
-                    f"to {most}, of a ranking of this model (hybrid-distill score)."
+                    f"--counts has {count}, the ranking {len(ranking)} heads, the model "
+                    f"{len(every_head)}; ask for 1 to {most}, of a ranking of this model "
+                    "(hybrid-distill score)."
                 )
 
         def without(label: str, heads: Sequence[HeadId], group: str) -> Variant:
@@ -117,7 +123,9 @@ class HeadRemoval(Experiment):
             for seed in range(self.random_draws):
                 drawn = random.Random(f"remove-heads {n} {seed}").sample(every_head, n)
                 variants.append(without(f"random {n}{mean}", drawn, "random"))
-        return bench.table(f"without some of its {len(every_head)} heads", "heads removed", variants)
+        return bench.table(
+            f"without some of its {len(every_head)} heads", "heads removed", variants
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +144,12 @@ class RemoveHeads(HeadRemoval):
 
 @dataclass(frozen=True, kw_only=True)
 class Formats(HeadRemoval):
-    """Ask the same questions in several formats, with all heads and without the top ones of a ranking.
+    """Ask the same questions in several formats, with all heads and without the top ones of a
+    ranking.
 
-    Facts are asked alone (``completion``), or with lettered options for an option's ``text``, for its ``letter``, or
-    for the letter in a ``chat``. Dictionaries are a ``completion`` as the probe has it, ``reworded``, a ``dialogue`` in
-    plain text, or the probe's text in a ``chat``.
+    Facts are asked alone (``completion``), or with lettered options for an option's ``text``, for
+    its ``letter``, or for the letter in a ``chat``. Dictionaries are a ``completion`` as the probe
+    has it, ``reworded``, a ``dialogue`` in plain text, or the probe's text in a ``chat``.
     """
 
     NAME = "formats"
@@ -150,8 +159,8 @@ class Formats(HeadRemoval):
     of: Literal["facts", "kv"] = "facts"
     """Questions: facts with options, or dictionaries of keys and values."""
     formats: str | None = None
-    """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By default all, ``chat``
-    only if the tokenizer has a chat template."""
+    """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By
+    default all, ``chat`` only if the tokenizer has a chat template."""
     facts: Path | None = None
     """JSON Lines file of questions; by default the embedded facts."""
     options: int = 4
@@ -167,7 +176,9 @@ class Formats(HeadRemoval):
         choices = list(WORDINGS if self.of == "kv" else ANSWER_FORMATS)
         names = choices if self.formats is None else words(self.formats)
         if not names or set(names) - set(choices):
-            raise ValueError(f"--formats is {self.formats!r}; of {self.of} there are {', '.join(choices)}.")
+            raise ValueError(
+                f"--formats is {self.formats!r}; of {self.of} there are {', '.join(choices)}."
+            )
         table = self.remove(partial(self._tasks, names))
         questions = "facts" if self.of == "facts" else f"dictionaries of {self.pairs} pairs"
         model_name, _, _ = table.title.rpartition(": ")
@@ -207,9 +218,9 @@ class PruneLayers(ModelExperiment):
     NAME = "prune-layers"
 
     how: Literal["gradual", "individual", "both"] = "both"
-    """``gradual`` drops more and more layers from the end, ``individual`` drops each layer alone."""
+    """``gradual`` drops layers from the end, one by one; ``individual`` drops each alone."""
     last_layer: int | None = None
-    """Last layer during individual pruning; the layers above it are left out. By default all stay."""
+    """Last layer during individual pruning; those above are left out. By default all stay."""
 
     def run(self) -> str:
         bench = self.load()
@@ -233,7 +244,8 @@ class PruneLayers(ModelExperiment):
         return bench.table("layers dropped from the end", "layers left", variants)
 
     def one_by_one(self, bench: Bench) -> Table:
-        """Make a row for each layer that is left out alone; layers above ``last_layer`` are always left out."""
+        """Make a row for each layer that is left out alone; layers above ``last_layer`` are always
+        left out."""
         model = bench.model
         above = layers_above(model, self.last_layer)
         variants = [Variant("none", without_layers(model, above))]
@@ -253,8 +265,8 @@ class KeepHeads(ModelExperiment):
     NAME = "keep-heads"
 
     keep: tuple[str, ...]
-    """Heads to keep, by layer, one row per value: ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``. Layers that are not
-    named keep all heads."""
+    """Heads to keep, by layer, one row per value: ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``.
+    Layers that are not named keep all heads."""
     last_layer: int | None = None
     """Last layer to use; the layers above it are left out in every row except the first."""
     kind: HeadKind | None = None
@@ -264,11 +276,14 @@ class KeepHeads(ModelExperiment):
         kept = {text: parse_kept(text) for text in self.keep}
         return self.save(self.table(self.load(), kept), draw_bars)
 
-    def table(self, bench: Bench, kept_by_label: Mapping[str, Mapping[int, Sequence[int]]]) -> Table:
-        """Make a row for the whole model, then one for each choice of kept heads by layer; other layers keep all.
+    def table(
+        self, bench: Bench, kept_by_label: Mapping[str, Mapping[int, Sequence[int]]]
+    ) -> Table:
+        """Make a row for the whole model, then one for each choice of kept heads by layer; other
+        layers keep all.
 
-        With a ``last_layer``, the layers above it are left out in the variants' rows, and in a second row with no head
-        removed. Raises ValueError for a layer or head that does not exist.
+        With a ``last_layer``, the layers above it are left out in the variants' rows, and in a
+        second row with no head removed. Raises ValueError for a layer or head that does not exist.
         """
         model = bench.model
         above = layers_above(model, self.last_layer)
@@ -300,7 +315,8 @@ def parse_kept(text: str) -> dict[int, tuple[int, ...]]:
         numbers = [] if heads.strip() == "none" else [number.strip() for number in heads.split(",")]
         if not colon or not all(number.isdigit() for number in [layer, *numbers]):
             raise ValueError(
-                f"--keep holds {part!r}; give a layer and the heads that stay, such as 5:0,5, or 5:none, layers with /."
+                f"--keep holds {part!r}; give a layer and the heads that stay, such as 5:0,5, or "
+                "5:none, layers with /."
             )
         kept[int(layer)] = tuple(map(int, numbers))
     return kept
@@ -310,7 +326,9 @@ def layers_above(model: nn.Module, last_layer: int | None) -> range:
     """Return the layers above the last one that stays. Raises ValueError if that does not exist."""
     n_layers = len(decoder_blocks(model))
     if last_layer is not None and not 0 <= last_layer < n_layers:
-        raise ValueError(f"layer {last_layer} does not exist: this model has layers 0..{n_layers - 1}.")
+        raise ValueError(
+            f"layer {last_layer} does not exist: this model has layers 0..{n_layers - 1}."
+        )
     n_used = n_layers if last_layer is None else last_layer + 1
     return range(n_used, n_layers)
 
@@ -327,6 +345,8 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
         yield
 
 
-def _return_input(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+def _return_input(
+    block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+) -> object:
     hidden_BLD = args[0] if args else kwargs["hidden_states"]
     return (hidden_BLD, *output[1:]) if isinstance(output, tuple) else hidden_BLD
