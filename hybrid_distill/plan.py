@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from .io import refused, write_json
 from .limits import COUNT, Limits
@@ -268,7 +268,7 @@ def _warn_once(text: str) -> None:
 
 def _shape(source: object) -> tuple[int, int, int]:
     """Return (layers, query heads, KV heads) of a plan, scores, a config, or a model."""
-    config = getattr(source, "config", source)
+    config: Any = getattr(source, "config", source)
     if all(hasattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads")):
         return config.n_layers, config.n_heads, config.n_kv_heads
     try:

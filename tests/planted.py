@@ -1,9 +1,10 @@
 """A Llama whose retrieval circuit is set by hand, so that its retrieval heads are known.
 
-The circuit is gather-and-aggregate: two *gather* heads of layer 1 copy the key that stands two tokens back,
-one as what a value is found by, one as what is asked for ("key : value" and "key ' is" both have it there),
-each into its own part of the residual stream; the *aggregate* head of layer 2 looks for the value whose key
-is asked for and copies it to the output. All other heads are small noise, MLPs are zero.
+The circuit is gather-and-aggregate: two *gather* heads of layer 1 copy the key that stands two
+tokens back, one as what a value is found by, one as what is asked for ("key : value" and "key ' is"
+both have it there), each into its own part of the residual stream; the *aggregate* head of layer 2
+looks for the value whose key is asked for and copies it to the output. All other heads are small
+noise, MLPs are zero.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ N_HEADS = 4
 N_KV_HEADS = 2
 HEAD_DIM = 128
 WIDTH = 160
-# Pair f of a head's columns turns by THETA ** (-2 f / head dim) radians a token: the first pairs tell
-# positions apart, from this share of the pairs on they hardly move within a prompt and carry content.
+# Pair f of a head's columns turns by THETA ** (-2 f / head dim) radians a token: the first pairs
+# tell positions apart, from this share of the pairs on they hardly move within a prompt and carry
+# content.
 THETA = 1e12
 STILL_FROM = 28 / 64
 # Parts of the residual stream.
@@ -148,7 +150,7 @@ def _plant_words(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def _slices(model: LlamaForCausalLM, head: HeadId) -> tuple[slice, slice]:
-    """Return a head's rows in q_proj (columns in o_proj), and its KV head's in k_proj and v_proj."""
+    """Return a head's rows in q_proj (columns in o_proj), and its KV head's in k_proj, v_proj."""
     config = model.config
     size = config.head_dim
     kv_head = head.head // (config.num_attention_heads // config.num_key_value_heads)
@@ -158,7 +160,8 @@ def _slices(model: LlamaForCausalLM, head: HeadId) -> tuple[slice, slice]:
 
 
 def _still(model: LlamaForCausalLM, number: int) -> list[int]:
-    """Return the first ``number`` columns of a head that carry content, of both halves of the pairs."""
+    """Return the first ``number`` columns of a head that carry content, of both halves of the
+    pairs."""
     half = model.config.head_dim // 2
     first = round(STILL_FROM * half)
     columns = [*range(first, half), *range(half + first, 2 * half)]
@@ -167,7 +170,8 @@ def _still(model: LlamaForCausalLM, number: int) -> list[int]:
 
 
 def _plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice) -> None:
-    """Attend two tokens back: the query of every token is the key of every token, turned by two positions."""
+    """Attend two tokens back: the query of every token is the key of every token, turned by two
+    positions."""
     attention = model.model.layers[head.layer].self_attn
     size = model.config.head_dim
     q_rows, kv_rows = _slices(model, head)

@@ -1,4 +1,4 @@
-"""The embedded default is what it claims to be: small, real, able, and free of the probe's wording."""
+"""The embedded default is small, real, able, and free of the probe's wording."""
 
 from __future__ import annotations
 

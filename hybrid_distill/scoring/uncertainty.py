@@ -75,17 +75,17 @@ def split_half(
     spearman = 0.0
     for _ in range(n_splits):
         shuffled = torch.randperm(n_examples, generator=generator)
-        ranks = []
-        ranks_by_logprob = []
+        by_accuracy = []
+        by_logprob = []
         for part in (shuffled[:half], shuffled[half : 2 * half]):
             accuracy_H = accuracy_HE[:, part].nanmean(1)
             logprob_H = logprob_HE[:, part].nanmean(1)
-            ranks.append(_ranks(accuracy_H, logprob_H))
-            ranks_by_logprob.append(_ranks(logprob_H))
+            by_accuracy.append(_ranks(accuracy_H, logprob_H))
+            by_logprob.append(_ranks(logprob_H))
         for k in ks:
-            overlaps[k] += _overlap(*ranks, k)
-            overlaps_by_logprob[k] += _overlap(*ranks_by_logprob, k)
-        spearman += _spearman(*ranks)
+            overlaps[k] += _overlap(by_accuracy, k)
+            overlaps_by_logprob[k] += _overlap(by_logprob, k)
+        spearman += _spearman(by_accuracy)
     return {
         "n_splits": n_splits,
         "examples_per_half": half,
@@ -104,17 +104,17 @@ def _ranks(*keys_H: Tensor) -> np.ndarray:
     return keys_HK.unique(dim=0, return_inverse=True)[1].numpy()
 
 
-def _overlap(a: np.ndarray, b: np.ndarray, k: int) -> float:
-    """Return the share of heads common to the top k of two tables of ranks."""
-    first_a = np.argsort(-a, kind="stable")[:k]
-    first_b = np.argsort(-b, kind="stable")[:k]
+def _overlap(halves: Sequence[np.ndarray], k: int) -> float:
+    """Return the share of heads common to the top k of two halves, given their ranks."""
+    first_a, first_b = (np.argsort(-ranks_H, kind="stable")[:k] for ranks_H in halves)
     return len({*first_a.tolist()} & {*first_b.tolist()}) / k
 
 
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+def _spearman(halves: Sequence[np.ndarray]) -> float:
     """Correlate ranks: 1 if all heads tie in both halves, 0 if they tie in only one."""
     from scipy.stats import spearmanr  # slow to import
 
+    a, b = halves
     a_has_order = bool(a.max())
     b_has_order = bool(b.max())
     if a_has_order and b_has_order:

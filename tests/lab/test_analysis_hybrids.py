@@ -69,7 +69,9 @@ def test_with_every_layer_put_back_the_student_is_the_teacher(family: str, famil
     before = student(IDS).logits
     weights = {name: parameter.clone() for name, parameter in student.named_parameters()}
     with restore_layers(student, teacher, range(teacher.config.num_hidden_layers)):
-        assert torch.equal(student(IDS, use_cache=False).logits, teacher(IDS, use_cache=False).logits)
+        assert torch.equal(
+            student(IDS, use_cache=False).logits, teacher(IDS, use_cache=False).logits
+        )
         assert torch.equal(generated(student), generated(teacher))
     assert torch.equal(student(IDS).logits, before), "layers were not taken out again"
     for name, parameter in student.named_parameters():
@@ -217,7 +219,7 @@ def test_the_two_kinds_of_a_hybrid_are_ranked_together(
 
 
 def test_recurrent_heads_are_zeroed_layer_by_layer(half: tuple) -> None:
-    """Each row is the model without the heads that its label names; layers 0 and 3 are attention."""
+    """Each row is the model without the heads of its label; layers 0 and 3 are attention."""
     bench, teacher = half
     kept = [head for head in HeadPlan.all(teacher).kept if head.layer in (0, 3)]
     student = student_of(teacher, kept)

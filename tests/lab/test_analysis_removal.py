@@ -1,4 +1,4 @@
-"""Heads and layers removed, questions in other formats: what is lost; nothing of a model changes."""
+"""Heads and layers removed, questions in other formats: what is lost."""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ def test_questions_fill_a_length_and_follow_from_the_seed(task: str) -> None:
         assert all(answer in question.prompt for answer in question.answers)
 
 
-@pytest.mark.parametrize("task", ["niah_single_3", "niah_multikey_2", "niah_multivalue", *TASKS[-3:]])
+@pytest.mark.parametrize(
+    "task", ["niah_single_3", "niah_multikey_2", "niah_multivalue", *TASKS[-3:]]
+)
 def test_a_probe_asks_for_one_answer(task: str) -> None:
     probe = make_probe(task, n_tokens=1500, tokenizer=TOKENIZER)
     examples = probe.examples(3)

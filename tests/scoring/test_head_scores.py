@@ -102,7 +102,8 @@ def test_an_interval_is_that_of_the_examples_a_head_was_tried_on() -> None:
 
 
 def test_halves_agree_as_much_as_the_noise_allows() -> None:
-    """A head's own spread is 1, the noise of 100 examples too, so means of halves correlate by 1 / 2.
+    """A head's own spread is 1, the noise of 100 examples too, so means of halves correlate by 1 /
+    2.
 
     Their ranks then correlate by 6 / pi asin(1 / 4).
     """
@@ -123,7 +124,7 @@ def test_halves_agree_as_much_as_the_noise_allows() -> None:
 
 
 def test_halves_agree_wholly_without_noise() -> None:
-    """Log-probability orders the heads that accuracy leaves equal; k beyond the heads is left out."""
+    """Log-probability orders the heads that accuracy leaves equal; k has to be below their number."""
     accuracy_HE = table([1.0], [0.0], [0.0], [0.0]).expand(-1, 7)
     logprob_HE = table([0.0], [0.1], [0.3], [0.2]).expand(-1, 7)
     agreement = split_half(accuracy_HE, logprob_HE, [1, 2, 3, 4, 100])
@@ -143,7 +144,8 @@ def test_heads_that_were_dropped_early_rank_last() -> None:
 
 
 def tied_scores(**fields: Any) -> HeadScores:
-    """Make five heads: one better by accuracy, three 0.1 nats apart by log-probability, one far off."""
+    """Make five heads: one better by accuracy, three 0.1 nats apart by log-probability, one far
+    off."""
     accuracy_LH = table([0.5, 0.25, 0.25, 0.25, 0.25])
     logprob_LH = table([0.0, 1.0, 0.9, 0.8, -3.0])
     return some_scores(accuracy_LH, logprob_LH, **fields)

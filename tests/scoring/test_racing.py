@@ -37,7 +37,7 @@ def test_each_bound_fails_no_more_often_than_it_says(
 
 
 def run(race: Race, right_E: Tensor, right_HE: Tensor) -> tuple[set[int], int]:
-    """Race over a known table; return the heads that reach the end and the number of answers read."""
+    """Race over a table; return the heads that reach the end and the number of answers read."""
     order = race.order()
     right_E = right_E[order]
     right_HE = right_HE[:, order]
@@ -53,8 +53,10 @@ def run(race: Race, right_E: Tensor, right_HE: Tensor) -> tuple[set[int], int]:
     return set(racing), n_answers
 
 
-def table(chances: list[float], n_examples: int, baseline: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw (right_E, right_HE): without a head, its share of the baseline's right answers is lost."""
+def table(
+    chances: list[float], n_examples: int, baseline: float, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Draw (right_E, right_HE): without a head, its share of the right answers is lost."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(chances), n_examples)
     right_E = (torch.rand(n_examples, generator=generator) < baseline).double()

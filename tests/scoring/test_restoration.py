@@ -1,4 +1,4 @@
-"""Restoring a head makes it do what the teacher's does; all of them make the student the teacher."""
+"""A restored head is the teacher's; all of them make the student the teacher."""
 
 from __future__ import annotations
 

@@ -153,7 +153,9 @@ def random_model(family: str, vocab_size: int = 160) -> Any:
 
 @by_tokenizer
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_full_forwards_head_by_head(family: str, tokenizer: Any, caplog) -> None:
+def test_scores_are_those_of_full_forwards_head_by_head(
+    family: str, tokenizer: Any, caplog
+) -> None:
     """Whatever the batch holds: lengths differ, choices have one token or form a tree."""
     model = random_model(family)
     probe = KVRetrieval(6, keys=KEYS[:16])

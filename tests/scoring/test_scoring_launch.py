@@ -1,6 +1,7 @@
 """Several processes score what one does; also the program that they run.
 
-``accelerate launch tests/scoring/test_scoring_launch.py OUT`` scores a planted teacher on all launched processes.
+``accelerate launch tests/scoring/test_scoring_launch.py OUT`` scores a planted teacher on all
+launched processes.
 """
 
 from __future__ import annotations

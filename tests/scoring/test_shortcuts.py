@@ -1,4 +1,4 @@
-"""Shortcuts are taken where they agree with full forwards as well as those agree with one another."""
+"""Shortcuts are taken where they agree with full forwards as well as those with one another."""
 
 import logging
 from typing import Any
@@ -35,7 +35,8 @@ def deep_model(family: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize(("family", "tokenizer"), [("llama", DIGITS), ("gemma3", WORDS)])
 def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog) -> None:
-    """Rounding grows with depth, in full forwards as in shortcuts: no constant tells it from a mistake."""
+    """Rounding grows with depth, in full forwards as in shortcuts: no constant tells it from a
+    mistake."""
     model = deep_model(family, torch.bfloat16)
     texts = [" ".join(KEYS[:9])]
     options: dict[str, Any] = {
@@ -60,7 +61,7 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog) -
     [("tokens", torch.float32), ("tokens", torch.bfloat16), ("mean", torch.float32)],
 )
 def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dtype, caplog) -> None:
-    """Layer 18 adds what layer 2 has seen: forwards that begin between them would read old values."""
+    """Layer 18 adds what layer 2 has seen: forwards that begin between them read old values."""
     model = deep_model("llama", dtype)
     seen: list[torch.Tensor] = []
 

@@ -117,7 +117,7 @@ def compare_files(a: Path, b: Path) -> str:
         )
     shape = next(iter(scores.values()))
     rankings = [scores.get(path) or load_ranking(path, shape) for path in (a, b)]
-    comparison = compare_rankings(*rankings)
+    comparison = compare_rankings(rankings[0], rankings[1])
     rows = []
     for k, share in comparison.overlap.items():
         rows.append((f"overlap@{k}", f"{share:.0%}", f"by chance {comparison.chance[k]:.0%}"))
