@@ -138,7 +138,13 @@ class HeadPlan:
             )
 
     @classmethod
-    def top_k(cls, scores: Scored, k: int, by: str = "retrieval", unit: Unit = "head") -> HeadPlan:
+    def top_k(
+        cls,
+        scores: Scored,
+        k: int,
+        by: str = "retrieval",
+        unit: Unit = "head",
+    ) -> HeadPlan:
         """Keep the ``k`` highest-ranked units over all layers.
 
         ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank
@@ -204,7 +210,12 @@ class HeadPlan:
         return cls(*_shape(shape_of), kept=kept, teacher=teacher)
 
     @staticmethod
-    def check_k(shape_of: object, k: int, name: str = "k", unit: str = "head") -> None:
+    def check_k(
+        shape_of: object,
+        k: int,
+        name: str = "k",
+        unit: str = "head",
+    ) -> None:
         """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least
         ``k`` units."""
         n_layers, n_heads, n_kv_heads = _shape(shape_of)
@@ -238,7 +249,12 @@ class HeadPlan:
             )
 
 
-def _first_heads(scores: Scored, ranking: list[HeadId], k: int, by: str) -> list[HeadId]:
+def _first_heads(
+    scores: Scored,
+    ranking: list[HeadId],
+    k: int,
+    by: str,
+) -> list[HeadId]:
     if k > len(ranking):
         raise ValueError(
             f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k."

@@ -212,6 +212,11 @@ def _plant_aggregate(model: LlamaForCausalLM, head: HeadId) -> None:
     attention.o_proj.weight[OUT, q_rows][:, :n] = torch.eye(n)
 
 
-def _copy(weight: Tensor, rows: list[int] | range, columns: slice, scale: float = 1.0) -> None:
+def _copy(
+    weight: Tensor,
+    rows: list[int] | range,
+    columns: slice,
+    scale: float = 1.0,
+) -> None:
     weight.zero_()
     weight[list(rows), list(range(columns.start, columns.stop))] = scale

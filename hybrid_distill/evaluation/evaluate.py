@@ -136,7 +136,11 @@ def model_cache_bytes(model: PreTrainedModel) -> Record:
     sizes = {}
     for length in CACHE_LENGTHS:
         sizes[length] = cache_bytes(
-            plan, length=length, head_dim=site.head_dim, windows=windows, **state
+            plan,
+            length=length,
+            head_dim=site.head_dim,
+            windows=windows,
+            **state,
         )
     return {
         "cache_bytes": {length: size.total for length, size in sizes.items()},

@@ -118,7 +118,13 @@ class ChoiceBatch:
         cache.batch_select_indices(example_R)
         return forward(model, ids_RT, mask_RL, cache=cache, use_cache=True).logits
 
-    def _read(self, logits_BSV: Tensor, logprob_A: Tensor, *, in_contexts: bool) -> None:
+    def _read(
+        self,
+        logits_BSV: Tensor,
+        logprob_A: Tensor,
+        *,
+        in_contexts: bool,
+    ) -> None:
         """Fill in the log-probabilities that these logits contain, in float32 regardless of the
         model's dtype."""
         here_A = self.address_4A[0] == in_contexts
@@ -188,7 +194,10 @@ def answer_generation(
 
 
 def _parts(
-    examples: Sequence[Example], size: int, name: str, progress: bool
+    examples: Sequence[Example],
+    size: int,
+    name: str,
+    progress: bool,
 ) -> Iterator[Sequence[Example]]:
     """Split examples into batches, with a progress bar."""
     check_counts(batch_size=size)

@@ -85,7 +85,11 @@ _Write = Callable[[int], RulerQuestion]
 
 
 def ruler_questions(
-    task: str, length: int, tokenizer: PreTrainedTokenizerBase, seed: int, n: int
+    task: str,
+    length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    n: int,
 ) -> Iterator[RulerQuestion]:
     """Yield the first ``n`` questions of one of `TASKS`; question i is the same for any ``n``.
 
@@ -137,7 +141,12 @@ def tokens_to_generate(task: str, length: int) -> int:
     return min(LONGEST_ANSWER[task], length // 4)
 
 
-def _most(write: _Write, least: int, length: int, fits: Callable[[str], bool]) -> int:
+def _most(
+    write: _Write,
+    least: int,
+    length: int,
+    fits: Callable[[str], bool],
+) -> int:
     """Return the most filler units that fit, or the task's minimum. A unit takes at least one
     token."""
 
@@ -149,7 +158,10 @@ def _most(write: _Write, least: int, length: int, fits: Callable[[str], bool]) -
 
 
 def _writer(
-    generators: SimpleNamespace, task: str, length: int, fits: Callable[..., bool]
+    generators: SimpleNamespace,
+    task: str,
+    length: int,
+    fits: Callable[..., bool],
 ) -> tuple[_Write, int]:
     """Return a function that writes questions of a task, and the minimum number of filler units."""
     if task == "ruler_cwe":
@@ -224,7 +236,10 @@ def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -
 
 
 def _split(
-    text: str, answer_prefix: str, answers: list[str], delimiter: str = " "
+    text: str,
+    answer_prefix: str,
+    answers: list[str],
+    delimiter: str = " ",
 ) -> RulerQuestion:
     """Split a text into the question and the beginning of its answer."""
     at = text.rfind(answer_prefix)
@@ -253,7 +268,11 @@ def load_generators() -> SimpleNamespace:
     prepare_niah.cached_sent_tokenize = lambda text: re.split(r"(?<=[.!?]) ", text)
     template = niah_utils.TEMPLATE
     return SimpleNamespace(
-        cwe=cwe_utils, fwe=fwe_utils, niah=prepare_niah, niah_template=template, vt=vt_utils
+        cwe=cwe_utils,
+        fwe=fwe_utils,
+        niah=prepare_niah,
+        niah_template=template,
+        vt=vt_utils,
     )
 
 
@@ -300,7 +319,13 @@ class RulerProbe:
         `ruler_questions` does."""
         if self.tokenizer is None:
             raise ValueError("RULER's lengths are counted in tokens; pass the model's tokenizer.")
-        questions = ruler_questions(self.task, self.n_tokens, self.tokenizer, self.seed, n)
+        questions = ruler_questions(
+            self.task,
+            self.n_tokens,
+            self.tokenizer,
+            self.seed,
+            n,
+        )
         return [self._example(index, question) for index, question in enumerate(questions)]
 
     def _example(self, index: int, question: RulerQuestion) -> Example:

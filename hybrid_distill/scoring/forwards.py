@@ -72,7 +72,12 @@ class Forwards:
         """Return read_1Q of the model without any further ablation."""
         return self.sizer.fit(batch, lambda n_rows: self._whole(batch, n_rows))
 
-    def without(self, batch: ProbeBatch, layer: int, heads: Sequence[int]) -> Tensor:
+    def without(
+        self,
+        batch: ProbeBatch,
+        layer: int,
+        heads: Sequence[int],
+    ) -> Tensor:
         """Return read_HQ with each of ``heads`` ablated in turn. Call for layers from bottom to
         top."""
         return self.sizer.fit(batch, lambda n_rows: self._without(batch, layer, heads, n_rows))
@@ -81,7 +86,13 @@ class Forwards:
         reads = [part.read_plainly(self.model) for _, part in batch.parts(n_rows)]
         return torch.cat(reads, dim=1)
 
-    def _without(self, batch: ProbeBatch, layer: int, heads: Sequence[int], n_rows: int) -> Tensor:
+    def _without(
+        self,
+        batch: ProbeBatch,
+        layer: int,
+        heads: Sequence[int],
+        n_rows: int,
+    ) -> Tensor:
         reads = []
         for head in heads:
             with ablate_heads(self.model, [HeadId(layer, head)], kind=self.kind):
@@ -118,7 +129,13 @@ class FromLayer(Forwards):
         reads = [part.read(part.logits(self.model)) for _, part in batch.parts(n_rows)]
         return torch.cat(reads, dim=1)
 
-    def _without(self, batch: ProbeBatch, layer: int, heads: Sequence[int], n_rows: int) -> Tensor:
+    def _without(
+        self,
+        batch: ProbeBatch,
+        layer: int,
+        heads: Sequence[int],
+        n_rows: int,
+    ) -> Tensor:
         start, below_BLD = self.reached.get(batch, (0, None))
         reads = []
         outputs = []

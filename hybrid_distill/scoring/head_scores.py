@@ -221,7 +221,10 @@ def _named(heads: Sequence[HeadId]) -> str:
 
 
 def spread(
-    model: PreTrainedModel, sites: Sequence[HeadSite], heads: Sequence[HeadId], entry_H: Tensor
+    model: PreTrainedModel,
+    sites: Sequence[HeadSite],
+    heads: Sequence[HeadId],
+    entry_H: Tensor,
 ) -> Tensor:
     """Scatter one entry per head into a float64 table [L, H, ...]; other heads get NaN."""
     n_layers = len(decoder_blocks(model))

@@ -105,7 +105,12 @@ class AblationRun:
             "" if self.race is None else " or less, by racing",
         )
 
-    def ablate(self, forwards: Forwards, resume_log: ResumeLog, progress: bool) -> None:
+    def ablate(
+        self,
+        forwards: Forwards,
+        resume_log: ResumeLog,
+        progress: bool,
+    ) -> None:
         """Measure every head on every example; in a race, only until it drops out."""
         try:
             with Phase("scoring heads", hidden=not progress) as phase:
@@ -119,7 +124,12 @@ class AblationRun:
             log.warning("scoring stopped after %d layers; %s", len(resume_log.steps), kept)
             raise
 
-    def _run_rounds(self, forwards: Forwards, resume_log: ResumeLog, phase: Phase) -> None:
+    def _run_rounds(
+        self,
+        forwards: Forwards,
+        resume_log: ResumeLog,
+        phase: Phase,
+    ) -> None:
         racing = list(range(len(self.heads)))
         n_seen = 0
         work_done = 0
@@ -140,7 +150,16 @@ class AblationRun:
             for layer in sorted(set(layers)):
                 in_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in in_layer]
-                step = resume_log.next(partial(self._step, forwards, batches, heads, tried, phase))
+                step = resume_log.next(
+                    partial(
+                        self._step,
+                        forwards,
+                        batches,
+                        heads,
+                        tried,
+                        phase,
+                    )
+                )
                 self._store(step, in_layer, tried)
                 work_done += forwards.work([*questions, *texts], [layer] * len(heads))
                 phase.update(work_done - phase.done)  # includes steps read from the file
@@ -167,7 +186,12 @@ class AblationRun:
             step["loss"] = text_1HT[0].tolist()
         return step
 
-    def _store(self, step: Record, in_layer: list[int], tried: slice) -> None:
+    def _store(
+        self,
+        step: Record,
+        in_layer: list[int],
+        tried: slice,
+    ) -> None:
         self.right_HE[in_layer, tried] = torch.tensor(step["right"], dtype=torch.float64)
         self.logprob_HE[in_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
         if "loss" in step:
@@ -206,7 +230,12 @@ class AblationRun:
                 table[:, :, outcome.numbers] = outcome.values_XHB
         return prompt_XHE, text_1HT
 
-    def scores(self, sites: Sequence[HeadSite], chance: float, provenance: Record) -> HeadScores:
+    def scores(
+        self,
+        sites: Sequence[HeadSite],
+        chance: float,
+        provenance: Record,
+    ) -> HeadScores:
         """Return the scores; heads that were not measured get NaN."""
         differences = {
             "accuracy": self.right_E - self.right_HE,

@@ -78,7 +78,12 @@ class ProbeRow(ABC):
 class TextRow(ProbeRow):
     """A text, measured by its mean next-token loss."""
 
-    def __init__(self, number: int, tokens: Tokens, device: torch.device) -> None:
+    def __init__(
+        self,
+        number: int,
+        tokens: Tokens,
+        device: torch.device,
+    ) -> None:
         super().__init__(number, tokens, n_read=len(tokens), n_values=1, device=device)
 
     def __str__(self) -> str:
@@ -131,7 +136,13 @@ class QuestionRow(ProbeRow):
             path = context[self.n_trunk :]
             index_of[context] = self.node_of[path] if path else len(context) - 1
         n_read = len(tokens) - min(index_of.values())
-        super().__init__(number, tokens, n_read=n_read, n_values=len(reads), device=device)
+        super().__init__(
+            number,
+            tokens,
+            n_read=n_read,
+            n_values=len(reads),
+            device=device,
+        )
         # Counted from the end (-1 is the last token): a forward returns only the logits of the last
         # positions.
         addresses = [(index_of[context] - len(tokens), token) for context, token in reads]

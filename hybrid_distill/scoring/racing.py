@@ -79,7 +79,12 @@ class Race:
             high_H += most_lost_H - fewest_gained_H
         return low_H, high_H
 
-    def _bound_losers(self, count_E: Tensor, count_HE: Tensor, n: int) -> Tensor:
+    def _bound_losers(
+        self,
+        count_E: Tensor,
+        count_HE: Tensor,
+        n: int,
+    ) -> Tensor:
         """Return bounds_2H on the number of examples whose count falls by ``n`` or more when a head
         is ablated."""
         # Lost and gained answers have two bounds each (the 4); after the last round, counts are
@@ -103,7 +108,12 @@ class Race:
         return (high_H >= first_k[-1]).tolist()
 
 
-def _count_bounds(population: int, n_drawn: int, found: int, alpha: float) -> tuple[int, int]:
+def _count_bounds(
+    population: int,
+    n_drawn: int,
+    found: int,
+    alpha: float,
+) -> tuple[int, int]:
     """Bound the count in the population, given ``found`` in ``n_drawn``; each bound fails with
     probability <= alpha."""
     most_others = _upper_bound(population, n_drawn, n_drawn - found, alpha)
@@ -111,7 +121,12 @@ def _count_bounds(population: int, n_drawn: int, found: int, alpha: float) -> tu
 
 
 @cache
-def _upper_bound(population: int, n_drawn: int, found: int, alpha: float) -> int:
+def _upper_bound(
+    population: int,
+    n_drawn: int,
+    found: int,
+    alpha: float,
+) -> int:
     """Return the largest population count for which P(drawing ``found`` or fewer) exceeds alpha."""
     from scipy.stats import hypergeom  # slow to import
 

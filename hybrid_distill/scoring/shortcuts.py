@@ -114,7 +114,10 @@ def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]
 
 
 def _drops(
-    forwards: Forwards, batches: Sequence[ProbeBatch], layer: int, heads: Sequence[int]
+    forwards: Forwards,
+    batches: Sequence[ProbeBatch],
+    layer: int,
+    heads: Sequence[int],
 ) -> Tensor:
     """Return the drop in outcome_XGBE of all batches, concatenated, from ablating each head; scores
     are such drops."""

@@ -38,7 +38,13 @@ def planted():
 def megabytes(plan: HeadPlan, d_state: int) -> list[float]:
     sizes = []
     for length in (128, 2048, 4096):
-        size = cache_bytes(plan, length=length, head_dim=64, d_state=d_state, state_bytes=2)
+        size = cache_bytes(
+            plan,
+            length=length,
+            head_dim=64,
+            d_state=d_state,
+            state_bytes=2,
+        )
         sizes.append(round(size.total / 1e6, 1))
     return sizes
 
@@ -83,7 +89,10 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(
     ("length", "family"), [(40, "llama"), (40, "mistral"), (40, "gemma3"), (5, "gemma3")]
 )
 def test_cache_bytes_are_those_of_a_real_students_cache(
-    family_model, kept: Any, family: str, length: int
+    family_model,
+    kept: Any,
+    family: str,
+    length: int,
 ) -> None:
     teacher = family_model(family, **WINDOWS[family])
     plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)

@@ -250,7 +250,12 @@ def test_everything_kept_changes_nothing_and_nothing_kept_is_removal(
 
 
 @torch.no_grad()
-def mixer_output(model: nn.Module, head: HeadId, mask: Tensor, kind: HeadKind | None) -> Tensor:
+def mixer_output(
+    model: nn.Module,
+    head: HeadId,
+    mask: Tensor,
+    kind: HeadKind | None,
+) -> Tensor:
     """Return what the head's mixer puts out, behind its projection, with the head masked."""
     outputs: list[Tensor] = []
 

@@ -58,7 +58,10 @@ def values(table: Table) -> dict[str, float]:
 
 
 def remove_heads(
-    bench: Bench, ranking: list[HeadId], counts: tuple[int, ...], n_draws: int
+    bench: Bench,
+    ranking: list[HeadId],
+    counts: tuple[int, ...],
+    n_draws: int,
 ) -> dict[str, float]:
     experiment = RemoveHeads(scores=Path(), counts=counts, random_draws=n_draws)
     return values(experiment.table(bench, ranking))

@@ -78,7 +78,13 @@ def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
     """The model is about to write 84; " 8" alone has the higher summed log-probability."""
     eight, four, two = 8, 4, 2
     choices = ((eight,), (eight, four), (two,))
-    example = EncodedExample((1,), choices, n_shared=0, stops=((four,), (), ()), answer=1)
+    example = EncodedExample(
+        (1,),
+        choices,
+        n_shared=0,
+        stops=((four,), (), ()),
+        answer=1,
+    )
     probability = {((), eight): 0.9, ((eight,), four): 0.95, ((), two): 0.05}
     read_1Q = torch.tensor([[probability[read] for read in example.reads]]).log()
     logprob_C = example.choice_logprobs(read_1Q)[0]
@@ -121,7 +127,11 @@ def test_generation_is_greedy_whatever_the_model_is_set_to(
     tokenizer = word_tokenizer(probe_texts(), pattern)
     model = family_model("llama", vocab_size=len(tokenizer))
     model.generation_config.update(
-        do_sample=True, temperature=5.0, top_k=3, num_beams=2, eos_token_id=None
+        do_sample=True,
+        temperature=5.0,
+        top_k=3,
+        num_beams=2,
+        eos_token_id=None,
     )
     two_digits = [e for e in KVRetrieval(6, keys=KEYS).examples(20) if len(e.answer) == 3]
     examples = two_digits[:4]

@@ -227,7 +227,10 @@ def test_questions_are_read_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_file_of_questions_is_named(
-    tmp_path: Path, read: Any, text: str | None, message: str
+    tmp_path: Path,
+    read: Any,
+    text: str | None,
+    message: str,
 ) -> None:
     path = tmp_path / "facts.jsonl"
     if text is not None:

@@ -54,7 +54,10 @@ def run(race: Race, right_E: Tensor, right_HE: Tensor) -> tuple[set[int], int]:
 
 
 def table(
-    chances: list[float], n_examples: int, baseline: float, seed: int
+    chances: list[float],
+    n_examples: int,
+    baseline: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Draw (right_E, right_HE): without a head, its share of the right answers is lost."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,7 +110,13 @@ def test_a_race_gives_the_first_heads_of_exhaustive_scoring() -> None:
     texts = [f"{KEYS[1]} : 5"]
     full = score_heads(model, tokenizer, probe, n_examples=64, progress=False)
     race = score_heads(
-        model, tokenizer, probe, n_examples=64, race_k=3, control_texts=texts, progress=False
+        model,
+        tokenizer,
+        probe,
+        n_examples=64,
+        race_k=3,
+        control_texts=texts,
+        progress=False,
     )
     assert race.ranking()[:3] == full.ranking()[:3]
     assert set(race.ranking()[:3]) == PLANTED

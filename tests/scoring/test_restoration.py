@@ -72,7 +72,15 @@ def test_the_missing_head_of_the_planted_circuit_comes_first(missing: HeadId) ->
 def test_greedy_restoration_takes_each_head_once_and_finds_the_aggregate_head() -> None:
     teacher, tokenizer = planted_teacher()
     student = recurrent_student(teacher)
-    chosen = greedy_restoration(student, teacher, tokenizer, PROBE, 3, n_examples=6, progress=False)
+    chosen = greedy_restoration(
+        student,
+        teacher,
+        tokenizer,
+        PROBE,
+        3,
+        n_examples=6,
+        progress=False,
+    )
     assert len(set(chosen)) == 3
     assert AGGREGATE in chosen
 

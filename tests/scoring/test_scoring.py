@@ -102,7 +102,13 @@ def test_control_is_the_loss_of_each_text(teacher, scores) -> None:
     assert scores.control_se_LH[AGGREGATE] == pytest.approx(error.item(), rel=1e-4)
 
 
-def assert_one_by_one(scores: HeadScores, model: Any, tokenizer: Any, probe: Any, n: int) -> None:
+def assert_one_by_one(
+    scores: HeadScores,
+    model: Any,
+    tokenizer: Any,
+    probe: Any,
+    n: int,
+) -> None:
     """Compare with the slow way: each head switched off, every forward in full."""
     examples = probe.examples(n)
     whole = answer_choices(model, tokenizer, examples)
@@ -169,7 +175,10 @@ def test_scores_are_those_of_full_forwards_head_by_head(
 @by_tokenizer
 @pytest.mark.parametrize(("n_pairs", "n_queries"), [(6, 3), (3, 2)])
 def test_questions_about_one_prompt_share_its_tokens(
-    n_pairs: int, n_queries: int, tokenizer: Any, caplog
+    n_pairs: int,
+    n_queries: int,
+    tokenizer: Any,
+    caplog,
 ) -> None:
     """The scores are those of asking each question by itself; a prompt is one sample of them."""
     model = random_model("llama")
@@ -180,7 +189,14 @@ def test_questions_about_one_prompt_share_its_tokens(
         lengths.append(kwargs["input_ids"].shape[1])
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    scores = score(model, tokenizer, probe, n_examples=3, min_accuracy=0.0, batch_size=1)
+    scores = score(
+        model,
+        tokenizer,
+        probe,
+        n_examples=3,
+        min_accuracy=0.0,
+        batch_size=1,
+    )
     longest = max(lengths)
     lengths.clear()
     assert_one_by_one(scores, model, tokenizer, probe, 3 * n_queries)
@@ -314,7 +330,14 @@ def test_removed_heads_are_off_in_the_baseline_too(teacher) -> None:
     removed = HeadId(1, 1)
     head = HeadId(1, 2)
     examples = PROBE.examples(9)
-    scores = score(model, tokenizer, PROBE, n_examples=9, removed=[removed], min_accuracy=0.0)
+    scores = score(
+        model,
+        tokenizer,
+        PROBE,
+        n_examples=9,
+        removed=[removed],
+        min_accuracy=0.0,
+    )
     with ablate_heads(model, [removed]):
         whole = answer_choices(model, tokenizer, examples)
     with ablate_heads(model, [removed, head]):
@@ -362,7 +385,13 @@ def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
 
 
 @pytest.mark.parametrize("race", [{}, {"race_k": 3}], ids=["exhaustive", "race"])
-def test_an_interrupted_scoring_resumes(teacher, tmp_path, monkeypatch, caplog, race) -> None:
+def test_an_interrupted_scoring_resumes(
+    teacher,
+    tmp_path,
+    monkeypatch,
+    caplog,
+    race,
+) -> None:
     options = {"n_examples": 16, "batch_size": 20, "control_texts": TEXTS, **race}
     path = tmp_path / "partial.json"
     uninterrupted = score(*teacher, PROBE, **options)
@@ -384,7 +413,11 @@ def test_an_interrupted_scoring_resumes(teacher, tmp_path, monkeypatch, caplog, 
 
 @pytest.mark.parametrize("damage", ["other probe", "torn file"])
 def test_partial_scores_of_other_things_are_not_used(
-    teacher, tmp_path, monkeypatch, caplog, damage
+    teacher,
+    tmp_path,
+    monkeypatch,
+    caplog,
+    damage,
 ) -> None:
     path = tmp_path / "partial.json"
     score(*teacher, KVRetrieval(2, keys=KEYS), n_examples=2, resume_path=path)

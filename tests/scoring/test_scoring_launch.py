@@ -81,7 +81,12 @@ def test_two_processes_give_the_scores_of_one(tmp_path) -> None:
             table = getattr(scores, name)
             expected = getattr(alone, name)
             torch.testing.assert_close(
-                table, expected, rtol=1e-4, atol=1e-4, equal_nan=True, msg=name
+                table,
+                expected,
+                rtol=1e-4,
+                atol=1e-4,
+                equal_nan=True,
+                msg=name,
             )
         assert set(scores.ranking()[:3]) == PLANTED
     assert (tmp_path / "error-0.txt").read_text().startswith("OtherProcessError: process 1 of 2")

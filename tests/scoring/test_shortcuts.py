@@ -74,5 +74,13 @@ def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dty
     model.model.layers[2].mlp.register_forward_hook(look)
     model.model.layers[18].mlp.register_forward_hook(add)
     heads = HEADS[:1]
-    score_heads(model, WORDS, PROBE, n_examples=8, heads=heads, min_accuracy=0.0, progress=False)
+    score_heads(
+        model,
+        WORDS,
+        PROBE,
+        n_examples=8,
+        heads=heads,
+        min_accuracy=0.0,
+        progress=False,
+    )
     assert "run in full" in caplog.text

@@ -230,7 +230,12 @@ class Questions:
         cannot read."""
         return [self._task(name, model, tokenizer) for name in self.names]
 
-    def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
+    def _task(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Task:
         if name == TEXT:
             return perplexity_task(read_held_out(self.texts, self.examples), self.batch_size)
         if name.startswith(LM_EVAL):
@@ -262,7 +267,10 @@ class Questions:
 
 
 def accuracy_task(
-    name: str, examples: Sequence[Example], chance: float, batch_size: int = 32
+    name: str,
+    examples: Sequence[Example],
+    chance: float,
+    batch_size: int = 32,
 ) -> Task:
     """Make a task that measures accuracy, by generation if so named; ``chance``, by choice, is 0 to
     1."""
@@ -311,7 +319,11 @@ def lm_eval_task(job: SuiteJob) -> Task:
         # Not simple_evaluate: it describes the machine after every call, which takes seconds.
         evaluate: Any = lm_eval.evaluate
         results = evaluate(
-            lm, by_name(tasks), limit=job.limit, bootstrap_iters=0, log_samples=False
+            lm,
+            by_name(tasks),
+            limit=job.limit,
+            bootstrap_iters=0,
+            log_samples=False,
         )
         figures = results["results"][name]
         figure = figures[headline(name, figures)]
@@ -326,7 +338,11 @@ def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
 
     def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
         batches = text_batches(
-            model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size
+            model,
+            tokenizer,
+            texts,
+            max_tokens=MAX_TEXT_TOKENS,
+            batch_size=batch_size,
         )
         return compare_on_text(model, None, list(batches))["perplexity"]
 
@@ -365,7 +381,12 @@ class Bench(NamedTuple):
     tasks: Sequence[Task]
     resume_log: ResumeLog | None = None
 
-    def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
+    def table(
+        self,
+        title: str,
+        label: str,
+        variants: Sequence[Variant],
+    ) -> Table:
         """Make a table with a row per variant; variants with the same label are draws, shown as
         their mean."""
         resume_log = self.resume_log or ResumeLog(None, {})

@@ -101,7 +101,11 @@ def _note(grid: np.ndarray, text: str) -> None:
 
 
 def draw_maps(
-    panels: Sequence[tuple[str, HeadMix]], prompt: MarkedPrompt, path: Path, *, n_columns: int
+    panels: Sequence[tuple[str, HeadMix]],
+    prompt: MarkedPrompt,
+    path: Path,
+    *,
+    n_columns: int,
 ) -> None:
     """Draw titled matrices, rows as shares, labeled with tokens: only the last ones of a long
     prompt.
@@ -133,7 +137,12 @@ def draw_maps(
         _note(grid, f"{boxes}; {triangles}")
 
 
-def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, n_shown: int) -> None:
+def _draw_map(
+    axes: Axes,
+    mix: HeadMix,
+    prompt: MarkedPrompt,
+    n_shown: int,
+) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -142,7 +151,12 @@ def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, n_shown: int) -> N
     colors = LinearSegmentedColormap.from_list("share", ["#FFFFFF", darkest])
     share_TS = row_shares(mix.matrix_TS)[start:, start:]
     axes.imshow(
-        share_TS.tolist(), cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest"
+        share_TS.tolist(),
+        cmap=colors,
+        vmin=0,
+        vmax=1,
+        aspect="equal",
+        interpolation="nearest",
     )
     axes.grid(False)
     axes.set(xticks=[], yticks=[])
@@ -154,7 +168,12 @@ def _draw_map(axes: Axes, mix: HeadMix, prompt: MarkedPrompt, n_shown: int) -> N
             corner = (columns[0] - 0.5, rows[0] - 0.5)
             width = columns[-1] - columns[0] + 1
             box = Rectangle(
-                corner, width, len(rows), fill=False, edgecolor=VERMILION, linewidth=0.8
+                corner,
+                width,
+                len(rows),
+                fill=False,
+                edgecolor=VERMILION,
+                linewidth=0.8,
             )
             axes.add_patch(box)
         face = GREEN if index == prompt.answer else "none"

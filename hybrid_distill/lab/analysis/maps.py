@@ -168,9 +168,21 @@ class Maps(Experiment):
     ) -> list[tuple[str, HeadMix]]:
         mixes: list[HeadMix] = []
         if heads:
-            mixes += mix_heads(model, prompt.ids, heads, kind=self.kind, max_gb=self.max_gb)
+            mixes += mix_heads(
+                model,
+                prompt.ids,
+                heads,
+                kind=self.kind,
+                max_gb=self.max_gb,
+            )
         if ssm_heads:
-            mixes += mix_heads(model, prompt.ids, ssm_heads, kind="ssm", max_gb=self.max_gb)
+            mixes += mix_heads(
+                model,
+                prompt.ids,
+                ssm_heads,
+                kind="ssm",
+                max_gb=self.max_gb,
+            )
         label = Path(name).name if self.beside else ""
         return [(f"{label} {mix.head} {mix.kind}".strip(), mix) for mix in mixes]
 

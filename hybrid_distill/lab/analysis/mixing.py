@@ -180,7 +180,10 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
     inner = ExitStack()
 
     def record(
-        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Mixer
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        output: Mixer,
     ) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         calls[module] = Call(hidden, output)
@@ -346,7 +349,15 @@ def _scan(
 def _of_student(mixer: Mixer, calls: Calls) -> Scan:
     inputs = mixer.ssm.scan_inputs(calls[mixer].hidden)
     x_LHP, gates_LH, b_LHN, c_LHN, z_LHP = [_wide(part[0]) for part in inputs]
-    return _scan(x_LHP, gates_LH, b_LHN, c_LHN, _wide(mixer.ssm.D), z_LHP, mixer.ssm.form.matrix)
+    return _scan(
+        x_LHP,
+        gates_LH,
+        b_LHN,
+        c_LHN,
+        _wide(mixer.ssm.D),
+        z_LHP,
+        mixer.ssm.form.matrix,
+    )
 
 
 def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:

@@ -240,7 +240,14 @@ def find_patterns(
     prompts = [mark_example(tokenizer, example) for example in examples]
     for prompt in track(prompts, "matrices"):
         measure = partial(sharpness, prompt)
-        measured = mix_heads(model, prompt.ids, list(every), measure, kind=kind, max_gb=math.inf)
+        measured = mix_heads(
+            model,
+            prompt.ids,
+            list(every),
+            measure,
+            kind=kind,
+            max_gb=math.inf,
+        )
         total_HM += torch.tensor(measured, dtype=torch.float64)
     mean_HM = total_HM / len(examples)
     return {head: Sharpness(*means) for head, means in zip(every, mean_HM.tolist(), strict=True)}

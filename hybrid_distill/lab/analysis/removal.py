@@ -346,7 +346,10 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
 
 
 def _return_input(
-    block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+    block: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    output: object,
 ) -> object:
     hidden_BLD = args[0] if args else kwargs["hidden_states"]
     return (hidden_BLD, *output[1:]) if isinstance(output, tuple) else hidden_BLD
