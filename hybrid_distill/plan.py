@@ -80,6 +80,7 @@ class HeadPlan:
         kept = tuple(sorted(HeadId(*pair) for pair in self.kept))
         for head_id in kept:
             self._check_exists(head_id)
+        # A repeated head would count twice in k.
         repeated = sorted(head_id for head_id, count in Counter(kept).items() if count > 1)
         if repeated:
             raise ValueError(
@@ -133,8 +134,8 @@ class HeadPlan:
         actual = _shape(shape_of)
         if actual != planned:
             raise ValueError(
-                f"the plan was made for another teacher: it expects {_named(planned)}, the model has "
-                f"{_named(actual)}; score this teacher and make a new plan."
+                f"the plan was made for another teacher: it expects {_named(planned)}, the model "
+                f"has {_named(actual)}; score this teacher and make a new plan."
             )
 
     @classmethod
@@ -181,6 +182,7 @@ class HeadPlan:
         """Keep ``k`` random heads; the same seed draws the same heads."""
         cls.check_k(shape_of, k)
         every = cls.all(shape_of).kept
+        # Seeded by text, which draws alike on every Python and machine.
         rng = _random.Random(f"head-plan-{seed}")
         return cls.from_pairs(shape_of, rng.sample(every, k))
 
@@ -378,6 +380,7 @@ def container_bytes(
     each kind.
     """
     layers = range(plan.n_layers)
+    # Falcon-H1 cannot have a layer without attention or without an SSM.
     n_kv_heads = max(1, *(len(plan.kv_groups_in(layer)) for layer in layers))
     n_ssm_heads = max(1, *(len(plan.recurrent_in(layer)) for layer in layers))
     kv = 2 * n_kv_heads * head_dim * length * bytes_per_element

@@ -93,6 +93,7 @@ def without_recurrence(model: PreTrainedModel, inputs: EvalInputs) -> Record | N
         recurrent += [HeadId(layer, head) for head in config.recurrent_in(layer)]
     if not recurrent:
         return None
+    # A whole evaluation would double its time for one row of the report.
     few = inputs.first(FEW)
     # KL has no unit in which a change would be small enough to count as none.
     names = [name for name in FIGURES if name != "kl_to_teacher"]
@@ -123,6 +124,7 @@ def model_cache_bytes(model: PreTrainedModel) -> Record:
     config = text_config(model)
     shape = HeadPlan(config.num_hidden_layers, site.n_heads, site.n_kv_heads, kept=())
     plan = HeadPlan.all(shape)
+    # A teacher has no states.
     state = {"d_state": 0, "conv_width": 1}
     if config.model_type == HybridConfig.model_type:
         kept: list[HeadId] = []

@@ -138,5 +138,6 @@ def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
         ours_log = ours_TV.log_softmax(-1)
         theirs_log = theirs_TV.log_softmax(-1)
         same.append(ours_TV.argmax(-1) == theirs_TV.argmax(-1))
+        # From log-probabilities: ratios of probabilities underflow.
         kl.append((theirs_log.exp() * (theirs_log - ours_log)).sum(-1))
     return torch.stack(same), torch.stack(kl)

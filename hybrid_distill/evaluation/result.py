@@ -66,6 +66,7 @@ class EvalResult:
             file_format = fields.pop("format")
             if file_format != FORMAT:
                 raise ValueError(f"its format is {file_format!r}, expected {FORMAT!r}")
+            # JSON's keys are text.
             for name in BY_SIZE:
                 fields[name] = {int(size): value for size, value in fields[name].items()}
             return cls(**fields)

@@ -61,6 +61,7 @@ class ChoiceBatch:
     def __init__(self, encoded: Sequence[EncodedExample], device: torch.device) -> None:
         self.encoded = list(encoded)
         prompts = [example.prompt + example.choices[0][: example.n_shared] for example in encoded]
+        # Left, so that every prompt ends at the last position, where its answer is read.
         self.input_ids_BL, self.mask_BL = left_pad(prompts, device)
         self.n_logits = 1 + max(example.n_shared for example in encoded)
         # Example and path of each context: the rows of the second forward.
@@ -91,6 +92,7 @@ class ChoiceBatch:
     def reads(self, model: PreTrainedModel) -> Sequence[Tensor]:
         """Compute the log-probabilities of each example's `EncodedExample.reads`, running each
         prompt once."""
+        # In float64: choices add up several of them.
         logprob_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
         output = forward(
             model,
@@ -115,6 +117,7 @@ class ChoiceBatch:
         # Right padding needs no mask: no position that is read comes after it.
         ids_RT = pad_sequence(tails, batch_first=True).to(device)
         mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
+        # Each context extends a copy of its prompt's keys and values.
         cache.batch_select_indices(example_R)
         return forward(model, ids_RT, mask_RL, cache=cache, use_cache=True).logits
 
@@ -248,6 +251,7 @@ def begins_with(text: str, answer: str) -> bool:
     """Check whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin
     with "84"."""
     answer = answer.strip()
+    # After a number a letter may follow ("84th"), after a word neither may.
     boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"
     return re.match(re.escape(answer) + boundary, text.lstrip()) is not None
 
@@ -281,6 +285,7 @@ def forward(
     arguments: dict[str, object] = {"use_cache": use_cache}
     # Recurrent models have no position ids.
     if accepts(model, "position_ids"):
+        # Counted from each row's first token; pads, which come before it, get 0.
         position_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)
         arguments["position_ids"] = position_BL[:, -input_ids_BT.shape[1] :]
     if accepts(model, "logits_to_keep"):
@@ -288,6 +293,7 @@ def forward(
     if cache is not None:
         arguments[cache_argument(model.forward)] = cache
     output = model(input_ids=input_ids_BT, attention_mask=mask_BL, **arguments)
+    # Some models compute all positions; -0 keeps all of them.
     output.logits = output.logits[:, -logits_to_keep:]
     return output
 

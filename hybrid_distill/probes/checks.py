@@ -36,6 +36,7 @@ def check_answerable(
             "these words; give the probe words that it knows (keys, words, facts or filler), or "
             "take another probe."
         )
+    # With its longest choice: a prompt alone may just fit.
     lengths = token_counts(tokenizer, examples)
     longest = max(lengths, default=0)
     if longest > max_length:
@@ -58,6 +59,7 @@ def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> l
         words = dict.fromkeys(WORD.findall(text))
         for word in words:
             if word not in is_lost:
+                # Once a word: prompts of a probe share most of theirs.
                 is_lost[word] = _is_lost(tokenizer, word)
         lost = [word for word in words if is_lost[word]]
         # Chat templates may contain the unknown token itself.

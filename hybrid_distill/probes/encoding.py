@@ -83,6 +83,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
             "use a tokenizer that tells them apart, or other choices."
         )
     shortest = min(map(len, rows))
+    # At least one token has to be left of the shortest choice, to be predicted.
     n_common = min(common_prefix(rows), shortest - 1)
     # A tokenizer may merge the prompt's end with a choice's beginning: a merged token belongs to
     # the choice.
@@ -115,6 +116,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[T
     """
     if not texts:  # fast tokenizers fail on an empty batch
         return []
+    # Without special tokens: with them, some tokenizers end each text.
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     # add_special_tokens would add the end-of-text token too; whether there is a first one shows on
     # any text.

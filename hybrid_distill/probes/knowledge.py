@@ -127,6 +127,7 @@ class LetterChoice(SeededProbe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Frozen, but facts may be given as plain tuples.
         object.__setattr__(self, "facts", tuple(Fact(*fact) for fact in self.facts))
         for fact in self.facts:
             n_wrong = len(fact.distractors) + len(self._others(fact))
@@ -157,6 +158,7 @@ class LetterChoice(SeededProbe):
 
     def _example(self, index: int) -> Example:
         fact = self._order[index % len(self._order)]
+        # Seeded by text, which hashes alike on every Python and machine.
         rng = random.Random(f"letter-choice {self.seed} {self.n_options} {index}")
         n_wrong = self.n_options - 1
         n_own = min(n_wrong, len(fact.distractors))

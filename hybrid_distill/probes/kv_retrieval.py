@@ -70,9 +70,11 @@ class KVRetrieval(SeededProbe):
         dictionary, query = divmod(index, self.n_queries)
         number, size = divmod(dictionary, len(self._sizes))
         n_pairs = self._sizes[size]
+        # By size and number: example i is the same whatever else is asked for.
         rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {number}")
         keys = rng.sample(self.keys, n_pairs)
         values = rng.sample(range(N_VALUES), n_pairs)
+        # All queries are drawn, so that the questions about one prompt differ.
         asked = rng.sample(range(n_pairs), self.n_queries)[query]
         header, entry, question = self.wording
         lines = [header] if header else []

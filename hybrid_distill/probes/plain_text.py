@@ -24,6 +24,7 @@ class TextBatch:
 
     def __init__(self, rows: Sequence[Tokens], device: torch.device) -> None:
         self.input_ids_BL, self.mask_BL = left_pad(rows, device)
+        # Both neighbors are tokens: a text's first token follows a pad, which predicts nothing.
         self.counts_BT = (self.mask_BL[:, 1:] * self.mask_BL[:, :-1]).bool()
 
     def logits(self, model: PreTrainedModel) -> Tensor:

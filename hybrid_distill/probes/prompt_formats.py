@@ -125,6 +125,7 @@ def accuracy_by_prompt_format(
 
     Leaves out formats longer than the model's context, and chat without a template.
     """
+    # Recurrent models have none.
     limit = longest_context(model.config) or sys.maxsize
     accuracies = {}
     for prompt_format in TRIED:

@@ -21,6 +21,7 @@ def make_probe(name: str, **options: object) -> Probe:
     if name not in probes:
         raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(probes)}.")
     make = probes[name]
+    # The command line passes every option; each probe takes its own.
     known = inspect.signature(make).parameters
     return make(**{option: value for option, value in options.items() if option in known})
 

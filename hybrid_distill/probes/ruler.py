@@ -216,6 +216,7 @@ def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -
     niah = generators.niah
     options = {**needles._asdict(), "template": generators.niah_template}
     words = " ".join(filler_sentences()).split()
+    # As many words as any haystack needs: a word takes at least one token.
     essay = list(islice(cycle(words), length))
     values = needles.type_needle_v
     verb = "are"
@@ -242,6 +243,7 @@ def _split(
     delimiter: str = " ",
 ) -> RulerQuestion:
     """Split a text into the question and the beginning of its answer."""
+    # The last one: a worked example before the question holds it too.
     at = text.rfind(answer_prefix)
     return RulerQuestion(text[:at].strip(), delimiter, text[at:].strip(), tuple(answers))
 
@@ -265,6 +267,7 @@ def load_generators() -> SimpleNamespace:
             f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip "
             "install 'lm-eval[ruler]'."
         ) from error
+    # nltk's splitter needs the download that was blocked.
     prepare_niah.cached_sent_tokenize = lambda text: re.split(r"(?<=[.!?]) ", text)
     template = niah_utils.TEMPLATE
     return SimpleNamespace(
@@ -281,6 +284,7 @@ def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
     """Seed the generators' sources of randomness; restore the global random states on exit."""
     before = random.getstate()
     before_numpy = np.random.get_state()
+    # lm-eval draws from the global generators, and ruler_cwe from one of its own.
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
     generators.cwe.RNG.seed(seed)

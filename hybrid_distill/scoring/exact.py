@@ -86,6 +86,7 @@ def score_heads(
         check_counts(batch_size=batch_size)
     sites = head_sites(model, kind)
     candidates = _candidates(model, sites, heads, removed)
+    # Encoded once: every ablated model answers the same tokens.
     questions = _question_rows(model, tokenizer, probe, n_examples)
     control_texts = list(control_texts or [])
     texts = []
@@ -111,6 +112,7 @@ def score_heads(
             "computed_in": str(computed_in(model)).removeprefix("torch."),
             **describe_run(model),
         }
+        # Around everything: the baseline and each head's drop are those of the reduced model.
         with ablate_heads(model, removed, kind=kind):
             run = AblationRun(model, questions, texts, candidates, race)
             with Phase("measuring the model with all its heads", hidden=not progress):
@@ -160,15 +162,18 @@ def _question_rows(
 def _describe_texts(texts: Sequence[str]) -> Record | None:
     if not texts:
         return None
+    # Joined with a character that no text has: the borders count too.
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     return {"texts": len(texts), "tokens": CONTROL_TOKENS, "sha256": sha256}
 
 
 def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
+    # Plain integers: a head may come from a tensor, which JSON cannot hold.
     return sorted([int(layer), int(head)] for layer, head in heads)
 
 
 def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
+    # A drop in accuracy shows nothing if the model guesses already.
     if min_accuracy is None:
         min_accuracy = (probe.chance + 1) / 2
     if accuracy >= min_accuracy:

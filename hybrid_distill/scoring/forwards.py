@@ -136,6 +136,7 @@ class FromLayer(Forwards):
         heads: Sequence[int],
         n_rows: int,
     ) -> Tensor:
+        # Nothing is reached before the first layer, which begins with the embedding.
         start, below_BLD = self.reached.get(batch, (0, None))
         reads = []
         outputs = []
@@ -143,6 +144,7 @@ class FromLayer(Forwards):
             reached_BLD = None if below_BLD is None else below_BLD[place]
             input_BLD, heads_BLHP, output_BLD = self._record(part, start, reached_BLD, layer)
             outputs.append(output_BLD)
+            # The budget of rows covers all ablations in a batch, not those of one.
             n_at_once = max(1, n_rows // len(part))
             of_part = []
             for first in range(0, len(heads), n_at_once):
@@ -179,6 +181,7 @@ class FromLayer(Forwards):
             self.as_output = _filled_like(output)
             inputs.append(args[0] if args else kwargs["hidden_states"])
             outputs.append(output[0] if isinstance(output, tuple) else output)
+            # A hook cannot return early from the model; an exception skips the layers above.
             raise _Enough
 
         with ExitStack() as hooks:
@@ -205,6 +208,7 @@ class FromLayer(Forwards):
         site = self.site_of[layer]
         n_groups = len(heads)
         heads_RLC = heads_BLHP.flatten(2).repeat(n_groups, 1, 1)
+        # Group by group, as ablate_heads_by_row and ProbeBatch.logits count rows.
         input_RLD = input_BLD.repeat(n_groups, 1, 1)
 
         def project(*args: object, **kwargs: object) -> object:
@@ -232,5 +236,6 @@ def _filled_like(output: object) -> Callable[[Tensor], object]:
     filled with None."""
     if not isinstance(output, tuple):
         return lambda tensor: tensor
+    # Callers read only the first entry; the others are maps or caches that are switched off.
     fill = (None,) * (len(output) - 1)
     return lambda tensor: (tensor, *fill)

@@ -105,6 +105,7 @@ class HeadScores:
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
         """List all scored heads, best first: by `value_LH`, then log-probability drop, then (layer,
         head)."""
+        # Accuracy moves in steps of one example, so many heads tie.
         keys_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
         scored_LH = ~keys_LH2.isnan().any(-1)
         best_first = {}
@@ -137,6 +138,7 @@ class HeadScores:
         value_LH = self.value_LH(by)
         if value_LH[a] != value_LH[b]:
             return False
+        # Accuracy alone cannot separate these; log-probability, the tie-breaker, may.
         if by != "retrieval" or self.logprob_drop_LH[a] == self.logprob_drop_LH[b]:
             return True
         low_a, high_a = self._logprob_interval(a)
@@ -174,6 +176,7 @@ class HeadScores:
             mean_H1 = difference_HE.nanmean(1, keepdim=True)
             n_H = (~difference_HE.isnan()).sum(1)
             squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
+            # A head tried on one example has no spread; its error is 0, not NaN.
             variance_H = squares_H / (n_H - 1).clamp(min=1)
             tables[f"{name}_drop_LH"] = spread(model, sites, heads, mean_H1[:, 0])
             tables[f"{name}_se_LH"] = spread(model, sites, heads, (variance_H / n_H).sqrt())
@@ -228,6 +231,7 @@ def spread(
 ) -> Tensor:
     """Scatter one entry per head into a float64 table [L, H, ...]; other heads get NaN."""
     n_layers = len(decoder_blocks(model))
+    # Layers without attention, or with fewer heads, keep NaN (hybrid teachers).
     n_heads = max(site.n_heads for site in sites)
     table_LH = torch.full((n_layers, n_heads, *entry_H.shape[1:]), math.nan, dtype=torch.float64)
     layers = [head.layer for head in heads]
@@ -244,6 +248,7 @@ def heads_of(sites: Sequence[HeadSite]) -> list[HeadId]:
 def _to_rows(table: Tensor | None) -> list[object] | None:
     if table is None:
         return None
+    # JSON has no NaN; null stands for it.
     rows = table.numpy().astype(object)
     rows[table.isnan().numpy()] = None
     return rows.tolist()

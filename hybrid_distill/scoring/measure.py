@@ -88,11 +88,13 @@ class AblationRun:
         batches = [*own_batches(self.questions), *own_batches(self.texts)]
         prompt_X1E, text_11T = self._measure(forwards, batches, [])
         seconds = time.perf_counter() - start
+        # From numbers to the order of measurement, as the tables of heads are.
         self.right_E, self.logprob_E = prompt_X1E[:, 0, self.order]
         self.loss_T = text_11T[0, 0]
 
         rows = [*self.questions, *self.texts]
         layers = [head.layer for head in self.heads]
+        # The baseline ran as full forwards do; the shortcut's cost is relative to that.
         in_full = Forwards(self.model, forwards.sites, forwards.sizer)
         minutes = seconds / 60 * forwards.work(rows, layers) / in_full.work(rows, layers[:1])
         log.info(
@@ -115,6 +117,7 @@ class AblationRun:
         try:
             with Phase("scoring heads", hidden=not progress) as phase:
                 self._run_rounds(forwards, resume_log, phase)
+        # Stopped by hand after hours: say what is kept, before the traceback.
         except KeyboardInterrupt:
             kept = (
                 "nothing is kept"
@@ -163,6 +166,7 @@ class AblationRun:
                 self._store(step, in_layer, tried)
                 work_done += forwards.work([*questions, *texts], [layer] * len(heads))
                 phase.update(work_done - phase.done)  # includes steps read from the file
+            # After the last round there is nothing to save by dropping heads.
             if self.race is not None and not is_last:
                 stays = self.race.stay(self.right_E, self.right_HE[racing, :n_after])
                 racing = [index for index, stay in zip(racing, stays) if stay]
@@ -287,10 +291,12 @@ def _measure_batch(forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId
         read_HQ = forwards.without(batch, heads[0].layer, [head.head for head in heads])
     else:
         read_HQ = forwards.whole(batch)
+    # E is the questions of a row here: each has its own margin before the mean.
     outcome_XHBE = batch.outcome(read_HQ)
     _check_finite(outcome_XHBE[-1].sum(-1), batch, heads)
     if not batch.is_text:
         margin_HBE = outcome_XHBE[0]
+        # A tie is wrong: the answer has to be above every other choice.
         outcome_XHBE[0] = margin_HBE > 0
     return Outcome(batch.is_text, [row.number for row in batch.rows], outcome_XHBE.mean(-1))
 

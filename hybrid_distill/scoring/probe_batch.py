@@ -57,6 +57,7 @@ class ProbeBatch:
     def _tree_arguments(self, model: PreTrainedModel, groups: int) -> dict[str, object]:
         """Return the mask and positions of rows with a tree; plain rows need neither."""
         questions = [row for row in self.rows if isinstance(row, QuestionRow)]
+        # Without a mask, attention takes its fast causal path.
         if not any(row.node_of for row in questions):
             return {}
         mask_B1LL = torch.stack([row.sees_LL for row in questions])[:, None]
@@ -73,6 +74,7 @@ class ProbeBatch:
 
     def read(self, logits_GBSV: Tensor) -> Tensor:
         """Return read_GQ, the values that determine each row's outcome, in float64 on the CPU."""
+        # Drops are small differences of sums: float64 from here on.
         return self.kind.read(self.rows, logits_GBSV).double().cpu()
 
     def read_plainly(self, model: PreTrainedModel) -> Tensor:
@@ -98,5 +100,7 @@ def batches_of(rows: Iterable[ProbeRow]) -> list[ProbeBatch]:
 
 def own_batches(rows: Iterable[ProbeRow]) -> list[ProbeBatch]:
     """Batch this process's share of rows of one kind, longest first."""
+    # The longest batch meets the memory limit first, before much has been measured.
+    # Dealt out by turns, every process also gets rows of all lengths.
     longest_first = sorted(rows, key=lambda row: (-len(row.tokens), row.number))
     return batches_of(own_share(longest_first))

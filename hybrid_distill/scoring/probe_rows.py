@@ -94,6 +94,7 @@ class TextRow(ProbeRow):
         losses = []
         for logits_BSV in logits_GBSV:
             for logits_SV, row in zip(logits_BSV, rows):
+                # Row by row: all losses at once would need the logits again in float32.
                 losses.append(cross_entropy(logits_SV[:-1].float(), row.ids_L[1:]))
         return torch.stack(losses).view(-1, len(rows))
 
@@ -135,6 +136,7 @@ class QuestionRow(ProbeRow):
         for context in contexts:
             path = context[self.n_trunk :]
             index_of[context] = self.node_of[path] if path else len(context) - 1
+        # Logits of the whole prompt would take gigabytes for a large vocabulary.
         n_read = len(tokens) - min(index_of.values())
         super().__init__(
             number,
@@ -176,6 +178,7 @@ class QuestionRow(ProbeRow):
             row_of_value += [index] * row.n_values
         row_Q = torch.tensor(row_of_value, device=logits_GBSV.device)
         position_Q, token_Q = torch.cat([row.address_2Q for row in rows], dim=1)
+        # In float32: a sum over the vocabulary loses too much in 16 bits.
         normalizer_GBS = logits_GBSV.float().logsumexp(-1)
         logit_GQ = logits_GBSV[:, row_Q, position_Q, token_Q].float()
         return logit_GQ - normalizer_GBS[:, row_Q, position_Q]
@@ -193,6 +196,7 @@ class QuestionRow(ProbeRow):
         for question, own_GQ in zip(self.encoded, read_GQ.split(sizes, dim=1)):
             logprob_GC = question.choice_logprobs(own_GQ)
             answer_G = logprob_GC[:, question.answer].clone()
+            # The maximum below is then over the other choices alone.
             logprob_GC[:, question.answer] = -torch.inf
             margin_G = answer_G - logprob_GC.amax(1)
             outcomes.append(torch.stack([margin_G, answer_G]))

@@ -64,6 +64,7 @@ class Race:
         ``right_E`` is the baseline's share of correct answers on all examples, in order;
         ``right_HE`` is the share on the examples measured so far, with each head ablated.
         """
+        # Rounded: thirds, say, do not multiply back to whole numbers.
         n_right_E = (self.n_queries * right_E).round().long()
         n_right_HE = (self.n_queries * right_HE).round().long()
         n_wrong_E = self.n_queries - n_right_E
@@ -132,6 +133,7 @@ def _upper_bound(
 
     if n_drawn == population:
         return found
+    # All counts that what was drawn leaves possible.
     counts = np.arange(found, population - (n_drawn - found) + 1)
     plausible = hypergeom.cdf(found, population, counts, n_drawn) > alpha
     return int(counts[plausible][-1])

@@ -40,6 +40,7 @@ def restore_heads(
     """
     student_sites = attention_sites(student)
     teacher_sites = attention_sites(teacher)
+    # The teacher's attention runs once for all restored heads of a layer.
     by_layer: dict[int, list[int]] = {}
     for layer, head in heads:
         check_exists(student, student_sites, HeadId(layer, head))
@@ -73,6 +74,7 @@ def _swapped_heads(
             teacher.module(*args, **_known_to_teachers(kwargs))
 
     def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # A copy: the mixer may still hold its own output.
         x_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
         x_BLHP[:, :, heads] = teacher_heads[0][:, :, heads]
         return (x_BLHP.flatten(-2), *args[1:])
@@ -93,6 +95,7 @@ def restore_layers(
 
     Supports a cache that is created and used inside the context.
     """
+    # The mixer's forward is replaced, not the module: its weights stay in the student.
     mixers = student.mixers()
     teacher_sites = attention_sites(teacher)
     with ExitStack() as hooks:
@@ -201,6 +204,7 @@ def greedy_restoration(
             n_examples=n_examples,
             progress=progress,
         )
+        # Heads already chosen have a gain of 0, which may be the largest.
         gain_LH = scores.logprob_drop_LH.clone()
         for head in chosen:
             gain_LH[head] = -torch.inf

@@ -24,6 +24,7 @@ class ResumeLog:
 
     def __init__(self, path: str | Path | None, provenance: Record) -> None:
         self.path = None if path is None else Path(path)
+        # The date is that of this call; everything else has to match.
         task = {name: value for name, value in provenance.items() if name != "date"}
         # Through JSON, as the file was: tuples have become lists there.
         self.task = json.loads(json.dumps(task))
@@ -32,7 +33,7 @@ class ResumeLog:
         self.n_used = 0
 
     def next(self, measure: Callable[[], Record]) -> Record:
-        """Return the next step from the file; if it is missing, measure it and add it atomically."""
+        """Return the next step from the file; if missing, measure it and add it atomically."""
         if self.n_used == len(self.steps):
             self.steps.append(measure())
             self._write()
@@ -40,10 +41,12 @@ class ResumeLog:
         return self.steps[self.n_used - 1]
 
     def _write(self) -> None:
+        # Results are shared, so one process writes for all.
         if self.path is None or rank_and_world()[0] != 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         record = {"format": FORMAT, "provenance": self.task, "steps": self.steps}
+        # On one line: the file is rewritten after every layer.
         write_json(self.path, record, indent=None)
 
     def _read(self) -> list[Record]:

@@ -77,6 +77,7 @@ def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]
     logits in the compute dtype.
     """
     layers = [site.layer for site in shortcut.sites]
+    # A batch each: samples differ in length.
     batches = [ProbeBatch([row]) for row in rows]
     # Reading logits also rounds: it sums over the vocabulary in float32.
     reading = torch.finfo(torch.float32).eps * text_config(shortcut.model).vocab_size ** 0.5
@@ -84,6 +85,7 @@ def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]
     for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
         shortcut.begin(batches)
         last = shortcut.site_of[layer].n_heads - 1
+        # Two heads: with one, a mistake in the order of heads would not show.
         heads = sorted({last // 3, last})
         # An unknown family may fail inside the shortcut in any of these ways; it then runs in full.
         try:

@@ -27,6 +27,7 @@ def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
     n_tried_H = tried_HE.sum(1)
     interval_H2 = torch.full((len(difference_HE), 2), torch.nan, dtype=torch.float64)
     for n_tried in set(n_tried_H.tolist()) - {0}:
+        # scipy resamples whole tables, so heads with as many examples go together.
         alike_H = n_tried_H == n_tried
         sample_HE = difference_HE[alike_H][tried_HE[alike_H]].view(-1, n_tried)
         if n_tried == 1:  # scipy rejects a single observation
@@ -74,6 +75,7 @@ def split_half(
     overlaps_by_logprob = dict.fromkeys(ks, 0.0)
     spearman = 0.0
     for _ in range(n_splits):
+        # Both halves rank the same heads on examples that they do not share.
         shuffled = torch.randperm(n_examples, generator=generator)
         by_accuracy = []
         by_logprob = []
@@ -100,6 +102,7 @@ def split_half(
 
 def _ranks(*keys_H: Tensor) -> np.ndarray:
     """Rank heads from the worst up by the first key, ties by the next; NaN (not tried) is worst."""
+    # unique sorts rows by their first column, then the next: the places are ranks.
     keys_HK = torch.stack(keys_H, dim=1).nan_to_num(nan=-torch.inf)
     return keys_HK.unique(dim=0, return_inverse=True)[1].numpy()
 

@@ -98,6 +98,7 @@ class Table(NamedTuple):
             texts = [with_error(v, sd or None, column.digits) for v, sd in zip(value, spread)]
             numbers[column.name] = value
             if self.compared:
+                # A change from 0 has no percentage.
                 intact = value[0] or math.nan
                 change = (value / intact).where(value.index > 0)
                 texts = [text + _change_text(ratio) for text, ratio in zip(texts, change)]
@@ -149,6 +150,7 @@ class Experiment(ABC):
         write_text(Path(f"{path}.csv"), numbers.to_csv(index=False, lineterminator="\n"))
         if most:
             table = _shortened(table, most)
+        # matplotlib is an extra.
         if draw is not None and can_draw():
             draw(table, Path(f"{path}.png"))
         cells, _ = table.frames()
@@ -307,6 +309,7 @@ def lm_eval_task(job: SuiteJob) -> Task:
         raise ValueError(
             f"{LM_EVAL}{job.suite} is {n_tasks} tasks; pass one of them, as {LM_EVAL}{name}."
         )
+    # The package's own tasks are not in lm-eval's list; they are graded by accuracy.
     metrics = ["acc,none"]
     for task in by_name(tasks_of.get(name, []))["tasks"].values():
         metrics = [f"{metric},none" for metric in task.aggregation()]
@@ -395,7 +398,9 @@ class Bench(NamedTuple):
             step = resume_log.next(partial(self._measure, variant))
             draws.setdefault(variant.label, []).append(step["values"])
         if resume_log.path is not None:
+            # Complete: the next call measures anew.
             resume_log.path.unlink(missing_ok=True)
+        # One row a label, at the place of its first draw.
         last_of = {variant.label: variant for variant in variants}
         rows = []
         for name, variant in last_of.items():

@@ -70,6 +70,7 @@ def draw_bars(table: Table, path: Path) -> None:
                 range(len(rows)), [row.values[index] for row in rows], height=0.7, color=colors
             )
             _references(axes, table, index, axes.axvline, axes.set_xlim)
+            # Lines across the bars alone.
             axes.grid(False)
             axes.grid(True, axis="x")
         grid[0, 0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)

@@ -101,6 +101,7 @@ class ReplaceLayer(Experiment):
                 f"{teacher_shape}; pass the student's own with --teacher."
             )
         for model in (student, teacher):
+            # By nn.Module: transformers' own to() is decorated, which hides its type.
             nn.Module.to(model, own_device())
         return student.eval(), teacher, tokenizer
 
@@ -257,6 +258,7 @@ class HybridHeadRanking(ModelExperiment):
         Mamba-1."""
         model = bench.model
         n_examples = self.questions.examples
+        # Heads are ranked and removed on different questions.
         probe = self.questions.probe(self.probe, self.questions.seed + 1)
         check_readable(model, bench.tokenizer, probe.examples(n_examples))
         texts = read_held_out(self.questions.texts, self.n_control_texts)

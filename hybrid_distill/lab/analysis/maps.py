@@ -122,6 +122,7 @@ class Maps(Experiment):
         panels = self._panels(model, self.subject.model, prompt, heads, ssm_heads)
         for path in self.beside:
             other, its_tokenizer = replace(self.subject, model=path).load("--beside")
+            # The same ids have to mean the same text in both.
             check_same_vocabulary(tokenizer, its_tokenizer)
             panels += self._panels(other, path, prompt, heads, ssm_heads)
         # Side by side, each model is a row of the figure.
@@ -270,6 +271,7 @@ class Mask(ModelExperiment):
             every_head.update(own)
         if not every_head:
             raise ValueError("there are no heads to mask; pass some with --gather or --aggregate.")
+        # Checked for all tasks first: the refusal must not come after an hour.
         for marked in tasks.values():
             longest = max((prompt.ids for _, prompt in marked), key=len)
             check_prompt(model, longest, sorted(every_head), self.kind, self.max_gb)

@@ -189,6 +189,7 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
         calls[module] = Call(hidden, output)
 
     def enter(*_: object) -> None:
+        # Prepended: outputs are recorded before any other hook replaces them.
         for module in site.module.modules():
             inner.enter_context(
                 module.register_forward_hook(record, with_kwargs=True, prepend=True)
@@ -214,6 +215,7 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
 def find_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> dict[HeadId, HeadSite]:
     """Find all heads of a kind, as `head_sites` does; in a student those that are kept, or
     recurrent."""
+    # A student's sites hold heads of both kinds; head_sites of a kind would refuse it.
     sites = head_sites(model)
     if sites[0].kind != "hybrid":
         sites = head_sites(model, kind)
@@ -340,6 +342,7 @@ def _scan(
             b_LHN[None, :, h : h + 1],
             c_LHN[None, :, h : h + 1],
         )[0, 0]
+        # D passes a token's own input on, past the state.
         matrix_LS.diagonal().add_(d_H[h])
         return matrix_LS, x_LHP[:, h], scale_LHP[:, h]
 
@@ -374,6 +377,7 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
         projected_LC = projected_LC * mixer.mup_vector.flatten()
     gate_LC, xbc_LC, dt_LH = projected_LC.split([width, width + 2 * state, n_heads], dim=-1)
     x_LC, b_LC, c_LC = _convolved(mixer, xbc_LC).split([width, state, state], dim=-1)
+    # As the model does it: the bias is added in the model's dtype.
     dt_LH = F.softplus(_wide(dt_LH + mixer.dt_bias)).clamp(*mixer.time_step_limit)
 
     def by_head(state_LC: Tensor) -> Tensor:
@@ -381,6 +385,7 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
         state_LGN = _wide(state_LC).unflatten(-1, (n_groups, -1))
         return state_LGN.repeat_interleave(n_heads // n_groups, dim=1)
 
+    # Everything after the scan is a factor of each channel, so it is applied outside.
     scale_LC = F.silu(_wide(gate_LC))
     if hasattr(mixer.norm, "weight"):
         before_gate = getattr(mixer.norm, "norm_before_gate", False)
@@ -424,6 +429,7 @@ def _of_mamba1(mixer: Mixer, calls: Calls) -> Scan:
         b_LN1 = (dt_L1 * b_LN)[..., None]
         of_states = mixing_matrix(log_a_LN[None], b_LN1[None], c_LN[None, ..., None])[0]
         matrix_LS = of_states.sum(0)
+        # D passes a token's own input on, past the state.
         matrix_LS.diagonal().add_(d_C[channel])
         return matrix_LS, x_LC[:, channel, None], scale_LC[:, channel, None]
 
@@ -432,6 +438,7 @@ def _of_mamba1(mixer: Mixer, calls: Calls) -> Scan:
 
 def _convolved(mixer: Mixer, x_LC: Tensor) -> Tensor:
     """Apply the mixer's causal convolution and its activation."""
+    # The convolution pads both ends; only its first L outputs are causal.
     return mixer.act(mixer.conv1d(x_LC.mT.unsqueeze(0))[0, :, : len(x_LC)].mT)
 
 

@@ -212,6 +212,7 @@ def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
 
 def row_shares(matrix_TS: Tensor) -> Tensor:
     """Divide each row's absolute values by their sum, in float64; a row of zeros stays zero."""
+    # In float64: products of many decays are tiny.
     size_TS = matrix_TS.double().abs()
     return size_TS / size_TS.sum(-1, keepdim=True).clamp(min=1e-300)
 

@@ -109,6 +109,7 @@ def compare_files(a: Path, b: Path) -> str:
             raise ValueError(
                 f"{path} does not exist; pass two files, scores.json or published rankings."
             )
+        # A published ranking is not a scores file; it is read below, by the other's shape.
         with suppress(ValueError):
             scores[path] = HeadScores.load(path)
     if not scores:

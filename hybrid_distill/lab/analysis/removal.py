@@ -81,6 +81,7 @@ class HeadRemoval(Experiment):
     ) -> Table:
         """Load the model and measure it with and without heads. A stopped call leaves
         OUT/NAME.partial.json."""
+        # Read before the model, which takes minutes to load.
         scores = None if self.scores is None else HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
         bench = Bench(model, tokenizer, make_tasks(model, tokenizer))
@@ -121,6 +122,7 @@ class HeadRemoval(Experiment):
         mean = f" (mean of {self.random_draws})" if self.random_draws > 1 else ""
         for n in self.counts:
             for seed in range(self.random_draws):
+                # By count and draw: a row is the same whatever else is in the table.
                 drawn = random.Random(f"remove-heads {n} {seed}").sample(every_head, n)
                 variants.append(without(f"random {n}{mean}", drawn, "random"))
         return bench.table(
