@@ -19,8 +19,7 @@ from .limits import COUNT, Limits
 FORMAT = "hybrid-distill/head-plan/1"
 BF16_BYTES = 2
 STATE_BYTES = 4
-"""Bytes per element of a recurrent state: caches keep these long sums in float32 for every model
-dtype."""
+"""Bytes per element of a recurrent state: caches keep these long sums in float32."""
 Unit = Literal["head", "kv-group", "layer", "container"]
 """Part of a model that a plan keeps whole (`HeadPlan.top_k`)."""
 
@@ -38,8 +37,10 @@ class HeadId(NamedTuple):
 
 
 class Scored(Protocol):
-    """Scores of all heads (`HeadScores`); tables [layer, head] are tensors, NaN for heads that a
-    layer lacks."""
+    """Scores of all heads (`HeadScores`).
+
+    Tables [layer, head] are tensors, NaN for heads that a layer lacks.
+    """
 
     @property
     def n_layers(self) -> int: ...
@@ -118,8 +119,10 @@ class HeadPlan:
         return tuple(head for head in range(self.n_heads) if head not in kept)
 
     def kv_groups_in(self, layer: int) -> tuple[int, ...]:
-        """Return the KV heads that a layer's kept heads read, ascending; the cache stores each
-        once."""
+        """Return the KV heads that a layer's kept heads read, ascending.
+
+        The cache stores each once.
+        """
         group_size = self.n_heads // self.n_kv_heads
         return tuple(sorted({head // group_size for head in self.kept_in(layer)}))
 
@@ -218,8 +221,7 @@ class HeadPlan:
         name: str = "k",
         unit: str = "head",
     ) -> None:
-        """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least
-        ``k`` units."""
+        """Raise ValueError, naming the option ``name``, unless there are at least ``k`` units."""
         n_layers, n_heads, n_kv_heads = _shape(shape_of)
         counts = {
             "head": n_layers * n_heads,

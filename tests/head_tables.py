@@ -54,7 +54,12 @@ def whole_scores() -> HeadScores:
         accuracy_se_LH=drop_LH.abs(),
         logprob_se_LH=drop_LH.abs(),
         control_se_LH=drop_LH.abs(),
-        baseline={"accuracy": 0.9, "chance": 0.25, "answer_logprob": -0.1, "control_loss": 2.5},
+        baseline={
+            "accuracy": 0.9,
+            "chance": 0.25,
+            "answer_logprob": -0.1,
+            "control_loss": 2.5,
+        },
         provenance={
             "model": "m",
             "revision": None,

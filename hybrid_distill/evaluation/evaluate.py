@@ -1,5 +1,4 @@
-"""Evaluation of a teacher or student: retrieval, knowledge, plain text, agreement with the teacher,
-memory."""
+"""Evaluation of a teacher or student: retrieval, knowledge, plain text, agreement, memory."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ def without_recurrence(model: PreTrainedModel, inputs: EvalInputs) -> Record | N
 
 
 def _is_same(name: str, whole: float, zeroed: float) -> bool:
-    """Check whether a figure stays the same: perplexity to 1 %, agreement to 1 point, accuracy to
-    one example."""
+    """Check whether a figure stays the same, to 1 % or to one example."""
     if name == "perplexity":
         return abs(zeroed / whole - 1) <= 0.01
     if name == "top1_agreement":

@@ -127,8 +127,7 @@ def compare_on_text(
 
 
 def agreement(logits_BTV: Tensor, teacher_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (same_BT, kl_BT): equal top tokens, and KL(teacher || model) in nats, on the shared
-    part of V."""
+    """Return (same_BT, kl_BT): equal top tokens, and KL(teacher || model) in nats, on shared V."""
     n_shared = min(logits_BTV.shape[-1], teacher_BTV.shape[-1])
     teacher_BTV = teacher_BTV.to(logits_BTV.device)
     same = []

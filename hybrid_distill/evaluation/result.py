@@ -54,8 +54,7 @@ class EvalResult:
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
     def figures(self) -> dict[str, float]:
-        """Return every measured number under a separate name: ``kv_choice_16``,
-        ``cache_bytes_2048`` and so on."""
+        """Return every measured number under a name of its own, such as ``kv_choice_16``."""
         return flatten(vars(self), [*FIGURES, "conv_state_bytes", "cache_bytes"])
 
     @classmethod

@@ -45,8 +45,7 @@ class Probe(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """Return all settings that determine the examples, for the provenance of a result (JSON
-        values only)."""
+        """Return all settings that determine the examples, as JSON values."""
         ...
 
 
@@ -77,8 +76,7 @@ class SeededProbe(ABC):
     def _example(self, index: int) -> Example: ...
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt, with lists of words (fields without
-        repr) as hashes."""
+        """Return the settings that determine every prompt; fields without repr as hashes."""
         settings: dict[str, object] = {"name": self.name}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -106,14 +104,18 @@ def check_queries(n_queries: int, n_pairs: int) -> None:
 
 
 def queries_of(probe: Probe) -> int:
-    """Return the number of consecutive examples that ask about one prompt; they are scored
-    together."""
+    """Return the number of consecutive examples that ask about one prompt.
+
+    They are scored together.
+    """
     return getattr(probe, "n_queries", 1)
 
 
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
-    """Return entries as a tuple. Raises ValueError unless they are at least ``at_least`` distinct
-    single words."""
+    """Return entries as a tuple.
+
+    Raises ValueError unless they are at least ``at_least`` distinct single words.
+    """
     entries = as_tuple(name, words)
     distinct: set[str] = set()
     for word in map(str, entries):
@@ -131,8 +133,10 @@ def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; a single number or word becomes a tuple of one. Raises
-    ValueError if empty."""
+    """Return a sequence as a tuple; a single number or word becomes a tuple of one.
+
+    Raises ValueError if empty.
+    """
     if isinstance(value, str | int | float):
         return (value,)
     values = tuple(value) if isinstance(value, Iterable) else ()

@@ -90,8 +90,7 @@ class ChoiceBatch:
         return torch.tensor(addresses).T
 
     def reads(self, model: PreTrainedModel) -> Sequence[Tensor]:
-        """Compute the log-probabilities of each example's `EncodedExample.reads`, running each
-        prompt once."""
+        """Compute each example's `EncodedExample.reads`, running each prompt once."""
         # In float64: choices add up several of them.
         logprob_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
         output = forward(
@@ -128,8 +127,7 @@ class ChoiceBatch:
         *,
         in_contexts: bool,
     ) -> None:
-        """Fill in the log-probabilities that these logits contain, in float32 regardless of the
-        model's dtype."""
+        """Fill in the log-probabilities that these logits contain, computed in float32."""
         here_A = self.address_4A[0] == in_contexts
         row, position, token = self.address_4A[1:, here_A]
         normalizer_BS = logits_BSV.float().logsumexp(-1)
@@ -138,8 +136,7 @@ class ChoiceBatch:
 
 
 def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> ChoiceResult:
-    """Grade the choices: an answer is correct if its log-probability is strictly above every other
-    choice's."""
+    """Grade the choices: a correct answer is strictly above every other choice."""
     answer_logprobs = []
     correct = []
     for logprobs, answer in zip(logprob_EC, answers, strict=True):
@@ -185,8 +182,7 @@ def answer_generation(
     batch_size: int = 32,
     progress: bool = False,
 ) -> Tensor:
-    """Return correct_E: true where the greedily generated text begins with the answer as a whole
-    word or number."""
+    """Return correct_E: true where the generated text begins with the answer (`begins_with`)."""
     correct: list[bool] = []
     with eval_mode(model):
         for part in _parts(examples, batch_size, "answers by generation", progress):
@@ -248,8 +244,7 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> in
 
 
 def begins_with(text: str, answer: str) -> bool:
-    """Check whether ``text`` begins with ``answer`` as a whole word or number: "845" does not begin
-    with "84"."""
+    """Check whether ``text`` begins with ``answer`` as a whole word or number."""
     answer = answer.strip()
     # After a number a letter may follow ("84th"), after a word neither may.
     boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"

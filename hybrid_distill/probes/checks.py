@@ -50,8 +50,7 @@ def check_answerable(
 
 
 def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[str]:
-    """Return words that the tokenizer drops or maps, at least in part, to the unknown token, in
-    order of appearance."""
+    """Return words that the tokenizer drops or maps to the unknown token, in order."""
     unknown = tokenizer.unk_token_id
     is_lost: dict[str, bool] = {}
     missing: dict[str, None] = {}  # a dict keeps their order
@@ -80,8 +79,7 @@ def _is_lost(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces between
-    tokens."""
+    """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 

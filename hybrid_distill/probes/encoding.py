@@ -35,14 +35,12 @@ class EncodedExample:
     answer: int
 
     def contexts(self) -> list[Tokens]:
-        """Return prefixes of choices, longer than the shared one, after which a token must be
-        predicted."""
+        """Return prefixes of choices, longer than the shared one, that a token follows."""
         return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
 
     @cached_property
     def reads(self) -> list[tuple[Tokens, int]]:
-        """Pairs (tokens after the prompt, next token) whose log-probabilities make up those of the
-        choices."""
+        """Pairs (tokens after the prompt, next token) that the choices are made of."""
         pairs: set[tuple[Tokens, int]] = set()
         for choice, stop in zip(self.choices, self.stops):
             pairs.update((choice[:place], token) for place, token in enumerate(choice))

@@ -51,7 +51,11 @@ class Knowledge:
         """Return the file's name and hash."""
         file = Path(self.path or facts_path())
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        return {"name": "knowledge", "file": file.name, "sha256": sha256}
+        return {
+            "name": "knowledge",
+            "file": file.name,
+            "sha256": sha256,
+        }
 
 
 def read_questions(
@@ -193,8 +197,10 @@ def _read_example(record: Record) -> Example:
 
 
 def _read_fact(record: Record) -> Fact:
-    """Make a fact from a line's entries, stripped of spaces. Raises ValueError for empty or
-    repeated texts."""
+    """Make a fact from a line's entries, stripped of spaces.
+
+    Raises ValueError for empty or repeated texts.
+    """
     question = record["prompt"].strip()
     answer = record["answer"].strip()
     choices = [choice.strip() for choice in record.get("choices", ())]

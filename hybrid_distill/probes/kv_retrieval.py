@@ -1,5 +1,4 @@
-"""Key-value retrieval: a dictionary in the prompt and a question about one of its values (arXiv
-2504.18574)."""
+"""Key-value retrieval: a dictionary and a question about one of its values (arXiv 2504.18574)."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ class KVRetrieval(SeededProbe):
         return Example("\n".join(lines), choices[asked], choices)
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt: keys as a hash, default wording and
-        n_queries omitted."""
+        """Return the settings that determine every prompt, without default wording and queries."""
         settings = super().describe()
         if self.wording == DICTIONARY:
             del settings["wording"]

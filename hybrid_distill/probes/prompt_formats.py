@@ -1,5 +1,4 @@
-"""Prompt formats of a probe: as written, after solved examples, or as a turn in the tokenizer's
-chat template."""
+"""Prompt formats of a probe: as written, after solved examples, or as a turn in a chat."""
 
 from __future__ import annotations
 
@@ -65,8 +64,10 @@ class FormattedProbe:
         return {**self.probe.describe(), "prompt_format": self.prompt_format}
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples in this format. Raises ValueError if the probe has too
-        few for the shots."""
+        """Return the first ``n`` examples in this format.
+
+        Raises ValueError if the probe has too few for the shots.
+        """
         if self.prompt_format == CHAT:
             return [self._in_chat(example) for example in self.probe.examples(n)]
         return self._after_shots(n, int(self.prompt_format.removeprefix("shots=")))

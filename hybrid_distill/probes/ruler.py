@@ -31,8 +31,7 @@ from .checks import missing_words
 
 
 class Needles(NamedTuple):
-    """Settings of lm-eval's needle-in-a-haystack generator, under its names: keys (k), values (v),
-    queries (q)."""
+    """Settings of lm-eval's needle generator, under its names: keys, values, queries."""
 
     type_haystack: str
     type_needle_k: str = "words"
@@ -66,7 +65,12 @@ NEEDLES = {
     "niah_multivalue": Needles("essay", num_needle_v=4),
     "niah_multiquery": Needles("essay", num_needle_k=4, num_needle_q=4),
 }
-LONGEST_ANSWER = {**dict.fromkeys(NEEDLES, 128), "ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}
+LONGEST_ANSWER = {
+    **dict.fromkeys(NEEDLES, 128),
+    "ruler_vt": 30,
+    "ruler_cwe": 120,
+    "ruler_fwe": 50,
+}
 """Limit on generated tokens in lm-eval, by task."""
 TASKS = tuple(LONGEST_ANSWER)
 VT_EXAMPLE = 500  # tokens of the worked example before a ruler_vt question; at most half the length
@@ -127,8 +131,10 @@ def ruler_questions(
 def _longest_that_fits(
     write: _Write, units: range, fits: Callable[[str], bool]
 ) -> RulerQuestion | None:
-    """Return the first question that fits. ``most`` fitted another question: this one's words may
-    be longer."""
+    """Return the first question that fits.
+
+    ``most`` fitted another question: this one's words may be longer.
+    """
     for n_units in units:
         question = write(n_units)
         if fits(question.prompt):
@@ -147,8 +153,10 @@ def _most(
     length: int,
     fits: Callable[[str], bool],
 ) -> int:
-    """Return the most filler units that fit, or the task's minimum. A unit takes at least one
-    token."""
+    """Return the most filler units that fit, or the task's minimum.
+
+    A unit takes at least one token.
+    """
 
     def is_too_long(units: int) -> bool:
         return not fits(write(units).prompt)
@@ -250,8 +258,10 @@ def _split(
 
 @cache
 def load_generators() -> SimpleNamespace:
-    """Import lm-eval's generators, blocking the download that one of them starts. Raises ValueError
-    without lm-eval."""
+    """Import lm-eval's generators, blocking the download that one of them starts.
+
+    Raises ValueError without lm-eval.
+    """
     try:
         from nltk import data
 
@@ -319,8 +329,10 @@ class RulerProbe:
         return 1 / self.n_choices
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples. Raises ValueError without a tokenizer, and as
-        `ruler_questions` does."""
+        """Return the first ``n`` examples.
+
+        Raises ValueError without a tokenizer, and as `ruler_questions` does.
+        """
         if self.tokenizer is None:
             raise ValueError("RULER's lengths are counted in tokens; pass the model's tokenizer.")
         questions = ruler_questions(
@@ -346,8 +358,7 @@ class RulerProbe:
         return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shuffled))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt, except the tokenizer, which is the
-        scored model's."""
+        """Return the settings that determine every prompt, without the scored model's tokenizer."""
         return {
             "name": self.task,
             "length": self.n_tokens,
@@ -357,8 +368,10 @@ class RulerProbe:
 
 
 def _alike(character: str) -> str:
-    """Return characters that can replace another; lower-case letters are treated as hexadecimal
-    digits."""
+    """Return characters that can replace another.
+
+    Lower-case letters are treated as hexadecimal digits.
+    """
     if character.isdigit():
         return digits
     return ascii_uppercase if character.isupper() else "abcdef"

@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class BatchSizer:
-    """Choose the rows of a batch: ``batch_size``, or automatically if None; halve them when memory
-    runs out."""
+    """Choose the rows of a batch: ``batch_size``, or automatically if None.
+
+    Halve them when memory runs out.
+    """
 
     def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
         self.model = model

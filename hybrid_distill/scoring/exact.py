@@ -129,8 +129,10 @@ def _candidates(
     heads: Collection[HeadId] | None,
     removed: Collection[HeadId],
 ) -> list[HeadId]:
-    """List the heads to score, bottom to top. Raises ValueError if one does not exist, or if none
-    is left."""
+    """List the heads to score, bottom to top.
+
+    Raises ValueError if one does not exist, or if none is left.
+    """
     for head in heads or ():
         check_exists(model, sites, HeadId(*head))
     candidates = []
@@ -164,7 +166,11 @@ def _describe_texts(texts: Sequence[str]) -> Record | None:
         return None
     # Joined with a character that no text has: the borders count too.
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    return {"texts": len(texts), "tokens": CONTROL_TOKENS, "sha256": sha256}
+    return {
+        "texts": len(texts),
+        "tokens": CONTROL_TOKENS,
+        "sha256": sha256,
+    }
 
 
 def _pairs(heads: Collection[HeadId]) -> list[list[int]]:

@@ -45,8 +45,7 @@ from .probe_rows import ProbeRow
 
 @dataclass(eq=False)
 class Forwards:
-    """Full forward passes: of the model as given, or with each of several heads of one layer
-    ablated in turn."""
+    """Full forward passes of the model, as given or with heads of one layer ablated in turn."""
 
     model: PreTrainedModel
     sites: Sequence[HeadSite]
@@ -64,8 +63,7 @@ class Forwards:
         """Discard everything cached for other batches."""
 
     def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
-        """Return the cost, in tokens times layers, of running these rows once for each ablated
-        head's layer."""
+        """Return the cost, in tokens times layers, of these rows for each ablated head's layer."""
         return _n_tokens(rows) * len(self.blocks) * len(layers)
 
     def whole(self, batch: ProbeBatch) -> Tensor:
@@ -78,8 +76,10 @@ class Forwards:
         layer: int,
         heads: Sequence[int],
     ) -> Tensor:
-        """Return read_HQ with each of ``heads`` ablated in turn. Call for layers from bottom to
-        top."""
+        """Return read_HQ with each of ``heads`` ablated in turn.
+
+        Call for layers from bottom to top.
+        """
         return self.sizer.fit(batch, lambda n_rows: self._without(batch, layer, heads, n_rows))
 
     def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
@@ -232,8 +232,7 @@ def _n_tokens(rows: Sequence[ProbeRow]) -> int:
 
 
 def _filled_like(output: object) -> Callable[[Tensor], object]:
-    """Return a function that wraps a tensor like a module's output: bare, or first in a tuple
-    filled with None."""
+    """Return a function that wraps a tensor like a module's output, in a tuple or bare."""
     if not isinstance(output, tuple):
         return lambda tensor: tensor
     # Callers read only the first entry; the others are maps or caches that are switched off.

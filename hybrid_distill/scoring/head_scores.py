@@ -103,8 +103,7 @@ class HeadScores:
         return self.logprob_drop_LH / self.control_drop_LH.clamp(min=CONTROL_FLOOR)
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
-        """List all scored heads, best first: by `value_LH`, then log-probability drop, then (layer,
-        head)."""
+        """List all scored heads, best first: by `value_LH`, log-probability drop and position."""
         # Accuracy moves in steps of one example, so many heads tie.
         keys_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
         scored_LH = ~keys_LH2.isnan().any(-1)
@@ -183,8 +182,10 @@ class HeadScores:
         return cls(sites[0].n_kv_heads, **tables, baseline=baseline, provenance=provenance)  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
-        """Write the scores as JSON, NaN as null; an interrupted write leaves an existing file
-        intact."""
+        """Write the scores as JSON, NaN as null.
+
+        An interrupted write leaves an existing file intact.
+        """
         record: Record = {"format": FORMAT}
         for name in ("n_layers", "n_heads", "n_kv_heads", "baseline", "provenance", "agreement"):
             record[name] = getattr(self, name)

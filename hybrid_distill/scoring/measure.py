@@ -48,8 +48,10 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class AblationRun:
-    """Results of each of ``heads`` on each prompt, in the order of measurement; NaN marks prompts
-    not tried."""
+    """Results of each of ``heads`` on each prompt, in the order of measurement.
+
+    NaN marks prompts not tried.
+    """
 
     model: PreTrainedModel
     questions: list[QuestionRow]
@@ -66,8 +68,7 @@ class AblationRun:
         self.loss_HT = _untried(len(self.heads), len(self.texts))
 
     def samples(self) -> list[list[ProbeRow]]:
-        """Choose rows for `fastest_exact`: questions of two lengths, one with a tree of choices,
-        and short texts."""
+        """Choose rows for `fastest_exact`: two lengths, a tree of choices, and short texts."""
         questions = sorted(self.questions, key=_longest_first)
         chosen: list[ProbeRow] = [questions[0], questions[len(questions) // 2]]
         chosen += [row for row in questions if row.node_of][:1]
@@ -82,8 +83,10 @@ class AblationRun:
         return samples
 
     def baseline(self, forwards: Forwards) -> None:
-        """Measure the model before ablation on all prompts and texts; log the estimated time for
-        the ablations."""
+        """Measure the model before ablation on all prompts and texts.
+
+        Log the estimated time for the ablations.
+        """
         start = time.perf_counter()
         batches = [*own_batches(self.questions), *own_batches(self.texts)]
         prompt_X1E, text_11T = self._measure(forwards, batches, [])
@@ -285,8 +288,10 @@ def _longest_first(row: ProbeRow) -> int:
 
 
 def _measure_batch(forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId]) -> Outcome:
-    """Measure a batch with each of a layer's heads ablated, or once with none; average a row's
-    questions."""
+    """Measure a batch with each of a layer's heads ablated, or once with none.
+
+    Average a row's questions.
+    """
     if heads:
         read_HQ = forwards.without(batch, heads[0].layer, [head.head for head in heads])
     else:

@@ -86,8 +86,7 @@ class Race:
         count_HE: Tensor,
         n: int,
     ) -> Tensor:
-        """Return bounds_2H on the number of examples whose count falls by ``n`` or more when a head
-        is ablated."""
+        """Return bounds_2H on the number of examples whose count falls by ``n`` without a head."""
         # Lost and gained answers have two bounds each (the 4); after the last round, counts are
         # exact (the -1).
         n_bounds = 4 * self.n_heads * max(1, len(self.rounds) - 1) * self.n_queries
@@ -115,8 +114,10 @@ def _count_bounds(
     found: int,
     alpha: float,
 ) -> tuple[int, int]:
-    """Bound the count in the population, given ``found`` in ``n_drawn``; each bound fails with
-    probability <= alpha."""
+    """Bound the count in the population, given ``found`` in ``n_drawn``.
+
+    Each bound fails with probability <= alpha.
+    """
     most_others = _upper_bound(population, n_drawn, n_drawn - found, alpha)
     return population - most_others, _upper_bound(population, n_drawn, found, alpha)
 

@@ -57,8 +57,10 @@ def restore_heads(
 def _swapped_heads(
     student: AttentionSite, teacher: AttentionSite, heads: list[int]
 ) -> Iterator[None]:
-    """Run the teacher's attention before the student's mixer; swap its heads in before the output
-    projection."""
+    """Run the teacher's attention before the student's mixer.
+
+    Swap its heads in before the output projection.
+    """
     teacher_heads: list[Tensor] = []
 
     def record(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -45,7 +45,11 @@ class ResumeLog:
         if self.path is None or rank_and_world()[0] != 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"format": FORMAT, "provenance": self.task, "steps": self.steps}
+        record = {
+            "format": FORMAT,
+            "provenance": self.task,
+            "steps": self.steps,
+        }
         # On one line: the file is rewritten after every layer.
         write_json(self.path, record, indent=None)
 

@@ -121,8 +121,10 @@ def _drops(
     layer: int,
     heads: Sequence[int],
 ) -> Tensor:
-    """Return the drop in outcome_XGBE of all batches, concatenated, from ablating each head; scores
-    are such drops."""
+    """Return the drop in outcome_XGBE of all batches, concatenated, from ablating each head.
+
+    Scores are such drops.
+    """
     whole = [batch.outcome(forwards.whole(batch)) for batch in batches]
     without = [batch.outcome(forwards.without(batch, layer, heads)) for batch in batches]
     return torch.cat(whole, dim=2) - torch.cat(without, dim=2)

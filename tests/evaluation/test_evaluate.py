@@ -80,7 +80,11 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(
         for piece in ids.split([length - n_steps, *[1] * n_steps], dim=1):
             model(piece, cache=cache, use_cache=True)
         n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        assert dataclasses.asdict(size) == {"kv": n_bytes, "ssm": 0, "conv": 0}
+        assert dataclasses.asdict(size) == {
+            "kv": n_bytes,
+            "ssm": 0,
+            "conv": 0,
+        }
 
 
 @torch.no_grad()
@@ -159,7 +163,11 @@ def test_teacher_and_student_are_measured_alike(planted, tmp_path) -> None:
     teacher, tokenizer = planted
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
     student.train()
-    question = {"prompt": f"{KEYS[0]} :", "answer": " 7", "choices": [" 7", " 8"]}
+    question = {
+        "prompt": f"{KEYS[0]} :",
+        "answer": " 7",
+        "choices": [" 7", " 8"],
+    }
     (tmp_path / "facts.jsonl").write_text(json.dumps(question) + "\n")
 
     def measured(model: Any) -> EvalResult:

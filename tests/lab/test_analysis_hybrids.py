@@ -20,7 +20,6 @@ from hybrid_distill.config import PlanConfig
 from hybrid_distill.lab.analysis.experiment import (
     Bench,
     Column,
-    Questions,
     Task,
     accuracy_task,
     perplexity_task,
@@ -159,12 +158,6 @@ def test_a_student_its_run_and_its_teacher_must_fit(aligned: Path, tmp_path: Pat
     ):
         with pytest.raises(ValueError, match=message):
             ReplaceLayer(student=student, teacher=teacher).load()
-
-
-def test_heads_cannot_be_put_back_while_a_student_generates(aligned: Path) -> None:
-    questions = Questions(tasks="kv:generate", pairs=3, examples=2)
-    with pytest.raises(ValueError, match="cache"):
-        ReplaceLayer(student=aligned, by="head", questions=questions).run()
 
 
 def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothing() -> None:

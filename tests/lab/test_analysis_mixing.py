@@ -76,9 +76,21 @@ def test_matrix_times_values_is_the_heads_output(family: str, kind: HeadKind | N
         (
             "mamba2",
             None,
-            {"time_step_limit": (0.02, 0.3), "use_bias": True, "use_conv_bias": False},
+            {
+                "time_step_limit": (0.02, 0.3),
+                "use_bias": True,
+                "use_conv_bias": False,
+            },
         ),
-        ("falcon_mamba", None, {"use_bias": True, "use_conv_bias": False, "time_step_rank": 3}),
+        (
+            "falcon_mamba",
+            None,
+            {
+                "use_bias": True,
+                "use_conv_bias": False,
+                "time_step_rank": 3,
+            },
+        ),
     ],
 )
 def test_the_settings_that_families_differ_in(

@@ -26,8 +26,18 @@ def written(tmp_path: Path, content: Any) -> Path:
 
 
 PAIRS = [[1, 3], [0, 0], [1, 0]]
-THIS = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ranking": PAIRS}
-OTHER = {"n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ranking": [[2, 1]]}
+THIS = {
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ranking": PAIRS,
+}
+OTHER = {
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ranking": [[2, 1]],
+}
 
 
 PUBLISHED = {"what": "published", "rankings": {"other": OTHER, "this": THIS}}
@@ -59,10 +69,18 @@ def test_overlap_and_correlation_of_a_small_case() -> None:
     a = heads((0, 0), (0, 1), (0, 2), (0, 3))
     b = heads((0, 1), (0, 0), (0, 3), (0, 2))
     compared = compare_rankings(a, b, [1, 2, 3, 4, 9])
-    assert compared.overlap == {1: 0.0, 2: 1.0, 3: pytest.approx(2 / 3), 4: 1.0}, (
-        "9 is more than there are"
-    )
-    assert compared.chance == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
+    assert compared.overlap == {
+        1: 0.0,
+        2: 1.0,
+        3: pytest.approx(2 / 3),
+        4: 1.0,
+    }, "9 is more than there are"
+    assert compared.chance == {
+        1: 0.25,
+        2: 0.5,
+        3: 0.75,
+        4: 1.0,
+    }
     assert compared.kendall == pytest.approx(1 - 2 * 2 / 6), "two of six pairs the other way round"
     assert compared.spearman == pytest.approx(1 - 6 * 4 / (4 * 15))
     assert compared.n_common == 4

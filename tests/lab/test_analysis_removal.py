@@ -186,7 +186,11 @@ def test_a_layer_left_out_returns_its_input_and_comes_back_bit_identical(family:
 @pytest.mark.parametrize("family", ["llama", "mamba2", "falcon_h1"])
 def test_a_model_without_layers_generates_with_its_cache_as_without(family: str) -> None:
     model = make_model(family)
-    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    settings = {
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+    }
     with without_layers(model, [0, 2]):
         cached = model.generate(IDS, use_cache=True, **settings)  # type: ignore[operator]
         plain = model.generate(IDS, use_cache=False, **settings)  # type: ignore[operator]

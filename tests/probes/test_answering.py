@@ -85,7 +85,11 @@ def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
         stops=((four,), (), ()),
         answer=1,
     )
-    probability = {((), eight): 0.9, ((eight,), four): 0.95, ((), two): 0.05}
+    probability = {
+        ((), eight): 0.9,
+        ((eight,), four): 0.95,
+        ((), two): 0.05,
+    }
     read_1Q = torch.tensor([[probability[read] for read in example.reads]]).log()
     logprob_C = example.choice_logprobs(read_1Q)[0]
     assert logprob_C.exp().tolist() == pytest.approx([0.9 * 0.05, 0.9 * 0.95, 0.05])

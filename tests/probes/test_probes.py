@@ -19,7 +19,13 @@ from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
 from hybrid_distill.probes.registry import PROBES, make_probe
 
-COLOR_OF = {"snow": "white", "coal": "black", "grass": "green", "blood": "red", "the sky": "blue"}
+COLOR_OF = {
+    "snow": "white",
+    "coal": "black",
+    "grass": "green",
+    "blood": "red",
+    "the sky": "blue",
+}
 COLORS = tuple(
     Fact(f"The color of {thing} is", color, kind="color") for thing, color in COLOR_OF.items()
 )
@@ -202,11 +208,21 @@ def test_questions_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "facts.jsonl"
     lines = []
     for fact in COLORS:
-        record = {"prompt": fact.question, "answer": fact.answer, "kind": fact.kind}
+        record = {
+            "prompt": fact.question,
+            "answer": fact.answer,
+            "kind": fact.kind,
+        }
         lines.append(json.dumps(record))
     path.write_text("\n\n".join(lines))
     assert LetterChoice.from_file(path, 5, 2) == LetterChoice(COLORS, 5, 2)
-    line = json.dumps({"prompt": "Rome is in", "answer": " Italy", "choices": [" Italy", " Spain"]})
+    line = json.dumps(
+        {
+            "prompt": "Rome is in",
+            "answer": " Italy",
+            "choices": [" Italy", " Spain"],
+        }
+    )
     path.write_text(f"{line}\n\n{line}\n")
     example = Example("Rome is in", " Italy", (" Italy", " Spain"))
     assert Knowledge(path).examples() == [example, example]
@@ -253,7 +269,17 @@ def test_words_without_a_token_are_named() -> None:
 
 def test_words_of_a_tokenizer_that_splits_at_spaces_alone_are_named() -> None:
     """To it, a pair is one word; the pair's parts are known on their own."""
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "lamp": 1, ":": 2, "42": 3}, "<unk>"))
+    backend = Tokenizer(
+        models.WordLevel(
+            {
+                "<unk>": 0,
+                "lamp": 1,
+                ":": 2,
+                "42": 3,
+            },
+            "<unk>",
+        )
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     assert missing_words(tokenizer, ["lamp : 42"]) == []

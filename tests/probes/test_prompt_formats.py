@@ -49,7 +49,11 @@ def test_a_generated_number_is_read_back(style: str, monkeypatch: pytest.MonkeyP
     tokenizer = family_tokenizer(style)
     model = make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
     (example,) = FormattedProbe(KVRetrieval(4, keys=KEYS), "chat", tokenizer).examples(1)
-    expected = {f"{example.answer}\n": True, f"{example.answer}7": False, " no": False}
+    expected = {
+        f"{example.answer}\n": True,
+        f"{example.answer}7": False,
+        " no": False,
+    }
     for text, is_right in expected.items():
         row = tokenize(tokenizer, [example.prompt + text])[0]
         monkeypatch.setattr(model, "generate", lambda row=row, **_: torch.tensor([row]))

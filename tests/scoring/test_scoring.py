@@ -301,7 +301,11 @@ def test_nothing_is_computed_that_is_not_needed(teacher) -> None:
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
     model, tokenizer = teacher
-    options = {"n_examples": 5, "batch_size": 20, "control_texts": TEXTS}
+    options = {
+        "n_examples": 5,
+        "batch_size": 20,
+        "control_texts": TEXTS,
+    }
     scores = score(model, tokenizer, PROBE, **options)
     original = model.forward
     sizes: list[int] = []
@@ -392,7 +396,12 @@ def test_an_interrupted_scoring_resumes(
     caplog,
     race,
 ) -> None:
-    options = {"n_examples": 16, "batch_size": 20, "control_texts": TEXTS, **race}
+    options = {
+        "n_examples": 16,
+        "batch_size": 20,
+        "control_texts": TEXTS,
+        **race,
+    }
     path = tmp_path / "partial.json"
     uninterrupted = score(*teacher, PROBE, **options)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -1,5 +1,4 @@
-"""Common structure of experiments: load a model, measure variants of it on tasks, write a table and
-a figure."""
+"""Common structure of experiments: measure variants of a model, write a table and a figure."""
 
 from __future__ import annotations
 
@@ -76,8 +75,10 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows under a title; unless ``compared`` is off, all are compared with the first, the intact
-    model."""
+    """Rows under a title.
+
+    Unless ``compared`` is off, all are compared with the first, the intact model.
+    """
 
     title: str
     label: str
@@ -86,8 +87,7 @@ class Table(NamedTuple):
     compared: bool = True
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return cells as text, guessing in the last row, and full numbers with changes and
-        standard deviations."""
+        """Return cells as text, with guessing as the last row, and the numbers behind them."""
         cells = pd.DataFrame({self.label: [row.label for row in self.rows]})
         numbers = cells.copy()
         for index, column in enumerate(self.columns):
@@ -179,8 +179,10 @@ class Subject:
     """Implementation of a student's recurrent heads, if the model is one."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load model and tokenizer; errors name ``flag``. Raises ValueError if the model cannot be
-        a teacher."""
+        """Load model and tokenizer; errors name ``flag``.
+
+        Raises ValueError if the model cannot be a teacher.
+        """
         config, _ = read_teacher(self.model, flag=flag)
         check_teacher(config, name=self.model)
         model, tokenizer = load_on_own_device(
@@ -228,8 +230,10 @@ class Questions:
         return names
 
     def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
-        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model
-        cannot read."""
+        """Make the tasks.
+
+        Raises ValueError for an unknown name, and for questions that the model cannot read.
+        """
         return [self._task(name, model, tokenizer) for name in self.names]
 
     def _task(
@@ -254,8 +258,10 @@ class Questions:
         return accuracy_task(name, examples, chance, self.batch_size)
 
     def examples_of(self, name: str) -> tuple[list[Example], float]:
-        """Return a task's questions, and the share that guessing gets right. Raises ValueError for
-        an unknown name."""
+        """Return a task's questions, and the share that guessing gets right.
+
+        Raises ValueError for an unknown name.
+        """
         if name not in (KNOWLEDGE, *PROBES):
             raise ValueError(
                 f"unknown task {name!r}; pass one of {', '.join([*PROBES, KNOWLEDGE, TEXT])}."
@@ -274,8 +280,10 @@ def accuracy_task(
     chance: float,
     batch_size: int = 32,
 ) -> Task:
-    """Make a task that measures accuracy, by generation if so named; ``chance``, by choice, is 0 to
-    1."""
+    """Make a task that measures accuracy, by generation if so named.
+
+    ``chance``, by choice, is 0 to 1.
+    """
     if name.endswith(GENERATED):
 
         def by_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
@@ -293,14 +301,15 @@ def accuracy_task(
 def check_readable(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> None:
-    """Raise ValueError for words that the tokenizer does not know, and prompts beyond the model's
-    context."""
+    """Raise ValueError for unknown words, and for prompts beyond the model's context."""
     check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
 
 
 def lm_eval_task(job: SuiteJob) -> Task:
-    """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot
-    be loaded."""
+    """Make a task from one lm-eval task.
+
+    Raises ValueError for a suite, and for a task that cannot be loaded.
+    """
     tasks_of = load_tasks(job)
     name, *others = job.names
     # A tag of lm-eval is one name for several tasks.
@@ -366,8 +375,10 @@ class ModelExperiment(Experiment):
 
 
 class Variant(NamedTuple):
-    """Label, and the context manager that turns the model into that variant; ``group`` and ``x`` as
-    in a `Row`."""
+    """Label, and the context manager that turns the model into that variant.
+
+    ``group`` and ``x`` as in a `Row`.
+    """
 
     label: str
     changed: AbstractContextManager[object]
@@ -376,8 +387,10 @@ class Variant(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Model, and the tasks to measure its variants on; with a ``resume_log``, a stopped call
-    resumes."""
+    """Model, and the tasks to measure its variants on.
+
+    With a ``resume_log``, a stopped call resumes.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -390,8 +403,10 @@ class Bench(NamedTuple):
         label: str,
         variants: Sequence[Variant],
     ) -> Table:
-        """Make a table with a row per variant; variants with the same label are draws, shown as
-        their mean."""
+        """Make a table with a row per variant.
+
+        Variants with the same label are draws, shown as their mean.
+        """
         resume_log = self.resume_log or ResumeLog(None, {})
         draws: dict[str, list[list[float]]] = {}
         for variant in track(variants, label):

@@ -22,8 +22,10 @@ MOST_TOKENS = 128
 
 
 def draw_lines(table: Table, path: Path) -> None:
-    """Draw a line per group of rows, perplexity on a log scale; the first row is dashed, guessing
-    is dotted."""
+    """Draw a line per group of rows, perplexity on a log scale.
+
+    The first row is dashed, guessing is dotted.
+    """
     from matplotlib.ticker import LogFormatter
 
     groups: dict[str, list[Row]] = {}
@@ -57,8 +59,10 @@ def draw_lines(table: Table, path: Path) -> None:
 
 
 def draw_bars(table: Table, path: Path) -> None:
-    """Draw a bar per row, orange for recurrent heads; in compared tables the first is dashed,
-    guessing is dotted."""
+    """Draw a bar per row, orange for recurrent heads.
+
+    In compared tables the first is dashed, guessing is dotted.
+    """
     rows = table.rows
     colors = [ORANGE if row.label.endswith(" ssm") else BLUE for row in rows]
     if table.compared:

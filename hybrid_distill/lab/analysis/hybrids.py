@@ -126,8 +126,7 @@ class ReplaceLayer(Experiment):
         return student, teacher, own_tokenizer or tokenizer
 
     def table(self, bench: Bench, teacher: PreTrainedModel) -> Table:
-        """Make rows for the student, for each layer or head put back alone (heads: best first), and
-        for the teacher."""
+        """Make rows for the student, each part put back (heads: best first), and the teacher."""
         student = bench.model
         assert isinstance(student, HybridForCausalLM)
         variants = [Variant("none", nullcontext())]
@@ -254,8 +253,10 @@ class HybridHeadRanking(ModelExperiment):
         return f"{shown}\n\n{self.save(removed, draw_lines, suffix='.removed')}"
 
     def _scores(self, bench: Bench) -> dict[str, HeadScores]:
-        """Score the heads of each kind. Raises ValueError for unreadable questions, and for
-        Mamba-1."""
+        """Score the heads of each kind.
+
+        Raises ValueError for unreadable questions, and for Mamba-1.
+        """
         model = bench.model
         n_examples = self.questions.examples
         # Heads are ranked and removed on different questions.

@@ -143,8 +143,7 @@ class Maps(Experiment):
         sharpness_of: Mapping[HeadId, Sharpness],
         ablation: Sequence[HeadId],
     ) -> Table:
-        """Make a table of the heads that were found, with their places in a ranking by ablation, if
-        there is one."""
+        """Make a table of the heads that were found, with their places by ablation, if known."""
         what = f"heads that gather or aggregate, means over {self.examples} prompts"
         title = f"{model.name_or_path}: {what}"
         table = sharpness_table(

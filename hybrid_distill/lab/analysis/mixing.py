@@ -161,8 +161,10 @@ def _behind_mixers(
     kind: HeadKind | None,
     act: Action,
 ) -> Iterator[None]:
-    """Call ``act`` after each mixer that has some of the heads; its result, if any, replaces the
-    mixer's output."""
+    """Call ``act`` after each mixer that has some of the heads.
+
+    Its result, if any, replaces the mixer's output.
+    """
     kinds = {site.kind_of(head.head) for head, site in find_heads(model, kind).items()}
     with ExitStack() as hooks:
         if "attention" in kinds:
@@ -213,8 +215,10 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
 
 
 def find_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> dict[HeadId, HeadSite]:
-    """Find all heads of a kind, as `head_sites` does; in a student those that are kept, or
-    recurrent."""
+    """Find all heads of a kind, as `head_sites` does.
+
+    In a student those that are kept, or recurrent.
+    """
     # A student's sites hold heads of both kinds; head_sites of a kind would refuse it.
     sites = head_sites(model)
     if sites[0].kind != "hybrid":
@@ -232,8 +236,10 @@ def find_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> dict[Hea
 def sites_of(
     model: PreTrainedModel, heads: Sequence[HeadId], kind: HeadKind | None = None
 ) -> list[HeadSite]:
-    """Return the layers of some heads. Raises ValueError for a head that does not exist, or is of
-    another kind."""
+    """Return the layers of some heads.
+
+    Raises ValueError for a head that does not exist, or is of another kind.
+    """
     site_of = find_heads(model, kind)
     by_layer = {site.layer: site for site in site_of.values()}
     for head in heads:
@@ -253,8 +259,7 @@ def check_prompt(
     kind: HeadKind | None,
     max_gb: float,
 ) -> None:
-    """Raise ValueError for a prompt that is empty or beyond the model's context, or whose matrices
-    are too large."""
+    """Raise ValueError for a prompt that is empty or too long, or whose matrices are too large."""
     context = longest_context(model.config)
     if not ids or (context is not None and len(ids) > context):
         limit = (
@@ -332,8 +337,10 @@ def _scan(
     scale_LHP: Tensor,
     matrix: Callable[..., Tensor] = mixing_matrix,
 ) -> Scan:
-    """Return a function of a head's index; ``matrix`` makes its mixing matrix from its gates, B and
-    C."""
+    """Return a function of a head's index.
+
+    ``matrix`` makes its mixing matrix from its gates, B and C.
+    """
 
     def head(h: int) -> tuple[Tensor, Tensor, Tensor]:
         # As a batch of one row and one head.
@@ -404,8 +411,10 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
 
 
 def _of_mamba1(mixer: Mixer, calls: Calls) -> Scan:
-    """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not; every channel has N
-    decays."""
+    """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not.
+
+    Every channel has N decays.
+    """
     x_LC, gate_LC = calls[mixer.in_proj].output[0].chunk(2, dim=-1)
     x_LC = _convolved(mixer, x_LC)
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]

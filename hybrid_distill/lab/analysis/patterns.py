@@ -35,8 +35,7 @@ LINE = re.compile(r"[^\n]+\n+")
 
 
 class Segment(NamedTuple):
-    """Positions of one line: its content, and the tokens at its end that may summarize it,
-    including the line break."""
+    """Positions of one line: its content, and the tokens at its end that may summarize it."""
 
     content: tuple[int, ...]
     summary: tuple[int, ...]
@@ -147,8 +146,7 @@ def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
 
 
 def gather_mask(prompt: MarkedPrompt) -> Tensor:
-    """Return mask_TS of a gather head: from every token of a segment to the tokens of the same
-    segment."""
+    """Return mask_TS of a gather head: from every token of a segment to those of the segment."""
     mask_TS = torch.zeros(len(prompt.ids), len(prompt.ids), dtype=torch.bool)
     for segment in prompt.segments:
         places = torch.tensor(segment.content + segment.summary)

@@ -79,8 +79,10 @@ class HeadRemoval(Experiment):
     def remove(
         self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]
     ) -> Table:
-        """Load the model and measure it with and without heads. A stopped call leaves
-        OUT/NAME.partial.json."""
+        """Load the model and measure it with and without heads.
+
+        A stopped call leaves OUT/NAME.partial.json.
+        """
         # Read before the model, which takes minutes to load.
         scores = None if self.scores is None else HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
@@ -91,7 +93,11 @@ class HeadRemoval(Experiment):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
         ranking = scores.ranking(self.by)
         options = json.loads(json.dumps(asdict(self), default=str))  # paths become text
-        task = {**describe_run(model), **options, "ranking": ranking}
+        task = {
+            **describe_run(model),
+            **options,
+            "ranking": ranking,
+        }
         resume_log = ResumeLog(self.out / f"{self.NAME}.partial.json", task)
         return self.table(bench._replace(resume_log=resume_log), ranking)
 
@@ -246,8 +252,10 @@ class PruneLayers(ModelExperiment):
         return bench.table("layers dropped from the end", "layers left", variants)
 
     def one_by_one(self, bench: Bench) -> Table:
-        """Make a row for each layer that is left out alone; layers above ``last_layer`` are always
-        left out."""
+        """Make a row for each layer that is left out alone.
+
+        Layers above ``last_layer`` are always left out.
+        """
         model = bench.model
         above = layers_above(model, self.last_layer)
         variants = [Variant("none", without_layers(model, above))]
