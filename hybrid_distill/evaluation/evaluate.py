@@ -87,6 +87,7 @@ def without_recurrence(model: PreTrainedModel, inputs: EvalInputs) -> Record | N
     config = text_config(model)
     if config.model_type != HybridConfig.model_type:
         return None
+    # A student that keeps all heads has nothing to zero.
     recurrent: list[HeadId] = []
     for layer in range(config.num_hidden_layers):
         recurrent += [HeadId(layer, head) for head in config.recurrent_in(layer)]
@@ -120,6 +121,7 @@ def model_cache_bytes(model: PreTrainedModel) -> Record:
     """Return the memory fields of an `EvalResult`."""
     site = attention_sites(model)[0]
     config = text_config(model)
+    # Head counts by site: a config may name them differently.
     shape = HeadPlan(config.num_hidden_layers, site.n_heads, site.n_kv_heads, kept=())
     plan = HeadPlan.all(shape)
     # A teacher has no states.

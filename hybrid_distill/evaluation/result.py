@@ -51,6 +51,7 @@ class EvalResult:
 
     def to_dict(self) -> Record:
         """Convert to JSON values; sizes and lengths become strings."""
+        # Through JSON, so that a result equals the one that is read back.
         return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
 
     def figures(self) -> dict[str, float]:

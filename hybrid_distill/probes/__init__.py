@@ -80,6 +80,7 @@ class SeededProbe(ABC):
         settings: dict[str, object] = {"name": self.name}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
+            # Lists of hundreds of words would fill every file of scores.
             if not field.repr:
                 settings[f"{field.name}_sha256"] = digest(value)
             elif isinstance(value, tuple):

@@ -92,6 +92,7 @@ def token_counts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
     choices: set[str] = set()
     for example in examples:
         choices.update(example.choices)
+    # By tokens, not characters: the longest text need not have the most.
     n_tokens: dict[str, int] = {}
     for choice, row in zip(choices, tokenize(tokenizer, list(choices)), strict=True):
         n_tokens[choice] = len(row)

@@ -72,6 +72,7 @@ def read_questions(
             lines = list(text_lines(text))
     for number, line in enumerate(lines, start=1):
         with refused(f"line {number} of {file} is not a question", f"write {expected}"):
+            # Editors leave blank lines at the end.
             if line.strip():
                 questions.append(read(whole_strings(json.loads(line))))
     if not questions:

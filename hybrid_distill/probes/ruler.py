@@ -109,6 +109,7 @@ def ruler_questions(
         return len(tokenizer(prompt, verbose=False)["input_ids"]) <= room
 
     with _seeded(generators, f"{task} {length} {seed}"):
+        # Sized on one question of its own seed, so that n does not change the prompts.
         write, least = _writer(generators, task, length, fits)
         shortest = write(least)
         missing = missing_words(tokenizer, [shortest.prompt, *shortest.answers])
@@ -209,6 +210,7 @@ def _variable_writer(vt: Any, length: int, fits: Callable[..., bool]) -> _Write:
         return _split(text, " Answer: According to the chain(s) of variable assignment", answers)
 
     write_example = partial(write_chain, is_example=True)
+    # The example is as long as lm-eval's, unless that leaves too little for the question.
     room = min(VT_EXAMPLE, length // 2) - LONGEST_ANSWER["ruler_vt"]
     example = write_example(_most(write_example, 1, length, partial(fits, room=room)))
     example_text = f"{example.question} {example.answer_prefix}  {' '.join(example.answers)}\n\n"
@@ -234,6 +236,7 @@ def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -
 
     def write(units: int) -> RulerQuestion:
         kind = needles.type_haystack
+        # prepare_niah would download its essays.
         haystack = essay if kind == "essay" else niah.get_haystack(kind)
         text, answers, query = niah.generate_input_output(units, haystack, **options)
         answer_prefix = (

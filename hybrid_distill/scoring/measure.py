@@ -122,11 +122,9 @@ class AblationRun:
                 self._run_rounds(forwards, resume_log, phase)
         # Stopped by hand after hours: say what is kept, before the traceback.
         except KeyboardInterrupt:
-            kept = (
-                "nothing is kept"
-                if resume_log.path is None
-                else f"the same call continues from {resume_log.path}"
-            )
+            kept = "nothing is kept"
+            if resume_log.path is not None:
+                kept = f"the same call continues from {resume_log.path}"
             log.warning("scoring stopped after %d layers; %s", len(resume_log.steps), kept)
             raise
 
@@ -156,16 +154,8 @@ class AblationRun:
             for layer in sorted(set(layers)):
                 in_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in in_layer]
-                step = resume_log.next(
-                    partial(
-                        self._step,
-                        forwards,
-                        batches,
-                        heads,
-                        tried,
-                        phase,
-                    )
-                )
+                measure = partial(self._step, forwards, batches, heads, tried, phase)
+                step = resume_log.next(measure)
                 self._store(step, in_layer, tried)
                 work_done += forwards.work([*questions, *texts], [layer] * len(heads))
                 phase.update(work_done - phase.done)  # includes steps read from the file

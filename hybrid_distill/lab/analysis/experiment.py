@@ -105,9 +105,9 @@ class Table(NamedTuple):
                 numbers[f"{column.name}_change_percent"] = 100 * (change - 1)
                 numbers[f"{column.name}_sd"] = spread
             cells[column.header] = texts
-        chances = [
-            "" if column.chance is None else f"{column.chance:.1f}" for column in self.columns
-        ]
+        chances = []
+        for column in self.columns:
+            chances.append("" if column.chance is None else f"{column.chance:.1f}")
         if any(chances):
             cells.loc[len(cells)] = ["guessing", *chances]
         return cells, numbers
@@ -183,6 +183,7 @@ class Subject:
 
         Raises ValueError if the model cannot be a teacher.
         """
+        # Read first: a model that cannot be studied is refused before its weights are loaded.
         config, _ = read_teacher(self.model, flag=flag)
         check_teacher(config, name=self.model)
         model, tokenizer = load_on_own_device(

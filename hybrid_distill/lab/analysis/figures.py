@@ -48,6 +48,7 @@ def draw_lines(table: Table, path: Path) -> None:
                     label=group,
                 )
             _references(axes, table, index, axes.axhline, axes.set_ylim)
+            # Perplexities span orders of magnitude.
             if table.columns[index].unit != "%":
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(LogFormatter())

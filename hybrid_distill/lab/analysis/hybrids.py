@@ -87,6 +87,7 @@ class ReplaceLayer(Experiment):
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
         """Load student, teacher and tokenizer. Raises ValueError unless they match."""
+        # A run and a checkpoint both have a config.json; its contents tell.
         if is_run(self.student / "config.json"):
             student, teacher, tokenizer = self._load_run()
         else:
@@ -296,6 +297,7 @@ class HybridHeadRanking(ModelExperiment):
             groups["both"] = list(ranking)
         variants = [Variant("nothing", nullcontext())]
         for group, heads in groups.items():
+            # A set: several counts may exceed a kind's number of heads.
             for n in sorted({min(count, len(heads)) for count in self.counts}):
                 removed = _without(bench.model, heads[:n])
                 variants.append(Variant(f"{group}: first {n}", removed, group, n))

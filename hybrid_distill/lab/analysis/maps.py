@@ -112,12 +112,14 @@ class Maps(Experiment):
                 model, {head: sharpness_of[head] for head in first}, ablation
             )
             shown.append(self.save(table, suffix=".patterns"))
+            # Named heads stay as named; the search then only adds its table.
             if not (heads or ssm_heads):
                 heads = list(first)
 
         if self.prompt is None:
             prompt = mark_example(tokenizer, questions[0])
         else:
+            # A shell may pass halves of surrogate pairs, which tokenizers refuse.
             prompt = mark_prompt(tokenizer, whole_text(self.prompt))
         panels = self._panels(model, self.subject.model, prompt, heads, ssm_heads)
         for path in self.beside:
@@ -231,9 +233,10 @@ class Mask(ModelExperiment):
             "gather": [parse_head(text) for text in self.gather],
             "aggregate": [parse_head(text) for text in self.aggregate],
         }
-        among = (
-            None if self.scores is None else HeadScores.load(self.scores).ranking()[: self.first]
-        )
+        # Heads can look as if they gathered without mattering; scores tell which matter.
+        among = None
+        if self.scores is not None:
+            among = HeadScores.load(self.scores).ranking()[: self.first]
         model, tokenizer = self.subject.load()
         examples_of: dict[str, Sequence[Example]] = {}
         marked: dict[Column, Marked] = {}
@@ -248,6 +251,7 @@ class Mask(ModelExperiment):
         if not any(heads.values()):
             first_task = examples_of[self.questions.names[0]]
             sharpness_of = find_patterns(model, tokenizer, first_task[:SEARCHED], kind=self.kind)
+            # Searched in all heads first: it costs one forward a prompt either way.
             if among is not None:
                 sharpness_of = {head: sharpness_of[head] for head in sharpness_of if head in among}
             heads = {pattern: rank_by(sharpness_of, pattern)[: self.k] for pattern in PATTERNS}
@@ -337,6 +341,7 @@ def masked_logprobs(
     Runs a separate forward for every prefix of a choice, because masks do not work with a cache.
     """
     logprob_after: dict[Tokens, Tensor] = {}  # by path; log-probabilities of the next token, [V]
+    # Choices of one more token have no contexts: the shared prefix is the only row.
     for path in encoded.contexts() or [encoded.choices[0][: encoded.n_shared]]:
         ids = encoded.prompt + path
         ids_1L = torch.tensor([ids], device=model.device)

@@ -47,9 +47,8 @@ T = TypeVar("T")
 
 MAX_GB = 4.0
 BYTES_PER_KEPT_ENTRY = 4
-BYTES_PER_MIXING_ENTRY = (
-    28  # of a mixing matrix while it is made: decays in float64, and the products in float32
-)
+# Of a mixing matrix while it is made: decays in float64, and the products in float32.
+BYTES_PER_MIXING_ENTRY = 28
 
 
 class Call(NamedTuple):
@@ -140,8 +139,7 @@ def mask_heads(
             own_TP = heads_BTHP[0, :, mix.head.head]
             masked = replace(mix, matrix_TS=mix.matrix_TS * mask_TS)
             masked_TP = masked.output().to(own_TP.dtype)
-            # The product rounds differently than the model does: rows that keep everything stay the
-            # model's own.
+            # The product rounds differently than the model does: whole rows stay the model's own.
             future_TS = ~torch.ones_like(mask_TS).tril()
             whole_T1 = (mask_TS | future_TS).all(-1, keepdim=True)
             heads_BTHP[0, :, mix.head.head] = torch.where(whole_T1, own_TP, masked_TP)
@@ -209,6 +207,7 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
     with (
         site.block.register_forward_pre_hook(enter),
         site.module.register_forward_hook(behind),
+        # Also after an error: no hook may stay behind.
         site.block.register_forward_hook(leave, always_call=True),
     ):
         yield
@@ -262,12 +261,13 @@ def check_prompt(
     """Raise ValueError for a prompt that is empty or too long, or whose matrices are too large."""
     context = longest_context(model.config)
     if not ids or (context is not None and len(ids) > context):
-        limit = (
-            "at least 1 token" if context is None else f"1 to {context} tokens, the model's context"
-        )
+        limit = "at least 1 token"
+        if context is not None:
+            limit = f"1 to {context} tokens, the model's context"
         raise ValueError(f"the prompt has {len(ids)} tokens; it must have {limit}.")
     # Only one matrix is being made at a time, in addition to those that are kept.
-    making = max(_bytes_while_making(site) for site in sites_of(model, heads, kind))
+    sites = sites_of(model, heads, kind)
+    making = max((_bytes_while_making(site) for site in sites), default=0)
     needed = len(ids) ** 2 * (BYTES_PER_KEPT_ENTRY * len(heads) + making) / 2**30
     if needed > max_gb:
         raise ValueError(
@@ -294,6 +294,7 @@ def _mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterator[He
     for head in heads:
         kind = site.kind_of(head.head)
         if kind == "attention":
+            # Made lazily: the caller reads one matrix before the next is made.
             yield HeadMix(head, kind, *_map_and_values(site, head.head, calls))
             continue
         if scan is None:  # made once for a layer's heads, and only if one of them is recurrent
@@ -320,6 +321,7 @@ def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Te
         raise ValueError(
             f"{type(attention).__name__} returns no attention maps, even in eager attention."
         )
+    # Every batch here is one prompt, so its first row is all of it.
     map_TS = output[1][0, own.index(head)]
     group = groups.index(head // (site.n_heads // site.n_kv_heads))
     block = layout.block("value", group, len(own), len(groups))
@@ -396,6 +398,7 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
     scale_LC = F.silu(_wide(gate_LC))
     if hasattr(mixer.norm, "weight"):
         before_gate = getattr(mixer.norm, "norm_before_gate", False)
+        # The norm's own input: its RMS is over all channels of a group.
         in_norm_LC = _wide(calls[mixer.norm].hidden[0]) * (1 if before_gate else scale_LC)
         in_groups = in_norm_LC.unflatten(-1, (n_groups, -1))
         rms = (in_groups.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()

@@ -89,6 +89,7 @@ class HeadRemoval(Experiment):
         bench = Bench(model, tokenizer, make_tasks(model, tokenizer))
         if scores is None:
             return bench.table("", "heads removed", [Variant("nothing", nullcontext())])
+        # Scores that were written by hand may have none.
         if scores.fingerprint not in ("", fingerprint(model)):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
         ranking = scores.ranking(self.by)
@@ -125,6 +126,7 @@ class HeadRemoval(Experiment):
         variants = [Variant("nothing", nullcontext())]
         for n in self.counts:
             variants.append(without(f"first {n}", ranking[:n], "first"))
+        # Draws with the same label become one row, their mean.
         mean = f" (mean of {self.random_draws})" if self.random_draws > 1 else ""
         for n in self.counts:
             for seed in range(self.random_draws):
