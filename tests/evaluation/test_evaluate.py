@@ -88,9 +88,22 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kept", [[], [(0, 0), (0, 1), (0, 6), (2, 3)], "all"])
 @pytest.mark.parametrize(
-    ("length", "family"), [(40, "llama"), (40, "mistral"), (40, "gemma3"), (5, "gemma3")]
+    "kept",
+    [
+        [],
+        [(0, 0), (0, 1), (0, 6), (2, 3)],
+        "all",
+    ],
+)
+@pytest.mark.parametrize(
+    ("length", "family"),
+    [
+        (40, "llama"),
+        (40, "mistral"),
+        (40, "gemma3"),
+        (5, "gemma3"),
+    ],
 )
 def test_cache_bytes_are_those_of_a_real_students_cache(
     family_model,
@@ -249,7 +262,12 @@ def test_a_student_is_measured_without_its_recurrence(planted, tmp_path) -> None
     assert set(zeroed) == {"n_examples", "figures", "unused"}
     assert zeroed["n_examples"] == 4
     figures = zeroed["figures"]
-    assert list(figures) == ["kv_choice_8", "kv_generation_8", "perplexity", "top1_agreement"]
+    assert list(figures) == [
+        "kv_choice_8",
+        "kv_generation_8",
+        "perplexity",
+        "top1_agreement",
+    ]
     assert figures["perplexity"]["whole"] == pytest.approx(result.perplexity, rel=1e-6)
     assert figures["perplexity"]["zeroed"] == pytest.approx(ablated.perplexity, rel=1e-6)
     assert not zeroed["unused"]

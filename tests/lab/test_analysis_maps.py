@@ -217,7 +217,11 @@ ALL = torch.ones(10, 10, dtype=torch.bool)
 NONE = torch.zeros(10, 10, dtype=torch.bool)
 of_every_kind = pytest.mark.parametrize(
     ("family", "kind"),
-    [*((family, None) for family in FAMILIES), ("zamba2", "ssm"), ("falcon_h1", "ssm")],
+    [
+        *((family, None) for family in FAMILIES),
+        ("zamba2", "ssm"),
+        ("falcon_h1", "ssm"),
+    ],
 )
 
 

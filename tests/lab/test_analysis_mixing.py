@@ -101,7 +101,12 @@ def test_the_settings_that_families_differ_in(
 
 
 @pytest.mark.parametrize(
-    ("family", "recurrence"), [("olmo3", "discrete"), ("phi3", "gdn"), ("gpt_neox", "mamba2")]
+    ("family", "recurrence"),
+    [
+        ("olmo3", "discrete"),
+        ("phi3", "gdn"),
+        ("gpt_neox", "mamba2"),
+    ],
 )
 def test_a_students_kept_and_recurrent_heads_in_every_layout(
     family: str, recurrence: str, family_model: Any

@@ -73,7 +73,13 @@ def test_without_its_circuit_the_planted_teacher_retrieves_nothing(
     ranking = CIRCUIT + others
     kv = remove_heads(planted, ranking, (1, 3), n_draws=2)
     mean = "(mean of 2)"
-    assert list(kv) == ["nothing", "first 1", "first 3", f"random 1 {mean}", f"random 3 {mean}"]
+    assert list(kv) == [
+        "nothing",
+        "first 1",
+        "first 3",
+        f"random 1 {mean}",
+        f"random 3 {mean}",
+    ]
     assert kv["nothing"] == 100
     assert kv["first 1"] < 50
     assert kv["first 3"] < 50
@@ -217,7 +223,11 @@ def test_a_table_as_text_and_as_numbers(tmp_path: Path) -> None:
     assert lines[-1] == "| guessing | 25.0 |  |"
     names, intact, random = csv.reader((tmp_path / "remove-heads.csv").open())
     of_kv = ["kv", "kv_change_percent", "kv_sd"]
-    of_perplexity = ["perplexity", "perplexity_change_percent", "perplexity_sd"]
+    of_perplexity = [
+        "perplexity",
+        "perplexity_change_percent",
+        "perplexity_sd",
+    ]
     assert names == ["removed", *of_kv, *of_perplexity]
     assert intact == ["nothing", "80.0", "", "", "4.0", "", ""]
     assert [float(cell) for cell in random[1:]] == pytest.approx([62, -22.5, 2, 5, 25, 0])
@@ -239,9 +249,10 @@ def run(*argv: object) -> None:
 
 def test_the_command_shows_the_central_result(scores: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "new"
-    small = ["--tasks", "kv,kv:generate,knowledge,text", "--pairs", 8, "--examples", 16]
+    tasks = ["--tasks", "kv,kv:generate,knowledge,text"]
+    few = ["--pairs", 8, "--examples", 16]
     ranking = ["--scores", scores, "--counts", 4, "--random-draws", 1]
-    run("remove-heads", *ranking, *small, "--out", out)
+    run("remove-heads", *ranking, *tasks, *few, "--out", out)
     assert {path.name for path in out.iterdir()} == {f"remove-heads.{end}" for end in FILES}
     intact, without, _ = csv.DictReader((out / "remove-heads.csv").open())
     for task in ("kv", "kv:generate"):
@@ -296,8 +307,8 @@ def test_a_dictionary_in_other_words_has_the_same_pairs_and_the_same_answer() ->
 
 def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
     ranking = ["--scores", scores, "--counts", 4]
-    kv = ["--of", "kv", "--formats", "completion,reworded", "--examples", 16]
-    run("formats", *kv, *ranking, "--out", tmp_path)
+    formats = ["--of", "kv", "--formats", "completion,reworded"]
+    run("formats", *formats, *ranking, "--examples", 16, "--out", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {f"formats.{end}" for end in FILES}
     intact, without = csv.DictReader((tmp_path / "formats.csv").open())
     for name in ("completion", "reworded"):

@@ -53,7 +53,14 @@ def wording(prompt: str) -> set[str]:
     return {needle.sub(r" for X \1", line) for line in prompt.split("\n")}
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "niah_single_1",
+        "niah_multikey_2",
+        "niah_multikey_3",
+    ],
+)
 def test_prompts_are_worded_as_lm_evals(task: str) -> None:
     generators = load_generators()
     options = NEEDLES[task]._asdict()
@@ -89,7 +96,13 @@ def test_questions_fill_a_length_and_follow_from_the_seed(task: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "task", ["niah_single_3", "niah_multikey_2", "niah_multivalue", *TASKS[-3:]]
+    "task",
+    [
+        "niah_single_3",
+        "niah_multikey_2",
+        "niah_multivalue",
+        *TASKS[-3:],
+    ],
 )
 def test_a_probe_asks_for_one_answer(task: str) -> None:
     probe = make_probe(task, n_tokens=1500, tokenizer=TOKENIZER)

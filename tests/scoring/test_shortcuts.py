@@ -58,7 +58,11 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog) -
 
 @pytest.mark.parametrize(
     ("channel", "dtype"),
-    [("tokens", torch.float32), ("tokens", torch.bfloat16), ("mean", torch.float32)],
+    [
+        ("tokens", torch.float32),
+        ("tokens", torch.bfloat16),
+        ("mean", torch.float32),
+    ],
 )
 def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dtype, caplog) -> None:
     """Layer 18 adds what layer 2 has seen: forwards that begin between them read old values."""
