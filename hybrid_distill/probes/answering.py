@@ -218,8 +218,7 @@ def generate_greedily(
         attention_mask=mask_BL,
         # One more token than the answer shows that a number has ended.
         max_new_tokens=max(longest, 1) + 1,
-        # All set explicitly: the model's own generation settings would fill in any that are
-        # missing.
+        # All set explicitly: the model's own settings would fill in any that are missing.
         do_sample=False,
         num_beams=1,
         temperature=None,

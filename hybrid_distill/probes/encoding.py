@@ -83,8 +83,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
     shortest = min(map(len, rows))
     # At least one token has to be left of the shortest choice, to be predicted.
     n_common = min(common_prefix(rows), shortest - 1)
-    # A tokenizer may merge the prompt's end with a choice's beginning: a merged token belongs to
-    # the choice.
+    # A tokenizer may merge the prompt's end with a choice's beginning; the choice gets that token.
     n_prompt = min(n_common, common_prefix([prompt, *rows]))
     choices = tuple(row[n_prompt:] for row in rows)
     return EncodedExample(
@@ -116,8 +115,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[T
         return []
     # Without special tokens: with them, some tokenizers end each text.
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    # add_special_tokens would add the end-of-text token too; whether there is a first one shows on
-    # any text.
+    # Whether a tokenizer adds a first token shows on any text.
     sample: list[int] = tokenizer("a")["input_ids"]
     first = sample[:1]
     start: Tokens = ()

@@ -56,8 +56,7 @@ class BatchSizer:
             try:
                 return work(n_rows)
             except RuntimeError as error:
-                # Knows each backend's message: a failed allocation on the CPU is a plain
-                # RuntimeError.
+                # Knows each backend's message: on the CPU, it is a plain RuntimeError.
                 if not should_reduce_batch_size(error):
                     raise
                 if n_rows == 1:

@@ -110,8 +110,7 @@ class FromLayer(Forwards):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.begin([])
-        # How a layer, and its mixer, wrap their tensor: bare or in a tuple, by family. Set by the
-        # first forward.
+        # How a layer and its mixer wrap their tensor, by family; set by the first forward.
         self.as_output: Callable[[Tensor], object]
         self.as_mixed: Callable[[Tensor], object]
 
@@ -215,8 +214,7 @@ class FromLayer(Forwards):
             return self.as_mixed(site.o_proj(heads_RLC))
 
         with ExitStack() as patches:
-            # The layer's own norm and residual run again, on its recorded input; its attention does
-            # not.
+            # The layer's norm and residual run again, on its recorded input; its mixer does not.
             patches.enter_context(replay_blocks(self.model, layer - 1, self.as_output(input_RLD)))
             patches.enter_context(replaced_forward(site.module, project))
             patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))

@@ -177,8 +177,7 @@ class AblationRun:
         prompt_XHE, text_1HT = self._measure(forwards, batches, heads, phase)
         right_HE, logprob_HE = prompt_XHE[:, :, self.order[tried]]
         step = {"right": right_HE.tolist(), "logprob": logprob_HE.tolist()}
-        # By round, not by what this process measured: results are shared, and it may have had no
-        # text.
+        # By round: this process may have had no text, but results are shared.
         if tried.stop == len(self.order):
             step["loss"] = text_1HT[0].tolist()
         return step

@@ -145,8 +145,7 @@ class QuestionRow(ProbeRow):
             n_values=len(reads),
             device=device,
         )
-        # Counted from the end (-1 is the last token): a forward returns only the logits of the last
-        # positions.
+        # Counted from the end: a forward returns only the logits of the last positions.
         addresses = [(index_of[context] - len(tokens), token) for context, token in reads]
         self.address_2Q = torch.tensor(addresses, device=device).T
 

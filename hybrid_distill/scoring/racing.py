@@ -71,8 +71,7 @@ class Race:
         n_wrong_HE = self.n_queries - n_right_HE
         low_H = torch.zeros(len(right_HE), dtype=torch.long)
         high_H = torch.zeros(len(right_HE), dtype=torch.long)
-        # Answers lost in total = examples that lose at least 1, plus those that lose at least 2,
-        # ...
+        # Answers lost = examples that lose at least 1, plus those that lose at least 2, ...
         for n in range(1, self.n_queries + 1):
             fewest_lost_H, most_lost_H = self._bound_losers(n_right_E, n_right_HE, n)
             fewest_gained_H, most_gained_H = self._bound_losers(n_wrong_E, n_wrong_HE, n)

@@ -114,8 +114,7 @@ def _teacher_forward(
     cache = given_cache(kwargs)
     if cache is not None:
         assert isinstance(cache, HybridCache)
-        # A student's mixer counts its own tokens; the teacher's attention only appends keys and
-        # values.
+        # A student's mixer counts its tokens; the teacher's attention only appends to them.
         cache.layer(site.layer).advance(hidden_states.shape[1])
     return output
 

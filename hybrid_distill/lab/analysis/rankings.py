@@ -61,8 +61,7 @@ def compare_rankings(
     longest = max(len(ranked_a), len(ranked_b))
     shortest = min(len(ranked_a), len(ranked_b))
     ks = sorted({k for k in ks if 0 < k <= shortest})
-    # Places in b of the heads that both rank, in a's order: their correlation is that of the two
-    # orders.
+    # Of the heads that both rank, in a's order; these correlate as the two orders do.
     places = [ranked_b.index(head) for head in ranked_a if head in ranked_b]
     spearman = math.nan
     kendall = math.nan
