@@ -114,7 +114,7 @@ def _teacher_forward(
     cache = given_cache(kwargs)
     if cache is not None:
         assert isinstance(cache, HybridCache)
-        # A student's mixer counts its tokens; the teacher's attention only appends to them.
+        # A student's mixer counts its tokens; the teacher's attention only stores keys and values.
         cache.layer(site.layer).advance(hidden_states.shape[1])
     return output
 
