@@ -4,12 +4,11 @@ A head's score is the drop in accuracy on a retrieval probe (arXiv 2504.18574). 
 of the answer breaks ties in accuracy; the loss on plain text reveals heads that matter for every
 task.
 
-    model before ablation, on all examples                                               -> baseline
-    for each round of examples (one round; a race has several, each for the remaining heads)
-        for each layer, bottom to top several heads at once, from that layer up (`forwards`)
-            -> right, logprob
-    drops, standard errors, intervals, split-half agreement (`measure`)                  ->
-    HeadScores
+    model before ablation, on all examples                              -> baseline
+    for each round of examples (one; a race has several, for the remaining heads)
+        for each layer, bottom to top
+            several heads at once, from that layer up (`forwards`)      -> right, logprob
+    drops, standard errors, intervals, split-half agreement (`measure`) -> HeadScores
 """
 
 from __future__ import annotations

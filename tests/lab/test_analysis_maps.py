@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.experiment import Column
+from hybrid_distill.lab.analysis.head_matrices import HeadMix
 from hybrid_distill.lab.analysis.maps import Mask, masked_logprobs
-from hybrid_distill.lab.analysis.mixing import HeadMix, find_heads, mask_heads, mix_heads
+from hybrid_distill.lab.analysis.mixing import find_heads, mask_heads, mix_heads
 from hybrid_distill.lab.analysis.patterns import (
     MarkedPrompt,
     Segment,

@@ -12,7 +12,8 @@ from test_head_sites import FAMILIES, IDS, KEPT, make_model, n_hooks
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.lab.analysis.mixing import HeadMix, mix_heads
+from hybrid_distill.lab.analysis.head_matrices import HeadMix
+from hybrid_distill.lab.analysis.mixing import mix_heads
 from hybrid_distill.plan import HeadId
 from hybrid_distill.scoring.head_scores import heads_of
 from hybrid_distill.teacher import HeadKind, head_sites, record_heads

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, figure
 from .experiment import Row, Table
-from .mixing import HeadMix
+from .head_matrices import HeadMix
 from .patterns import MarkedPrompt, row_shares
 
 if TYPE_CHECKING:

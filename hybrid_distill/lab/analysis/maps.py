@@ -40,7 +40,8 @@ from .experiment import (
     parse_head,
 )
 from .figures import draw_bars, draw_maps
-from .mixing import MAX_GB, HeadMix, check_prompt, mask_heads, mix_heads
+from .head_matrices import HeadMix
+from .mixing import MAX_GB, check_prompt, mask_heads, mix_heads
 from .patterns import (
     PATTERNS,
     MarkedPrompt,

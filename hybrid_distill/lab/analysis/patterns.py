@@ -29,7 +29,8 @@ from ...probes import Example
 from ...probes.encoding import Tokens, encode_example, tokenize
 from ...progress import track
 from ...teacher import HeadKind
-from .mixing import HeadMix, find_heads, mix_heads
+from .head_matrices import HeadMix
+from .mixing import find_heads, mix_heads
 
 LINE = re.compile(r"[^\n]+\n+")
 
