@@ -17,19 +17,15 @@ from transformers import PreTrainedModel
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig
-from hybrid_distill.lab.analysis.experiment import (
-    Bench,
-    Column,
-    Task,
-    accuracy_task,
-    perplexity_task,
-)
+from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.hybrids import (
     HybridHeadRanking,
     ReplaceLayer,
     ZeroedRecurrence,
     rank_together,
 )
+from hybrid_distill.lab.analysis.tables import Column
+from hybrid_distill.lab.analysis.tasks import Task, accuracy_task, perplexity_task
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.pipeline import Run
 from hybrid_distill.plan import HeadPlan

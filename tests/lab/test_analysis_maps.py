@@ -25,7 +25,6 @@ from test_head_sites import FAMILIES, IDS, make_model, n_hooks
 from torch import Tensor, nn
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.analysis.experiment import Column
 from hybrid_distill.lab.analysis.head_matrices import HeadMix
 from hybrid_distill.lab.analysis.maps import Mask, masked_logprobs
 from hybrid_distill.lab.analysis.mixing import find_heads, mask_heads, mix_heads
@@ -42,6 +41,7 @@ from hybrid_distill.lab.analysis.patterns import (
     row_shares,
     sharpness,
 )
+from hybrid_distill.lab.analysis.tables import Column
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices

@@ -13,15 +13,7 @@ from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.analysis.experiment import (
-    Bench,
-    Column,
-    Questions,
-    Row,
-    Table,
-    Task,
-    accuracy_task,
-)
+from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.removal import (
     KeepHeads,
     PruneLayers,
@@ -29,6 +21,8 @@ from hybrid_distill.lab.analysis.removal import (
     parse_kept,
     without_layers,
 )
+from hybrid_distill.lab.analysis.tables import Column, Row, Table
+from hybrid_distill.lab.analysis.tasks import Questions, Task, accuracy_task
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.knowledge import LetterChoice
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, KVRetrieval

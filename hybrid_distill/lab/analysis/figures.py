@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..reporting import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, figure
-from .experiment import Row, Table
 from .head_matrices import HeadMix
 from .patterns import MarkedPrompt, row_shares
+from .tables import Row, Table
 
 if TYPE_CHECKING:
     import numpy as np

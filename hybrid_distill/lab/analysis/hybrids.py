@@ -42,18 +42,10 @@ from ...teacher import (
     load_teacher,
     read_teacher,
 )
-from .experiment import (
-    Bench,
-    Column,
-    Experiment,
-    ModelExperiment,
-    Questions,
-    Row,
-    Table,
-    Variant,
-    check_readable,
-)
+from .experiment import Bench, Experiment, ModelExperiment, Variant
 from .figures import draw_bars, draw_lines
+from .tables import Column, Row, Table
+from .tasks import Questions, check_readable
 
 SHOWN = 24  # rows that replace-layer shows, at most
 COLUMNS = (

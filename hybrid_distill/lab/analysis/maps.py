@@ -28,17 +28,7 @@ from ...probes.registry import make_probe
 from ...progress import track
 from ...scoring import HeadScores
 from ...teacher import HeadKind, eval_mode
-from .experiment import (
-    Column,
-    Experiment,
-    ModelExperiment,
-    Questions,
-    Row,
-    Subject,
-    Table,
-    check_readable,
-    parse_head,
-)
+from .experiment import Experiment, ModelExperiment, Subject, parse_head
 from .figures import draw_bars, draw_maps
 from .head_matrices import HeadMix
 from .mixing import MAX_GB, check_prompt, mask_heads, mix_heads
@@ -52,6 +42,8 @@ from .patterns import (
     rank_by,
     sharpness,
 )
+from .tables import Column, Row, Table
+from .tasks import Questions, check_readable
 
 COLUMNS_OF_ONE_MODEL = 3
 SEARCHED = 8  # questions on which mask searches for heads

@@ -29,19 +29,10 @@ from ...scoring import HeadScores, describe_run
 from ...scoring.head_scores import heads_of
 from ...scoring.resume_log import ResumeLog
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
-from .experiment import (
-    Bench,
-    Experiment,
-    ModelExperiment,
-    Questions,
-    Subject,
-    Table,
-    Task,
-    Variant,
-    accuracy_task,
-    check_readable,
-)
+from .experiment import Bench, Experiment, ModelExperiment, Subject, Variant
 from .figures import draw_bars, draw_lines
+from .tables import Table
+from .tasks import Questions, Task, accuracy_task, check_readable
 
 WORDINGS = {
     "completion": DICTIONARY,
