@@ -44,7 +44,8 @@ from hybrid_distill.data import Batch
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.probes import Example, SeededProbe
-from hybrid_distill.probes.answering import left_pad, tokenize
+from hybrid_distill.probes.answering import left_pad
+from hybrid_distill.probes.encoding import tokenize
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.restoration import greedy_restoration
 from hybrid_distill.student.build import build_student, graft_recurrent_heads

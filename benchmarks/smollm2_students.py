@@ -25,7 +25,8 @@ import torch
 from provenance import ROOT, about, environment, write
 from transformers import PreTrainedModel
 
-from hybrid_distill.evaluation.evaluate import Asked, measure, model_cache_bytes
+from hybrid_distill.evaluation.evaluate import model_cache_bytes
+from hybrid_distill.evaluation.measure import EvalInputs, measure
 from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
 from hybrid_distill.lab.suite import load_tasks, run_suite, summary
 from hybrid_distill.lab.suite_job import SuiteJob
@@ -33,8 +34,8 @@ from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
 from hybrid_distill.pipeline.run import build
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.answering import answer_choices
-from hybrid_distill.probes.forms import in_form
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.prompt_formats import with_prompt_format
 from hybrid_distill.teacher import ablate_heads
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_students.json"
@@ -84,7 +85,7 @@ def common(options: argparse.Namespace) -> list[str]:
     text = ["--data.sources", str(options.text / "train.jsonl"), "--data.no-chat", "--data.seq-len", str(ROW)]
     # The run's own evaluation is kept short: `measure_one` replaces it.
     short = ["--evaluation.n-pairs", "4", "--evaluation.n-examples", "1", "--evaluation.n-texts", "0", "--no-export"]
-    return ["--teacher", options.teacher, *text, "--student.d-state", "16", "--scoring.form", "plain", *short]
+    return ["--teacher", options.teacher, *text, "--student.d-state", "16", "--scoring.prompt-format", "plain", *short]
 
 
 def distillation(options: argparse.Namespace) -> list[str]:
@@ -148,13 +149,13 @@ def measure_one(out: Path, name: str) -> None:
     path.write_text(json.dumps(record, indent=1))
 
 
-def asked(run: RunInputs) -> Asked:
+def asked(run: RunInputs) -> EvalInputs:
     """Choose the questions and texts to measure on."""
     data = replace(run.config.evaluation, knowledge=str(ATLAS / "general_facts.jsonl"))
     text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
     run = RunInputs(replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer)
     knowledge = run.knowledge()
-    return Asked(
+    return EvalInputs(
         run.tokenizer,
         run.teacher,
         examples={n: KVRetrieval(n, seed=1).examples(EXAMPLES) for n in SIZES},
@@ -165,7 +166,7 @@ def asked(run: RunInputs) -> Asked:
     )
 
 
-def by_choice(model: PreTrainedModel, retrieval: Asked) -> dict[int, float]:
+def by_choice(model: PreTrainedModel, retrieval: EvalInputs) -> dict[int, float]:
     """Measure retrieval by choice, by dictionary size."""
     accuracies = {}
     for size, examples in retrieval.examples.items():
@@ -174,9 +175,9 @@ def by_choice(model: PreTrainedModel, retrieval: Asked) -> dict[int, float]:
     return accuracies
 
 
-def in_chat(retrieval: Asked, model: PreTrainedModel) -> dict[str, float]:
+def in_chat(retrieval: EvalInputs, model: PreTrainedModel) -> dict[str, float]:
     """Measure retrieval in the tokenizer's chat template, with the smallest dictionaries."""
-    examples = in_form(KVRetrieval(SIZES[0], seed=1), "chat", retrieval.tokenizer).examples(EXAMPLES)
+    examples = with_prompt_format(KVRetrieval(SIZES[0], seed=1), "chat", retrieval.tokenizer).examples(EXAMPLES)
     found = measure(model, replace(retrieval, examples={SIZES[0]: examples}))
     return {name: found[name][SIZES[0]] for name in ("kv_choice", "kv_generation")}
 

@@ -20,7 +20,7 @@ from .io import Record, refused
 from .kernels import Kernels
 from .limits import Count, CountOrZero, Positive, Share, check_options
 from .plan import Unit
-from .probes.forms import check_form
+from .probes.prompt_formats import check_prompt_format
 from .student.init import Init
 from .teacher import TINY
 from .train.config import (
@@ -47,7 +47,7 @@ class ScoringConfig:
     """Dictionaries (prompts) for each head."""
     n_queries: Count = 1
     """Questions about each dictionary. Extra questions cost only their own tokens."""
-    form: str = "plain"
+    prompt_format: str = "plain"
     """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first) or ``chat`` (the
     tokenizer's template). `hybrid-distill score` prints what the teacher answers in each."""
     batch_size: Count | None = None
@@ -64,7 +64,7 @@ class ScoringConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "scoring.")
-        check_form("scoring.form", self.form)
+        check_prompt_format("scoring.prompt_format", self.prompt_format)
 
 
 @dataclass(frozen=True)

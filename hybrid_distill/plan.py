@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import random as _random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from .io import refused, write_json
 from .limits import COUNT, Limits
@@ -17,7 +19,7 @@ from .limits import COUNT, Limits
 FORMAT = "hybrid-distill/head-plan/1"
 BF16_BYTES = 2
 STATE_BYTES = 4
-"""Bytes per element of a recurrent state: caches keep these long sums in float32 for every model dtype."""
+"""Bytes per element of a recurrent state: caches keep these long sums in float32."""
 Unit = Literal["head", "kv-group", "layer", "container"]
 """Part of a model that a plan keeps whole (`HeadPlan.top_k`)."""
 
@@ -35,12 +37,17 @@ class HeadId(NamedTuple):
 
 
 class Scored(Protocol):
-    """Scores of all heads (`HeadScores`); tables [layer, head] are tensors, NaN for heads that a layer lacks."""
+    """Scores of all heads (`HeadScores`).
+
+    Tables [layer, head] are tensors, NaN for heads that a layer lacks.
+    """
 
     @property
     def n_layers(self) -> int: ...
+
     @property
     def n_heads(self) -> int: ...
+
     @property
     def n_kv_heads(self) -> int: ...
 
@@ -52,8 +59,9 @@ class Scored(Protocol):
 class HeadPlan:
     """Heads that stay attention; every other head becomes recurrent.
 
-    ``teacher`` is the fingerprint of the model that the plan was made for; empty if the plan fits any model of this
-    shape. Raises ValueError for a head that does not exist, a repeated head, or an impossible shape.
+    ``teacher`` is the fingerprint of the model that the plan was made for; empty if the plan fits
+    any model of this shape. Raises ValueError for a head that does not exist, a repeated head, or
+    an impossible shape.
     """
 
     n_layers: int
@@ -71,16 +79,25 @@ class HeadPlan:
                 "take both numbers from the teacher's config."
             )
         kept = tuple(sorted(HeadId(*pair) for pair in self.kept))
-        for layer, head in kept:
-            whole = isinstance(layer, int) and isinstance(head, int)
-            if not (whole and 0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-                raise ValueError(
-                    f"head {HeadId(layer, head)} does not exist: this teacher has layers 0..{self.n_layers - 1} "
-                    f"with heads 0..{self.n_heads - 1}."
-                )
-        if repeated := sorted({head_id for head_id in kept if kept.count(head_id) > 1}):
-            raise ValueError(f"heads named twice: {', '.join(map(str, repeated))}; name each head once.")
+        for head_id in kept:
+            self._check_exists(head_id)
+        # A repeated head would count twice in k.
+        repeated = sorted(head_id for head_id, count in Counter(kept).items() if count > 1)
+        if repeated:
+            raise ValueError(
+                f"heads named twice: {', '.join(map(str, repeated))}; name each head once."
+            )
         object.__setattr__(self, "kept", kept)
+
+    def _check_exists(self, head_id: HeadId) -> None:
+        # A plan's file may hold anything.
+        are_whole = all(isinstance(index, int) for index in head_id)
+        in_layers = are_whole and 0 <= head_id.layer < self.n_layers
+        if not (in_layers and 0 <= head_id.head < self.n_heads):
+            raise ValueError(
+                f"head {head_id} does not exist: this teacher has layers 0..{self.n_layers - 1} "
+                f"with heads 0..{self.n_heads - 1}."
+            )
 
     @property
     def k(self) -> int:
@@ -94,15 +111,18 @@ class HeadPlan:
 
     def kept_in(self, layer: int) -> tuple[int, ...]:
         """Return the kept query heads of a layer, ascending."""
-        return tuple(h.head for h in self.kept if h.layer == layer)
+        return tuple(head_id.head for head_id in self.kept if head_id.layer == layer)
 
     def recurrent_in(self, layer: int) -> tuple[int, ...]:
         """Return the query heads of a layer that become recurrent, ascending."""
         kept = set(self.kept_in(layer))
-        return tuple(h for h in range(self.n_heads) if h not in kept)
+        return tuple(head for head in range(self.n_heads) if head not in kept)
 
     def kv_groups_in(self, layer: int) -> tuple[int, ...]:
-        """Return the KV heads that a layer's kept heads read, ascending; the cache stores each once."""
+        """Return the KV heads that a layer's kept heads read, ascending.
+
+        The cache stores each once.
+        """
         group_size = self.n_heads // self.n_kv_heads
         return tuple(sorted({head // group_size for head in self.kept_in(layer)}))
 
@@ -113,48 +133,48 @@ class HeadPlan:
 
     def check_fits(self, shape_of: object) -> None:
         """Raise ValueError unless the plan was made for a teacher of this shape."""
-        theirs, ours = _shape(shape_of), _shape(self)
-        if theirs != ours:
+        planned = _shape(self)
+        actual = _shape(shape_of)
+        if actual != planned:
             raise ValueError(
-                "the plan was made for another teacher: it expects {} layers, {} heads, {} KV heads, "
-                "the model has {}, {}, {}; score this teacher and make a new plan.".format(*ours, *theirs)
+                f"the plan was made for another teacher: it expects {_named(planned)}, the model "
+                f"has {_named(actual)}; score this teacher and make a new plan."
             )
 
     @classmethod
-    def top_k(cls, scores: Scored, k: int, by: str = "retrieval", unit: Unit = "head") -> HeadPlan:
+    def top_k(
+        cls,
+        scores: Scored,
+        k: int,
+        by: str = "retrieval",
+        unit: Unit = "head",
+    ) -> HeadPlan:
         """Keep the ``k`` highest-ranked units over all layers.
 
-        ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank heads lower that matter
-        for any text. A unit ranks as its best head does. ``unit`` is
+        ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank
+        heads lower that matter for any text. A unit ranks as its best head does. ``unit`` is
 
         - "head";
-        - "kv-group": all query heads that read one KV head. Once a KV head is stored for one of them, the others take
-          no further cache;
+        - "kv-group": all query heads that read one KV head. Once a KV head is stored for one of
+          them, the others take no further cache;
         - "layer";
-        - "container": ``k`` KV groups in every layer, the best of each. A Falcon-H1 makes all layers as large as the
-          largest (`container_bytes`); such a plan uses all that it allocates.
+        - "container": ``k`` KV groups in every layer, the best of each. A Falcon-H1 makes all
+          layers as large as the largest (`container_bytes`); such a plan uses all that it
+          allocates.
 
-        Logs a warning if the cut splits a tie between heads. Raises ValueError for another unit, and if ``k`` exceeds
-        the scored units.
+        Logs a warning if the cut splits a tie between heads. Raises ValueError for another unit,
+        and if ``k`` exceeds the scored units.
         """
         cls.check_k(scores, k, unit=unit)
         ranking = scores.ranking(by)
         if unit == "head":
-            if k > len(ranking):
-                raise ValueError(
-                    f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k."
-                )
-            if tie := scores.tie_warning(k, by):
-                _warn_once(tie)
-            return cls.from_pairs(scores, ranking[:k])
+            return cls.from_pairs(scores, _first_heads(scores, ranking, k, by))
         group_size = scores.n_heads // scores.n_kv_heads
         unit_size = scores.n_heads if unit == "layer" else group_size
-        units = list(dict.fromkeys((head.layer, head.head // unit_size) for head in ranking))
-        if unit == "container":
-            chosen = [each for layer in range(scores.n_layers) for each in _first_of(units, layer, k)]
-        else:
-            chosen = units[:k]
-        kept = []
+        # A dict keeps the order of the ranking: each unit stands where its best head does.
+        ranked = list(dict.fromkeys((head.layer, head.head // unit_size) for head in ranking))
+        chosen = _first_in_each_layer(ranked, k) if unit == "container" else ranked[:k]
+        kept: list[HeadId] = []
         for layer, number in chosen:
             first = number * unit_size
             kept += [HeadId(layer, head) for head in range(first, first + unit_size)]
@@ -162,21 +182,24 @@ class HeadPlan:
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
-        """Keep ``k`` random heads, drawn without replacement; the same seed draws the same heads."""
+        """Keep ``k`` random heads; the same seed draws the same heads."""
         cls.check_k(shape_of, k)
-        n_layers, n_heads, _ = _shape(shape_of)
-        every = [HeadId(layer, head) for layer in range(n_layers) for head in range(n_heads)]
-        return cls.from_pairs(shape_of, _random.Random(f"head-plan-{seed}").sample(every, k))
+        every = cls.all(shape_of).kept
+        # Seeded by text, which draws alike on every Python and machine.
+        rng = _random.Random(f"head-plan-{seed}")
+        return cls.from_pairs(shape_of, rng.sample(every, k))
 
     @classmethod
     def layers(cls, shape_of: object, layers: Sequence[int]) -> HeadPlan:
         """Keep every head of the given layers."""
-        return cls.from_pairs(shape_of, [(layer, head) for layer in layers for head in range(_shape(shape_of)[1])])
+        _, n_heads, _ = _shape(shape_of)
+        return cls.from_pairs(shape_of, product(layers, range(n_heads)))
 
     @classmethod
     def all(cls, shape_of: object) -> HeadPlan:
         """Keep every head: the student equals the teacher."""
-        return cls.layers(shape_of, range(_shape(shape_of)[0]))
+        n_layers, _, _ = _shape(shape_of)
+        return cls.layers(shape_of, range(n_layers))
 
     @classmethod
     def none(cls, shape_of: object) -> HeadPlan:
@@ -186,12 +209,19 @@ class HeadPlan:
     @classmethod
     def from_pairs(cls, shape_of: object, pairs: Iterable[Sequence[int]]) -> HeadPlan:
         """Keep the given ``(layer, head)`` pairs, such as the top k of a published ranking."""
+        # A plan knows its teacher, scores know theirs; a config or a model fits any of its shape.
         teacher = getattr(shape_of, "teacher", "") or getattr(shape_of, "fingerprint", "") or ""
-        return cls(*_shape(shape_of), kept=tuple(HeadId(*pair) for pair in pairs), teacher=teacher)
+        kept = tuple(HeadId(*pair) for pair in pairs)
+        return cls(*_shape(shape_of), kept=kept, teacher=teacher)
 
     @staticmethod
-    def check_k(shape_of: object, k: int, name: str = "k", unit: str = "head") -> None:
-        """Raise ValueError, naming the option ``name``, unless a teacher of this shape has at least ``k`` units."""
+    def check_k(
+        shape_of: object,
+        k: int,
+        name: str = "k",
+        unit: str = "head",
+    ) -> None:
+        """Raise ValueError, naming the option ``name``, unless there are at least ``k`` units."""
         n_layers, n_heads, n_kv_heads = _shape(shape_of)
         counts = {
             "head": n_layers * n_heads,
@@ -214,29 +244,75 @@ class HeadPlan:
             record = json.loads(Path(path).read_text())
             if record["format"] != FORMAT:
                 raise ValueError(f"its format is {record['format']!r}, expected {FORMAT!r}")
-            fields = (record[name] for name in ("n_layers", "n_heads", "n_kv_heads", "kept"))
-            return cls(*fields, teacher=record.get("teacher", ""))
+            return cls(
+                record["n_layers"],
+                record["n_heads"],
+                record["n_kv_heads"],
+                record["kept"],
+                teacher=record.get("teacher", ""),
+            )
+
+
+def _first_heads(
+    scores: Scored,
+    ranking: list[HeadId],
+    k: int,
+    by: str,
+) -> list[HeadId]:
+    if k > len(ranking):
+        raise ValueError(
+            f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k."
+        )
+    tie = scores.tie_warning(k, by)
+    if tie is not None:
+        _warn_once(tie)
+    return ranking[:k]
+
+
+def _first_in_each_layer(ranked: Sequence[tuple[int, int]], k: int) -> list[tuple[int, int]]:
+    """Return the first ``k`` units (layer, number) of every layer."""
+    by_layer: dict[int, list[tuple[int, int]]] = {}
+    for layer, number in ranked:
+        by_layer.setdefault(layer, []).append((layer, number))
+    chosen: list[tuple[int, int]] = []
+    for units in by_layer.values():
+        chosen += units[:k]
+    return chosen
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Log a warning only once: a run makes its plan twice, first to check it, then to use it."""
+    log.warning(text)
 
 
 def _shape(source: object) -> tuple[int, int, int]:
-    """Return (layers, query heads, KV heads) of a plan, scores, a Hugging Face config, or a model."""
-    config = getattr(source, "config", source)
-    ours, theirs = ("n_layers", "n_heads", "n_kv_heads"), ("num_hidden_layers", "num_attention_heads")
-    if all(hasattr(config, name) for name in ours):
-        n_layers, n_heads, n_kv_heads = (getattr(config, name) for name in ours)
-        return n_layers, n_heads, n_kv_heads
+    """Return (layers, query heads, KV heads) of a plan, scores, a config, or a model."""
+    config: Any = getattr(source, "config", source)
+    if all(hasattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads")):
+        return config.n_layers, config.n_heads, config.n_kv_heads
     try:
-        if all(hasattr(config, name) for name in theirs):
-            n_layers, n_heads = (getattr(config, name) for name in theirs)
-            return n_layers, n_heads, getattr(config, "num_key_value_heads", None) or n_heads
-    except RuntimeError as error:  # raised by transformers for a config whose layers differ in shape
+        if hasattr(config, "num_hidden_layers") and hasattr(config, "num_attention_heads"):
+            n_heads = config.num_attention_heads
+            # Configs without the entry, or with None, have a KV head for every query head.
+            n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
+            return config.num_hidden_layers, n_heads, n_kv_heads
+    except (
+        RuntimeError
+    ) as error:  # raised by transformers for a config whose layers differ in shape
         raise ValueError(
-            f"the layers of {type(config).__name__} have different numbers of heads. A plan needs the same number in "
-            "every layer; take another teacher."
+            f"the layers of {type(config).__name__} have different numbers of heads. A plan needs "
+            "the same number in every layer; take another teacher."
         ) from error
     raise ValueError(
-        f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a HeadPlan or HeadScores."
+        f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a "
+        "HeadPlan or HeadScores."
     )
+
+
+def _named(shape: tuple[int, int, int]) -> str:
+    n_layers, n_heads, n_kv_heads = shape
+    return f"{n_layers} layers, {n_heads} heads, {n_kv_heads} KV heads"
 
 
 @dataclass(frozen=True)
@@ -265,46 +341,50 @@ def cache_bytes(
     conv_width: int = 4,
     windows: Sequence[int | None] | None = None,
 ) -> CacheBytes:
-    """Count the bytes of a hybrid's cache after ``length`` tokens; a plan with every head kept gives the teacher's.
+    """Count the bytes of a hybrid's cache after ``length`` tokens; a plan with every head kept
+    gives the teacher's.
 
         bytes(L) = 2 H_kv P L b + H_ssm P N s
 
-    H_kv is the number of stored KV heads (kept heads of one group share a K and a V), H_ssm the number of recurrent
-    heads, P the head dim, N the state size, b the bytes per element, and s the bytes per element of a state (published
-    tables use 2). A layer with a window of W tokens (``windows``, `layer_windows`) stores the latest W - 1.
+    H_kv is the number of stored KV heads (kept heads of one group share a K and a V), H_ssm the
+    number of recurrent heads, P the head dim, N the state size, b the bytes per element, and s the
+    bytes per element of a state (published tables use 2). A layer with a window of W tokens
+    (``windows``, `layer_windows`) stores the latest W - 1.
     """
+    if windows is None:
+        windows = [None] * plan.n_layers
     kv_tokens = 0
-    for layer, window in zip(range(plan.n_layers), windows or [None] * plan.n_layers, strict=True):
-        kv_tokens += len(plan.kv_groups_in(layer)) * (length if window is None else min(length, window - 1))
+    for layer, window in zip(range(plan.n_layers), windows, strict=True):
+        # The window includes the token that reads it.
+        n_stored = length if window is None else min(length, window - 1)
+        kv_tokens += len(plan.kv_groups_in(layer)) * n_stored
     n_recurrent = plan.n_layers * plan.n_heads - plan.k
-    unit = batch * bytes_per_element
+    conv_channels = head_dim + 2 * d_state
     return CacheBytes(
-        kv=2 * kv_tokens * head_dim * unit,
+        kv=2 * kv_tokens * head_dim * batch * bytes_per_element,
         ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
-        conv=n_recurrent * (head_dim + 2 * d_state) * (conv_width - 1) * unit,
+        conv=n_recurrent * conv_channels * (conv_width - 1) * batch * bytes_per_element,
     )
 
 
 def container_bytes(
-    plan: HeadPlan, *, length: int, head_dim: int, d_state: int, bytes_per_element: int = BF16_BYTES
+    plan: HeadPlan,
+    *,
+    length: int,
+    head_dim: int,
+    d_state: int,
+    bytes_per_element: int = BF16_BYTES,
 ) -> int:
-    """Count the bytes of the plan's cache in a Falcon-H1, whose layers are all as large as the largest.
+    """Count the bytes of the plan's cache in a Falcon-H1, whose layers are all as large as the
+    largest.
 
-    Counts as `cache_bytes` does, without convolution states. Each layer has at least one head of each kind.
+    Counts as `cache_bytes` does, without convolution states. Each layer has at least one head of
+    each kind.
     """
     layers = range(plan.n_layers)
+    # Falcon-H1 cannot have a layer without attention or without an SSM.
     n_kv_heads = max(1, *(len(plan.kv_groups_in(layer)) for layer in layers))
     n_ssm_heads = max(1, *(len(plan.recurrent_in(layer)) for layer in layers))
-    kv, ssm = 2 * n_kv_heads * head_dim * length * bytes_per_element, n_ssm_heads * head_dim * d_state * STATE_BYTES
+    kv = 2 * n_kv_heads * head_dim * length * bytes_per_element
+    ssm = n_ssm_heads * head_dim * d_state * STATE_BYTES
     return plan.n_layers * (kv + ssm)
-
-
-@cache
-def _warn_once(text: str) -> None:
-    """Log a warning only once: a run makes its plan twice, first to check it, then to use it."""
-    log.warning(text)
-
-
-def _first_of(units: Sequence[tuple[int, int]], layer: int, k: int) -> list[tuple[int, int]]:
-    """Return the first ``k`` units (layer, number) of one layer."""
-    return [unit for unit in units if unit[0] == layer][:k]

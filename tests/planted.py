@@ -1,9 +1,10 @@
 """A Llama whose retrieval circuit is set by hand, so that its retrieval heads are known.
 
-The circuit is gather-and-aggregate: two *gather* heads of layer 1 copy the key that stands two tokens back,
-one as what a value is found by, one as what is asked for ("key : value" and "key ' is" both have it there),
-each into its own part of the residual stream; the *aggregate* head of layer 2 looks for the value whose key
-is asked for and copies it to the output. All other heads are small noise, MLPs are zero.
+The circuit is gather-and-aggregate: two *gather* heads of layer 1 copy the key that stands two
+tokens back, one as what a value is found by, one as what is asked for ("key : value" and "key ' is"
+both have it there), each into its own part of the residual stream; the *aggregate* head of layer 2
+looks for the value whose key is asked for and copies it to the output. All other heads are small
+noise, MLPs are zero.
 """
 
 from __future__ import annotations
@@ -23,13 +24,24 @@ KEYS = NOUNS[:32]
 GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE = HeadId(1, 1), HeadId(1, 3), HeadId(2, 2)
 PLANTED = {GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE}
 
-N_LAYERS, N_HEADS, N_KV_HEADS, HEAD_DIM, WIDTH = 4, 4, 2, 128, 160
-# Pair f of a head's columns turns by THETA ** (-2 f / head dim) radians a token: the first pairs tell
-# positions apart, from this share of the pairs on they hardly move within a prompt and carry content.
-THETA, STILL_FROM = 1e12, 28 / 64
+N_LAYERS = 4
+N_HEADS = 4
+N_KV_HEADS = 2
+HEAD_DIM = 128
+WIDTH = 160
+# Pair f of a head's columns turns by THETA ** (-2 f / head dim) radians a token: the first pairs
+# tell positions apart, from this share of the pairs on they hardly move within a prompt and carry
+# content.
+THETA = 1e12
+STILL_FROM = 28 / 64
 # Parts of the residual stream.
-CONSTANT, FILLER, KEY, VALUE, OUT = 0, 1, slice(2, 34), slice(34, 54), slice(118, 138)
-VALUE_KEY, ASKED_KEY = slice(54, 86), slice(86, 118)
+CONSTANT = 0
+FILLER = 1
+KEY = slice(2, 34)
+VALUE = slice(34, 54)
+VALUE_KEY = slice(54, 86)
+ASKED_KEY = slice(86, 118)
+OUT = slice(118, 138)
 
 
 @dataclass(frozen=True)
@@ -61,26 +73,36 @@ class Circuit:
 def word_tokenizer(
     texts: list[str], pattern: str = r"\n|:|'|\p{N}+", spaces: str = "removed", **special: str
 ) -> PreTrainedTokenizerFast:
-    """One token a word or match of ``pattern``; spaces vanish, or are tokens ("isolated"). No pad token."""
-    pieces = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(" ", spaces), pre_tokenizers.Split(Regex(pattern), "isolated")]
-    )
-    words = dict.fromkeys(word for text in texts for word, _ in pieces.pre_tokenize_str(text))
-    vocabulary = {word: index for index, word in enumerate(["<unk>", *special.values(), *words])}
+    """Make one token a word or match of ``pattern``; spaces vanish, or are tokens ("isolated").
+
+    There is no pad token.
+    """
+    at_spaces = pre_tokenizers.Split(" ", spaces)
+    at_matches = pre_tokenizers.Split(Regex(pattern), "isolated")
+    pieces = pre_tokenizers.Sequence([at_spaces, at_matches])
+    words = ["<unk>", *special.values()]
+    for text in texts:
+        words += [word for word, _ in pieces.pre_tokenize_str(text)]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pieces
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
 
 
 def probe_texts() -> list[str]:
-    """Every word that a prompt with ``KEYS`` can hold."""
-    return [HEADER + "\n", QUESTION.format(key=" "), ":", " ".join(KEYS), " ".join(map(str, range(N_VALUES)))]
+    """List every word that a prompt with ``KEYS`` can hold."""
+    values = " ".join(map(str, range(N_VALUES)))
+    return [HEADER + "\n", QUESTION.format(key=" "), ":", " ".join(KEYS), values]
 
 
 def planted_teacher(
-    noise: float = 0.015, seed: int = 0, *, shape: Shape = Shape(), circuit: Circuit = Circuit()
+    noise: float = 0.015,
+    seed: int = 0,
+    *,
+    shape: Shape = Shape(),
+    circuit: Circuit = Circuit(),
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The teacher and its tokenizer; ``noise`` is the spread of all other heads' weights."""
+    """Make the teacher and its tokenizer; ``noise`` is the spread of all other heads' weights."""
     tokenizer = word_tokenizer(probe_texts())
     config = LlamaConfig(
         vocab_size=shape.vocabulary or len(tokenizer),
@@ -111,8 +133,10 @@ def planted_teacher(
 
 def _plant_words(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Every embedding has the same length: norms before attention then scale all words alike."""
-    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    embedding[:, CONSTANT] = embedding[:, FILLER] = 1
+    embedding = model.model.embed_tokens.weight
+    head = model.lm_head.weight
+    embedding[:, CONSTANT] = 1
+    embedding[:, FILLER] = 1
     for index, key in enumerate(KEYS):
         token = tokenizer.convert_tokens_to_ids(key)
         embedding[token, FILLER] = 0
@@ -126,39 +150,48 @@ def _plant_words(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def _slices(model: LlamaForCausalLM, head: HeadId) -> tuple[slice, slice]:
-    """Rows of a head in q_proj (and columns in o_proj), and rows of its KV head in k_proj and v_proj."""
+    """Return a head's rows in q_proj (columns in o_proj), and its KV head's in k_proj, v_proj."""
     config = model.config
-    size, kv = config.head_dim, head.head // (config.num_attention_heads // config.num_key_value_heads)
-    return slice(head.head * size, (head.head + 1) * size), slice(kv * size, (kv + 1) * size)
+    size = config.head_dim
+    kv_head = head.head // (config.num_attention_heads // config.num_key_value_heads)
+    q_rows = slice(head.head * size, (head.head + 1) * size)
+    kv_rows = slice(kv_head * size, (kv_head + 1) * size)
+    return q_rows, kv_rows
 
 
 def _still(model: LlamaForCausalLM, number: int) -> list[int]:
-    """The first ``number`` columns of a head that carry content, of both halves of the pairs."""
+    """Return the first ``number`` columns of a head that carry content, of both halves of the
+    pairs."""
     half = model.config.head_dim // 2
     first = round(STILL_FROM * half)
     columns = [*range(first, half), *range(half + first, 2 * half)]
-    assert number <= len(columns), f"a head of size {2 * half} has {len(columns)} columns for {number} of content"
+    assert number <= len(columns), f"a head of size {2 * half} has {len(columns)} columns"
     return columns[:number]
 
 
 def _plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice) -> None:
-    """Attend two tokens back: the query of every token is the key of every token, turned by two positions."""
+    """Attend two tokens back: the query of every token is the key of every token, turned by two
+    positions."""
     attention = model.model.layers[head.layer].self_attn
-    size, width = model.config.head_dim, model.config.hidden_size
+    size = model.config.head_dim
     q_rows, kv_rows = _slices(model, head)
-    half, moving = size // 2, torch.arange(_still(model, 1)[0])
+    moving = torch.arange(_still(model, 1)[0])
     turn = -2 * THETA ** (-2 * moving / size)
-    key, query = torch.zeros(size), torch.zeros(size)
+    key = torch.zeros(size)
     key[moving] = 1
-    query[moving], query[half + moving] = turn.cos(), turn.sin()
-    for projection, rows, vector in ((attention.q_proj, q_rows, query), (attention.k_proj, kv_rows, key)):
-        projection.weight[rows] = 0
-        projection.weight[rows, CONSTANT] = 2 * vector
+    query = torch.zeros(size)
+    query[moving] = turn.cos()
+    query[size // 2 + moving] = turn.sin()
+    attention.q_proj.weight[q_rows] = 0
+    attention.q_proj.weight[q_rows, CONSTANT] = 2 * query
+    attention.k_proj.weight[kv_rows] = 0
+    attention.k_proj.weight[kv_rows, CONSTANT] = 2 * key
     n = len(KEYS)
     _copy(attention.v_proj.weight[kv_rows], range(n), KEY)
     attention.o_proj.weight[:, q_rows] = 0
     # Norms let a wider stream's few words stand out more.
-    attention.o_proj.weight[into, q_rows][:, :n] = 0.2 * (WIDTH / width) ** 0.5 * torch.eye(n)
+    scale = 0.2 * (WIDTH / model.config.hidden_size) ** 0.5
+    attention.o_proj.weight[into, q_rows][:, :n] = scale * torch.eye(n)
 
 
 def _plant_aggregate(model: LlamaForCausalLM, head: HeadId) -> None:
@@ -166,7 +199,8 @@ def _plant_aggregate(model: LlamaForCausalLM, head: HeadId) -> None:
     attention = model.model.layers[head.layer].self_attn
     q_rows, kv_rows = _slices(model, head)
     *content, gate = _still(model, len(KEYS) + 1)
-    query, key = attention.q_proj.weight[q_rows], attention.k_proj.weight[kv_rows]
+    query = attention.q_proj.weight[q_rows]
+    key = attention.k_proj.weight[kv_rows]
     _copy(query, content, ASKED_KEY, scale=4)
     _copy(key, content, VALUE_KEY, scale=4)
     # Only values are worth attending to; the question itself has the same key two tokens back.
@@ -178,6 +212,11 @@ def _plant_aggregate(model: LlamaForCausalLM, head: HeadId) -> None:
     attention.o_proj.weight[OUT, q_rows][:, :n] = torch.eye(n)
 
 
-def _copy(weight: Tensor, rows: list[int] | range, columns: slice, scale: float = 1.0) -> None:
+def _copy(
+    weight: Tensor,
+    rows: list[int] | range,
+    columns: slice,
+    scale: float = 1.0,
+) -> None:
     weight.zero_()
     weight[list(rows), list(range(columns.start, columns.stop))] = scale

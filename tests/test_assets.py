@@ -1,4 +1,4 @@
-"""The embedded default is what it claims to be: small, real, able, and free of the probe's wording."""
+"""The embedded default is small, real, able, and free of the probe's wording."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def tiny():
 
 def test_the_assets_fit_in_eight_megabytes() -> None:
     folder = assets.tiny_teacher_path().parent
-    assert sum(path.stat().st_size for path in folder.rglob("*") if "__pycache__" not in path.parts) <= 8e6
+    files = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) <= 8e6
 
 
 @pytest.mark.parametrize(("n_pairs", "at_least"), [(16, 0.98), (32, 0.90)])
@@ -37,38 +38,45 @@ def test_the_teacher_knows_its_facts_and_reads_plain_text(tiny) -> None:
     assert answer_choices(*tiny, Knowledge().examples()).accuracy >= 0.95
     texts = assets.corpus_documents("held_out")[:64]
     result = evaluate(*tiny, n_pairs=(4,), n_examples=4, held_out_texts=texts)
-    assert result.perplexity is not None and result.perplexity < 8
+    assert result.perplexity is not None
+    assert result.perplexity < 8
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_no_document_uses_the_wording_of_the_probe(split) -> None:
-    wording = [HEADER.rstrip(":"), QUESTION.split("{")[0].strip(" '")]
-    assert wording == ["Memorize the following dictionary", "The value of the key"]
-    documents = assets.corpus_documents(split)
+    header = HEADER.rstrip(":").lower()
+    question = QUESTION.split("{")[0].strip(" '").lower()
+    assert header == "memorize the following dictionary"
+    assert question == "the value of the key"
+    documents = [document.lower() for document in assets.corpus_documents(split)]
     assert len(documents) >= 300
-    assert not [d for d in documents if any(words.lower() in d.lower() for words in wording)]
+    assert not any(header in document or question in document for document in documents)
 
 
 def test_the_control_split_is_in_the_wording_of_the_probe() -> None:
     documents = list(read_documents(PROBE_LIKE))
-    assert all(d.startswith(HEADER) and QUESTION.split("{")[0] in d for d in documents)
+    for document in documents:
+        assert document.startswith(HEADER)
+        assert QUESTION.split("{")[0] in document
     assert documents == list(read_documents(PROBE_LIKE))
 
 
 def test_the_same_seed_writes_the_same_world() -> None:
-    first, second, other = (tiny_world.write_documents(20, seed) for seed in "aab")
-    assert first == second != other
+    documents = tiny_world.write_documents(20, "a")
+    assert documents == tiny_world.write_documents(20, "a")
+    assert documents != tiny_world.write_documents(20, "b")
     shipped = [json.loads(line) for line in assets.facts_path().read_text().splitlines()]
     assert shipped == tiny_world.knowledge_questions()
 
 
 def test_every_key_and_value_is_one_token_in_both_places(tiny) -> None:
-    tokenizer = tiny[1]
+    _, tokenizer = tiny
     words = [*NOUNS, *map(str, range(100))]
     assert all(len(ids) == 1 for ids in tokenizer(words, add_special_tokens=False).input_ids)
 
 
 def test_the_tokenizer_gives_the_text_back(tiny) -> None:
+    _, tokenizer = tiny
     for document in assets.corpus_documents("held_out")[:50]:
-        ids = tiny[1](document, add_special_tokens=False).input_ids
-        assert tiny[1].decode(ids) == document
+        ids = tokenizer(document, add_special_tokens=False).input_ids
+        assert tokenizer.decode(ids) == document

@@ -1,4 +1,5 @@
-"""Embedded defaults: a tiny teacher, its tokenizer, a small corpus and the facts that the teacher was taught.
+"""Embedded defaults: a tiny teacher, its tokenizer, a small corpus and the facts that the teacher
+was taught.
 
 ``recipes/train_tiny_teacher.py`` made them from a seed; nothing here needs network access.
 """
@@ -16,22 +17,25 @@ _HERE = Path(__file__).parent
 
 
 def tiny_teacher_path() -> Path:
-    """Locate the Hugging Face folder of the tiny teacher (Llama, grouped-query attention) and its tokenizer."""
+    """Locate the folder of the tiny teacher (Llama, grouped-query attention) and tokenizer."""
     return _HERE / "tiny_teacher"
 
 
 def facts_path() -> Path:
-    """Locate the facts that the teacher was taught: JSON Lines of ``{"prompt", "answer", "choices"}``."""
+    """Locate the teacher's facts: JSON Lines of ``{"prompt", "answer", "choices"}``."""
     return _HERE / "knowledge.jsonl"
 
 
 def prompts_path() -> Path:
-    """Locate the parts of the prompts for text generation: openings, instructions, facts and questions."""
+    """Locate the parts of the prompts for text generation."""
     return _HERE / "prompts.json"
 
 
 def corpus_path(split: Split) -> Path:
-    """Locate a split, gzipped JSON Lines ``{"text"}``: stories, facts, in-context references; no probe wording."""
+    """Locate a split, gzipped JSON Lines ``{"text"}``: stories, facts, in-context references.
+
+    It has no wording of the probes.
+    """
     return _HERE / f"corpus_{split}.jsonl.gz"
 
 

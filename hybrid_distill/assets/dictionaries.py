@@ -34,7 +34,11 @@ N_VALUES = 100
 
 
 def probe_document(
-    rng: random.Random, n_pairs: int, n_questions: int, entry: str = "{key}:{value}", question: str = QUESTION + " "
+    rng: random.Random,
+    n_pairs: int,
+    n_questions: int,
+    entry: str = "{key}:{value}",
+    question: str = QUESTION + " ",
 ) -> str:
     """Write a dictionary followed by answered questions about it, by default in the probe's wording."""
     pairs = list(zip(rng.sample(NOUNS, n_pairs), rng.sample(range(N_VALUES), n_pairs), strict=True))

@@ -22,7 +22,7 @@ def command(
     /,
     job: tyro.conf.OmitArgPrefixes[SuiteJob] = SuiteJob(),  # noqa: B008
     n_examples: Count | None = None,
-    form: str | None = None,
+    prompt_format: str | None = None,
 ) -> None:
     """Measure a finished run with the package's own probes, or any model on lm-eval tasks.
 
@@ -37,15 +37,15 @@ def command(
     Args:
         run_dir: The folder of a run.
         n_examples: Questions per dictionary size, instead of the run's; implies --again.
-        form: Prompt form, instead of the run's: plain, shots=1 or chat; implies --again.
+        prompt_format: Prompt format, instead of the run's: plain, shots=1 or chat; implies --again.
     """
     if run_dir is not None:
         _check_run_flags(run_dir, job)
-        _evaluate_run(run_dir, n_examples, form, job)
+        _evaluate_run(run_dir, n_examples, prompt_format, job)
     else:
-        if n_examples is not None or form is not None:
+        if n_examples is not None or prompt_format is not None:
             raise ValueError(
-                "--n-examples and --form need RUN_DIR; with --suite, pass --limit instead."
+                "--n-examples and --prompt-format need RUN_DIR; with --suite, pass --limit instead."
             )
         _evaluate_suite(job)
 
@@ -66,7 +66,9 @@ def _check_run_flags(run_dir: Path, job: SuiteJob) -> None:
             )
 
 
-def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, job: SuiteJob) -> None:
+def _evaluate_run(
+    run_dir: Path, n_examples: int | None, prompt_format: str | None, job: SuiteJob
+) -> None:
     from torch import nn
 
     from ..evaluation.evaluate import EvalResult
@@ -78,12 +80,14 @@ def _evaluate_run(run_dir: Path, n_examples: int | None, form: str | None, job: 
     inputs = finished_run(run_dir)
     path = inputs.paths.evaluation
     again = job.again
-    if n_examples is not None or form is not None:
+    if n_examples is not None or prompt_format is not None:
         config = inputs.config
         evaluation = replace(
             config.evaluation, n_examples=n_examples or config.evaluation.n_examples
         )
-        scoring = replace(config.scoring, form=form or config.scoring.form)
+        scoring = replace(
+            config.scoring, prompt_format=prompt_format or config.scoring.prompt_format
+        )
         inputs = RunInputs(replace(config, evaluation=evaluation, scoring=scoring))
         again = True
         check_evaluation(inputs)

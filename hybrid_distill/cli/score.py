@@ -19,7 +19,13 @@ from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..model import HybridConfig
 from ..probes import queries_of
 from ..probes.checks import check_answerable
-from ..probes.forms import N_TRIED, PLAIN, accuracy_by_form, check_form, in_form
+from ..probes.prompt_formats import (
+    N_TRIED,
+    PLAIN,
+    accuracy_by_prompt_format,
+    check_prompt_format,
+    with_prompt_format,
+)
 from ..probes.registry import make_probe
 from ..scoring import HeadScores, score_heads
 from ..student.teachers import check_teacher
@@ -38,8 +44,8 @@ class ScoreJob:
     probe: str = "kv"
     """kv, letters, or a RULER task: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery,
     ruler_vt, ruler_cwe, ruler_fwe."""
-    form: str = PLAIN
-    """Prompt form: ``plain``, ``shots=1`` (with one solved example) or ``chat`` (the tokenizer's template). Before
+    prompt_format: str = PLAIN
+    """Prompt format: ``plain``, ``shots=1`` (with one solved example) or ``chat`` (the tokenizer's template). Before
     scoring, a line says what the model answers in each."""
     pairs: str = "16"
     """Key-value pairs per prompt of kv; several sizes can alternate, ``10,25,50``."""
@@ -74,7 +80,7 @@ class ScoreJob:
 
     def __post_init__(self) -> None:
         check_options(self, "--")
-        check_form("--form", self.form)
+        check_prompt_format("--prompt-format", self.prompt_format)
         if "," in self.probe:
             raise ValueError(f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for each.")
         if self.out.is_dir():
@@ -104,11 +110,11 @@ def run_score(job: ScoreJob) -> HeadScores:
         if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
             raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
         plain = make_probe(job.probe, **given, tokenizer=tokenizer)
-        probe = in_form(plain, job.form, tokenizer)
+        probe = with_prompt_format(plain, job.prompt_format, tokenizer)
         limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
         check_answerable(probe.examples(job.examples * queries_of(probe)), tokenizer, limit)
-        forms = agree_on(partial(accuracy_by_form, model, tokenizer, plain))
-        answered = ", ".join(f"{form} {accuracy:.0%}" for form, accuracy in forms.items())
+        accuracies = agree_on(partial(accuracy_by_prompt_format, model, tokenizer, plain))
+        answered = ", ".join(f"{name} {accuracy:.0%}" for name, accuracy in accuracies.items())
         log.info("right of %d prompts: %s; guessing: %.0f%%", N_TRIED, answered, 100 * plain.chance)
         scores = score_heads(
             model,
@@ -121,7 +127,7 @@ def run_score(job: ScoreJob) -> HeadScores:
             race_k=None if job.exhaustive else job.k,
             resume_path=partial_path,
         )
-        scores = replace(scores, provenance={**scores.provenance, "prompt_forms": forms})
+        scores = replace(scores, provenance={**scores.provenance, "prompt_formats": accuracies})
         on_main_process(partial(scores.save, job.out))
         figure = partial(score_map, scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
         on_main_process(lambda: (can_draw() and figure(), partial_path.unlink(missing_ok=True)))

@@ -21,7 +21,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..assets import prompts_path
 from ..io import Record, read_json
 from ..limits import Count, Positive, Share
-from ..probes.answering import left_pad, tokenize
+from ..probes.answering import left_pad
+from ..probes.encoding import tokenize
 from ..teacher import eval_mode, fingerprint, generated, longest_context
 from .chat import check_template, rendered
 from .folder import SourcePlace, TokenHeader, write_tokens

@@ -1,5 +1,6 @@
 """Evaluation of a student and its teacher: retrieval, knowledge, perplexity, cache bytes."""
 
-from .evaluate import EvalResult, evaluate
+from .evaluate import evaluate
+from .result import EvalResult
 
 __all__ = ["EvalResult", "evaluate"]

@@ -15,9 +15,9 @@ from ..distributed import check_trackers
 from ..model.documents import check_packs
 from ..plan import HeadPlan
 from ..probes.checks import check_answerable
-from ..probes.forms import PLAIN, in_form
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
+from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..student.build import check_family, checked_sites, empty_student
 from ..student.teachers import check_teacher
 from ..teacher import TINY, longest_context
@@ -106,10 +106,10 @@ def check_evaluation(inputs: RunInputs) -> None:
     probes += [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
     for probe in probes:
         probe.examples(1)
-    if inputs.form != PLAIN:
+    if inputs.prompt_format != PLAIN:
         limit = longest_context(inputs.shape_and_tokenizer[0]) or sys.maxsize
         for probe in probes:
-            question = in_form(probe, inputs.form, inputs.tokenizer).examples(1)
+            question = with_prompt_format(probe, inputs.prompt_format, inputs.tokenizer).examples(1)
             check_answerable(question, inputs.tokenizer, limit)
 
 

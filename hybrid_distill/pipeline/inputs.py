@@ -23,9 +23,9 @@ from ..data import (
 )
 from ..distributed import agree_on
 from ..probes import Probe
-from ..probes.forms import in_form
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
+from ..probes.prompt_formats import with_prompt_format
 from ..student.teachers import empty_teacher
 from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, read_teacher
 from ..train.config import Distill, StageConfig, TeacherConfig
@@ -166,7 +166,7 @@ class RunInputs:
 
     def scoring_probe(self) -> Probe:
         """Return the probe whose prompts heads are ranked on."""
-        return in_form(self.plain_probe, self.form, self.tokenizer)
+        return with_prompt_format(self.plain_probe, self.prompt_format, self.tokenizer)
 
     @property
     def plain_probe(self) -> KVRetrieval:
@@ -175,9 +175,9 @@ class RunInputs:
         return KVRetrieval(scoring.n_pairs, seed=seed, n_queries=scoring.n_queries)
 
     @property
-    def form(self) -> str:
+    def prompt_format(self) -> str:
         """Format of all prompts."""
-        return self.config.scoring.form
+        return self.config.scoring.prompt_format
 
 
 def load(options: TeacherConfig) -> Loaded:

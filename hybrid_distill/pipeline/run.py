@@ -373,7 +373,7 @@ def _evaluated(inputs: RunInputs, model: PreTrainedModel, path: Path, again: boo
                 teacher=inputs.teacher,
                 n_pairs=options.n_pairs,
                 n_examples=options.n_examples,
-                form=inputs.form,
+                prompt_format=inputs.prompt_format,
                 seed=inputs.config.seed + PROBE_SEEDS["evaluation"],
                 held_out_texts=inputs.held_out_texts(options.n_texts),
                 knowledge=inputs.knowledge(),

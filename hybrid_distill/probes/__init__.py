@@ -1,10 +1,9 @@
-"""Synthetic tasks whose examples each ask a model one question, and two ways of reading its answer."""
+"""Synthetic tasks whose examples each ask a model one question."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
@@ -28,7 +27,8 @@ class Example:
             raise ValueError(f"a prompt or a choice of {self!r} is empty; give it text.")
         if len(set(self.choices)) != len(self.choices) or self.answer not in self.choices:
             raise ValueError(
-                f"answer {self.answer!r}, choices {self.choices!r}: choices must differ and hold the answer."
+                f"answer {self.answer!r}, choices {self.choices!r}: choices must differ and hold "
+                "the answer."
             )
 
 
@@ -45,7 +45,7 @@ class Probe(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """Return all settings that determine the examples, for the provenance of a result (JSON values only)."""
+        """Return all settings that determine the examples, as JSON values."""
         ...
 
 
@@ -76,13 +76,18 @@ class SeededProbe(ABC):
     def _example(self, index: int) -> Example: ...
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt, with lists of words (fields without repr) as hashes."""
-        found: dict[str, object] = {"name": self.name}
-        for setting in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, setting.name)
-            value = list(value) if isinstance(value, tuple) else value
-            found |= {setting.name: value} if setting.repr else {f"{setting.name}_sha256": digest(value)}
-        return found
+        """Return the settings that determine every prompt; fields without repr as hashes."""
+        settings: dict[str, object] = {"name": self.name}
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            # Lists of hundreds of words would fill every file of scores.
+            if not field.repr:
+                settings[f"{field.name}_sha256"] = digest(value)
+            elif isinstance(value, tuple):
+                settings[field.name] = list(value)  # as JSON gives it back
+            else:
+                settings[field.name] = value
+        return settings
 
 
 def check_counts(**counts: int) -> None:
@@ -94,31 +99,49 @@ def check_counts(**counts: int) -> None:
 def check_queries(n_queries: int, n_pairs: int) -> None:
     """Raise ValueError if a prompt has more questions than pairs."""
     if n_queries > n_pairs:
-        raise ValueError(f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most {n_pairs}.")
+        raise ValueError(
+            f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most {n_pairs}."
+        )
 
 
 def queries_of(probe: Probe) -> int:
-    """Return the number of consecutive examples that ask about one prompt; they are scored together."""
+    """Return the number of consecutive examples that ask about one prompt.
+
+    They are scored together.
+    """
     return getattr(probe, "n_queries", 1)
 
 
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
-    """Return entries as a tuple. Raises ValueError unless they are at least ``at_least`` distinct single words."""
-    counted = Counter(map(str, words := as_tuple(name, words)))
-    if repeated := [word for word, count in counted.items() if count > 1]:
-        raise ValueError(f"{name}: {repeated[0]!r} appears twice; pass each once.")
-    if bad := [word for word in counted if len(word.split()) != 1 or word != word.strip()]:
-        raise ValueError(f"{name} holds {bad[0]!r}; each must be one word, without spaces.")
-    if len(counted) < at_least:
-        raise ValueError(f"{len(counted)} {name} are too few, {at_least} are needed; pass more, or ask for less.")
-    return words
+    """Return entries as a tuple.
+
+    Raises ValueError unless they are at least ``at_least`` distinct single words.
+    """
+    entries = as_tuple(name, words)
+    distinct: set[str] = set()
+    for word in map(str, entries):
+        if word in distinct:
+            raise ValueError(f"{name}: {word!r} appears twice; pass each once.")
+        if word.split() != [word]:
+            raise ValueError(f"{name} holds {word!r}; each must be one word, without spaces.")
+        distinct.add(word)
+    if len(distinct) < at_least:
+        raise ValueError(
+            f"{len(distinct)} {name} are too few, {at_least} are needed; pass more, or ask for "
+            "less."
+        )
+    return entries
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; a single number or word becomes a tuple of one. Raises ValueError if empty."""
+    """Return a sequence as a tuple; a single number or word becomes a tuple of one.
+
+    Raises ValueError if empty.
+    """
     if isinstance(value, str | int | float):
         return (value,)
-    if not isinstance(value, Iterable) or not (values := tuple(value)):
+    values = tuple(value) if isinstance(value, Iterable) else ()
+    if not values:
         raise ValueError(f"{name} is {value!r}; give at least one value.")
     return values
 

@@ -1,4 +1,4 @@
-"""Checks, before hours of scoring, that the questions fit a model's tokenizer and context length."""
+"""Check, before hours of scoring, that questions fit a model's tokenizer and context length."""
 
 from __future__ import annotations
 
@@ -9,55 +9,77 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from . import Example
-from .answering import tokenize
+from .encoding import tokenize
 
 WORD = re.compile(r"\w+|[^\w\s]|\n")
 NAMED = 8
 
 
-def check_answerable(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Raise ValueError for examples that a model cannot read: words without tokens, or too long for its context.
+def check_answerable(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> None:
+    """Raise ValueError for examples that a model cannot read: words without tokens, or too long for
+    its context.
 
-    ``max_length`` is the model's context length in tokens (`longest_context`); each prompt must fit together with its
-    longest choice.
+    ``max_length`` is the model's context length in tokens (`longest_context`); each prompt must fit
+    together with its longest choice.
     """
-    texts = dict.fromkeys(text for example in examples for text in (example.prompt, *example.choices))
-    if missing := missing_words(tokenizer, texts):
-        named = ", ".join(repr(word) for word in missing[:NAMED])
+    texts: dict[str, None] = {}  # a dict keeps their order
+    for example in examples:
+        texts.update(dict.fromkeys([example.prompt, *example.choices]))
+    missing = missing_words(tokenizer, texts)
+    if missing:
+        named = ", ".join(map(repr, missing[:NAMED]))
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         raise ValueError(
-            f"this tokenizer has no token for {named}{more}, so the model cannot distinguish these words; "
-            "give the probe words that it knows (keys, words, facts or filler), or take another probe."
+            f"this tokenizer has no token for {named}{more}, so the model cannot distinguish "
+            "these words; give the probe words that it knows (keys, words, facts or filler), or "
+            "take another probe."
         )
+    # With its longest choice: a prompt alone may just fit.
     lengths = token_counts(tokenizer, examples)
-    if (longest := max(lengths, default=0)) > max_length:
+    longest = max(lengths, default=0)
+    if longest > max_length:
+        n_too_long = sum(length > max_length for length in lengths)
         raise ValueError(
-            f"{sum(n > max_length for n in lengths)} of {len(examples)} examples are longer than the model's context "
-            f"of {max_length} tokens; example {lengths.index(longest)} is the longest, with {longest}: take fewer "
-            "pairs (--pairs), a shorter filler (--lengths) or shorter questions (--length)."
+            f"{n_too_long} of {len(examples)} examples are longer than the model's context of "
+            f"{max_length} tokens; example {lengths.index(longest)} is the longest, with "
+            f"{longest}: take fewer pairs (--pairs), a shorter filler (--lengths) or shorter "
+            "questions (--length)."
         )
 
 
 def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[str]:
-    """Return words that the tokenizer drops or maps, at least in part, to the unknown token, in order of appearance."""
-    unknown, is_lost = tokenizer.unk_token_id, dict[str, bool]()
-    found: dict[str, None] = {}
+    """Return words that the tokenizer drops or maps to the unknown token, in order."""
+    unknown = tokenizer.unk_token_id
+    is_lost: dict[str, bool] = {}
+    missing: dict[str, None] = {}  # a dict keeps their order
     for text in texts:
         words = dict.fromkeys(WORD.findall(text))
-        for word in words.keys() - is_lost.keys():
-            ids = _ids(tokenizer, word)
-            vanishes = unknown is None and _plain(word) not in _plain(str(tokenizer.decode(ids)))
-            is_lost[word] = vanishes or unknown in ids
+        for word in words:
+            if word not in is_lost:
+                # Once a word: prompts of a probe share most of theirs.
+                is_lost[word] = _is_lost(tokenizer, word)
         lost = [word for word in words if is_lost[word]]
-        plain = text.replace(str(tokenizer.unk_token or ""), "")  # chat templates may contain that token
-        if not lost and unknown in _ids(tokenizer, plain):  # tokenizer does not split words as WORD does
+        # Chat templates may contain the unknown token itself.
+        plain = text.replace(str(tokenizer.unk_token or ""), "")
+        # Found in the whole text only: the tokenizer does not split words as WORD does.
+        if not lost and unknown in _ids(tokenizer, plain):
             lost = [part for part in plain.split() if unknown in _ids(tokenizer, part)]
-        found |= dict.fromkeys(lost)
-    return list(found)
+        missing.update(dict.fromkeys(lost))
+    return list(missing)
+
+
+def _is_lost(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
+    ids = _ids(tokenizer, word)
+    if tokenizer.unk_token_id is None:
+        # Such tokenizers drop what they do not know, without a trace.
+        return _plain(word) not in _plain(str(tokenizer.decode(ids)))
+    return tokenizer.unk_token_id in ids
 
 
 def _plain(text: str) -> str:
-    """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces between tokens."""
+    """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -67,7 +89,15 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def token_counts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:
     """Count the tokens of each prompt together with its longest choice."""
-    choices = list(dict.fromkeys(choice for example in examples for choice in example.choices))
-    n_tokens = dict(zip(choices, map(len, tokenize(tokenizer, choices)), strict=True))
-    texts = [example.prompt + max(example.choices, key=n_tokens.__getitem__) for example in examples]
+    choices: set[str] = set()
+    for example in examples:
+        choices.update(example.choices)
+    # By tokens, not characters: the longest text need not have the most.
+    n_tokens: dict[str, int] = {}
+    for choice, row in zip(choices, tokenize(tokenizer, list(choices)), strict=True):
+        n_tokens[choice] = len(row)
+    texts = []
+    for example in examples:
+        longest = max(example.choices, key=n_tokens.__getitem__)
+        texts.append(example.prompt + longest)
     return [len(row) for row in tokenize(tokenizer, texts)]

@@ -1,6 +1,7 @@
 """Multiple-choice questions about facts, with or without lettered options in the prompt.
 
-With letters, knowing the answer is not enough: the model must retrieve its letter from the prompt (arXiv 2504.18574).
+With letters, knowing the answer is not enough: the model must retrieve its letter from the prompt
+(arXiv 2504.18574).
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from . import Example, SeededProbe, digest
 
 Item = TypeVar("Item")
 ANSWER = "Answer:"
-Form = Literal["letter", "text", "completion"]
+AnswerFormat = Literal["letter", "text", "completion"]
 
 
 @dataclass(frozen=True)
 class Knowledge:
     """Questions from a JSON Lines file, one ``{"prompt", "answer", "choices"}`` per line.
 
-    ``path`` defaults to the facts that the embedded teacher was trained on. Raises ValueError for an unreadable file,
-    naming the line.
+    ``path`` defaults to the facts that the embedded teacher was trained on. Raises ValueError for
+    an unreadable file, naming the line.
     """
 
     path: str | Path | None = None
@@ -43,40 +44,47 @@ class Knowledge:
 
     def examples(self, n: int | None = None) -> list[Example]:
         """Return the first ``n`` questions in file order, by default all."""
-
-        def read(record: Record) -> Example:
-            return Example(record["prompt"], record["answer"], tuple(record["choices"]))
-
-        return read_questions(self.path, read, '{"prompt": ..., "answer": ..., "choices": [...]}')[:n]
+        expected = '{"prompt": ..., "answer": ..., "choices": [...]}'
+        return read_questions(self.path, _read_example, expected)[:n]
 
     def describe(self) -> dict[str, object]:
         """Return the file's name and hash."""
         file = Path(self.path or facts_path())
-        return {"name": "knowledge", "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()[:16]}
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        return {
+            "name": "knowledge",
+            "file": file.name,
+            "sha256": sha256,
+        }
 
 
-def read_questions(path: str | Path | None, read: Callable[[Record], Item], expected: str) -> list[Item]:
+def read_questions(
+    path: str | Path | None, read: Callable[[Record], Item], expected: str
+) -> list[Item]:
     """Read the questions in a file, one per line; without a path, those of the embedded teacher.
 
     Raises ValueError for an unreadable file, naming the first bad line and the expected format.
     """
-    file, found = Path(path or facts_path()), []
+    file = Path(path or facts_path())
+    questions = []
     with refused(f"the questions {file} cannot be read", "pass a file of JSON lines"):
         with file.open(encoding="utf-8") as text:
             lines = list(text_lines(text))
     for number, line in enumerate(lines, start=1):
         with refused(f"line {number} of {file} is not a question", f"write {expected}"):
+            # Editors leave blank lines at the end.
             if line.strip():
-                found.append(read(whole_strings(json.loads(line))))
-    if not found:
+                questions.append(read(whole_strings(json.loads(line))))
+    if not questions:
         raise ValueError(f"{file} holds no questions; write one per line.")
-    return found
+    return questions
 
 
 class Fact(NamedTuple):
     """A question (or the beginning of a sentence) and its answer.
 
-    ``distractors`` are wrong answers; if there are too few, answers to other facts of the same ``kind`` are added.
+    ``distractors`` are wrong answers; if there are too few, answers to other facts of the same
+    ``kind`` are added.
     """
 
     question: str
@@ -89,10 +97,11 @@ class Fact(NamedTuple):
 class LetterChoice(SeededProbe):
     """Facts as questions with ``n_options`` lettered options; the choices are the letters.
 
-    With ``form`` "text", the choices are the options themselves. With "completion", the prompt is the question alone
-    and the options continue it. Every form asks the same questions with the same options. ``seed`` sets the order of
-    the facts; once all have been asked, they repeat with other options. ``facts`` are `Fact` or tuples of its fields.
-    Raises ValueError for a fact without enough wrong answers.
+    With ``answer_format`` "text", the choices are the options themselves. With "completion", the
+    prompt is the question alone and the options continue it. Every format asks the same questions
+    with the same options. ``seed`` sets the order of the facts; once all have been asked, they
+    repeat with other options. ``facts`` are `Fact` or tuples of its fields. Raises ValueError for a
+    fact without enough wrong answers.
     """
 
     name: ClassVar[str] = "letter_choice"
@@ -100,39 +109,53 @@ class LetterChoice(SeededProbe):
     facts: tuple[Fact, ...] = field(repr=False)
     n_options: Annotated[int, Limits(2, len(ascii_uppercase), whole=True)] = 4
     seed: int = 0
-    form: Form = "letter"
+    answer_format: AnswerFormat = "letter"
 
     @classmethod
     def from_file(
-        cls, facts: str | Path | None = None, n_options: int = 4, seed: int = 0, form: Form = "letter"
+        cls,
+        facts: str | Path | None = None,
+        n_options: int = 4,
+        seed: int = 0,
+        answer_format: AnswerFormat = "letter",
     ) -> LetterChoice:
-        """Read facts from a JSON Lines file, by default those that the embedded teacher was trained on.
+        """Read facts from a JSON Lines file, by default those that the embedded teacher was trained
+        on.
 
-        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (all but the answer become distractors) and
-        ``"kind"``. Raises ValueError for an unreadable file, naming the line.
+        A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (all but the answer become
+        distractors) and ``"kind"``. Raises ValueError for an unreadable file, naming the line.
         """
         expected = '{"prompt": ..., "answer": ...}, with optional "choices": [...] and "kind": ...'
-        return cls(tuple(read_questions(facts, _read_fact, expected)), n_options, seed, form)
+        return cls(
+            tuple(read_questions(facts, _read_fact, expected)), n_options, seed, answer_format
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Frozen, but facts may be given as plain tuples.
         object.__setattr__(self, "facts", tuple(Fact(*fact) for fact in self.facts))
         for fact in self.facts:
-            if (n_wrong := len(fact.distractors) + len(self._others(fact))) < self.n_options - 1:
+            n_wrong = len(fact.distractors) + len(self._others(fact))
+            if n_wrong < self.n_options - 1:
                 raise ValueError(
-                    f"{fact.question!r} has {n_wrong} wrong answers, {self.n_options} options need "
-                    f"{self.n_options - 1}; give it distractors, or more facts of kind {fact.kind!r}."
+                    f"{fact.question!r} has {n_wrong} wrong answers, {self.n_options} options "
+                    f"need {self.n_options - 1}; give it distractors, or more facts of kind "
+                    f"{fact.kind!r}."
                 )
 
     @cached_property
     def _answers(self) -> dict[str, list[str]]:
         """Distinct answers to each kind of fact, in the order of the facts."""
-        kinds = {fact.kind for fact in self.facts}
-        return {kind: list(dict.fromkeys(fact.answer for fact in self.facts if fact.kind == kind)) for kind in kinds}
+        # A dict keeps the order, which the seeded draws depend on; a set would not.
+        answers: dict[str, dict[str, None]] = {}
+        for fact in self.facts:
+            answers.setdefault(fact.kind, {})[fact.answer] = None
+        return {kind: list(distinct) for kind, distinct in answers.items()}
 
     def _others(self, fact: Fact) -> list[str]:
-        """Return answers to facts of the same kind, except the fact's own answer and distractors."""
-        return [answer for answer in self._answers[fact.kind] if answer not in (fact.answer, *fact.distractors)]
+        """Return answers to facts of the same kind, except the fact's own and its distractors."""
+        own = {fact.answer, *fact.distractors}
+        return [answer for answer in self._answers[fact.kind] if answer not in own]
 
     @cached_property
     def _order(self) -> list[Fact]:
@@ -140,34 +163,51 @@ class LetterChoice(SeededProbe):
 
     def _example(self, index: int) -> Example:
         fact = self._order[index % len(self._order)]
+        # Seeded by text, which hashes alike on every Python and machine.
         rng = random.Random(f"letter-choice {self.seed} {self.n_options} {index}")
-        n_own = min(self.n_options - 1, len(fact.distractors))
+        n_wrong = self.n_options - 1
+        n_own = min(n_wrong, len(fact.distractors))
         wrong = rng.sample(fact.distractors, n_own)
-        wrong += rng.sample(self._others(fact), self.n_options - 1 - n_own)
+        wrong += rng.sample(self._others(fact), n_wrong - n_own)
         options = rng.sample([fact.answer, *wrong], self.n_options)
-        letters = ascii_uppercase[: self.n_options]
-        lines = [f"{letter}. {option}" for letter, option in zip(letters, options, strict=True)]
-        prompt = fact.question if self.form == "completion" else "\n".join([fact.question, *lines, ANSWER])
-        choices = tuple(f" {choice}" for choice in (letters if self.form == "letter" else options))
+        letters = list(ascii_uppercase[: self.n_options])
+        prompt = fact.question
+        if self.answer_format != "completion":
+            lines = [f"{letter}. {option}" for letter, option in zip(letters, options, strict=True)]
+            prompt = "\n".join([fact.question, *lines, ANSWER])
+        answers = letters if self.answer_format == "letter" else options
+        choices = tuple(f" {answer}" for answer in answers)
         return Example(prompt, choices[options.index(fact.answer)], choices)
 
     def describe(self) -> dict[str, object]:
         """Return the settings that determine every prompt, with the facts as a hash."""
-        return {
-            "name": "letter_choice",
+        settings: dict[str, object] = {
+            "name": self.name,
             "n_options": self.n_options,
             "seed": self.seed,
             "n_facts": len(self.facts),
             "facts_sha256": digest(json.dumps(fact) for fact in self.facts),
-            **({} if self.form == "letter" else {"form": self.form}),
         }
+        if self.answer_format != "letter":
+            settings["answer_format"] = self.answer_format
+        return settings
+
+
+def _read_example(record: Record) -> Example:
+    return Example(record["prompt"], record["answer"], tuple(record["choices"]))
 
 
 def _read_fact(record: Record) -> Fact:
-    """Make a fact from a line's entries, stripped of spaces. Raises ValueError for empty or repeated texts."""
-    answer, kind = record["answer"].strip(), record.get("kind", "").strip()
+    """Make a fact from a line's entries, stripped of spaces.
+
+    Raises ValueError for empty or repeated texts.
+    """
+    question = record["prompt"].strip()
+    answer = record["answer"].strip()
     choices = [choice.strip() for choice in record.get("choices", ())]
-    fact = Fact(record["prompt"].strip(), answer, tuple(choice for choice in choices if choice != answer), kind)
-    if not (fact.question and answer and all(choices)) or len(set(fact.distractors)) < len(fact.distractors):
-        raise ValueError("no text may be empty, and choices must differ")
-    return fact
+    distractors = tuple(choice for choice in choices if choice != answer)
+    if not all([question, answer, *choices]):
+        raise ValueError("no text may be empty")
+    if len(set(distractors)) < len(distractors):
+        raise ValueError("choices must differ")
+    return Fact(question, answer, distractors, record.get("kind", "").strip())

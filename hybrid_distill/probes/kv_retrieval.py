@@ -1,4 +1,4 @@
-"""Key-value retrieval: a dictionary in the prompt and a question about one of its values (arXiv 2504.18574)."""
+"""Key-value retrieval: a dictionary and a question about one of its values (arXiv 2504.18574)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ class Wording(NamedTuple):
 
 DICTIONARY = Wording()
 REWORDED = Wording("Register:", question="Look up '{key}':")
-DIALOGUE = Wording("", "Anna: I have {value} of the {key}.", "Ben: How many of the {key}?\nAnna: You said")
+DIALOGUE = Wording(
+    "", "Anna: I have {value} of the {key}.", "Ben: How many of the {key}?\nAnna: You said"
+)
 
 
 @dataclass(frozen=True)
 class KVRetrieval(SeededProbe):
-    """Dictionaries of ``n_pairs`` distinct nouns, each with a distinct value from 0 to 99; the values are the choices.
+    """Dictionaries of ``n_pairs`` distinct nouns, each with a distinct value from 0 to 99; the
+    values are the choices.
 
-    With several ``n_pairs``, successive dictionaries cycle through the sizes. Each dictionary yields ``n_queries``
-    consecutive examples that ask for different keys. ``seed`` determines the keys, the values, their order and the
-    keys asked for. ``keys`` replaces the default nouns, for a model that knows few words; ``wording`` replaces the
-    text around them. Raises ValueError for repeated or too few keys, and for more queries than pairs.
+    With several ``n_pairs``, successive dictionaries cycle through the sizes. Each dictionary
+    yields ``n_queries`` consecutive examples that ask for different keys. ``seed`` determines the
+    keys, the values, their order and the keys asked for. ``keys`` replaces the default nouns, for a
+    model that knows few words; ``wording`` replaces the text around them. Raises ValueError for
+    repeated or too few keys, and for more queries than pairs.
     """
 
     name: ClassVar[str] = "kv_retrieval"
@@ -62,19 +66,29 @@ class KVRetrieval(SeededProbe):
         return sum(1 / n_pairs for n_pairs in self._sizes) / len(self._sizes)
 
     def _example(self, index: int) -> Example:
-        index, query = divmod(index, self.n_queries)
-        index, place = divmod(index, len(self._sizes))
-        n_pairs = self._sizes[place]
-        rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {index}")
+        dictionary, query = divmod(index, self.n_queries)
+        number, size = divmod(dictionary, len(self._sizes))
+        n_pairs = self._sizes[size]
+        # By size and number: example i is the same whatever else is asked for.
+        rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {number}")
         keys = rng.sample(self.keys, n_pairs)
         values = rng.sample(range(N_VALUES), n_pairs)
+        # All queries are drawn, so that the questions about one prompt differ.
         asked = rng.sample(range(n_pairs), self.n_queries)[query]
         header, entry, question = self.wording
-        pairs = [entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
-        prompt = "\n".join([*([header] if header else []), *pairs, question.format(key=keys[asked])])
-        return Example(prompt, answer=f" {values[asked]}", choices=tuple(f" {value}" for value in values))
+        lines = [header] if header else []
+        lines += [
+            entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)
+        ]
+        lines.append(question.format(key=keys[asked]))
+        choices = tuple(f" {value}" for value in values)
+        return Example("\n".join(lines), choices[asked], choices)
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt: keys as a hash, default wording and n_queries omitted."""
-        usual = {"wording": list(DICTIONARY), "n_queries": 1}
-        return {name: value for name, value in super().describe().items() if usual.get(name) != value}
+        """Return the settings that determine every prompt, without default wording and queries."""
+        settings = super().describe()
+        if self.wording == DICTIONARY:
+            del settings["wording"]
+        if self.n_queries == 1:
+            del settings["n_queries"]
+        return settings

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..teacher import text_config
-from .answering import Tokens, forward, left_pad, tokenize
+from .answering import forward, left_pad
+from .encoding import Tokens, tokenize
 
 LOGITS_AT_ONCE = 2**27
 """Maximum number of logits in memory: half a gigabyte in float32."""
@@ -23,6 +24,7 @@ class TextBatch:
 
     def __init__(self, rows: Sequence[Tokens], device: torch.device) -> None:
         self.input_ids_BL, self.mask_BL = left_pad(rows, device)
+        # Both neighbors are tokens: a text's first token follows a pad, which predicts nothing.
         self.counts_BT = (self.mask_BL[:, 1:] * self.mask_BL[:, :-1]).bool()
 
     def logits(self, model: PreTrainedModel) -> Tensor:
@@ -32,8 +34,8 @@ class TextBatch:
     def token_losses(self, logits_BTV: Tensor) -> Tensor:
         """Return loss_BT in nats; 0 at pads."""
         targets_BT = self.input_ids_BL[:, 1:]
-        picked_BT = logits_BTV.gather(-1, targets_BT[..., None])[..., 0]
-        return (logits_BTV.logsumexp(-1) - picked_BT) * self.counts_BT
+        target_logits_BT = logits_BTV.gather(-1, targets_BT[..., None])[..., 0]
+        return (logits_BTV.logsumexp(-1) - target_logits_BT) * self.counts_BT
 
     def text_losses(self, model: PreTrainedModel) -> Tensor:
         """Return loss_B: each text's mean next-token loss in nats."""
@@ -51,17 +53,25 @@ def text_batches(
 ) -> Iterator[TextBatch]:
     """Yield the rows of `text_rows` in batches whose logits fit in memory."""
     rows = text_rows(tokenizer, texts, max_tokens=max_tokens)
-    n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // (max_tokens * text_config(model).vocab_size)))
+    logits_per_row = max_tokens * text_config(model).vocab_size
+    n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // logits_per_row))
     for start in range(0, len(rows), n_rows):
         yield TextBatch(rows[start : start + n_rows], model.device)
 
 
-def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int) -> list[Tokens]:
-    """Return the first ``max_tokens`` tokens of each text, skipping texts of one token, which predict nothing.
+def text_rows(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int
+) -> list[Tokens]:
+    """Return the first ``max_tokens`` tokens of each text, skipping texts of one token, which
+    predict nothing.
 
     Raises ValueError if that skips every text.
     """
-    rows = [row[:max_tokens] for row in tokenize(tokenizer, texts) if len(row[:max_tokens]) > 1]
+    rows = [row[:max_tokens] for row in tokenize(tokenizer, texts)]
+    rows = [row for row in rows if len(row) > 1]
     if texts and not rows:
-        raise ValueError(f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict.")
+        raise ValueError(
+            f"none of the {len(texts)} texts has two tokens or more; there is no next token to "
+            "predict."
+        )
     return rows

@@ -20,8 +20,10 @@ def make_probe(name: str, **options: object) -> Probe:
     probes = {**PROBES, **RULER}
     if name not in probes:
         raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(probes)}.")
-    known = inspect.signature(probes[name]).parameters
-    return probes[name](**{option: value for option, value in options.items() if option in known})
+    make = probes[name]
+    # The command line passes every option; each probe takes its own.
+    known = inspect.signature(make).parameters
+    return make(**{option: value for option, value in options.items() if option in known})
 
 
 def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, n_queries: int = 1) -> KVRetrieval:

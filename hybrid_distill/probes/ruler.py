@@ -1,8 +1,10 @@
-"""RULER tasks (arXiv 2404.06654) at any length, offline: needles, variable tracking, common and frequent words.
+"""RULER tasks (arXiv 2404.06654) at any length, offline: needles, variable tracking, common and
+frequent words.
 
-lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by `filler_sentences`,
-and nltk's sentence splitter by a regular expression. Haystacks grow one unit of filler at a time, while lm-eval uses
-steps of up to 500 words; lengths such as 256 tokens therefore work too.
+lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by
+`filler_sentences`, and nltk's sentence splitter by a regular expression. Haystacks grow one unit of
+filler at a time, while lm-eval uses steps of up to 500 words; lengths such as 256 tokens therefore
+work too.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, islice
 from string import ascii_uppercase, digits
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -29,7 +31,7 @@ from .checks import missing_words
 
 
 class Needles(NamedTuple):
-    """Settings of lm-eval's needle-in-a-haystack generator, under its names: keys (k), values (v), queries (q)."""
+    """Settings of lm-eval's needle generator, under its names: keys, values, queries."""
 
     type_haystack: str
     type_needle_k: str = "words"
@@ -63,10 +65,16 @@ NEEDLES = {
     "niah_multivalue": Needles("essay", num_needle_v=4),
     "niah_multiquery": Needles("essay", num_needle_k=4, num_needle_q=4),
 }
-LONGEST_ANSWER = {**dict.fromkeys(NEEDLES, 128), "ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}
+LONGEST_ANSWER = {
+    **dict.fromkeys(NEEDLES, 128),
+    "ruler_vt": 30,
+    "ruler_cwe": 120,
+    "ruler_fwe": 50,
+}
 """Limit on generated tokens in lm-eval, by task."""
 TASKS = tuple(LONGEST_ANSWER)
 VT_EXAMPLE = 500  # tokens of the worked example before a ruler_vt question; at most half the length
+FEWEST_COMMON_WORDS = 10
 FEWEST_CODED_WORDS = 54  # in ruler_fwe: with fewer, the third and fourth most frequent words tie
 OFFERED = {
     "niah": r"is: ([\da-f-]{7,36})\.",
@@ -77,18 +85,22 @@ OFFERED = {
 """Patterns for strings in a prompt that can serve as wrong choices, by prefix of the task name."""
 
 _Write = Callable[[int], RulerQuestion]
-"""Function that writes a question with a given number of filler units: words, sentences or needles."""
+"""Function that writes a question with a number of filler units: words, sentences or needles."""
 
 
 def ruler_questions(
-    task: str, length: int, tokenizer: PreTrainedTokenizerBase, seed: int, n: int
+    task: str,
+    length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    n: int,
 ) -> Iterator[RulerQuestion]:
     """Yield the first ``n`` questions of one of `TASKS`; question i is the same for any ``n``.
 
     A prompt plus `tokens_to_generate` takes at most ``length`` tokens.
 
-    Raises ValueError if the length is too short for the task, the tokenizer lacks its words, or lm-eval or its ruler
-    extra is not installed.
+    Raises ValueError if the length is too short for the task, the tokenizer lacks its words, or
+    lm-eval or its ruler extra is not installed.
     """
     generators = load_generators()
     room = length - tokens_to_generate(task, length)
@@ -97,9 +109,11 @@ def ruler_questions(
         return len(tokenizer(prompt, verbose=False)["input_ids"]) <= room
 
     with _seeded(generators, f"{task} {length} {seed}"):
+        # Sized on one question of its own seed, so that n does not change the prompts.
         write, least = _writer(generators, task, length, fits)
         shortest = write(least)
-        if missing := missing_words(tokenizer, [shortest.prompt, *shortest.answers]):
+        missing = missing_words(tokenizer, [shortest.prompt, *shortest.answers])
+        if missing:
             raise ValueError(
                 f"this tokenizer has no token for {', '.join(map(repr, missing[:6]))} of {task}; "
                 "RULER needs a model that knows plain English."
@@ -107,10 +121,26 @@ def ruler_questions(
         most = _most(write, least, length, fits)
     for index in range(n):
         with _seeded(generators, f"{task} {length} {seed} {index}"):
-            tried = map(write, range(most, least - 1, -1))
-            if (question := next((q for q in tried if fits(q.prompt)), None)) is None:
-                raise ValueError(f"{task} does not fit into {length} tokens of this tokenizer; pass a larger length.")
+            question = _longest_that_fits(write, range(most, least - 1, -1), fits)
+        if question is None:
+            raise ValueError(
+                f"{task} does not fit into {length} tokens of this tokenizer; pass a larger length."
+            )
         yield question
+
+
+def _longest_that_fits(
+    write: _Write, units: range, fits: Callable[[str], bool]
+) -> RulerQuestion | None:
+    """Return the first question that fits.
+
+    ``most`` fitted another question: this one's words may be longer.
+    """
+    for n_units in units:
+        question = write(n_units)
+        if fits(question.prompt):
+            return question
+    return None
 
 
 def tokens_to_generate(task: str, length: int) -> int:
@@ -118,94 +148,156 @@ def tokens_to_generate(task: str, length: int) -> int:
     return min(LONGEST_ANSWER[task], length // 4)
 
 
-def _most(write: _Write, least: int, length: int, fits: Callable[[str], bool]) -> int:
-    """Return the most filler units that fit, or the task's minimum. A unit takes at least one token."""
-    return least - 1 + max(1, bisect_left(range(least, length), True, key=lambda units: not fits(write(units).prompt)))
+def _most(
+    write: _Write,
+    least: int,
+    length: int,
+    fits: Callable[[str], bool],
+) -> int:
+    """Return the most filler units that fit, or the task's minimum.
+
+    A unit takes at least one token.
+    """
+
+    def is_too_long(units: int) -> bool:
+        return not fits(write(units).prompt)
+
+    n_fitting = bisect_left(range(least, length), True, key=is_too_long)
+    return least + max(n_fitting, 1) - 1
 
 
-def _writer(generators: SimpleNamespace, task: str, length: int, fits: Callable[..., bool]) -> tuple[_Write, int]:
+def _writer(
+    generators: SimpleNamespace,
+    task: str,
+    length: int,
+    fits: Callable[..., bool],
+) -> tuple[_Write, int]:
     """Return a function that writes questions of a task, and the minimum number of filler units."""
-    if task in NEEDLES:
-        return _needle_writer(generators, NEEDLES[task], length)
     if task == "ruler_cwe":
-
-        def common_words(units: int) -> RulerQuestion:
-            _, text, answers = generators.cwe.generate_input_output(units, length)
-            return _split(text, generators.cwe.CONFIG["answer_prefix"], answers, "\n\n")
-
-        return common_words, 10
+        return partial(_write_common_words, generators.cwe, length), FEWEST_COMMON_WORDS
     if task == "ruler_fwe":
+        return partial(_write_frequent_words, generators.fwe, length), FEWEST_CODED_WORDS
+    if task == "ruler_vt":
+        return _variable_writer(generators.vt, length, fits), 1
+    needles = NEEDLES[task]
+    return _needle_writer(generators, needles, length), needles.num_needle_k * needles.num_needle_v
 
-        def frequent_words(units: int) -> RulerQuestion:
-            tokens = {"max_len": 1, "tokenizer": lambda text: SimpleNamespace(input_ids=())}  # no length limit
-            text, answers, _ = generators.fwe.generate_input_output(**tokens, num_words=units, vocab_size=length // 50)
-            return _split(text, generators.fwe.CONFIG["answer_prefix"], answers)
 
-        return frequent_words, FEWEST_CODED_WORDS
+def _write_common_words(cwe: Any, length: int, units: int) -> RulerQuestion:
+    _, text, answers = cwe.generate_input_output(units, length)
+    return _split(text, cwe.CONFIG["answer_prefix"], answers, "\n\n")
 
-    def variables(units: int, is_icl: bool = False) -> RulerQuestion:
-        text, answers = generators.vt.generate_input_output(units, 1, 4, is_icl=is_icl)
+
+def _write_frequent_words(fwe: Any, length: int, units: int) -> RulerQuestion:
+    # lm-eval drops words until the text fits; by this tokenizer's count every text does.
+    def no_tokens(text: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=())
+
+    text, answers, _ = fwe.generate_input_output(
+        max_len=1,
+        tokenizer=no_tokens,
+        num_words=units,
+        vocab_size=length // 50,
+    )
+    return _split(text, fwe.CONFIG["answer_prefix"], answers)
+
+
+def _variable_writer(vt: Any, length: int, fits: Callable[..., bool]) -> _Write:
+    """Return a writer of variable tracking; all its prompts begin with the same worked example."""
+
+    def write_chain(units: int, *, is_example: bool) -> RulerQuestion:
+        text, answers = vt.generate_input_output(units, 1, 4, is_icl=is_example)
         return _split(text, " Answer: According to the chain(s) of variable assignment", answers)
 
-    def example(units: int) -> RulerQuestion:
-        return variables(units, is_icl=True)
-
-    shown_room = min(VT_EXAMPLE, length // 2) - LONGEST_ANSWER[task]
-    shown = example(_most(example, 1, length, lambda prompt: fits(prompt, shown_room)))
-    shown_text = f"{shown.question} {shown.answer_prefix}  {' '.join(shown.answers)}\n\n"
-
-    def tracking(units: int) -> RulerQuestion:
-        asked = variables(units)
-        return asked._replace(question=f"{generators.vt.randomize_icl(shown_text)}\n\n{asked.question}")
-
-    return tracking, 1
-
-
-def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -> tuple[_Write, int]:
-    niah, kind, values = generators.niah, needles.type_haystack, needles.type_needle_v
-    is_single = needles.num_needle_q * needles.num_needle_v == 1
-    essay = list(islice(cycle(" ".join(filler_sentences()).split()), length))
-    options = {**needles._asdict(), "template": generators.niah_template}
+    write_example = partial(write_chain, is_example=True)
+    # The example is as long as lm-eval's, unless that leaves too little for the question.
+    room = min(VT_EXAMPLE, length // 2) - LONGEST_ANSWER["ruler_vt"]
+    example = write_example(_most(write_example, 1, length, partial(fits, room=room)))
+    example_text = f"{example.question} {example.answer_prefix}  {' '.join(example.answers)}\n\n"
 
     def write(units: int) -> RulerQuestion:
+        chain = write_chain(units, is_example=False)
+        return chain._replace(question=f"{vt.randomize_icl(example_text)}\n\n{chain.question}")
+
+    return write
+
+
+def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -> _Write:
+    niah = generators.niah
+    options = {**needles._asdict(), "template": generators.niah_template}
+    words = " ".join(filler_sentences()).split()
+    # As many words as any haystack needs: a word takes at least one token.
+    essay = list(islice(cycle(words), length))
+    values = needles.type_needle_v
+    verb = "are"
+    if needles.num_needle_q * needles.num_needle_v == 1:
+        values = values[:-1]
+        verb = "is"
+
+    def write(units: int) -> RulerQuestion:
+        kind = needles.type_haystack
+        # prepare_niah would download its essays.
         haystack = essay if kind == "essay" else niah.get_haystack(kind)
         text, answers, query = niah.generate_input_output(units, haystack, **options)
-        asked = f"{values[:-1] if is_single else values} for {query} mentioned in the provided text"
-        return RulerQuestion(text, " ", f"The special magic {asked} {'is' if is_single else 'are'}", tuple(answers))
+        answer_prefix = (
+            f"The special magic {values} for {query} mentioned in the provided text {verb}"
+        )
+        return RulerQuestion(text, " ", answer_prefix, tuple(answers))
 
-    return write, needles.num_needle_k * needles.num_needle_v
+    return write
 
 
-def _split(text: str, answer_prefix: str, answers: list[str], delimiter: str = " ") -> RulerQuestion:
+def _split(
+    text: str,
+    answer_prefix: str,
+    answers: list[str],
+    delimiter: str = " ",
+) -> RulerQuestion:
     """Split a text into the question and the beginning of its answer."""
+    # The last one: a worked example before the question holds it too.
     at = text.rfind(answer_prefix)
     return RulerQuestion(text[:at].strip(), delimiter, text[at:].strip(), tuple(answers))
 
 
 @cache
 def load_generators() -> SimpleNamespace:
-    """Import lm-eval's generators, blocking the download that one of them starts. Raises ValueError without lm-eval."""
+    """Import lm-eval's generators, blocking the download that one of them starts.
+
+    Raises ValueError without lm-eval.
+    """
     try:
         from nltk import data
 
-        find, data.find = data.find, lambda *_: None
+        # prepare_niah downloads punkt_tab when it is imported, unless data.find finds it.
+        find = data.find
+        data.find = lambda *_: None
         try:
             from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
         finally:
             data.find = find
     except ImportError as error:
         raise ValueError(
-            f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip install 'lm-eval[ruler]'."
+            f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip "
+            "install 'lm-eval[ruler]'."
         ) from error
+    # nltk's splitter needs the download that was blocked.
     prepare_niah.cached_sent_tokenize = lambda text: re.split(r"(?<=[.!?]) ", text)
     template = niah_utils.TEMPLATE
-    return SimpleNamespace(cwe=cwe_utils, fwe=fwe_utils, niah=prepare_niah, niah_template=template, vt=vt_utils)
+    return SimpleNamespace(
+        cwe=cwe_utils,
+        fwe=fwe_utils,
+        niah=prepare_niah,
+        niah_template=template,
+        vt=vt_utils,
+    )
 
 
 @contextmanager
 def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
     """Seed the generators' sources of randomness; restore the global random states on exit."""
-    before, before_numpy = random.getstate(), np.random.get_state()
+    before = random.getstate()
+    before_numpy = np.random.get_state()
+    # lm-eval draws from the global generators, and ruler_cwe from one of its own.
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
     generators.cwe.RNG.seed(seed)
@@ -220,8 +312,9 @@ def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
 class RulerProbe:
     """Questions from a RULER ``task``, up to ``n_tokens`` tokens long.
 
-    If a question has several answers, the prompt includes all except the last, which is asked for. Wrong choices are
-    other needles, variables or words from the prompt, or similar made-up strings if it has too few for ``n_choices``.
+    If a question has several answers, the prompt includes all except the last, which is asked for.
+    Wrong choices are other needles, variables or words from the prompt, or similar made-up strings
+    if it has too few for ``n_choices``.
     """
 
     task: str
@@ -239,29 +332,49 @@ class RulerProbe:
         return 1 / self.n_choices
 
     def examples(self, n: int) -> list[Example]:
-        """Return the first ``n`` examples. Raises ValueError without a tokenizer, and as `ruler_questions` does."""
+        """Return the first ``n`` examples.
+
+        Raises ValueError without a tokenizer, and as `ruler_questions` does.
+        """
         if self.tokenizer is None:
             raise ValueError("RULER's lengths are counted in tokens; pass the model's tokenizer.")
-        asked = ruler_questions(self.task, self.n_tokens, self.tokenizer, self.seed, n)
-        return [self._example(index, question) for index, question in enumerate(asked)]
+        questions = ruler_questions(
+            self.task,
+            self.n_tokens,
+            self.tokenizer,
+            self.seed,
+            n,
+        )
+        return [self._example(index, question) for index, question in enumerate(questions)]
 
     def _example(self, index: int, question: RulerQuestion) -> Example:
         rng = random.Random(f"{self.task} {self.n_tokens} {self.seed} {index}")
-        *given, answer = question.answers
+        *others, answer = question.answers
         pattern = next(pattern for name, pattern in OFFERED.items() if self.task.startswith(name))
-        found = sorted({*re.findall(pattern, question.question)} - {*question.answers})
-        choices = {answer, *rng.sample(found, min(len(found), self.n_choices - 1))}
+        wrong = sorted({*re.findall(pattern, question.question)} - {*question.answers})
+        choices = {answer, *rng.sample(wrong, min(len(wrong), self.n_choices - 1))}
         while len(choices) < self.n_choices:
             choices.add(re.sub(r"\w", lambda match: rng.choice(_alike(match[0])), answer))
-        prompt = " ".join([question.prompt, *given])
-        shown = rng.sample(sorted(choices), len(choices))
-        return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shown))
+        # Sorted first: the order of a set of strings differs between processes.
+        shuffled = rng.sample(sorted(choices), len(choices))
+        prompt = " ".join([question.prompt, *others])
+        return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shuffled))
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt, except the tokenizer, which is the scored model's."""
-        return {"name": self.task, "length": self.n_tokens, "seed": self.seed, "n_choices": self.n_choices}
+        """Return the settings that determine every prompt, without the scored model's tokenizer."""
+        return {
+            "name": self.task,
+            "length": self.n_tokens,
+            "seed": self.seed,
+            "n_choices": self.n_choices,
+        }
 
 
 def _alike(character: str) -> str:
-    """Return characters that can replace another; lower-case letters are treated as hexadecimal digits."""
-    return digits if character.isdigit() else ascii_uppercase if character.isupper() else "abcdef"
+    """Return characters that can replace another.
+
+    Lower-case letters are treated as hexadecimal digits.
+    """
+    if character.isdigit():
+        return digits
+    return ascii_uppercase if character.isupper() else "abcdef"

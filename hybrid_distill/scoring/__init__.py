@@ -1,4 +1,4 @@
-"""Scores for the heads that a model retrieves with: `score_heads` ablates one at a time and returns `HeadScores`."""
+"""Scores for the heads that a model retrieves with."""
 
 from .exact import score_heads
 from .head_scores import HeadScores, describe_run

@@ -1,13 +1,14 @@
 """Head ranking by ablation: zero one head, measure what the model loses, restore the head.
 
-A head's score is the drop in accuracy on a retrieval probe (arXiv 2504.18574). The log-probability of the answer
-breaks ties in accuracy; the loss on plain text reveals heads that matter for every task.
+A head's score is the drop in accuracy on a retrieval probe (arXiv 2504.18574). The log-probability
+of the answer breaks ties in accuracy; the loss on plain text reveals heads that matter for every
+task.
 
-    model before ablation, on all examples                                               -> baseline
-    for each round of examples (one round; a race has several, each for the remaining heads)
+    model before ablation, on all examples                              -> baseline
+    for each round of examples (one; a race has several, for the remaining heads)
         for each layer, bottom to top
-            several heads at once, from that layer up (`forwards`)                       -> right, logprob
-    drops, standard errors, intervals, split-half agreement (`measure`)                  -> HeadScores
+            several heads at once, from that layer up (`forwards`)      -> right, logprob
+    drops, standard errors, intervals, split-half agreement (`measure`) -> HeadScores
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..io import Record
 from ..plan import HeadId
 from ..probes import Probe, check_counts, queries_of
-from ..probes.answering import encode_example
+from ..probes.encoding import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
 from ..teacher import HeadKind, HeadSite, ablate_heads, check_exists, eval_mode, head_sites
-from .forwards import computed_in, fastest_exact
+from .batch_sizer import BatchSizer
 from .head_scores import HeadScores, describe_run, heads_of
-from .measure import Measured, Steps
-from .probe_batch import Question, Rows, Text
+from .measure import AblationRun
+from .probe_rows import QuestionRow, TextRow
 from .racing import Race
+from .resume_log import ResumeLog
+from .shortcuts import computed_in, fastest_exact
 
 CONTROL_TOKENS = 256
 
@@ -53,45 +57,53 @@ def score_heads(
 ) -> HeadScores:
     """Score every head of an unmodified Hugging Face decoder by exact single-head ablation.
 
-    Connected processes split the prompts: every process must call this, and each gets the same scores.
+    Connected processes split the prompts: every process must call this, and each gets the same
+    scores.
 
-    Args:
-        n_examples: Maximum number of prompts per head. A prompt with several questions (the probe's ``n_queries``)
+    Args: n_examples: Maximum number of prompts per head. A prompt with several questions (the
+        probe's ``n_queries``)
             counts once, by the share of them answered correctly.
-        batch_size: Rows per forward pass; a row is one prompt with one head ablated. None chooses it automatically.
-            Halved whenever memory runs out.
+        batch_size: Rows per forward pass; a row is one prompt with one head ablated. None chooses
+            it automatically. Halved whenever memory runs out.
         control_texts: Plain texts; the control loss is measured on the first 256 tokens of each.
-        min_accuracy: Accuracy required of the model with all its heads. None: halfway from guessing to always right.
-        race_k: Drop heads once they cannot be among the top k (`racing`). With 99 % confidence, the top k are the same
-            as in exhaustive scoring. A dropped head's scores cover only the examples it was tried on
-            (``n_examples_LH``), and its control loss is NaN. None scores every head on every example.
-        heads: Heads to score; others get NaN.
-        removed: Heads ablated throughout, including in the baseline (joint ablation); they get NaN.
-        kind: Kind of heads, as in `head_sites`.
-        resume_path: File that saves the measurements after each layer; saved measurements of the same task are reused.
+        min_accuracy: Accuracy required of the model with all its heads. None: halfway from guessing
+        to always right. race_k: Drop heads once they cannot be among the top k (`racing`). With 99
+        % confidence, the top k are the same
+            as in exhaustive scoring. A dropped head's scores cover only the examples it was tried
+            on (``n_examples_LH``), and its control loss is NaN. None scores every head on every
+            example.
+        heads: Heads to score; others get NaN. removed: Heads ablated throughout, including in the
+        baseline (joint ablation); they get NaN. kind: Kind of heads, as in `head_sites`.
+        resume_path: File that saves the measurements after each layer; saved measurements of the
+        same task are reused.
 
-    Raises ValueError for a model below ``min_accuracy``, and for non-finite logits, naming the head and the example.
+    Raises ValueError for a model below ``min_accuracy``, and for non-finite logits, naming the head
+    and the example.
     """
-    check_counts(n_examples=n_examples, **({} if batch_size is None else {"batch_size": batch_size}))
+    check_counts(n_examples=n_examples)
+    if batch_size is not None:
+        check_counts(batch_size=batch_size)
     sites = head_sites(model, kind)
     candidates = _candidates(model, sites, heads, removed)
-    n_queries, texts = queries_of(probe), list(control_texts or [])
-    examples = probe.examples(n_examples * n_queries)
-    encoded = [encode_example(tokenizer, example) for example in examples]
-    of_prompt = [slice(n, n + n_queries) for n in range(0, len(examples), n_queries)]
-    questions = [Question(n, examples[of], encoded[of], model.device) for n, of in enumerate(of_prompt)]
-    text_tokens = text_rows(tokenizer, texts, max_tokens=CONTROL_TOKENS)
-    controls = [Text(n, tokens, model.device) for n, tokens in enumerate(text_tokens)]
-    race = None if race_k is None else Race(race_k, len(candidates), n_examples, n_queries=n_queries)
-    sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    in_bfloat16 = torch.autocast("cuda", torch.bfloat16, model.device.type == "cuda" and model.dtype == torch.float32)
+    # Encoded once: every ablated model answers the same tokens.
+    questions = _question_rows(model, tokenizer, probe, n_examples)
+    control_texts = list(control_texts or [])
+    texts = []
+    for number, tokens in enumerate(text_rows(tokenizer, control_texts, max_tokens=CONTROL_TOKENS)):
+        texts.append(TextRow(number, tokens, model.device))
+    race = None
+    if race_k is not None:
+        race = Race(race_k, len(candidates), n_examples, n_queries=queries_of(probe))
+
+    on_gpu_in_float32 = model.device.type == "cuda" and model.dtype == torch.float32
+    in_bfloat16 = torch.autocast("cuda", torch.bfloat16, on_gpu_in_float32)
     with eval_mode(model), in_bfloat16:
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),
             "n_examples": n_examples,
             "by": "choice",
-            "control": {"texts": len(texts), "tokens": CONTROL_TOKENS, "sha256": sha256} if texts else None,
+            "control": _describe_texts(control_texts),
             "race": None if race is None else {**asdict(race), "rounds": race.rounds},
             "heads": None if heads is None else _pairs(heads),
             "removed": _pairs(removed),
@@ -99,40 +111,82 @@ def score_heads(
             "computed_in": str(computed_in(model)).removeprefix("torch."),
             **describe_run(model),
         }
+        # Around everything: the baseline and each head's drop are those of the reduced model.
         with ablate_heads(model, removed, kind=kind):
-            measured = Measured(model, questions, controls, candidates, race)
+            run = AblationRun(model, questions, texts, candidates, race)
             with Phase("measuring the model with all its heads", hidden=not progress):
-                rows = Rows(model, batch_size)
-                forwards = fastest_exact(model, sites, rows, measured.samples())
-                measured.baseline(forwards)
-            _check_accuracy(measured.right_E.mean().item(), min_accuracy, probe)
-            measured.ablate(forwards, Steps(resume_path, provenance), progress)
-    return measured.scores(sites, {"chance": probe.chance}, provenance)
+                forwards = fastest_exact(model, sites, BatchSizer(model, batch_size), run.samples())
+                run.baseline(forwards)
+            _check_accuracy(run.right_E.mean().item(), min_accuracy, probe)
+            run.ablate(forwards, ResumeLog(resume_path, provenance), progress)
+    return run.scores(sites, probe.chance, provenance)
 
 
 def _candidates(
-    model: PreTrainedModel, sites: list[HeadSite], heads: Collection[HeadId] | None, removed: Collection[HeadId]
+    model: PreTrainedModel,
+    sites: list[HeadSite],
+    heads: Collection[HeadId] | None,
+    removed: Collection[HeadId],
 ) -> list[HeadId]:
-    """List the heads to score, bottom to top. Raises ValueError if one does not exist, or if none is left."""
+    """List the heads to score, bottom to top.
+
+    Raises ValueError if one does not exist, or if none is left.
+    """
     for head in heads or ():
         check_exists(model, sites, HeadId(*head))
-    wanted = [head for head in heads_of(sites) if (heads is None or head in heads) and head not in removed]
-    if not wanted:
+    candidates = []
+    for head in heads_of(sites):
+        if (heads is None or head in heads) and head not in removed:
+            candidates.append(head)
+    if not candidates:
         raise ValueError("no head is left to score; pass heads that are not in removed.")
-    return wanted
+    return candidates
+
+
+def _question_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    n_prompts: int,
+) -> list[QuestionRow]:
+    """Make a row for each prompt, with all the questions that the probe asks about it."""
+    n_queries = queries_of(probe)
+    examples = probe.examples(n_prompts * n_queries)
+    encoded = [encode_example(tokenizer, example) for example in examples]
+    rows = []
+    for start in range(0, len(examples), n_queries):
+        own = slice(start, start + n_queries)
+        rows.append(QuestionRow(len(rows), examples[own], encoded[own], model.device))
+    return rows
+
+
+def _describe_texts(texts: Sequence[str]) -> Record | None:
+    if not texts:
+        return None
+    # Joined with a character that no text has: the borders count too.
+    sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    return {
+        "texts": len(texts),
+        "tokens": CONTROL_TOKENS,
+        "sha256": sha256,
+    }
 
 
 def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
+    # Plain integers: a head may come from a tensor, which JSON cannot hold.
     return sorted([int(layer), int(head)] for layer, head in heads)
 
 
 def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
+    # A drop in accuracy shows nothing if the model guesses already.
     if min_accuracy is None:
         min_accuracy = (probe.chance + 1) / 2
-    if accuracy < min_accuracy:
-        settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
-        raise ValueError(
-            f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
-            f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for ablation to be "
-            "informative. Take an easier probe (fewer pairs), another teacher, or lower --min-accuracy."
-        )
+    if accuracy >= min_accuracy:
+        return
+    settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
+    raise ValueError(
+        f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
+        f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for "
+        "ablation to be informative. Take an easier probe (fewer pairs), another teacher, or "
+        "lower --min-accuracy."
+    )

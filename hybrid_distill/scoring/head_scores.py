@@ -25,23 +25,29 @@ FORMAT = "hybrid-distill/head-scores/2"
 DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
+TABLES = (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")
 WAYS = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
-CONTROL_FLOOR = 0.01  # nats per token: 1 % of perplexity, about the resolution of a small control set
+CONTROL_FLOOR = (
+    0.01  # nats per token: 1 % of perplexity, about the resolution of a small control set
+)
 NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
 MOST_NAMED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class HeadScores:
-    """Scores of every head, as float64 tensors [layer, head]; a higher drop means that ablating the head costs more.
+    """Scores of every head, as float64 tensors [layer, head]; a higher drop means that ablating the
+    head costs more.
 
-    ``accuracy_drop_LH`` is a share of examples (-1 to 1), ``logprob_drop_LH`` the drop in the answer's
-    log-probability in nats, ``control_drop_LH`` the rise in next-token loss on plain text in nats per token (None
-    without texts). Standard errors are for paired differences: the same examples with and without the head.
+    ``accuracy_drop_LH`` is a share of examples (-1 to 1), ``logprob_drop_LH`` the drop in the
+    answer's log-probability in nats, ``control_drop_LH`` the rise in next-token loss on plain text
+    in nats per token (None without texts). Standard errors are for paired differences: the same
+    examples with and without the head.
 
-    Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the number of examples
-    each head was tried on (int64); ``agreement`` between disjoint halves of the examples (`split_half`). A NaN
-    accuracy drop marks a head that was not scored or that its layer does not have (hybrid teachers).
+    Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the
+    number of examples each head was tried on (int64); ``agreement`` between disjoint halves of the
+    examples (`split_half`). A NaN accuracy drop marks a head that was not scored or that its layer
+    does not have (hybrid teachers).
     """
 
     n_kv_heads: int
@@ -75,10 +81,11 @@ class HeadScores:
     def value_LH(self, by: str = "retrieval") -> Tensor:
         """Return each head's value by one criterion: higher is better, NaN means no score.
 
-        "retrieval": the accuracy drop. "logprob": the answer's log-probability drop. "retrieval_minus_control": the
-        log-probability drop (nats per answer) minus the control drop (nats per token). "ratio": the first divided by
-        the second, with control drops below 0.01 nats raised to 0.01. The last two rank heads that matter for all
-        text lower. Raises ValueError for any other criterion, or if it needs a control drop that was not measured.
+        "retrieval": the accuracy drop. "logprob": the answer's log-probability drop.
+        "retrieval_minus_control": the log-probability drop (nats per answer) minus the control drop
+        (nats per token). "ratio": the first divided by the second, with control drops below 0.01
+        nats raised to 0.01. The last two rank heads that matter for all text lower. Raises
+        ValueError for any other criterion, or if it needs a control drop that was not measured.
         """
         if by not in WAYS:
             raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, WAYS))}.")
@@ -88,49 +95,62 @@ class HeadScores:
             return self.logprob_drop_LH
         if self.control_drop_LH is None:
             raise ValueError(
-                f"by is {by!r}, but these scores have no control drop; score again with control texts, "
-                "or rank by 'retrieval'."
+                f"by is {by!r}, but these scores have no control drop; score again with control "
+                "texts, or rank by 'retrieval'."
             )
         if by == "retrieval_minus_control":
             return self.logprob_drop_LH - self.control_drop_LH
         return self.logprob_drop_LH / self.control_drop_LH.clamp(min=CONTROL_FLOOR)
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
-        """List all scored heads, best first: by `value_LH`, then log-probability drop, then (layer, head)."""
-        both_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
-        found = (~both_LH2.isnan().any(-1)).nonzero().tolist()
-        worth = {HeadId(*head): (-both_LH2[tuple(head)]).tolist() for head in found}
-        return sorted(worth, key=lambda head: (worth[head], head))
+        """List all scored heads, best first: by `value_LH`, log-probability drop and position."""
+        # Accuracy moves in steps of one example, so many heads tie.
+        keys_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
+        scored_LH = ~keys_LH2.isnan().any(-1)
+        best_first = {}
+        for layer, head in scored_LH.nonzero().tolist():
+            best_first[HeadId(layer, head)] = (-keys_LH2[layer, head]).tolist()
+        return sorted(best_first, key=lambda head: (best_first[head], head))
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
-        """Return a warning if the scores cannot separate the ``k``-th head from the next, else None.
+        """Return a warning if the scores cannot separate the ``k``-th head from the next, else
+        None.
 
-        Two heads tie if their values are equal and, for "retrieval", the intervals of their log-probability drops
-        overlap too (without intervals: 1.96 standard errors on each side).
+        Two heads tie if their values are equal and, for "retrieval", the intervals of their
+        log-probability drops overlap too (without intervals: 1.96 standard errors on each side).
         """
-        value_LH, logprob_LH, interval_LH2 = self.value_LH(by), self.logprob_drop_LH, self.logprob_interval_LH2
-        if interval_LH2 is None:
-            half_LH = NORMAL_95 * self.logprob_se_LH
-            interval_LH2 = torch.stack([logprob_LH - half_LH, logprob_LH + half_LH], dim=-1)
-
-        def tied(a: HeadId, b: HeadId) -> bool:
-            (low_a, high_a), (low_b, high_b) = interval_LH2[a].tolist(), interval_LH2[b].tolist()
-            overlap = logprob_LH[a] == logprob_LH[b] or (low_a <= high_b and low_b <= high_a)
-            return bool(value_LH[a] == value_LH[b]) and (by != "retrieval" or bool(overlap))
-
-        def named(heads: Sequence[HeadId]) -> str:
-            more = f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else ""
-            return f"{', '.join(map(str, heads[:MOST_NAMED]))}{more} {'is' if len(heads) == 1 else 'are'}"
-
         ranking = self.ranking(by)
-        if not 0 < k < len(ranking) or not tied(ranking[k - 1], ranking[k]):
+        if not 0 < k < len(ranking):
             return None
-        kept = named([head for head in ranking[:k] if tied(head, ranking[k])])
-        left_out = named([head for head in ranking[k:] if tied(ranking[k - 1], head)])
+        last_kept = ranking[k - 1]
+        first_left_out = ranking[k]
+        if not self._tie(last_kept, first_left_out, by):
+            return None
+        kept = [head for head in ranking[:k] if self._tie(head, first_left_out, by)]
+        left_out = [head for head in ranking[k:] if self._tie(last_kept, head, by)]
         return (
-            f"the cut at k = {k} falls inside a tie: {kept} kept, {left_out} not, and the scores do not tell them "
-            "apart; score on more examples, or cut elsewhere."
+            f"the cut at k = {k} falls inside a tie: {_named(kept)} kept, {_named(left_out)} not, "
+            "and the scores do not tell them apart; score on more examples, or cut elsewhere."
         )
+
+    def _tie(self, a: HeadId, b: HeadId, by: str) -> bool:
+        value_LH = self.value_LH(by)
+        if value_LH[a] != value_LH[b]:
+            return False
+        # Accuracy alone cannot separate these; log-probability, the tie-breaker, may.
+        if by != "retrieval" or self.logprob_drop_LH[a] == self.logprob_drop_LH[b]:
+            return True
+        low_a, high_a = self._logprob_interval(a)
+        low_b, high_b = self._logprob_interval(b)
+        return low_a <= high_b and low_b <= high_a
+
+    def _logprob_interval(self, head: HeadId) -> tuple[float, float]:
+        if self.logprob_interval_LH2 is not None:
+            low, high = self.logprob_interval_LH2[head].tolist()
+            return low, high
+        center = self.logprob_drop_LH[head].item()
+        half_width = NORMAL_95 * self.logprob_se_LH[head].item()
+        return center - half_width, center + half_width
 
     @classmethod
     def from_differences(
@@ -143,28 +163,34 @@ class HeadScores:
         baseline: Record,
         provenance: Record,
     ) -> HeadScores:
-        """Average the differences of each head over the examples, with the standard error of the mean.
+        """Average the differences of each head over the examples, with the standard error of the
+        mean.
 
-        ``differences`` maps accuracy, logprob and, if measured, control to a table [H, E], one row for each of
-        ``heads``; NaN marks an example that a head was not tried on. All other heads get NaN.
+        ``differences`` maps accuracy, logprob and, if measured, control to a table [H, E], one row
+        for each of ``heads``; NaN marks an example that a head was not tried on. All other heads
+        get NaN.
         """
         tables: dict[str, Tensor | None] = {"control_drop_LH": None, "control_se_LH": None}
         for name, difference_HE in differences.items():
-            mean_H1, n_H = difference_HE.nanmean(1, keepdim=True), (~difference_HE.isnan()).sum(1)
+            mean_H1 = difference_HE.nanmean(1, keepdim=True)
+            n_H = (~difference_HE.isnan()).sum(1)
             squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
+            # A head tried on one example has no spread; its error is 0, not NaN.
+            variance_H = squares_H / (n_H - 1).clamp(min=1)
             tables[f"{name}_drop_LH"] = spread(model, sites, heads, mean_H1[:, 0])
-            tables[f"{name}_se_LH"] = spread(model, sites, heads, (squares_H / (n_H - 1).clamp(min=1) / n_H).sqrt())
+            tables[f"{name}_se_LH"] = spread(model, sites, heads, (variance_H / n_H).sqrt())
         return cls(sites[0].n_kv_heads, **tables, baseline=baseline, provenance=provenance)  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
-        """Write the scores as JSON, NaN as null; an interrupted write leaves an existing file intact."""
-        tables = {name: _to_rows(getattr(self, name)) for name in (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")}
-        record = {
-            "format": FORMAT,
-            **{name: getattr(self, name) for name in ("n_layers", "n_heads", "n_kv_heads")},
-            **{name: getattr(self, name) for name in ("baseline", "provenance", "agreement")},
-            **tables,
-        }
+        """Write the scores as JSON, NaN as null.
+
+        An interrupted write leaves an existing file intact.
+        """
+        record: Record = {"format": FORMAT}
+        for name in ("n_layers", "n_heads", "n_kv_heads", "baseline", "provenance", "agreement"):
+            record[name] = getattr(self, name)
+        for name in TABLES:
+            record[name] = _to_rows(getattr(self, name))
         write_json(Path(path), record)
 
     @classmethod
@@ -174,25 +200,44 @@ class HeadScores:
             record = json.loads(Path(path).read_text())
             if record["format"] != FORMAT:
                 raise ValueError(f"its format is {record['format']!r}, expected {FORMAT!r}")
-            tables: Record = {name: _to_table(record[name]) for name in (*DROPS, *ERRORS)}
-            tables |= {name: _to_table(record.get(name)) for name in (*INTERVALS, "n_examples_LH")}
-            for name, table in tables.items():
-                expected = (record["n_layers"], record["n_heads"], 2)[: 3 if name in INTERVALS else 2]
-                if table is not None and tuple(table.shape) != expected:
-                    raise ValueError(f"{name} is {tuple(table.shape)}, expected {expected} (layers, heads)")
-            if tables["n_examples_LH"] is not None:
-                tables["n_examples_LH"] = tables["n_examples_LH"].long()
-            others = {name: record[name] for name in ("n_kv_heads", "baseline", "provenance")}
             if not isinstance(record["provenance"], dict):
                 raise ValueError("its provenance is not an object")
-            return cls(**others, **tables, agreement=record.get("agreement"))
+            shape = (record["n_layers"], record["n_heads"])
+            tables: Record = {}
+            for name in TABLES:
+                rows = record[name] if name in (*DROPS, *ERRORS) else record.get(name)
+                tables[name] = _to_table(name, rows, shape)
+            return cls(
+                n_kv_heads=record["n_kv_heads"],
+                baseline=record["baseline"],
+                provenance=record["provenance"],
+                agreement=record.get("agreement"),
+                **tables,
+            )
 
 
-def spread(model: PreTrainedModel, sites: Sequence[HeadSite], heads: Sequence[HeadId], entry_H: Tensor) -> Tensor:
+def _named(heads: Sequence[HeadId]) -> str:
+    """Name the first few heads, with the verb that follows."""
+    names = ", ".join(map(str, heads[:MOST_NAMED]))
+    if len(heads) > MOST_NAMED:
+        names += f" and {len(heads) - MOST_NAMED} more"
+    return f"{names} is" if len(heads) == 1 else f"{names} are"
+
+
+def spread(
+    model: PreTrainedModel,
+    sites: Sequence[HeadSite],
+    heads: Sequence[HeadId],
+    entry_H: Tensor,
+) -> Tensor:
     """Scatter one entry per head into a float64 table [L, H, ...]; other heads get NaN."""
-    shape = (len(decoder_blocks(model)), max(site.n_heads for site in sites), *entry_H.shape[1:])
-    table_LH = torch.full(shape, math.nan, dtype=torch.float64)
-    table_LH[[head.layer for head in heads], [head.head for head in heads]] = entry_H.double()
+    n_layers = len(decoder_blocks(model))
+    # Layers without attention, or with fewer heads, keep NaN (hybrid teachers).
+    n_heads = max(site.n_heads for site in sites)
+    table_LH = torch.full((n_layers, n_heads, *entry_H.shape[1:]), math.nan, dtype=torch.float64)
+    layers = [head.layer for head in heads]
+    places = [head.head for head in heads]
+    table_LH[layers, places] = entry_H.double()
     return table_LH
 
 
@@ -204,13 +249,22 @@ def heads_of(sites: Sequence[HeadSite]) -> list[HeadId]:
 def _to_rows(table: Tensor | None) -> list[object] | None:
     if table is None:
         return None
+    # JSON has no NaN; null stands for it.
     rows = table.numpy().astype(object)
     rows[table.isnan().numpy()] = None
     return rows.tolist()
 
 
-def _to_table(rows: list[float] | None) -> Tensor | None:
-    return None if rows is None else torch.tensor(np.array(rows, dtype=np.float64))
+def _to_table(name: str, rows: list[object] | None, shape: tuple[int, int]) -> Tensor | None:
+    """Make a table from its rows in a file. Raises ValueError for another shape."""
+    if rows is None:
+        return None
+    # Through NumPy, which reads None as NaN; torch does not.
+    table = torch.tensor(np.array(rows, dtype=np.float64))
+    expected = (*shape, 2) if name in INTERVALS else shape
+    if tuple(table.shape) != expected:
+        raise ValueError(f"{name} is {tuple(table.shape)}, expected {expected} (layers, heads)")
+    return table.long() if name == "n_examples_LH" else table
 
 
 def describe_run(model: PreTrainedModel) -> Record:
@@ -221,7 +275,9 @@ def describe_run(model: PreTrainedModel) -> Record:
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        "device": torch.cuda.get_device_name(model.device)
+        if model.device.type == "cuda"
+        else model.device.type,
         "versions": versions(),
         "date": now(),
     }

@@ -1,13 +1,14 @@
 """Racing: stop measuring heads that can no longer be among the top k.
 
-Heads race by accuracy drop over all N examples. The examples are a finite population, and the first n in random order
-are a sample of it. The number of correct answers that become wrong when a head is ablated, and of wrong answers that
-become correct, are therefore hypergeometric. If examples have several questions, so are the numbers of examples with at
-least one, two, ... such changes. The exact confidence bounds hold for any model and any examples: only the order is
-random. A head drops out when its upper bound is below the k-th largest lower bound. By a union bound, all bounds, for
-all heads and rounds, hold together with the stated confidence; then the top k and their order are the same as in
-exhaustive scoring, because heads that might still tie in accuracy stay. Racing saves much if k heads stand out, and
-little if the k-th and the next have similar drops.
+Heads race by accuracy drop over all N examples. The examples are a finite population, and the first
+n in random order are a sample of it. The number of correct answers that become wrong when a head is
+ablated, and of wrong answers that become correct, are therefore hypergeometric. If examples have
+several questions, so are the numbers of examples with at least one, two, ... such changes. The
+exact confidence bounds hold for any model and any examples: only the order is random. A head drops
+out when its upper bound is below the k-th largest lower bound. By a union bound, all bounds, for
+all heads and rounds, hold together with the stated confidence; then the top k and their order are
+the same as in exhaustive scoring, because heads that might still tie in accuracy stay. Racing saves
+much if k heads stand out, and little if the k-th and the next have similar drops.
 
 Shapes: H head, E example.
 """
@@ -29,7 +30,8 @@ SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
 @dataclass(frozen=True)
 class Race:
-    """Race for the top ``k`` of ``n_heads`` heads on ``n_examples`` examples, correct with probability ``confidence``.
+    """Race for the top ``k`` of ``n_heads`` heads on ``n_examples`` examples, correct with
+    probability ``confidence``.
 
     Raises ValueError for a ``k`` below 1.
     """
@@ -52,50 +54,86 @@ class Race:
 
     def order(self) -> list[int]:
         """Return the indices of the examples in the order of measurement."""
-        return torch.randperm(self.n_examples, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randperm(self.n_examples, generator=generator).tolist()
 
     def bounds(self, right_E: Tensor, right_HE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (low_H, high_H), bounds on the net number of correct answers that ablation loses on all examples.
+        """Return (low_H, high_H), bounds on the net number of correct answers that ablation loses
+        on all examples.
 
-        ``right_E`` is the baseline's share of correct answers on all examples, in order; ``right_HE`` is the share on
-        the examples measured so far, with each head ablated.
+        ``right_E`` is the baseline's share of correct answers on all examples, in order;
+        ``right_HE`` is the share on the examples measured so far, with each head ablated.
         """
-        # Lost and gained answers have two bounds each (the 4); after the last round, counts are exact (the -1).
-        alpha = (1 - self.confidence) / (4 * self.n_heads * max(1, len(self.rounds) - 1) * self.n_queries)
-        n_right_E, n_right_HE = ((self.n_queries * share).round().long() for share in (right_E, right_HE))
-        n_before_E = n_right_E[: right_HE.shape[1]]
-        low_H, high_H = torch.zeros(2, len(right_HE), dtype=torch.long)
+        # Rounded: thirds, say, do not multiply back to whole numbers.
+        n_right_E = (self.n_queries * right_E).round().long()
+        n_right_HE = (self.n_queries * right_HE).round().long()
+        n_wrong_E = self.n_queries - n_right_E
+        n_wrong_HE = self.n_queries - n_right_HE
+        low_H = torch.zeros(len(right_HE), dtype=torch.long)
+        high_H = torch.zeros(len(right_HE), dtype=torch.long)
+        # Answers lost = examples that lose at least 1, plus those that lose at least 2, ...
         for n in range(1, self.n_queries + 1):
-            # Answers that can be lost, then answers that can be gained: possible, measured, and changed.
-            for sign, can, seen, found_HE in (
-                (1, n_right_E, n_before_E, n_before_E - n_right_HE),
-                (-1, self.n_queries - n_right_E, self.n_queries - n_before_E, n_right_HE - n_before_E),
-            ):
-                n_can, n_seen = int((can >= n).sum()), int((seen >= n).sum())
-                counts_H = (found_HE >= n).sum(1).tolist()
-                bounds_H2 = torch.tensor([_count_bounds(n_can, n_seen, count, alpha) for count in counts_H])
-                few_H, many_H = bounds_H2.T if sign > 0 else -bounds_H2.T.flip(0)
-                low_H, high_H = low_H + few_H, high_H + many_H
+            fewest_lost_H, most_lost_H = self._bound_losers(n_right_E, n_right_HE, n)
+            fewest_gained_H, most_gained_H = self._bound_losers(n_wrong_E, n_wrong_HE, n)
+            low_H += fewest_lost_H - most_gained_H
+            high_H += most_lost_H - fewest_gained_H
         return low_H, high_H
 
+    def _bound_losers(
+        self,
+        count_E: Tensor,
+        count_HE: Tensor,
+        n: int,
+    ) -> Tensor:
+        """Return bounds_2H on the number of examples whose count falls by ``n`` without a head."""
+        # Lost and gained answers have two bounds each (the 4); after the last round, counts are
+        # exact (the -1).
+        n_bounds = 4 * self.n_heads * max(1, len(self.rounds) - 1) * self.n_queries
+        alpha = (1 - self.confidence) / n_bounds
+        measured_E = count_E[: count_HE.shape[1]]
+        # Only these can lose n: the others are no part of the population.
+        population = int((count_E >= n).sum())
+        n_drawn = int((measured_E >= n).sum())
+        losers_H = (measured_E - count_HE >= n).sum(1).tolist()
+        return torch.tensor(
+            [_count_bounds(population, n_drawn, losers, alpha) for losers in losers_H]
+        ).T
+
     def stay(self, right_E: Tensor, right_HE: Tensor) -> list[bool]:
-        """Return one bool per head: whether it may still be among the top k. At least k heads stay."""
+        """Return for each head whether it may still be among the top k. At least k heads stay."""
         low_H, high_H = self.bounds(right_E, right_HE)
-        to_reach = low_H.sort(descending=True).values[: self.k][-1]  # the minimum, if there are fewer than k heads
-        return (high_H >= to_reach).tolist()
+        first_k = low_H.sort(descending=True).values[: self.k]
+        # The last one, not the k-th: there may be fewer than k heads.
+        return (high_H >= first_k[-1]).tolist()
 
 
-def _count_bounds(population: int, n_drawn: int, found: int, alpha: float) -> tuple[int, int]:
-    """Bound the count in the population, given ``found`` in ``n_drawn``; each bound fails with probability <= alpha."""
-    return population - _upper(population, n_drawn, n_drawn - found, alpha), _upper(population, n_drawn, found, alpha)
+def _count_bounds(
+    population: int,
+    n_drawn: int,
+    found: int,
+    alpha: float,
+) -> tuple[int, int]:
+    """Bound the count in the population, given ``found`` in ``n_drawn``.
+
+    Each bound fails with probability <= alpha.
+    """
+    most_others = _upper_bound(population, n_drawn, n_drawn - found, alpha)
+    return population - most_others, _upper_bound(population, n_drawn, found, alpha)
 
 
 @cache
-def _upper(population: int, n_drawn: int, found: int, alpha: float) -> int:
+def _upper_bound(
+    population: int,
+    n_drawn: int,
+    found: int,
+    alpha: float,
+) -> int:
     """Return the largest population count for which P(drawing ``found`` or fewer) exceeds alpha."""
     from scipy.stats import hypergeom  # slow to import
 
     if n_drawn == population:
         return found
+    # All counts that what was drawn leaves possible.
     counts = np.arange(found, population - (n_drawn - found) + 1)
-    return int(counts[hypergeom.cdf(found, population, counts, n_drawn) > alpha][-1])
+    plausible = hypergeom.cdf(found, population, counts, n_drawn) > alpha
+    return int(counts[plausible][-1])

@@ -1,16 +1,18 @@
 """Head ranking by restoration: the gain from adding one attention head to a student that has none.
 
-Single-head ablation misses redundant heads and overrates heads that a recurrent head imitates well. Restoration
-measures the gain of an aligned, fully recurrent student from each head (arXiv 2504.18574, for whole layers). Heads that
-work in pairs show a gain only together, so `greedy_restoration` adds the best head, one at a time.
+Single-head ablation misses redundant heads and overrates heads that a recurrent head imitates well.
+Restoration measures the gain of an aligned, fully recurrent student from each head (arXiv
+2504.18574, for whole layers). Heads that work in pairs show a gain only together, so
+`greedy_restoration` adds the best head, one at a time.
 
 Shapes: H query head, E example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,71 +31,96 @@ from .head_scores import HeadScores, describe_run, heads_of
 
 
 @contextmanager
-def restore_heads(student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]) -> Iterator[None]:
+def restore_heads(
+    student: HybridForCausalLM, teacher: PreTrainedModel, heads: Iterable[HeadId]
+) -> Iterator[None]:
     """Replace these heads of the student by the teacher's heads, run on the student's own inputs.
 
     Raises ValueError for a head that does not exist, and for a forward with a cache.
     """
+    student_sites = attention_sites(student)
+    teacher_sites = attention_sites(teacher)
+    # The teacher's attention runs once for all restored heads of a layer.
     by_layer: dict[int, list[int]] = {}
-    ours, theirs = attention_sites(student), attention_sites(teacher)
     for layer, head in heads:
-        check_exists(student, ours, HeadId(layer, head))
+        check_exists(student, student_sites, HeadId(layer, head))
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:
         for layer, restored in by_layer.items():
-            run, swap = _swapping(ours[layer], theirs[layer], restored)
-            hooks.enter_context(ours[layer].module.register_forward_pre_hook(run, with_kwargs=True))
-            hooks.enter_context(ours[layer].o_proj.register_forward_pre_hook(swap))
+            hooks.enter_context(
+                _swapped_heads(student_sites[layer], teacher_sites[layer], restored)
+            )
         yield
-
-
-def _swapping(student: AttentionSite, teacher: AttentionSite, heads: list[int]) -> tuple[Callable[..., object], ...]:
-    """Return two hooks: run the teacher's attention before the student's mixer; swap its heads in before `o_proj`."""
-    found: list[Tensor] = []
-
-    def note(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
-
-    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if given_cache(kwargs) is not None:
-            raise ValueError("restored heads do not support a cache; call the student with use_cache=False.")
-        with teacher.o_proj.register_forward_pre_hook(note):
-            teacher.module(*args, **_known_to_teachers(kwargs))
-
-    def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        y_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
-        y_BLHP[:, :, heads] = found[0][:, :, heads]
-        return (y_BLHP.flatten(-2), *args[1:])
-
-    return run_teacher, swap
 
 
 @contextmanager
-def restore_layers(student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]) -> Iterator[None]:
-    """Run the teacher's attention, including its output projection, instead of these layers' mixers.
+def _swapped_heads(
+    student: AttentionSite, teacher: AttentionSite, heads: list[int]
+) -> Iterator[None]:
+    """Run the teacher's attention before the student's mixer.
 
-    Supports a cache that is created and used inside the context.
+    Swap its heads in before the output projection.
     """
-    mixers, theirs = student.mixers(), attention_sites(teacher)
+    teacher_heads: list[Tensor] = []
 
-    def attention(site: AttentionSite) -> Callable[..., object]:
-        def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
-            output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
-            cache = given_cache(kwargs)
-            if cache is not None:
-                assert isinstance(cache, HybridCache)
-                cache.layer(site.layer).advance(hidden_states.shape[1])
-            return output
+    def record(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
+        teacher_heads[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
-        return forward
+    def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        # Teacher and student would both write their keys and values to it.
+        if given_cache(kwargs) is not None:
+            raise ValueError(
+                "restored heads do not support a cache; call the student with use_cache=False."
+            )
+        with teacher.o_proj.register_forward_pre_hook(record):
+            teacher.module(*args, **_known_to_teachers(kwargs))
 
-    with ExitStack() as hooks:
-        for layer in set(layers):
-            hooks.enter_context(replaced_forward(mixers[layer], attention(theirs[layer])))
+    def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # A copy: the mixer may still hold its own output.
+        x_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
+        x_BLHP[:, :, heads] = teacher_heads[0][:, :, heads]
+        return (x_BLHP.flatten(-2), *args[1:])
+
+    with (
+        student.module.register_forward_pre_hook(run_teacher, with_kwargs=True),
+        student.o_proj.register_forward_pre_hook(swap),
+    ):
         yield
 
 
+@contextmanager
+def restore_layers(
+    student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]
+) -> Iterator[None]:
+    """Run the teacher's attention, including its output projection, instead of these layers'
+    mixers.
+
+    Supports a cache that is created and used inside the context.
+    """
+    # The mixer's forward is replaced, not the module: its weights stay in the student.
+    mixers = student.mixers()
+    teacher_sites = attention_sites(teacher)
+    with ExitStack() as hooks:
+        for layer in set(layers):
+            forward = partial(_teacher_forward, teacher_sites[layer])
+            hooks.enter_context(replaced_forward(mixers[layer], forward))
+        yield
+
+
+def _teacher_forward(
+    site: AttentionSite, hidden_states: Tensor, *args: object, **kwargs: object
+) -> object:
+    output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
+    cache = given_cache(kwargs)
+    if cache is not None:
+        assert isinstance(cache, HybridCache)
+        # A student's mixer counts its tokens; the teacher's attention only stores keys and values.
+        cache.layer(site.layer).advance(hidden_states.shape[1])
+    return output
+
+
 def _known_to_teachers(kwargs: dict[str, object]) -> dict[str, object]:
+    """Drop the arguments that only a student's mixer accepts."""
     return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
 
 
@@ -108,20 +135,25 @@ def score_restoration(
     batch_size: int = 32,
     progress: bool = True,
 ) -> HeadScores:
-    """Score heads by the gain of an aligned, fully recurrent student that already has the ``restored`` heads.
+    """Score heads by the gain of an aligned, fully recurrent student that already has the
+    ``restored`` heads.
 
-    ``accuracy_drop_LH`` is the gain in accuracy from the head, ``logprob_drop_LH`` the gain in the answer's
-    log-probability, each with paired standard errors; heads already restored get 0. Control drops are not measured.
+    ``accuracy_drop_LH`` is the gain in accuracy from the head, ``logprob_drop_LH`` the gain in the
+    answer's log-probability, each with paired standard errors; heads already restored get 0.
+    Control drops are not measured.
     """
-    examples, sites = probe.examples(n_examples), attention_sites(student)
+    examples = probe.examples(n_examples)
+    sites = attention_sites(student)
+    heads = heads_of(sites)
 
     def measure(heads: Sequence[HeadId]) -> ChoiceResult:
         with restore_heads(student, teacher, heads):
             return answer_choices(student, tokenizer, examples, batch_size=batch_size)
 
-    baseline, heads = measure(restored), heads_of(sites)
+    baseline = measure(restored)
     results = dict.fromkeys(heads, baseline)
-    for head in track([h for h in heads if h not in restored], "restoring heads", hidden=not progress):
+    candidates = [head for head in heads if head not in restored]
+    for head in track(candidates, "restoring heads", hidden=not progress):
         results[head] = measure([*restored, head])
     right_HE = torch.stack([results[head].correct_E for head in heads]).double()
     logprob_HE = torch.stack([results[head].answer_logprob_E for head in heads])
@@ -129,8 +161,15 @@ def score_restoration(
         student,
         sites,
         heads,
-        {"accuracy": right_HE - baseline.correct_E.double(), "logprob": logprob_HE - baseline.answer_logprob_E},
-        baseline={"chance": probe.chance, "accuracy": baseline.accuracy, "restored": [list(h) for h in restored]},
+        {
+            "accuracy": right_HE - baseline.correct_E.double(),
+            "logprob": logprob_HE - baseline.answer_logprob_E,
+        },
+        baseline={
+            "chance": probe.chance,
+            "accuracy": baseline.accuracy,
+            "restored": [list(head) for head in restored],
+        },
         provenance={
             "method": "single-head restoration",
             "probe": probe.describe(),
@@ -152,14 +191,24 @@ def greedy_restoration(
 ) -> list[HeadId]:
     """Choose ``k`` heads one by one, each with the largest gain given the heads chosen before it.
 
-    The gain is in the answer's log-probability: accuracy stays flat until a whole circuit is in place.
+    The gain is in the answer's log-probability: accuracy stays flat until a whole circuit is in
+    place.
     """
     chosen: list[HeadId] = []
     while len(chosen) < k:
-        options = {"n_examples": n_examples, "progress": progress}
-        scores = score_restoration(student, teacher, tokenizer, probe, restored=chosen, **options)
+        scores = score_restoration(
+            student,
+            teacher,
+            tokenizer,
+            probe,
+            restored=chosen,
+            n_examples=n_examples,
+            progress=progress,
+        )
+        # Heads already chosen have a gain of 0, which may be the largest.
         gain_LH = scores.logprob_drop_LH.clone()
         for head in chosen:
             gain_LH[head] = -torch.inf
-        chosen.append(HeadId(*divmod(int(gain_LH.argmax()), scores.n_heads)))
+        layer, best = divmod(int(gain_LH.argmax()), scores.n_heads)
+        chosen.append(HeadId(layer, best))
     return chosen

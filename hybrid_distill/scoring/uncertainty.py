@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUMBERS_AT_ONCE = 2**24
+NUMBERS_AT_ONCE = 2**24  # resampled values in memory: 128 MiB
 
 
 def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
     """Return [H, 2]: the 95 % percentile-bootstrap interval of each head's mean over the examples.
 
-    NaN marks an example that a head was not tried on. Heads tried on equally many examples share resamples.
+    NaN marks an example that a head was not tried on. Heads tried on equally many examples share
+    resamples.
     """
     from scipy.stats import bootstrap  # slow to import
 
@@ -25,13 +26,14 @@ def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
     tried_HE = ~difference_HE.isnan()
     n_tried_H = tried_HE.sum(1)
     interval_H2 = torch.full((len(difference_HE), 2), torch.nan, dtype=torch.float64)
-    for n in set(n_tried_H.tolist()) - {0}:
-        alike_H = n_tried_H == n
-        sample_HE = difference_HE[alike_H][tried_HE[alike_H]].view(-1, n)
-        if n == 1:  # scipy rejects a single observation
+    for n_tried in set(n_tried_H.tolist()) - {0}:
+        # scipy resamples whole tables, so heads with as many examples go together.
+        alike_H = n_tried_H == n_tried
+        sample_HE = difference_HE[alike_H][tried_HE[alike_H]].view(-1, n_tried)
+        if n_tried == 1:  # scipy rejects a single observation
             interval_H2[alike_H] = sample_HE.expand(-1, 2)
             continue
-        found = bootstrap(
+        result = bootstrap(
             (sample_HE.numpy(),),
             np.mean,
             axis=1,
@@ -41,53 +43,86 @@ def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
             batch=max(1, NUMBERS_AT_ONCE // sample_HE.numel()),
             rng=np.random.default_rng(seed),
         )
-        interval_H2[alike_H] = torch.tensor(np.stack(found.confidence_interval, axis=1))
+        interval_H2[alike_H] = torch.tensor(np.stack(result.confidence_interval, axis=1))
     return interval_H2
 
 
 def split_half(
-    accuracy_HE: Tensor, logprob_HE: Tensor, ks: Sequence[int], *, n_splits: int = 20, seed: int = 0
+    accuracy_HE: Tensor,
+    logprob_HE: Tensor,
+    ks: Sequence[int],
+    *,
+    n_splits: int = 20,
+    seed: int = 0,
 ) -> dict[str, object]:
-    """Measure how well rankings from two disjoint random halves of the examples agree, averaged over splits.
+    """Measure how well rankings from two disjoint random halves of the examples agree, averaged
+    over splits.
 
     Both tensors hold differences on at least two examples, NaN where a head was not tried. Returns
-    ``overlap[str(k)]``, the share of heads common to both top-k lists (for each k of ``ks`` below the number of heads);
-    ``overlap_by_logprob``, the same for rankings by log-probability alone; ``spearman``, the correlation of all ranks.
-    All are lower bounds for the full set of examples, which ranks heads better than a half.
+    ``overlap[str(k)]``, the share of heads common to both top-k lists (for each k of ``ks`` below
+    the number of heads); ``overlap_by_logprob``, the same for rankings by log-probability alone;
+    ``spearman``, the correlation of all ranks. All are lower bounds for the full set of examples,
+    which ranks heads better than a half.
     """
-    from scipy.stats import spearmanr  # slow to import
-
     tried_H = ~accuracy_HE.isnan().all(dim=1)
-    tables_KHE = torch.stack([accuracy_HE.double(), logprob_HE.double()])[:, tried_H].cpu()
-    _, n_heads, n_examples = tables_KHE.shape
-    half, ks = n_examples // 2, sorted({k for k in ks if 0 < k < n_heads})
+    accuracy_HE = accuracy_HE.double()[tried_H].cpu()
+    logprob_HE = logprob_HE.double()[tried_H].cpu()
+    n_heads, n_examples = accuracy_HE.shape
+    ks = sorted({k for k in ks if 0 < k < n_heads})
+    half = n_examples // 2
     generator = torch.Generator().manual_seed(seed)
-    overlaps_SK, spearman_S = ([], []), []
-
-    def order(mean_HK: Tensor) -> np.ndarray:
-        """Rank heads from the worst up by the first column, ties by the next; NaN (not tried) ranks worst."""
-        return mean_HK.nan_to_num(nan=-torch.inf).unique(dim=0, return_inverse=True)[1].numpy()
-
+    overlaps = dict.fromkeys(ks, 0.0)
+    overlaps_by_logprob = dict.fromkeys(ks, 0.0)
+    spearman = 0.0
     for _ in range(n_splits):
+        # Both halves rank the same heads on examples that they do not share.
         shuffled = torch.randperm(n_examples, generator=generator)
-        means = [tables_KHE[:, :, part].nanmean(2).T for part in (shuffled[:half], shuffled[half : 2 * half])]
-        by_accuracy, by_logprob = ([order(mean_HK[:, column:]) for mean_HK in means] for column in (0, 1))
-        for ranks, overlap_SK in zip((by_accuracy, by_logprob), overlaps_SK):
-            first = [np.argsort(-rank_H, kind="stable").tolist() for rank_H in ranks]
-            overlap_SK.append([len({*first[0][:k]} & {*first[1][:k]}) / k for k in ks])
-        a, b = by_accuracy
-        # 1 if all heads tie in both halves, 0 if they tie in only one.
-        spearman_S.append(statistic(spearmanr(a, b)) if a.max() and b.max() else float(a.max() == b.max()))
+        by_accuracy = []
+        by_logprob = []
+        for part in (shuffled[:half], shuffled[half : 2 * half]):
+            accuracy_H = accuracy_HE[:, part].nanmean(1)
+            logprob_H = logprob_HE[:, part].nanmean(1)
+            by_accuracy.append(_ranks(accuracy_H, logprob_H))
+            by_logprob.append(_ranks(logprob_H))
+        for k in ks:
+            overlaps[k] += _overlap(by_accuracy, k)
+            overlaps_by_logprob[k] += _overlap(by_logprob, k)
+        spearman += _spearman(by_accuracy)
     return {
         "n_splits": n_splits,
         "examples_per_half": half,
         "seed": seed,
-        **{
-            name: {str(k): sum(shares) / n_splits for k, shares in zip(ks, zip(*overlap_SK))}
-            for name, overlap_SK in zip(("overlap", "overlap_by_logprob"), overlaps_SK)
+        "overlap": {str(k): total / n_splits for k, total in overlaps.items()},
+        "overlap_by_logprob": {
+            str(k): total / n_splits for k, total in overlaps_by_logprob.items()
         },
-        "spearman": sum(spearman_S) / n_splits,
+        "spearman": spearman / n_splits,
     }
+
+
+def _ranks(*keys_H: Tensor) -> np.ndarray:
+    """Rank heads from the worst up by the first key, ties by the next; NaN (not tried) is worst."""
+    # unique sorts rows by their first column, then the next: the places are ranks.
+    keys_HK = torch.stack(keys_H, dim=1).nan_to_num(nan=-torch.inf)
+    return keys_HK.unique(dim=0, return_inverse=True)[1].numpy()
+
+
+def _overlap(halves: Sequence[np.ndarray], k: int) -> float:
+    """Return the share of heads common to the top k of two halves, given their ranks."""
+    first_a, first_b = (np.argsort(-ranks_H, kind="stable")[:k] for ranks_H in halves)
+    return len({*first_a.tolist()} & {*first_b.tolist()}) / k
+
+
+def _spearman(halves: Sequence[np.ndarray]) -> float:
+    """Correlate ranks: 1 if all heads tie in both halves, 0 if they tie in only one."""
+    from scipy.stats import spearmanr  # slow to import
+
+    a, b = halves
+    a_has_order = bool(a.max())
+    b_has_order = bool(b.max())
+    if a_has_order and b_has_order:
+        return statistic(spearmanr(a, b))
+    return float(a_has_order == b_has_order)
 
 
 def statistic(result: object) -> float:

@@ -24,7 +24,7 @@ CASES = """
     evaluate {}: {} is an export, not a run; pass --suite paper --model {}.
     evaluate nowhere --suite kv: pass nowhere without it
     evaluate nowhere --limit 3: --limit
-    evaluate --suite kv --model tiny --form plain: --form
+    evaluate --suite kv --model tiny --prompt-format plain: --prompt-format
     evaluate nowhere: nowhere is not a folder; pass the folder of a finished run.
     evaluate --suite kv: --model
     evaluate --model tiny: --suite

@@ -11,7 +11,7 @@ from hybrid_distill.cli.score import ScoreJob, run_score, table
 from hybrid_distill.lab.analysis.rankings import compare_files
 from hybrid_distill.plan import HeadId
 from hybrid_distill.scoring import HeadScores
-from hybrid_distill.scoring.measure import Steps
+from hybrid_distill.scoring.resume_log import ResumeLog
 
 CIRCUIT = {HeadId(2, 6), HeadId(0, 1), HeadId(5, 5), HeadId(1, 2)}
 """Heads that the embedded teacher retrieves with: see docs/results_tiny.md."""
@@ -48,15 +48,15 @@ def test_the_table_names_heads_and_ties(scored: Path) -> None:
 
 def test_a_stopped_run_continues_from_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ScoreJob(out=tmp_path / "s.json", pairs="8", examples=4, k=4, n_control_texts=1)
-    original, measured = Steps.next, []
+    original, measured = ResumeLog.next, []
 
-    def stop_after_two(steps, measure):
-        measured.append(steps.n_used < len(steps.measured))
+    def stop_after_two(log, measure):
+        measured.append(log.n_used < len(log.steps))
         if len(measured) == 3:
             raise KeyboardInterrupt
-        return original(steps, measure)
+        return original(log, measure)
 
-    monkeypatch.setattr(Steps, "next", stop_after_two)
+    monkeypatch.setattr(ResumeLog, "next", stop_after_two)
     monkeypatch.setattr(score, "can_draw", lambda: False)
     with pytest.raises(KeyboardInterrupt):
         run_score(job)

@@ -10,59 +10,117 @@ import numpy as np
 import pytest
 from families import family_tokenizer
 
-from hybrid_distill.probes.ruler import NEEDLES, TASKS, load_generators, ruler_questions, tokens_to_generate
+from hybrid_distill.probes.registry import make_probe
+from hybrid_distill.probes.ruler import (
+    NEEDLES,
+    TASKS,
+    load_generators,
+    ruler_questions,
+    tokens_to_generate,
+)
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytest.importorskip("wonderwords", reason="the extra ruler of lm-eval is not installed")
+
+TOKENIZER = family_tokenizer("smollm2")
 
 
 def test_needles_are_asked_for_with_lm_evals_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     load_generators()
     from lm_eval.tasks.ruler import niah_utils
 
-    given: dict[str, Any] = {}
+    options_of_task: dict[str, Any] = {}
+
+    def note(haystack: object, **options: object) -> list[dict[str, int]]:
+        options_of_task.update(options)
+        return [{"x": 1}]
+
     monkeypatch.setattr(niah_utils, "get_tokenizer", lambda name: None)
     monkeypatch.setattr(niah_utils, "get_haystack", lambda type_haystack: type_haystack)
-    monkeypatch.setattr(niah_utils, "generate_samples", lambda haystack, **options: given.update(options) or [{"x": 1}])
+    monkeypatch.setattr(niah_utils, "generate_samples", note)
     for task, needles in NEEDLES.items():
-        given.clear()
+        options_of_task.clear()
         getattr(niah_utils, task)(max_seq_lengths=[512])
-        theirs = {name: given.get(name, 1) for name in needles._fields}
-        theirs["num_needle_k"] = max(theirs["num_needle_k"], theirs["num_needle_q"])  # as generate_samples does
-        assert needles._asdict() == theirs, task
+        expected = {name: options_of_task.get(name, 1) for name in needles._fields}
+        # As generate_samples does.
+        expected["num_needle_k"] = max(expected["num_needle_k"], expected["num_needle_q"])
+        assert needles._asdict() == expected, task
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
+def wording(prompt: str) -> set[str]:
+    """Return a prompt's lines with needles of the same form made equal."""
+    needle = re.compile(r" for .+?-.+? (is|mentioned)(: \S+)?")
+    return {needle.sub(r" for X \1", line) for line in prompt.split("\n")}
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "niah_single_1",
+        "niah_multikey_2",
+        "niah_multikey_3",
+    ],
+)
 def test_prompts_are_worded_as_lm_evals(task: str) -> None:
-    niah, tokenizer, options = load_generators().niah, family_tokenizer("smollm2"), NEEDLES[task]._asdict()
-    options |= {"template": load_generators().niah_template, "max_seq_length": 2000, "num_samples": 1}
-    (row,) = niah.generate_samples(niah.get_haystack(options["type_haystack"]), TOKENIZER=tokenizer, **options)
-    (ours,) = ruler_questions(task, 2000, tokenizer, 1, 1)
-    theirs = f"{row['input']} {row['gen_prefix']}"
-    lines = [
-        {re.sub(r" for .+?-.+? (is|mentioned)(: \S+)?", r" for X \1", line) for line in text.split("\n")}
-        for text in (ours.prompt, theirs)
-    ]
-    assert lines[0] == lines[1]
+    generators = load_generators()
+    options = NEEDLES[task]._asdict()
+    (row,) = generators.niah.generate_samples(
+        generators.niah.get_haystack(options["type_haystack"]),
+        TOKENIZER=TOKENIZER,
+        template=generators.niah_template,
+        max_seq_length=2000,
+        num_samples=1,
+        **options,
+    )
+    (question,) = ruler_questions(task, 2000, TOKENIZER, 1, 1)
+    assert wording(question.prompt) == wording(f"{row['input']} {row['gen_prefix']}")
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_questions_fill_a_length_and_follow_from_the_seed(task: str) -> None:
-    tokenizer = family_tokenizer("smollm2")
     random.seed(5)
-    before, drawn = random.getstate(), np.random.RandomState(7).random()
     np.random.seed(7)
-    found = list(ruler_questions(task, 2000, tokenizer, 1, 3))
-    assert random.getstate() == before and np.random.random() == drawn, "the program's own random state is left alone"
-    assert found[:2] == list(ruler_questions(task, 2000, tokenizer, 1, 2))
-    assert found[0] != next(ruler_questions(task, 2000, tokenizer, 2, 1)) and found[0] != found[1]
-    for question in found:
-        n_tokens = len(tokenizer(question.prompt)["input_ids"]) + tokens_to_generate(task, 2000)
-        assert 1700 < n_tokens <= 2000
+    state = random.getstate()
+    next_number = np.random.RandomState(7).random()
+    questions = list(ruler_questions(task, 2000, TOKENIZER, 1, 3))
+    # The program's own random state is left alone.
+    assert random.getstate() == state
+    assert np.random.random() == next_number
+    assert questions[:2] == list(ruler_questions(task, 2000, TOKENIZER, 1, 2))
+    assert questions[0] != next(ruler_questions(task, 2000, TOKENIZER, 2, 1))
+    assert questions[0] != questions[1]
+    for question in questions:
+        n_tokens = len(TOKENIZER(question.prompt)["input_ids"])
+        assert 1700 < n_tokens + tokens_to_generate(task, 2000) <= 2000
         assert all(answer in question.prompt for answer in question.answers)
 
 
-def test_what_cannot_be_asked_is_refused_in_one_line() -> None:
-    tokenizer = family_tokenizer("smollm2")
-    with pytest.raises(ValueError, match="ruler_cwe does not fit into 128 tokens"):
-        list(ruler_questions("ruler_cwe", 128, tokenizer, 1, 1))
+@pytest.mark.parametrize(
+    "task",
+    [
+        "niah_single_3",
+        "niah_multikey_2",
+        "niah_multivalue",
+        *TASKS[-3:],
+    ],
+)
+def test_a_probe_asks_for_one_answer(task: str) -> None:
+    probe = make_probe(task, n_tokens=1500, tokenizer=TOKENIZER)
+    examples = probe.examples(3)
+    questions = ruler_questions(task, 1500, TOKENIZER, 0, 3)
+    assert examples[:2] == probe.examples(2)
+    for example, question in zip(examples, questions, strict=True):
+        *others, answer = question.answers
+        wrong = {choice.strip() for choice in example.choices} - {*question.answers}
+        assert example.prompt == " ".join([question.prompt, *others])
+        assert example.answer == f" {answer}"
+        assert len(example.choices) == 10 == 1 / probe.chance
+        assert len(wrong) == 9
+        if task in ("niah_multikey_2", "ruler_cwe"):
+            assert all(word in example.prompt for word in wrong)
+    assert probe.describe()["length"] == 1500
+
+
+def test_a_length_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ruler_cwe .* 128 tokens"):
+        list(ruler_questions("ruler_cwe", 128, TOKENIZER, 1, 1))

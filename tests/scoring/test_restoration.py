@@ -1,65 +1,93 @@
-"""Restoring a head makes it do what the teacher's does; all of them make the student the teacher."""
+"""A restored head is the teacher's; all of them make the student the teacher."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from planted import AGGREGATE, KEYS, PLANTED, planted_teacher
+from transformers import PreTrainedModel
 
+from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring.restoration import greedy_restoration, restore_heads, score_restoration
+from hybrid_distill.scoring.restoration import (
+    greedy_restoration,
+    restore_heads,
+    score_restoration,
+)
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
 
 IDS = torch.arange(2, 40).view(2, 19)
 EVERY_HEAD = [HeadId(layer, head) for layer in range(3) for head in range(8)]
+PROBE = KVRetrieval(4, seed=3, keys=KEYS)
 
 
+def recurrent_student(teacher: PreTrainedModel) -> HybridForCausalLM:
+    return build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
+
+
+@torch.no_grad()
 def test_with_every_head_restored_the_student_is_the_teacher(family: str, family_model) -> None:
     teacher = family_model(family)
-    student = build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
-    with torch.no_grad():
-        wanted, before = teacher(IDS).logits, student(IDS, use_cache=False).logits
-        with restore_heads(student, teacher, EVERY_HEAD):
-            found = student(IDS, use_cache=False).logits
-        after = student(IDS, use_cache=False).logits
-    assert torch.allclose(found, wanted, atol=1e-5)
-    assert not torch.allclose(before, wanted, atol=1e-2)
+    student = recurrent_student(teacher)
+    expected = teacher(IDS).logits
+    before = student(IDS, use_cache=False).logits
+    with restore_heads(student, teacher, EVERY_HEAD):
+        restored = student(IDS, use_cache=False).logits
+    after = student(IDS, use_cache=False).logits
+    assert torch.allclose(restored, expected, atol=1e-5)
+    assert not torch.allclose(before, expected, atol=1e-2)
     assert torch.equal(before, after), "restored heads were not taken out again"
 
 
+@torch.no_grad()
 def test_a_restored_head_is_a_kept_head(family_model) -> None:
     teacher = family_model("llama")
     kept = [HeadId(0, 3), HeadId(2, 5)]
-    bare = build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
+    bare = recurrent_student(teacher)
     student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[0].eval()
     graft_recurrent_heads(student, bare)
-    with torch.no_grad(), restore_heads(bare, teacher, kept):
-        assert torch.allclose(bare(IDS, use_cache=False).logits, student(IDS, use_cache=False).logits, atol=1e-5)
+    expected = student(IDS, use_cache=False).logits
+    with restore_heads(bare, teacher, kept):
+        assert torch.allclose(bare(IDS, use_cache=False).logits, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("missing", sorted(PLANTED))
 def test_the_missing_head_of_the_planted_circuit_comes_first(missing: HeadId) -> None:
     teacher, tokenizer = planted_teacher()
-    student = build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
-    asked = (student, teacher, tokenizer, KVRetrieval(4, seed=3, keys=KEYS))
     others = sorted(PLANTED - {missing})
-    scores = score_restoration(*asked, restored=others, n_examples=12, progress=False)
+    scores = score_restoration(
+        recurrent_student(teacher),
+        teacher,
+        tokenizer,
+        PROBE,
+        restored=others,
+        n_examples=12,
+        progress=False,
+    )
     assert scores.ranking()[0] == missing
     assert all(scores.accuracy_drop_LH[head] == 0 for head in others)
 
 
 def test_greedy_restoration_takes_each_head_once_and_finds_the_aggregate_head() -> None:
     teacher, tokenizer = planted_teacher()
-    student = build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
-    probe = KVRetrieval(4, seed=3, keys=KEYS)
-    chosen = greedy_restoration(student, teacher, tokenizer, probe, 3, n_examples=6, progress=False)
-    assert len(set(chosen)) == 3 and AGGREGATE in chosen
+    student = recurrent_student(teacher)
+    chosen = greedy_restoration(
+        student,
+        teacher,
+        tokenizer,
+        PROBE,
+        3,
+        n_examples=6,
+        progress=False,
+    )
+    assert len(set(chosen)) == 3
+    assert AGGREGATE in chosen
 
 
 def test_what_cannot_be_restored_is_named(family_model) -> None:
     teacher = family_model("llama")
-    student = build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
+    student = recurrent_student(teacher)
     with pytest.raises(ValueError, match="L9H0"), restore_heads(student, teacher, [HeadId(9, 0)]):
         pass
     with pytest.raises(ValueError, match="cache"), restore_heads(student, teacher, [HeadId(0, 0)]):

@@ -1,1 +1,1 @@
-"""Analysis of a decoder: what its heads mix, and what it can do without some of its layers or heads."""
+"""Analysis of a decoder: what its heads mix, and what it can do without layers or heads."""

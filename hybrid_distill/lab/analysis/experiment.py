@@ -1,10 +1,8 @@
-"""Common structure of experiments: load a model, measure variants of it on tasks, write a table and a figure."""
+"""Common structure of experiments: measure variants of a model, write a table and a figure."""
 
 from __future__ import annotations
 
-import math
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,94 +10,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data import read_held_out
 from ...distributed import own_device
-from ...evaluation.evaluate import compare_on_text
 from ...io import Record, write_text
 from ...kernels import Kernels, use_kernels
-from ...limits import words
 from ...plan import HeadId
-from ...probes import Example, Probe
-from ...probes.answering import answer_choices, answer_generation
-from ...probes.checks import check_answerable
-from ...probes.knowledge import Knowledge
-from ...probes.plain_text import text_batches
-from ...probes.registry import PROBES, make_probe
 from ...progress import track
-from ...scoring.measure import Steps
+from ...scoring.resume_log import ResumeLog
 from ...student.teachers import check_teacher
-from ...teacher import TINY, load_on_own_device, longest_context, read_teacher
-from ..reporting import can_draw, markdown_table, percent_change, text_table, with_error
-from ..suite import by_name, headline, load_tasks, prepare
-from ..suite_job import SuiteJob
-
-KNOWLEDGE, TEXT, GENERATED, LM_EVAL = "knowledge", "text", ":generate", "lm_eval:"
-MAX_TEXT_TOKENS = 512
-
-
-class Column(NamedTuple):
-    """Measure and its unit ("" for none). ``chance`` is the accuracy of guessing."""
-
-    name: str
-    unit: str = "%"
-    chance: float | None = None
-    digits: int = 1
-
-    @property
-    def header(self) -> str:
-        return f"{self.name}, {self.unit}" if self.unit else self.name
-
-
-class Row(NamedTuple):
-    """One variant: a number per column, with standard deviations if it is a mean over several draws.
-
-    ``group`` and ``x`` are its line in a figure and its position there.
-    """
-
-    label: str
-    values: tuple[float, ...]
-    group: str = ""
-    x: float = 0
-    spreads: tuple[float, ...] = ()
-
-
-class Table(NamedTuple):
-    """Rows under a title; unless ``compared`` is off, all are compared with the first, the intact model."""
-
-    title: str
-    label: str
-    columns: Sequence[Column]
-    rows: Sequence[Row]
-    compared: bool = True
-
-    def frames(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return cells as text, guessing in the last row, and full numbers with changes and standard deviations."""
-        cells = pd.DataFrame({self.label: [row.label for row in self.rows]})
-        numbers = cells.copy()
-        for index, column in enumerate(self.columns):
-            value = pd.Series([row.values[index] for row in self.rows], dtype=float)
-            spread = pd.Series([row.spreads[index] if row.spreads else math.nan for row in self.rows])
-            cells[column.header] = [with_error(v, sd or None, column.digits) for v, sd in zip(value, spread)]
-            numbers[column.name] = value
-            if self.compared:
-                change = (value / (value[0] or math.nan)).where(value.index > 0)
-                cells[column.header] += ["" if math.isnan(c) else f" ({percent_change(c)})" for c in change]
-                numbers[f"{column.name}_change_percent"] = 100 * (change - 1)
-                numbers[f"{column.name}_sd"] = spread
-        chances = ["" if column.chance is None else f"{column.chance:.1f}" for column in self.columns]
-        if any(chances):
-            cells.loc[len(cells)] = ["guessing", *chances]
-        return cells, numbers
+from ...teacher import TINY, load_on_own_device, read_teacher
+from ..reporting import can_draw, markdown_table, text_table
+from .tables import Row, Table, shortened
+from .tasks import Questions, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(ABC):
-    """One subcommand of `hybrid-distill analyze`. Raises ValueError for bad options before it writes anything."""
+    """One subcommand of `hybrid-distill analyze`. Raises ValueError for bad options before it
+    writes anything."""
 
     NAME: ClassVar[str]
 
@@ -111,23 +42,29 @@ class Experiment(ABC):
         """Write the tables and figures to ``out``; return the tables as text."""
 
     def save(
-        self, table: Table, draw: Callable[[Table, Path], None] | None = None, *, suffix: str = "", most: int = 0
+        self,
+        table: Table,
+        draw: Callable[[Table, Path], None] | None = None,
+        *,
+        suffix: str = "",
+        most: int = 0,
     ) -> str:
         """Write OUT/NAME.md, .csv and .png; return the table as text.
 
         ``most`` limits text and figure to that many rows, plus those that belong to a group.
         """
-        path, (cells, numbers) = self.out / f"{self.NAME}{suffix}", table.frames()
+        path = self.out / f"{self.NAME}{suffix}"
+        cells, numbers = table.frames()
         self.out.mkdir(parents=True, exist_ok=True)
         write_text(Path(f"{path}.md"), f"{table.title}\n\n{markdown_table(cells)}\n")
         write_text(Path(f"{path}.csv"), numbers.to_csv(index=False, lineterminator="\n"))
         if most:
-            rows = [row for number, row in enumerate(table.rows) if number < most or row.group]
-            more = f" ({len(table.rows) - len(rows)} more in the file)" if len(rows) < len(table.rows) else ""
-            table = table._replace(title=table.title + more, rows=rows)
+            table = shortened(table, most)
+        # matplotlib is an extra.
         if draw is not None and can_draw():
             draw(table, Path(f"{path}.png"))
-        return f"{table.title}\n{text_table(table.frames()[0])}"
+        cells, _ = table.frames()
+        return f"{table.title}\n{text_table(cells)}"
 
 
 @dataclass(frozen=True)
@@ -144,123 +81,17 @@ class Subject:
     """Implementation of a student's recurrent heads, if the model is one."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load model and tokenizer; errors name ``flag``. Raises ValueError if the model cannot be a teacher."""
-        check_teacher(read_teacher(self.model, flag=flag)[0], name=self.model)
-        model, tokenizer = load_on_own_device(self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag)
+        """Load model and tokenizer; errors name ``flag``.
+
+        Raises ValueError if the model cannot be a teacher.
+        """
+        # Read first: a model that cannot be studied is refused before its weights are loaded.
+        config, _ = read_teacher(self.model, flag=flag)
+        check_teacher(config, name=self.model)
+        model, tokenizer = load_on_own_device(
+            self.model, dtype=self.dtype, allow_bin=self.allow_bin, flag=flag
+        )
         return use_kernels(model, self.kernels, own_device()), tokenizer
-
-
-class Task(NamedTuple):
-    """Column, and the function that measures its number: a percentage or a perplexity."""
-
-    column: Column
-    measure: Callable[[PreTrainedModel, PreTrainedTokenizerBase], float]
-
-
-@dataclass(frozen=True)
-class Questions:
-    """The tasks that a model is measured on."""
-
-    tasks: str = "kv,knowledge,text"
-    """kv, letters, RULER's tasks, knowledge (accuracy by choice; ``kv:generate`` by generation), text
-    (perplexity), and lm-eval tasks, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists them)."""
-    pairs: int = 16
-    """Dictionary size of kv."""
-    facts: Path | None = None
-    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
-    texts: str = TINY
-    """Plain text, ``tiny`` or a file, for the perplexity."""
-    include_path: Path | None = None
-    """Folder with lm-eval task files, used before lm-eval's own (docs/evaluation.md); they may run Python code."""
-    examples: int = 128
-    """Questions per probe and lm-eval task (per part of mmlu, bbh and niah), and documents of the text."""
-    seed: int = 1
-    """Seed of the questions; use a different one from that for scoring heads."""
-    batch_size: int = 32
-
-    @property
-    def names(self) -> list[str]:
-        if not (names := words(self.tasks)):
-            raise ValueError(f"--tasks is {self.tasks!r}; name at least one, such as kv.")
-        return names
-
-    def make(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
-        """Make the tasks. Raises ValueError for an unknown name, and for questions that the model cannot read."""
-        return [self._task(name, model, tokenizer) for name in self.names]
-
-    def _task(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Task:
-        if name == TEXT:
-            return perplexity_task(read_held_out(self.texts, self.examples), self.batch_size)
-        if name.startswith(LM_EVAL):
-            options = {"include_path": self.include_path, "limit": self.examples, "batch_size": self.batch_size}
-            return lm_eval_task(SuiteJob(suite=name.removeprefix(LM_EVAL), seed=self.seed, **options))
-        examples, chance = self.examples_of(name.removesuffix(GENERATED))
-        check_readable(model, tokenizer, examples)
-        return accuracy_task(name, examples, chance, self.batch_size)
-
-    def examples_of(self, name: str) -> tuple[list[Example], float]:
-        """Return a task's questions, and the share that guessing gets right. Raises ValueError for an unknown name."""
-        if name not in (KNOWLEDGE, *PROBES):
-            raise ValueError(f"unknown task {name!r}; pass one of {', '.join([*PROBES, KNOWLEDGE, TEXT])}.")
-        asked = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
-        return asked.examples(self.examples), asked.chance
-
-    def probe(self, name: str, seed: int) -> Probe:
-        """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
-        return make_probe(name, pairs=self.pairs, facts=self.facts, seed=seed)
-
-
-def accuracy_task(name: str, examples: Sequence[Example], chance: float, batch_size: int = 32) -> Task:
-    """Make a task that measures accuracy, by generation if so named; ``chance``, by choice, is 0 to 1."""
-
-    def percent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        if name.endswith(GENERATED):
-            return 100 * answer_generation(model, tokenizer, examples, batch_size=batch_size).double().mean().item()
-        return 100 * answer_choices(model, tokenizer, examples, batch_size=batch_size).accuracy
-
-    return Task(Column(name, chance=None if name.endswith(GENERATED) else 100 * chance), percent)
-
-
-def check_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> None:
-    """Raise ValueError for words that the tokenizer does not know, and prompts beyond the model's context."""
-    check_answerable(examples, tokenizer, longest_context(model.config) or sys.maxsize)
-
-
-def lm_eval_task(job: SuiteJob) -> Task:
-    """Make a task from one lm-eval task. Raises ValueError for a suite, and for a task that cannot be loaded."""
-    stock = load_tasks(job)
-    name, *more = job.names
-    # A tag of lm-eval is one name for several tasks.
-    n_tasks = len(more) + len(stock.get(name, [name]))
-    if n_tasks > 1:
-        raise ValueError(f"{LM_EVAL}{job.suite} is {n_tasks} tasks; pass one of them, as {LM_EVAL}{name}.")
-    metrics = ["acc,none"]
-    for task in by_name(stock.get(name, []))["tasks"].values():
-        metrics = [f"{metric},none" for metric in task.aggregation()]
-    is_share = "perplexity" not in headline(name, metrics)
-
-    def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        import lm_eval
-
-        lm, tasks, _ = prepare(model, tokenizer, job, stock)
-        # Not simple_evaluate: it describes the machine after every call, which takes seconds.
-        evaluate: Any = lm_eval.evaluate
-        results = evaluate(lm, by_name(tasks), limit=job.limit, bootstrap_iters=0, log_samples=False)
-        figures = results["results"][name]
-        figure = figures[headline(name, figures)]
-        return 100 * figure if is_share else figure
-
-    return Task(Column(name) if is_share else Column(name, "", digits=3), measure)
-
-
-def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
-    """Make a task that measures perplexity on plain texts, each cut to MAX_TEXT_TOKENS."""
-
-    def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-        batches = text_batches(model, tokenizer, texts, max_tokens=MAX_TEXT_TOKENS, batch_size=batch_size)
-        return compare_on_text(model, None, list(batches))["perplexity"]
-
-    return Task(Column("perplexity", "", digits=3), perplexity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +108,10 @@ class ModelExperiment(Experiment):
 
 
 class Variant(NamedTuple):
-    """Label, and the context manager that turns the model into that variant; ``group`` and ``x`` as in a `Row`."""
+    """Label, and the context manager that turns the model into that variant.
+
+    ``group`` and ``x`` as in a `Row`.
+    """
 
     label: str
     changed: AbstractContextManager[object]
@@ -286,27 +120,42 @@ class Variant(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Model, and the tasks to measure its variants on; with ``steps``, a stopped call resumes."""
+    """Model, and the tasks to measure its variants on.
+
+    With a ``resume_log``, a stopped call resumes.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     tasks: Sequence[Task]
-    steps: Steps | None = None
+    resume_log: ResumeLog | None = None
 
-    def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
-        """Make a table with a row per variant; variants with the same label are draws, shown as their mean."""
-        drawn: dict[str, list[tuple[float, ...]]] = {}
-        steps = self.steps or Steps(None, {})
+    def table(
+        self,
+        title: str,
+        label: str,
+        variants: Sequence[Variant],
+    ) -> Table:
+        """Make a table with a row per variant.
+
+        Variants with the same label are draws, shown as their mean.
+        """
+        resume_log = self.resume_log or ResumeLog(None, {})
+        draws: dict[str, list[list[float]]] = {}
         for variant in track(variants, label):
-            values = tuple(steps.next(partial(self._measure, variant))["values"])
-            drawn.setdefault(variant.label, []).append(values)
-        if steps.path is not None:
-            steps.path.unlink(missing_ok=True)
+            step = resume_log.next(partial(self._measure, variant))
+            draws.setdefault(variant.label, []).append(step["values"])
+        if resume_log.path is not None:
+            # Complete: the next call measures anew.
+            resume_log.path.unlink(missing_ok=True)
+        # One row a label, at the place of its first draw.
+        last_of = {variant.label: variant for variant in variants}
         rows = []
-        for name, _, group, x in {variant.label: variant for variant in variants}.values():
-            several = list(zip(*drawn[name]))
-            spreads = tuple(map(pstdev, several)) if len(drawn[name]) > 1 else ()
-            rows.append(Row(name, tuple(map(fmean, several)), group, x, spreads))
+        for name, variant in last_of.items():
+            by_column = list(zip(*draws[name]))
+            means = tuple(map(fmean, by_column))
+            spreads = tuple(map(pstdev, by_column)) if len(draws[name]) > 1 else ()
+            rows.append(Row(name, means, variant.group, variant.x, spreads))
         columns = [task.column for task in self.tasks]
         return Table(f"{self.model.name_or_path}: {title}", label, columns, rows)
 

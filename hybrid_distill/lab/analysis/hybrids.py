@@ -1,9 +1,9 @@
 """Experiments on which part of a hybrid carries retrieval.
 
-`ReplaceLayer` replaces a mixer with the teacher's attention, on the student's own inputs (arXiv 2504.18574).
-`ZeroedRecurrence` zeroes the recurrent heads of one layer, and of all.
-`HybridHeadRanking` ablates heads one by one, as `hybrid-distill score` does, then the top heads of each kind and of
-both kinds together.
+`ReplaceLayer` replaces a mixer with the teacher's attention, on the student's own inputs (arXiv
+2504.18574). `ZeroedRecurrence` zeroes the recurrent heads of one layer, and of all.
+`HybridHeadRanking` ablates heads one by one, as `hybrid-distill score` does, then the top heads of
+each kind and of both kinds together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,6 +27,7 @@ from ...pipeline import finished_run, is_run, trained_student
 from ...plan import HeadId
 from ...probes import check_counts
 from ...scoring import HeadScores, score_heads
+from ...scoring.head_scores import heads_of
 from ...scoring.restoration import restore_heads, restore_layers
 from ...student.teachers import check_teacher
 from ...teacher import (
@@ -41,18 +41,10 @@ from ...teacher import (
     load_teacher,
     read_teacher,
 )
-from .experiment import (
-    Bench,
-    Column,
-    Experiment,
-    ModelExperiment,
-    Questions,
-    Row,
-    Table,
-    Variant,
-    check_readable,
-)
+from .experiment import Bench, Experiment, ModelExperiment, Variant
 from .figures import draw_bars, draw_lines
+from .tables import Column, Row, Table
+from .tasks import Questions, check_readable
 
 SHOWN = 24  # rows that replace-layer shows, at most
 COLUMNS = (
@@ -64,7 +56,8 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaceLayer(Experiment):
-    """Put the teacher's attention back into an aligned student, one layer at a time: which layer restores retrieval?"""
+    """Put the teacher's attention back into an aligned student, one layer at a time: which layer
+    restores retrieval?"""
 
     NAME = "replace-layer"
 
@@ -80,95 +73,118 @@ class ReplaceLayer(Experiment):
 
     def run(self) -> str:
         student, teacher, tokenizer = self.load()
-        table = self.table(Bench(student, tokenizer, self.questions.make(student, tokenizer)), teacher)
-        return self.save(table, draw_bars, most=SHOWN)
+        bench = Bench(student, tokenizer, self.questions.make(student, tokenizer))
+        return self.save(self.table(bench, teacher), draw_bars, most=SHOWN)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
         """Load student, teacher and tokenizer. Raises ValueError unless they match."""
+        # A run and a checkpoint both have a config.json; its contents tell.
         if is_run(self.student):
-            if self.teacher is not None:
-                raise ValueError(f"{self.student} is a run and records its teacher; leave out --teacher.")
-            run = finished_run(self.student)
-            student, _ = trained_student(run)
-            teacher, tokenizer = run.teacher_and_tokenizer
+            student, teacher, tokenizer = self._load_run()
         else:
-            student, own = load_student(self.student)
-            dtype = str(student.dtype).removeprefix("torch.")
-            name = self.teacher or TINY
-            check_teacher(read_teacher(name, flag="--teacher")[0], name=name)
-            teacher, tokenizer = load_teacher(name, dtype=dtype, flag="--teacher")
-            tokenizer = own or tokenizer
+            student, teacher, tokenizer = self._load_checkpoint()
         use_kernels(student, self.kernels, own_device())
         student.name_or_path = str(self.student)
-        if (ours := _shape(student)) != (theirs := _shape(teacher)):
+        student_shape = _shape(student)
+        teacher_shape = _shape(teacher)
+        if student_shape != teacher_shape:
             raise ValueError(
-                f"the student has {ours}, the teacher {teacher.name_or_path!r} has {theirs}; pass the student's own "
-                "with --teacher."
+                f"the student has {student_shape}, the teacher {teacher.name_or_path!r} has "
+                f"{teacher_shape}; pass the student's own with --teacher."
             )
         for model in (student, teacher):
+            # By nn.Module: transformers' own to() is decorated, which hides its type.
             nn.Module.to(model, own_device())
         return student.eval(), teacher, tokenizer
 
+    def _load_run(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+        if self.teacher is not None:
+            raise ValueError(
+                f"{self.student} is a run and records its teacher; leave out --teacher."
+            )
+        run = finished_run(self.student)
+        student, _ = trained_student(run)
+        teacher, tokenizer = run.teacher_and_tokenizer
+        return student, teacher, tokenizer
+
+    def _load_checkpoint(self) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+        student, own_tokenizer = load_student(self.student)
+        name = self.teacher or TINY
+        config, _ = read_teacher(name, flag="--teacher")
+        check_teacher(config, name=name)
+        # Teacher and student exchange tensors, so their dtypes must be the same.
+        dtype = str(student.dtype).removeprefix("torch.")
+        teacher, tokenizer = load_teacher(name, dtype=dtype, flag="--teacher")
+        return student, teacher, own_tokenizer or tokenizer
+
     def table(self, bench: Bench, teacher: PreTrainedModel) -> Table:
-        """Make rows for the student, for each layer or head put back alone (heads: best first), and for the teacher."""
-        student, of_heads = bench.model, self.by == "head"
+        """Make rows for the student, each part put back (heads: best first), and the teacher."""
+        student = bench.model
         assert isinstance(student, HybridForCausalLM)
-        n_parts = {site.layer: site.n_heads if of_heads else 1 for site in head_sites(student)}
-
-        def put_back(part: HeadId) -> Variant:
-            if of_heads:
-                return Variant(str(part), restore_heads(student, teacher, [part]))
-            return Variant(f"layer {part.layer}", restore_layers(student, teacher, [part.layer]))
-
-        def worth(row: Row) -> float:
-            return row.values[0] if bench.tasks[0].column.unit else -row.values[0]  # less perplexity is better
-
-        parts = [HeadId(layer, part) for layer, n in n_parts.items() for part in range(n)]
-        alone = [Variant("none", nullcontext()), *map(put_back, parts)]
-        table = bench.table(f"one {self.by} of the teacher put back", "put back", alone)
-        intact, *tried = table.rows
-        rows = [intact, *(sorted(tried, key=worth, reverse=True) if of_heads else tried)]
-        whole = bench._replace(model=teacher).table("", "teacher", [Variant("teacher", nullcontext(), "teacher")])
-        return table._replace(rows=[*rows, *whole.rows])
+        variants = [Variant("none", nullcontext())]
+        if self.by == "head":
+            for head in heads_of(head_sites(student)):
+                variants.append(Variant(str(head), restore_heads(student, teacher, [head])))
+        else:
+            for site in head_sites(student):
+                put_back = restore_layers(student, teacher, [site.layer])
+                variants.append(Variant(f"layer {site.layer}", put_back))
+        table = bench.table(f"one {self.by} of the teacher put back", "put back", variants)
+        rows = list(table.rows)
+        if self.by == "head":
+            less_is_better = not bench.tasks[0].column.unit  # perplexity has no unit
+            rows[1:] = sorted(rows[1:], key=lambda row: row.values[0], reverse=not less_is_better)
+        of_teacher = bench._replace(model=teacher)
+        rows += of_teacher.table("", "teacher", [Variant("teacher", nullcontext(), "teacher")]).rows
+        return table._replace(rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroedRecurrence(ModelExperiment):
-    """Zero the recurrent heads of one layer at a time, then of all layers: which layers use their recurrence?"""
+    """Zero the recurrent heads of one layer at a time, then of all layers: which layers use their
+    recurrence?"""
 
     NAME = "zeroed-recurrence"
 
-    questions: Questions = field(default_factory=lambda: Questions(tasks="kv,kv:generate,text", pairs=8, examples=64))
+    questions: Questions = field(
+        default_factory=lambda: Questions(tasks="kv,kv:generate,text", pairs=8, examples=64)
+    )
 
     def run(self) -> str:
         return self.save(self.table(self.load()), draw_bars)
 
     def table(self, bench: Bench) -> Table:
-        """Make a row for the model as it is, for each layer with recurrent heads, and for all layers.
+        """Make a row for the model as it is, for each layer with recurrent heads, and for all
+        layers.
 
         Raises ValueError for a model without recurrent heads.
         """
         model = bench.model
-        sites = [site for kind in head_kinds(model) for site in head_sites(model, asked_for(kind))]
+        # A layer has several sites if its attention and its SSM are side by side (Falcon-H1).
+        sites: list[HeadSite] = []
+        for kind in head_kinds(model):
+            sites += head_sites(model, asked_for(kind))
         layers: dict[int, list[HeadSite]] = {}
         for site in sites:
             if _recurrent_heads(site):
                 layers.setdefault(site.layer, []).append(site)
         if not layers:
             raise ValueError(
-                f"{model.name_or_path} has no recurrent heads to zero; pass a student that does not keep all heads, or "
-                "another model with recurrent layers."
+                f"{model.name_or_path} has no recurrent heads to zero; pass a student that does "
+                "not keep all heads, or another model with recurrent layers."
             )
         variants = [Variant("nothing", nullcontext())]
         for layer, own in sorted(layers.items()):
             n_heads = sum(len(_recurrent_heads(site)) for site in own)
-            variants.append(Variant(f"layer {layer} ({n_heads} heads)", _without_recurrence(model, own)))
+            variants.append(
+                Variant(f"layer {layer} ({n_heads} heads)", _without_recurrence(model, own))
+            )
         variants.append(Variant("all layers", _without_recurrence(model, sites), "all layers"))
         return bench.table("recurrent heads zeroed, by layer", "zeroed", variants)
 
 
 def _recurrent_heads(site: HeadSite) -> list[HeadId]:
-    return [HeadId(site.layer, head) for head in range(site.n_heads) if site.kind_of(head) != "attention"]
+    return [head for head in heads_of([site]) if site.kind_of(head.head) != "attention"]
 
 
 @contextmanager
@@ -176,23 +192,29 @@ def _without_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> It
     """Zero all recurrent heads of these sites."""
     with ExitStack() as zeroed:
         for site in sites:
-            zeroed.enter_context(ablate_heads(model, _recurrent_heads(site), kind=asked_for(site.kind)))
+            zeroed.enter_context(
+                ablate_heads(model, _recurrent_heads(site), kind=asked_for(site.kind))
+            )
         yield
 
 
 def _shape(model: PreTrainedModel) -> str:
     sites = head_sites(model)
     site = sites[0]
-    return f"{len(sites)} layers of {site.n_heads} heads of {site.head_dim}, {site.o_proj.out_features} wide"
+    heads = f"{len(sites)} layers of {site.n_heads} heads of {site.head_dim}"
+    return f"{heads}, {site.o_proj.out_features} wide"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridHeadRanking(ModelExperiment):
-    """Rank attention and recurrent heads together: which of them carry retrieval, and what is lost without them?"""
+    """Rank attention and recurrent heads together: which of them carry retrieval, and what is lost
+    without them?"""
 
     NAME = "carriers"
 
-    questions: Questions = field(default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64))
+    questions: Questions = field(
+        default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64)
+    )
     probe: str = "kv"
     """Probe to rank heads by, with questions of another seed: kv, letters or a RULER task."""
     k: int = 20
@@ -200,46 +222,79 @@ class HybridHeadRanking(ModelExperiment):
     counts: tuple[int, ...] = (1, 3, 10)
     """Numbers of top heads of each kind, and of both, to remove together."""
     min_accuracy: float | None = None
-    """Lowest accuracy of the model on the probe; by default halfway between guessing and always right."""
+    """Lowest accuracy of the model on the probe; by default halfway between guessing and always
+    right."""
     n_control_texts: int = 16
     """Number of plain texts, which reveal heads that matter for any text."""
 
     def run(self) -> str:
-        check_counts(k=self.k, **{f"counts[{place}]": count for place, count in enumerate(self.counts)})
+        check_counts(k=self.k)
+        for place, count in enumerate(self.counts):
+            check_counts(**{f"counts[{place}]": count})
         bench = self.load()
-        model, tokenizer = bench.model, bench.tokenizer
-        probe, n_examples = self.questions.probe(self.probe, self.questions.seed + 1), self.questions.examples
-        check_readable(model, tokenizer, probe.examples(n_examples))
-        texts, kinds = read_held_out(self.questions.texts, self.n_control_texts), head_kinds(model)
-        if "channel" in kinds:
-            raise ValueError(
-                f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass a model whose "
-                "recurrent heads are those of Mamba-2."
-            )
-        score = partial(score_heads, model, tokenizer, probe, n_examples=n_examples, race_k=self.k)
-        score = partial(score, min_accuracy=self.min_accuracy, control_texts=texts)
-        scores = {kind: score(kind=asked_for(kind)) for kind in kinds}
-        ranking = rank_together(model, scores)
+        scores = self._scores(bench)
+        ranking = rank_together(bench.model, scores)
         rows = [Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking]
-        title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
+        title = f"{bench.model.name_or_path}: what is lost without a head, by {self.probe}"
+        ranked = Table(title, "head", COLUMNS, rows, compared=False)
         removed = self.without_first(bench, ranking)
-        shown = self.save(Table(title, "head", COLUMNS, rows, compared=False), draw_bars, most=self.k)
-        for kind, found in scores.items():
-            found.save(self.out / f"{self.NAME}.{kind}.json")
+        # Written only now: an error before leaves the files of an earlier call.
+        shown = self.save(ranked, draw_bars, most=self.k)
+        for kind, of_kind in scores.items():
+            of_kind.save(self.out / f"{self.NAME}.{kind}.json")
         return f"{shown}\n\n{self.save(removed, draw_lines, suffix='.removed')}"
 
+    def _scores(self, bench: Bench) -> dict[str, HeadScores]:
+        """Score the heads of each kind.
+
+        Raises ValueError for unreadable questions, and for Mamba-1.
+        """
+        model = bench.model
+        n_examples = self.questions.examples
+        # Heads are ranked and removed on different questions.
+        probe = self.questions.probe(self.probe, self.questions.seed + 1)
+        check_readable(model, bench.tokenizer, probe.examples(n_examples))
+        texts = read_held_out(self.questions.texts, self.n_control_texts)
+        kinds = head_kinds(model)
+        if "channel" in kinds:
+            raise ValueError(
+                f"{model.name_or_path} has Mamba-1 channels, too many to ablate one by one; pass "
+                "a model whose recurrent heads are those of Mamba-2."
+            )
+        scores = {}
+        for kind in kinds:
+            scores[kind] = score_heads(
+                model,
+                bench.tokenizer,
+                probe,
+                n_examples=n_examples,
+                race_k=self.k,
+                min_accuracy=self.min_accuracy,
+                control_texts=texts,
+                kind=asked_for(kind),
+            )
+        return scores
+
     def without_first(self, bench: Bench, ranking: Sequence[RankedHead]) -> Table:
-        """Make a row with no heads removed, then rows without the top heads of each kind and of both, by count.
+        """Make a row with no heads removed, then rows without the top heads of each kind and of
+        both, by count.
 
         A kind with fewer heads than a count loses all of them, once.
         """
-        kinds = sorted({ranked.kind for ranked in ranking})
-        groups = {kind: [ranked for ranked in ranking if ranked.kind == kind] for kind in kinds}
+        groups: dict[str, list[RankedHead]] = {}
+        for kind in sorted({ranked.kind for ranked in ranking}):
+            groups[kind] = [ranked for ranked in ranking if ranked.kind == kind]
+        if len(groups) > 1:
+            groups["both"] = list(ranking)
         variants = [Variant("nothing", nullcontext())]
-        for group, heads in (groups | ({"both": list(ranking)} if len(kinds) > 1 else {})).items():
+        for group, heads in groups.items():
+            # A set: several counts may exceed a kind's number of heads.
             for n in sorted({min(count, len(heads)) for count in self.counts}):
-                variants.append(Variant(f"{group}: first {n}", _without(bench.model, heads[:n]), group, n))
-        return bench.table("without the first heads of the ranking, by kind", "heads removed", variants)
+                removed = _without(bench.model, heads[:n])
+                variants.append(Variant(f"{group}: first {n}", removed, group, n))
+        return bench.table(
+            "without the first heads of the ranking, by kind", "heads removed", variants
+        )
 
 
 class RankedHead(NamedTuple):
@@ -256,19 +311,29 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
     ``scores`` are by kind; "hybrid" are those of a student's heads, both kinds together.
     """
     ranked = []
-    for kind, found in scores.items():
+    for kind, of_kind in scores.items():
         sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
-        for head in found.ranking():
-            control = math.nan if found.control_drop_LH is None else found.control_drop_LH[head].item()
-            lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
-            ranked.append(RankedHead(head, sites[head.layer].kind_of(head.head), lost))
-    return sorted(ranked, key=lambda r: (-r.lost[0], -r.lost[1], r.head, r.kind))
+        for head in of_kind.ranking():
+            accuracy = 100 * of_kind.accuracy_drop_LH[head].item()
+            logprob = of_kind.logprob_drop_LH[head].item()
+            control = math.nan
+            if of_kind.control_drop_LH is not None:
+                control = of_kind.control_drop_LH[head].item()
+            own_kind = sites[head.layer].kind_of(head.head)
+            ranked.append(RankedHead(head, own_kind, (accuracy, logprob, control)))
+
+    def best_first(head: RankedHead) -> tuple[object, ...]:
+        accuracy, logprob, _ = head.lost
+        return -accuracy, -logprob, head.head, head.kind
+
+    return sorted(ranked, key=best_first)
 
 
 @contextmanager
 def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[None]:
     with ExitStack() as removed:
         for kind in head_kinds(model):
+            # The sites of a student hold heads of both kinds.
             own = [ranked.head for ranked in heads if kind in (ranked.kind, "hybrid")]
             removed.enter_context(ablate_heads(model, own, kind=asked_for(kind)))
         yield

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,28 +21,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data.chat import check_template
 from ...limits import words
 from ...plan import HeadId
-from ...probes.forms import CHAT, in_form
-from ...probes.knowledge import Form, LetterChoice
+from ...probes import Probe
+from ...probes.knowledge import AnswerFormat, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
+from ...probes.prompt_formats import CHAT, with_prompt_format
 from ...scoring import HeadScores, describe_run
-from ...scoring.measure import Steps
+from ...scoring.head_scores import heads_of
+from ...scoring.resume_log import ResumeLog
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
-from .experiment import (
-    Bench,
-    Experiment,
-    ModelExperiment,
-    Questions,
-    Subject,
-    Table,
-    Task,
-    Variant,
-    accuracy_task,
-    check_readable,
-)
+from .experiment import Bench, Experiment, ModelExperiment, Subject, Variant
 from .figures import draw_bars, draw_lines
+from .tables import Table
+from .tasks import Questions, Task, accuracy_task, check_readable
 
-WORDINGS = {"completion": DICTIONARY, "reworded": REWORDED, "dialogue": DIALOGUE, CHAT: DICTIONARY}
-FORMS: dict[str, Form] = {"completion": "completion", "text": "text", "letter": "letter", CHAT: "letter"}
+WORDINGS = {
+    "completion": DICTIONARY,
+    "reworded": REWORDED,
+    "dialogue": DIALOGUE,
+    CHAT: DICTIONARY,
+}
+ANSWER_FORMATS: dict[str, AnswerFormat] = {
+    "completion": "completion",
+    "text": "text",
+    "letter": "letter",
+    CHAT: "letter",
+}
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +56,8 @@ class HeadRemoval(Experiment):
 
     subject: Subject = field(default_factory=Subject)
     scores: Path | None
-    """Path to a scores.json of this model, from ``hybrid-distill score``; its top heads are removed."""
+    """Path to a scores.json of this model, from ``hybrid-distill score``; its top heads are
+    removed."""
     counts: tuple[int, ...] = (10, 20, 30)
     """Numbers of heads to remove."""
     by: str = "retrieval"
@@ -62,46 +67,66 @@ class HeadRemoval(Experiment):
     kind: HeadKind | None = None
     """``ssm`` for the recurrent heads of a model that also has attention."""
 
-    def remove(self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]) -> Table:
-        """Load the model and measure it with and without heads. A stopped call leaves OUT/NAME.partial.json."""
+    def remove(
+        self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]
+    ) -> Table:
+        """Load the model and measure it with and without heads.
+
+        A stopped call leaves OUT/NAME.partial.json.
+        """
+        # Read before the model, which takes minutes to load.
         scores = None if self.scores is None else HeadScores.load(self.scores)
         model, tokenizer = self.subject.load()
         bench = Bench(model, tokenizer, make_tasks(model, tokenizer))
         if scores is None:
             return bench.table("", "heads removed", [Variant("nothing", nullcontext())])
+        # Scores that were written by hand may have none.
         if scores.fingerprint not in ("", fingerprint(model)):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
         ranking = scores.ranking(self.by)
-        asked = json.loads(json.dumps(asdict(self), default=str))
-        steps = Steps(self.out / f"{self.NAME}.partial.json", {**describe_run(model), **asked, "ranking": ranking})
-        return self.table(bench._replace(steps=steps), ranking)
+        options = json.loads(json.dumps(asdict(self), default=str))  # paths become text
+        task = {
+            **describe_run(model),
+            **options,
+            "ranking": ranking,
+        }
+        resume_log = ResumeLog(self.out / f"{self.NAME}.partial.json", task)
+        return self.table(bench._replace(resume_log=resume_log), ranking)
 
     def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
-        """Make a row per count of top heads, and one for as many random heads: the mean of several draws.
+        """Make a row per count of top heads, and one for as many random heads: the mean of several
+        draws.
 
-        Random heads are drawn from all heads, including those of the ranking. Raises ValueError for a count or a head
-        that the ranking or the model does not have.
+        Random heads are drawn from all heads, including those of the ranking. Raises ValueError for
+        a count or a head that the ranking or the model does not have.
         """
-        model, n_draws = bench.model, self.random_draws
-        every = [HeadId(site.layer, head) for site in head_sites(model, self.kind) for head in range(site.n_heads)]
-        most = min(len(ranking), len(every))
+        model = bench.model
+        every_head = heads_of(head_sites(model, self.kind))
+        most = min(len(ranking), len(every_head))
         for count in self.counts:
             if not 0 < count <= most:
                 raise ValueError(
-                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(every)}; ask for 1 to "
-                    f"{most}, of a ranking of this model (hybrid-distill score)."
+                    f"--counts has {count}, the ranking {len(ranking)} heads, the model "
+                    f"{len(every_head)}; ask for 1 to {most}, of a ranking of this model "
+                    "(hybrid-distill score)."
                 )
 
         def without(label: str, heads: Sequence[HeadId], group: str) -> Variant:
             return Variant(label, ablate_heads(model, heads, kind=self.kind), group, len(heads))
 
-        mean = f" (mean of {n_draws})" if n_draws > 1 else ""
         variants = [Variant("nothing", nullcontext())]
-        variants += [without(f"first {n}", ranking[:n], "first") for n in self.counts]
         for n in self.counts:
-            draws = [random.Random(f"remove-heads {n} {seed}").sample(every, n) for seed in range(n_draws)]
-            variants += [without(f"random {n}{mean}", drawn, "random") for drawn in draws]
-        return bench.table(f"without some of its {len(every)} heads", "heads removed", variants)
+            variants.append(without(f"first {n}", ranking[:n], "first"))
+        # Draws with the same label become one row, their mean.
+        mean = f" (mean of {self.random_draws})" if self.random_draws > 1 else ""
+        for n in self.counts:
+            for seed in range(self.random_draws):
+                # By count and draw: a row is the same whatever else is in the table.
+                drawn = random.Random(f"remove-heads {n} {seed}").sample(every_head, n)
+                variants.append(without(f"random {n}{mean}", drawn, "random"))
+        return bench.table(
+            f"without some of its {len(every_head)} heads", "heads removed", variants
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +145,12 @@ class RemoveHeads(HeadRemoval):
 
 @dataclass(frozen=True, kw_only=True)
 class Formats(HeadRemoval):
-    """Ask the same questions in several formats, with all heads and without the top ones of a ranking.
+    """Ask the same questions in several formats, with all heads and without the top ones of a
+    ranking.
 
-    Facts are asked alone (``completion``), or with lettered options for an option's ``text``, for its ``letter``, or
-    for the letter in a ``chat``. Dictionaries are a ``completion`` as the probe has it, ``reworded``, a ``dialogue`` in
-    plain text, or the probe's text in a ``chat``.
+    Facts are asked alone (``completion``), or with lettered options for an option's ``text``, for
+    its ``letter``, or for the letter in a ``chat``. Dictionaries are a ``completion`` as the probe
+    has it, ``reworded``, a ``dialogue`` in plain text, or the probe's text in a ``chat``.
     """
 
     NAME = "formats"
@@ -134,8 +160,8 @@ class Formats(HeadRemoval):
     of: Literal["facts", "kv"] = "facts"
     """Questions: facts with options, or dictionaries of keys and values."""
     formats: str | None = None
-    """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By default all, ``chat``
-    only if the tokenizer has a chat template."""
+    """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By
+    default all, ``chat`` only if the tokenizer has a chat template."""
     facts: Path | None = None
     """JSON Lines file of questions; by default the embedded facts."""
     options: int = 4
@@ -148,33 +174,42 @@ class Formats(HeadRemoval):
     batch_size: int = 32
 
     def run(self) -> str:
-        known = list(WORDINGS if self.of == "kv" else FORMS)
-        names = known if self.formats is None else words(self.formats)
-        if not names or set(names) - set(known):
-            raise ValueError(f"--formats is {self.formats!r}; of {self.of} there are {', '.join(known)}.")
-        table = self.remove(lambda model, tokenizer: self._tasks(names, model, tokenizer))
-        asked = "facts" if self.of == "facts" else f"dictionaries of {self.pairs} pairs"
-        name, _, _ = table.title.rpartition(": ")
-        table = table._replace(title=f"{name}: the same {self.examples} {asked} in several formats")
-        return self.save(table, draw_lines)
+        choices = list(WORDINGS if self.of == "kv" else ANSWER_FORMATS)
+        names = choices if self.formats is None else words(self.formats)
+        if not names or set(names) - set(choices):
+            raise ValueError(
+                f"--formats is {self.formats!r}; of {self.of} there are {', '.join(choices)}."
+            )
+        table = self.remove(partial(self._tasks, names))
+        questions = "facts" if self.of == "facts" else f"dictionaries of {self.pairs} pairs"
+        model_name, _, _ = table.title.rpartition(": ")
+        title = f"{model_name}: the same {self.examples} {questions} in several formats"
+        return self.save(table._replace(title=title), draw_lines)
 
-    def _tasks(self, names: Sequence[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
+    def _tasks(
+        self,
+        names: Sequence[str],
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> list[Task]:
         """Make a task per format. Raises ValueError for unreadable questions."""
         tasks = []
         for name in names:
             if name == CHAT and self.formats is None and not tokenizer.chat_template:
                 continue
-            if self.of == "kv":
-                probe = KVRetrieval(self.pairs, self.seed, wording=WORDINGS[name])
-            else:
-                probe = LetterChoice.from_file(self.facts, self.options, self.seed, FORMS[name])
+            probe = self._probe(name)
             if name == CHAT:
                 check_template(tokenizer)
-                probe = in_form(probe, CHAT, tokenizer)
+                probe = with_prompt_format(probe, CHAT, tokenizer)
             examples = probe.examples(self.examples)
             check_readable(model, tokenizer, examples)
             tasks.append(accuracy_task(name, examples, probe.chance, self.batch_size))
         return tasks
+
+    def _probe(self, name: str) -> Probe:
+        if self.of == "kv":
+            return KVRetrieval(self.pairs, self.seed, wording=WORDINGS[name])
+        return LetterChoice.from_file(self.facts, self.options, self.seed, ANSWER_FORMATS[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,31 +219,45 @@ class PruneLayers(ModelExperiment):
     NAME = "prune-layers"
 
     how: Literal["gradual", "individual", "both"] = "both"
-    """``gradual`` drops more and more layers from the end, ``individual`` drops each layer alone."""
+    """``gradual`` drops layers from the end, one by one; ``individual`` drops each alone."""
     last_layer: int | None = None
-    """Last layer during individual pruning; the layers above it are left out. By default all stay."""
+    """Last layer during individual pruning; those above are left out. By default all stay."""
 
     def run(self) -> str:
-        bench, parts = self.load(), {"gradual": self.from_the_end, "individual": self.one_by_one}
-        layers_above(bench.model, self.last_layer)
-        asked = {how: table for how, table in parts.items() if self.how in (how, "both")}
-        return "\n\n".join(self.save(table(bench), draw_lines, suffix=f".{how}") for how, table in asked.items())
+        bench = self.load()
+        layers_above(bench.model, self.last_layer)  # checks it before hours of pruning
+        tables: list[str] = []
+        if self.how in ("gradual", "both"):
+            tables.append(self.save(self.from_the_end(bench), draw_lines, suffix=".gradual"))
+        if self.how in ("individual", "both"):
+            tables.append(self.save(self.one_by_one(bench), draw_lines, suffix=".individual"))
+        return "\n\n".join(tables)
 
     def from_the_end(self, bench: Bench) -> Table:
         """Make a row for each number of layers left, from all to one."""
-        model, n_layers, variants = bench.model, len(decoder_blocks(bench.model)), []
-        for left in range(n_layers, 0, -1):
-            label = "all" if left == n_layers else "0" if left == 1 else f"0 to {left - 1}"
-            variants.append(Variant(label, without_layers(model, range(left, n_layers)), "layers from the end", left))
+        n_layers = len(decoder_blocks(bench.model))
+        labels = {n_layers: "all", 1: "0"}
+        variants = []
+        for n_left in range(n_layers, 0, -1):
+            label = labels.get(n_left, f"0 to {n_left - 1}")
+            dropped = without_layers(bench.model, range(n_left, n_layers))
+            variants.append(Variant(label, dropped, "layers from the end", n_left))
         return bench.table("layers dropped from the end", "layers left", variants)
 
     def one_by_one(self, bench: Bench) -> Table:
-        """Make a row for each layer that is left out alone; layers above ``last_layer`` are always left out."""
-        model, above = bench.model, layers_above(bench.model, self.last_layer)
+        """Make a row for each layer that is left out alone.
+
+        Layers above ``last_layer`` are always left out.
+        """
+        model = bench.model
+        above = layers_above(model, self.last_layer)
         variants = [Variant("none", without_layers(model, above))]
         for layer in range(len(decoder_blocks(model)) - len(above)):
-            variants.append(Variant(str(layer), without_layers(model, [layer, *above]), "one layer", layer))
-        title = "one layer left out" + (f", of layers 0 to {self.last_layer}" if above else "")
+            left_out = without_layers(model, [layer, *above])
+            variants.append(Variant(str(layer), left_out, "one layer", layer))
+        title = "one layer left out"
+        if above:
+            title += f", of layers 0 to {self.last_layer}"
         return bench.table(title, "layer left out", variants)
 
 
@@ -219,8 +268,8 @@ class KeepHeads(ModelExperiment):
     NAME = "keep-heads"
 
     keep: tuple[str, ...]
-    """Heads to keep, by layer, one row per value: ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``. Layers that are not
-    named keep all heads."""
+    """Heads to keep, by layer, one row per value: ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``.
+    Layers that are not named keep all heads."""
     last_layer: int | None = None
     """Last layer to use; the layers above it are left out in every row except the first."""
     kind: HeadKind | None = None
@@ -230,28 +279,34 @@ class KeepHeads(ModelExperiment):
         kept = {text: parse_kept(text) for text in self.keep}
         return self.save(self.table(self.load(), kept), draw_bars)
 
-    def table(self, bench: Bench, kept_by_label: Mapping[str, Mapping[int, Sequence[int]]]) -> Table:
-        """Make a row for the whole model, then one for each choice of kept heads by layer; other layers keep all.
+    def table(
+        self, bench: Bench, kept_by_label: Mapping[str, Mapping[int, Sequence[int]]]
+    ) -> Table:
+        """Make a row for the whole model, then one for each choice of kept heads by layer; other
+        layers keep all.
 
-        With a ``last_layer``, the layers above it are left out in the variants' rows, and in a second row with no head
-        removed. Raises ValueError for a layer or head that does not exist.
+        With a ``last_layer``, the layers above it are left out in the variants' rows, and in a
+        second row with no head removed. Raises ValueError for a layer or head that does not exist.
         """
-        model, above = bench.model, layers_above(bench.model, self.last_layer)
+        model = bench.model
+        above = layers_above(model, self.last_layer)
         sites = head_sites(model, self.kind)
-        n_heads = {site.layer: site.n_heads for site in sites}
-        removed: dict[str, list[HeadId]] = {f"all of layers 0 to {self.last_layer}": []} if above else {}
-        for label, kept in kept_by_label.items():
-            for layer, heads in kept.items():
-                for head in heads or (0,):
-                    check_exists(model, sites, HeadId(layer, head))
-            removed[label] = [HeadId(i, h) for i, heads in kept.items() for h in range(n_heads[i]) if h not in heads]
 
         @contextmanager
         def without(heads: Sequence[HeadId]) -> Iterator[None]:
             with without_layers(model, above), ablate_heads(model, heads, kind=self.kind):
                 yield
 
-        variants = [Variant("all", nullcontext()), *(Variant(name, without(heads)) for name, heads in removed.items())]
+        variants = [Variant("all", nullcontext())]
+        if above:
+            variants.append(Variant(f"all of layers 0 to {self.last_layer}", without([])))
+        for label, kept in kept_by_label.items():
+            for layer, heads in kept.items():
+                for head in heads or (0,):
+                    check_exists(model, sites, HeadId(layer, head))
+            in_layers = [head for head in heads_of(sites) if head.layer in kept]
+            removed = [head for head in in_layers if head.head not in kept[head.layer]]
+            variants.append(Variant(label, without(removed)))
         return bench.table("heads kept (layer:heads; other layers keep all)", "kept", variants)
 
 
@@ -260,12 +315,13 @@ def parse_kept(text: str) -> dict[int, tuple[int, ...]]:
     kept: dict[int, tuple[int, ...]] = {}
     for part in text.split("/"):
         layer, colon, heads = part.strip().partition(":")
-        words = [] if heads.strip() == "none" else [word.strip() for word in heads.split(",")]
-        if not colon or not layer.isdigit() or not all(word.isdigit() for word in words):
+        numbers = [] if heads.strip() == "none" else [number.strip() for number in heads.split(",")]
+        if not colon or not all(number.isdigit() for number in [layer, *numbers]):
             raise ValueError(
-                f"--keep holds {part!r}; give a layer and the heads that stay, such as 5:0,5, or 5:none, layers with /."
+                f"--keep holds {part!r}; give a layer and the heads that stay, such as 5:0,5, or "
+                "5:none, layers with /."
             )
-        kept[int(layer)] = tuple(map(int, words))
+        kept[int(layer)] = tuple(map(int, numbers))
     return kept
 
 
@@ -273,8 +329,11 @@ def layers_above(model: nn.Module, last_layer: int | None) -> range:
     """Return the layers above the last one that stays. Raises ValueError if that does not exist."""
     n_layers = len(decoder_blocks(model))
     if last_layer is not None and not 0 <= last_layer < n_layers:
-        raise ValueError(f"layer {last_layer} does not exist: this model has layers 0..{n_layers - 1}.")
-    return range(n_layers if last_layer is None else last_layer + 1, n_layers)
+        raise ValueError(
+            f"layer {last_layer} does not exist: this model has layers 0..{n_layers - 1}."
+        )
+    n_used = n_layers if last_layer is None else last_layer + 1
+    return range(n_used, n_layers)
 
 
 @contextmanager
@@ -283,10 +342,17 @@ def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
     blocks = decoder_blocks(model)
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.enter_context(blocks[layer][1].register_forward_hook(_hand_on, with_kwargs=True))
+            _, block = blocks[layer]
+            # A hook, not a replaced forward: the layer still runs, so every cache keeps its length.
+            hooks.enter_context(block.register_forward_hook(_return_input, with_kwargs=True))
         yield
 
 
-def _hand_on(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+def _return_input(
+    block: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    output: object,
+) -> object:
     hidden_BLD = args[0] if args else kwargs["hidden_states"]
     return (hidden_BLD, *output[1:]) if isinstance(output, tuple) else hidden_BLD

@@ -1,0 +1,95 @@
+"""Result of an evaluation: the numbers of one model and their provenance, in one file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..io import Record, refused, write_json
+
+FORMAT = "hybrid-distill/evaluation/1"
+BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
+FIGURES = (
+    "kv_choice",
+    "kv_generation",
+    "knowledge",
+    "perplexity",
+    "top1_agreement",
+    "kl_to_teacher",
+)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Measurements of one model; None if not measured.
+
+    Accuracies are fractions from 0 to 1. ``perplexity`` is per predicted token of the held-out
+    texts. Over the same tokens, ``top1_agreement`` is the fraction where model and teacher have the
+    same most likely token, and ``kl_to_teacher`` is the mean KL(teacher || model) in nats.
+    ``cache_bytes`` is the size for one sequence by number of tokens, in bfloat16 with states in
+    float32; ``conv_state_bytes`` is extra and does not grow. ``recurrent_heads_zeroed`` is the
+    result of `without_recurrence`.
+    """
+
+    kv_choice: dict[int, float]
+    kv_generation: dict[int, float]
+    n_examples: int
+    knowledge: float | None
+    knowledge_chance: float | None
+    n_knowledge: int
+    perplexity: float | None
+    top1_agreement: float | None
+    kl_to_teacher: float | None
+    n_text_tokens: int
+    cache_bytes: dict[int, int]
+    conv_state_bytes: int
+    recurrent_heads_zeroed: Record | None = None
+    provenance: Record = field(default_factory=dict)
+
+    def to_dict(self) -> Record:
+        """Convert to JSON values; sizes and lengths become strings."""
+        # Through JSON, so that a result equals the one that is read back.
+        return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
+
+    def figures(self) -> dict[str, float]:
+        """Return every measured number under a name of its own, such as ``kv_choice_16``."""
+        return flatten(vars(self), [*FIGURES, "conv_state_bytes", "cache_bytes"])
+
+    @classmethod
+    def from_dict(cls, record: Record) -> EvalResult:
+        """Rebuild a result from the output of `to_dict`. Raises ValueError for anything else."""
+        with refused("this is not an evaluation", "write one with EvalResult.save"):
+            fields = dict(record)
+            file_format = fields.pop("format")
+            if file_format != FORMAT:
+                raise ValueError(f"its format is {file_format!r}, expected {FORMAT!r}")
+            # JSON's keys are text.
+            for name in BY_SIZE:
+                fields[name] = {int(size): value for size, value in fields[name].items()}
+            return cls(**fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write the result as JSON, atomically."""
+        write_json(Path(path), self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> EvalResult:
+        """Read a file that `save` wrote. Raises ValueError for any other file."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as an evaluation: {error}") from error
+
+
+def flatten(fields: Record, names: Sequence[str]) -> dict[str, float]:
+    """Return the measured fields with these names; a field by size becomes one entry per size."""
+    figures: dict[str, float | None] = {}
+    for name in names:
+        if name in BY_SIZE:
+            figures.update({f"{name}_{size}": value for size, value in fields[name].items()})
+        else:
+            figures[name] = fields[name]
+    return {name: value for name, value in figures.items() if value is not None}

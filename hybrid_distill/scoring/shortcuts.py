@@ -1,0 +1,170 @@
+"""Choice of the fastest forwards that are exact for a model: the shortcut, if it agrees with full
+forwards.
+
+Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X value that
+scores depend on (`ProbeBatch.outcome`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..probes.answering import forward
+from ..teacher import HeadSite, text_config
+from .batch_sizer import BatchSizer
+from .forwards import Forwards, FromLayer
+from .probe_batch import ProbeBatch
+from .probe_rows import ProbeRow
+
+# Largest error of a shortcut, as a multiple of the error from different rounding alone. Both grow
+# with depth, so no constant number of nats separates rounding from a mistake.
+TIMES_THE_NOISE = 4
+
+log = logging.getLogger(__name__)
+
+
+def fastest_exact(
+    model: PreTrainedModel,
+    sites: Sequence[HeadSite],
+    sizer: BatchSizer,
+    samples: Sequence[Sequence[ProbeRow]],
+) -> Forwards:
+    """Return the fastest forwards for this model that agree with its full forwards on sample rows.
+
+    Models whose layers share modules, or pass on more than their output, cannot use the shortcut:
+    they run in full.
+    """
+    in_full = Forwards(model, sites, sizer)
+    if any(site.shared for site in sites):
+        reason = "its layers share modules"
+    else:
+        shortcut = FromLayer(model, sites, sizer)
+        reason = _first_difference(shortcut, in_full, samples)
+        if reason is None:
+            return shortcut
+    log.warning(
+        "the shortcut is off for this %s (%s): all forwards run in full",
+        type(model).__name__,
+        reason,
+    )
+    return in_full
+
+
+def _first_difference(
+    shortcut: FromLayer,
+    in_full: Forwards,
+    samples: Sequence[Sequence[ProbeRow]],
+) -> str | None:
+    for sample in samples:
+        reason = _difference(shortcut, in_full, sample)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]) -> str | None:
+    """Return the reason not to use a shortcut, if any, from two heads of the first, a middle and
+    the last layer.
+
+    Compares drops, because scores are drops. The shortcut may differ from full forwards about as
+    much as full forwards whose layers round differently do, or as much as the rounding error of
+    logits in the compute dtype.
+    """
+    layers = [site.layer for site in shortcut.sites]
+    # A batch each: samples differ in length.
+    batches = [ProbeBatch([row]) for row in rows]
+    # Reading logits also rounds: it sums over the vocabulary in float32.
+    reading = torch.finfo(torch.float32).eps * text_config(shortcut.model).vocab_size ** 0.5
+    rounding = torch.finfo(computed_in(shortcut.model)).eps
+    for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
+        shortcut.begin(batches)
+        last = shortcut.site_of[layer].n_heads - 1
+        # Two heads: with one, a mistake in the order of heads would not show.
+        heads = sorted({last // 3, last})
+        # An unknown family may fail inside the shortcut in any of these ways; it then runs in full.
+        try:
+            if layer > layers[0]:
+                # As in real scoring: every batch reaches a layer from the one below, after other
+                # batches have run.
+                layer_below = layers[layers.index(layer) - 1]
+                for batch in batches:
+                    shortcut.without(batch, layer_below, [0])
+            short_XGBE = _drops(shortcut, batches, layer, heads)
+            full_XGBE = _drops(in_full, batches, layer, heads)
+            with _rounded_otherwise(shortcut.blocks, rounding):
+                rounded_XGBE = _drops(in_full, batches, layer, heads)
+            magnitude = _magnitude(in_full, batches)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        deviation = _rms(short_XGBE - full_XGBE)
+        noise = _rms(rounded_XGBE - full_XGBE)
+        log.debug("layer %d: %.2g nats off, %.2g by rounding", layer, deviation, noise)
+        tolerance = TIMES_THE_NOISE * max(noise, reading, rounding * magnitude)
+        # "not <=" and not ">": a NaN must not pass.
+        if not deviation <= tolerance:
+            return (
+                f"without a head of layer {layer} drops are {deviation:.2g} nats off, "
+                f"{noise:.2g} by rounding alone"
+            )
+    return None
+
+
+def _drops(
+    forwards: Forwards,
+    batches: Sequence[ProbeBatch],
+    layer: int,
+    heads: Sequence[int],
+) -> Tensor:
+    """Return the drop in outcome_XGBE of all batches, concatenated, from ablating each head.
+
+    Scores are such drops.
+    """
+    whole = [batch.outcome(forwards.whole(batch)) for batch in batches]
+    without = [batch.outcome(forwards.without(batch, layer, heads)) for batch in batches]
+    return torch.cat(whole, dim=2) - torch.cat(without, dim=2)
+
+
+@contextmanager
+def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
+    """Perturb each layer's output by up to one rounding error, the same with and without a head."""
+    seed_of = {block: number for number, block in enumerate(blocks)}
+
+    def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
+        hidden_BLD = output[0] if isinstance(output, tuple) else output
+        # Drawn on the CPU: the same errors on every device.
+        generator = torch.Generator().manual_seed(seed_of[module])
+        errors_BLD = rounding * (2 * torch.rand(hidden_BLD.shape, generator=generator) - 1)
+        changed_BLD = (hidden_BLD * (1 + errors_BLD.to(hidden_BLD.device))).to(hidden_BLD.dtype)
+        return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(change))
+        yield
+
+
+def _magnitude(in_full: Forwards, batches: Sequence[ProbeBatch]) -> float:
+    """Return the magnitude of the logits and outcomes that rounding errors scale with."""
+    ids_1L = batches[0].rows[0].ids_L[None]
+    logits = forward(
+        in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1
+    ).logits.float()
+    magnitudes = [logits.abs().max().item()]
+    magnitudes += [_rms(batch.outcome(in_full.whole(batch))) for batch in batches]
+    return max(magnitudes)
+
+
+def _rms(numbers: Tensor) -> float:
+    return numbers.square().mean().sqrt().item()
+
+
+def computed_in(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of forward passes, including autocast."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
