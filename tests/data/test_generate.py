@@ -128,7 +128,7 @@ def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None
     closing = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)])
     tokenizer.backend_tokenizer.post_processor = closing
     monkeypatch.setattr(writing, "generated", lambda model, **given: seen.update(given) or given["inputs"])
-    writing._written(model, tokenizer, ["The sky"], Sampling(), "0", True)
+    writing._continuations(model, tokenizer, ["The sky"], Sampling(), "0", True)
     assert tokenizer("The sky")["input_ids"][-1] == eos != seen["inputs"][0, -1]
 
 
