@@ -28,7 +28,9 @@ from .tokens import Shard, Tokens, encode, eos_id, hash_of, id_dtype, tokenizer_
 
 log = logging.getLogger(__name__)
 
-SHARD_TOKENS, CACHE_SHARD_TOKENS = 2**30, 2**24
+SHARD_TOKENS = 2**30
+CACHE_SHARD_TOKENS = 2**24
+"""Smaller than a prepared folder's: a stopped run resumes after the last complete shard."""
 
 Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
 """Function that reads texts in batches, starting at a place; it yields each batch with the place after it."""
@@ -76,8 +78,8 @@ class TokenHeader(FolderHeader):
         return bool(self.chat_template)
 
     def identity(self) -> dict[str, object]:
-        prints = [source["fingerprint"] for source in self.sources]
-        return {**super().identity(), "sources (or a file of theirs has changed)": prints}
+        fingerprints = [source["fingerprint"] for source in self.sources]
+        return {**super().identity(), "sources (or a file of theirs has changed)": fingerprints}
 
     def shard_paths(self, folder: Path, number: int) -> tuple[Path, ...]:
         """Return the files of a shard, in the order of the fields of `Shard`."""
@@ -85,11 +87,13 @@ class TokenHeader(FolderHeader):
         return tuple(folder / f"{name}{number:05d}.bin" for name in names)
 
     def sizes(self, folder: Path) -> dict[Path, int]:
-        found: dict[Path, int] = {}
+        id_bytes = np.dtype(self.dtype).itemsize
+        sizes: dict[Path, int] = {}
         for number, shard in enumerate(self.shards):
-            sizes = (shard["tokens"] * np.dtype(self.dtype).itemsize, shard["documents"] * 8, shard["tokens"])
-            found.update(zip(self.shard_paths(folder, number), sizes))
-        return found
+            # ids, starts and, of conversations, learned: `shard_paths` leaves out the last one otherwise.
+            shard_sizes = (shard["tokens"] * id_bytes, shard["documents"] * 8, shard["tokens"])
+            sizes.update(zip(self.shard_paths(folder, number), shard_sizes))
+        return sizes
 
     def __str__(self) -> str:
         size = self.tokens * np.dtype(self.dtype).itemsize + self.documents * 8
@@ -109,29 +113,34 @@ def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Token
     folder = Path(folder).expanduser()
     header = TokenHeader.open(folder)
     check_tokenizer({folder: header}, tokenizer)
-    types = (np.dtype(header.dtype).newbyteorder("<"), np.dtype("<i8"), np.dtype(bool))
-    shards = tuple(
-        Shard(*(np.memmap(path, dtype, "r") for path, dtype in zip(header.shard_paths(folder, number), types)))
-        for number in range(len(header.shards))
-    )
-    content = [header.sha256, header.chat_template] if header.chat else [header.sha256]
+    shards = tuple(_open_shard(folder, header, number) for number in range(len(header.shards)))
+    content = [header.sha256]
+    if header.chat:
+        content.append(header.chat_template)
     return Tokens(shards, eos_id(tokenizer), hash_of(content))
+
+
+def _open_shard(folder: Path, header: TokenHeader, number: int) -> Shard:
+    types = (np.dtype(header.dtype).newbyteorder("<"), np.dtype("<i8"), np.dtype(bool))
+    paths = header.shard_paths(folder, number)
+    return Shard(*[np.memmap(path, dtype, "r") for path, dtype in zip(paths, types)])
 
 
 def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, naming the tokenizers, unless ``tokenizer`` made all of these folders."""
-    own, name = tokenizer_fingerprint(tokenizer), tokenizer.name_or_path or "unnamed"
-    same = {tokenizer_fingerprint(tokenizer, chat=True): own}  # the fingerprint in folders of conversations
-    made_with = {same.get(header.tokenizer_fingerprint, header.tokenizer_fingerprint) for header in headers.values()}
-    if not made_with - {own}:
+    own = tokenizer_fingerprint(tokenizer)
+    # Folders of conversations have the second one.
+    accepted = {own, tokenizer_fingerprint(tokenizer, chat=True)}
+    if all(header.tokenizer_fingerprint in accepted for header in headers.values()):
         return
-    listed = ", ".join(
-        f"{folder} with {header.tokenizer} ({header.tokenizer_fingerprint[:12]})" for folder, header in headers.items()
-    )
+    name = tokenizer.name_or_path or "unnamed"
+    folders = []
+    for folder, header in headers.items():
+        folders.append(f"{folder} with {header.tokenizer} ({header.tokenizer_fingerprint[:12]})")
     raise ValueError(
-        f"data.sources {'mixes' if len(made_with) > 1 else 'has'} tokens made with a tokenizer other than the run's "
-        f"{name} ({own[:12]}): {listed}; prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`, "
-        "or pass a teacher with that tokenizer."
+        f"data.sources has tokens made with a tokenizer other than the run's {name} ({own[:12]}): "
+        f"{', '.join(folders)}; prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`, or pass a "
+        "teacher with that tokenizer."
     )
 
 
@@ -167,8 +176,11 @@ class CachedSource:
                     shard_tokens=CACHE_SHARD_TOKENS,
                     pins={} if self.pin is None else {self.source: self.pin},
                 )
-            except ValueError:  # a local file must change to become readable, and then has another folder
-                if self.limit is None or not TokenHeader.file(self.folder, partial=True).exists():
+            except ValueError:
+                # A local file must change to become readable, and then has another folder. On the hub, what was read
+                # before the network failed is kept.
+                is_on_hub = self.limit is not None
+                if not is_on_hub or not TokenHeader.file(self.folder, partial=True).exists():
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise
 
@@ -182,14 +194,14 @@ def cached_source(
     pins: Pins,
 ) -> CachedSource:
     """Find the place of a source's tokens in the cache. ``pins`` has the commit of every source on the hub."""
-    limit, pin = None, pins.get(source)
-    if source.startswith(HUB):
-        limit = hub_tokens
+    limit = hub_tokens if source.startswith(HUB) else None
+    pin = pins.get(source)
     how = template_hash(tokenizer) if text_column is None else text_column
-    key = [TokenHeader.FORMAT, source_fingerprint(source, pin), tokenizer_fingerprint(tokenizer), how]
+    key: list[object] = [TokenHeader.FORMAT, source_fingerprint(source, pin), tokenizer_fingerprint(tokenizer), how]
     if limit:
-        key = [*key, limit]
-    return CachedSource(source, text_column, limit, pin, root / "tokens" / hash_of(key)[:32])
+        key.append(limit)
+    folder = root / "tokens" / hash_of(key)[:32]
+    return CachedSource(source, text_column, limit, pin, folder)
 
 
 def write_tokens(
@@ -215,12 +227,15 @@ def write_tokens(
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
+    characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
     if made_by:
-        pins, prints = {}, [made_by[0]]
+        pins = {}
+        fingerprint, read = made_by
+        fingerprints = [fingerprint]
     else:
-        pins = {**pins, **_pins_in(folder)}
-        pins |= {source: resolve(source) for source in sources if is_on_hub(source) and source not in pins}
-        prints = [source_fingerprint(source, pins.get(source)) for source in sources]
+        pins = _all_pins(sources, {**pins, **_pins_in(folder)})
+        fingerprints = [source_fingerprint(source, pins.get(source)) for source in sources]
+        read = partial(document_batches, sources, text_column, characters, pins=pins)
     header = TokenHeader(
         format=TokenHeader.FORMAT,
         tokenizer=name or tokenizer.name_or_path,
@@ -232,36 +247,48 @@ def write_tokens(
         chat_template=template_hash(tokenizer) if chat else "",
         shard_tokens=shard_tokens,
         max_tokens=max_tokens,
-        sources=[_source_record(s, p, pins.get(s)) for s, p in zip(sources, prints)],
+        sources=[_source_record(*source, pins) for source in zip(sources, fingerprints)],
     )
-    if (begun := header.begun(folder)) is not None:
+    begun = header.begun(folder)
+    if begun is not None:
         begun.check_files(folder)
         if TokenHeader.file(folder).exists():
             return begun
     writer = _Writer(folder, begun or header)
-    characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
-    read = made_by[1] if made_by else partial(document_batches, sources, text_column, characters, pins=pins)
-    dtype, start = id_dtype(tokenizer), writer.header.tokens
-    with Phase("tokenizing", max_tokens, done=start, unit="tokens") as phase:
+    dtype = id_dtype(tokenizer)
+    with Phase("tokenizing", max_tokens, done=writer.header.tokens, unit="tokens") as phase:
         for texts, place in read(writer.place):
-            phase.update(writer.add(encode(texts, tokenizer, dtype, chat), place))
+            documents = encode(texts, tokenizer, dtype, chat)
+            phase.update(writer.add(documents, place))
             if writer.full:
                 break
     return writer.finish()
 
 
-def _source_record(source: str, fingerprint: str, pin: Pin | None) -> Record:
+def _source_record(source: str, fingerprint: str, pins: Pins) -> Record:
     """Make the header's entry of a source."""
     record: Record = {"name": source, "fingerprint": fingerprint, "tokens": 0, "documents": 0}
-    return record if pin is None else {**record, "pin": asdict(pin)}
+    if source in pins:
+        record["pin"] = asdict(pins[source])
+    return record
+
+
+def _all_pins(sources: Sequence[str], pins: Pins) -> dict[str, Pin]:
+    """Return the given pins, and those that the hub names for its other sources."""
+    every = dict(pins)
+    for source in sources:
+        if is_on_hub(source) and source not in every:
+            every[source] = resolve(source)
+    return every
 
 
 def _pins_in(folder: Path) -> dict[str, Pin]:
     """Return the commits at which a folder, finished or not, reads its sources."""
     for is_partial in (False, True):
-        if (path := TokenHeader.file(folder, is_partial)).is_file():
-            sources = TokenHeader.load(path).sources
-            return {record["name"]: Pin(**record["pin"]) for record in sources if "pin" in record}
+        path = TokenHeader.file(folder, is_partial)
+        if path.is_file():
+            records = TokenHeader.load(path).sources
+            return {record["name"]: Pin(**record["pin"]) for record in records if "pin" in record}
     return {}
 
 
@@ -269,14 +296,15 @@ class _Writer:
     """Writer that appends documents to the shards of a folder. ``header`` counts them; reading resumes at ``place``."""
 
     def __init__(self, folder: Path, header: TokenHeader) -> None:
-        self.folder, self.header = folder, header
+        self.folder = folder
+        self.header = header
         self.place: SourcePlace = (0, None)
         self.full = False
         self._files: list[BinaryIO] = []
         folder.mkdir(parents=True, exist_ok=True)
         if header.shards:
             number, inside = read_json(header.file(folder, partial=True))["place"]
-            self.place = number, inside
+            self.place = (number, inside)
             log.info("resuming after %s tokens, in shards 0 to %d", f"{header.tokens:,}", len(header.shards) - 1)
 
     def add(self, documents: Shard, place: SourcePlace) -> int:
@@ -287,18 +315,22 @@ class _Writer:
         if not len(documents.ids):
             return 0
         if not self._files:
-            self._files = [path.open("wb") for path in header.shard_paths(self.folder, len(header.shards))]
+            paths = header.shard_paths(self.folder, len(header.shards))
+            self._files = [path.open("wb") for path in paths]
             header.shards.append({"tokens": 0, "documents": 0})
-        shard, source = header.shards[-1], header.sources[place[0]]
+        shard = header.shards[-1]
+        # Documents are counted from the beginning of their shard, a batch from its own.
         starts = (documents.starts + shard["tokens"]).astype("<i8")
         for file, array in zip(self._files, (documents.ids, starts, documents.learned)):
             if array is not None:
                 file.write(array.tobytes())
-        for count in (shard, source):
+        number, _ = place
+        for count in (shard, header.sources[number]):
             count["tokens"] += len(documents.ids)
             count["documents"] += len(starts)
         header.tokens += len(documents.ids)
         header.documents += len(starts)
+        # A folder that is full ends here: `finish` closes its last shard.
         if shard["tokens"] >= header.shard_tokens and not self.full:
             self._close_shard()
             header.save(header.file(self.folder, partial=True), place=place)
@@ -314,7 +346,9 @@ class _Writer:
                 f"max_tokens is {self.header.max_tokens}, but the first document has {ends[0]} tokens; raise it."
             )
         end = ends[n - 1] if n else 0
-        learned = None if documents.learned is None else documents.learned[:end]
+        learned = documents.learned
+        if learned is not None:
+            learned = learned[:end]
         return Shard(documents.ids[:end], documents.starts[:n], learned)
 
     def _close_shard(self) -> None:
@@ -325,17 +359,29 @@ class _Writer:
 
     def finish(self) -> TokenHeader:
         """Write the header. Raises ValueError if a source that was read held no text."""
-        read = self.header.sources
+        header = self.header
+        sources = header.sources
         if self.full:
-            read = read[: 1 + max(n for n, source in enumerate(read) if source["tokens"])]
-        if empty := [source["name"] for source in read if not source["tokens"]]:
-            raise ValueError(f"data source {empty[0]!r} holds no text; pass one that does, or --data.sources tiny.")
+            # Sources after the last one with tokens were not read any more.
+            while not sources[-1]["tokens"]:
+                sources = sources[:-1]
+        empty_names = [source["name"] for source in sources if not source["tokens"]]
+        if empty_names:
+            raise ValueError(
+                f"data source {empty_names[0]!r} holds no text; pass one that does, or --data.sources tiny."
+            )
         self._close_shard()
+        header.sha256 = self._hash_of_ids()
+        header.created = now()
+        header.finish(self.folder)
+        return header
+
+    def _hash_of_ids(self) -> str:
+        """Hash the ids of all shards, as if they were one file: the size of shards does not change it."""
         digest = hashlib.sha256()
         for number in range(len(self.header.shards)):
-            with self.header.shard_paths(self.folder, number)[0].open("rb") as file:
-                while content := file.read(2**24):
-                    digest.update(content)
-        self.header.sha256, self.header.created = digest.hexdigest(), now()
-        self.header.finish(self.folder)
-        return self.header
+            ids_path = self.header.shard_paths(self.folder, number)[0]
+            with ids_path.open("rb") as file:
+                while block := file.read(2**24):
+                    digest.update(block)
+        return digest.hexdigest()
