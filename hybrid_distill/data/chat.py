@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -120,7 +121,9 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     template = tokenizer.get_chat_template()
     if _MARK.search(template):
         options = {"return_assistant_tokens_mask": True, "date_string": _DATE, **tokenizer.special_tokens_map}
-        texts, spans = render_jinja_template([messages], chat_template=template, **options)
+        # Lists of one: it renders batches. Its annotation leaves out the spans.
+        rendering: Any = render_jinja_template([messages], chat_template=template, **options)
+        texts, spans = rendering
         return texts[0], spans[0]
     text = rendered(messages, tokenizer)
     answers: list[Span] = []

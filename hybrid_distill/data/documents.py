@@ -30,7 +30,8 @@ PROBE_LIKE = "tiny:probe_like"
 """Control source outside the corpus: dictionaries with questions in the probe's own wording."""
 PROBE_LIKE_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1_000_000
-MISSING, REPAIRED = "records without text (null or NaN)", "texts with half a surrogate pair, read as U+FFFD"
+MISSING = "records without text (null or NaN)"
+REPAIRED = "texts with half a surrogate pair, read as U+FFFD"
 _BATCH_DOCUMENTS = 1000
 _TXT_CHARACTERS = 1_000_000
 _EMBEDDED: dict[str, Callable[[], Iterable[str]]] = {
@@ -85,15 +86,25 @@ def document_batches(
             texts, here = _hub_documents(source, text_column, inside, pins.get(source))
         else:
             texts, here = _local_documents(source, text_column, inside)
-        batch, characters, inside = list[str](), 0, None
-        for text in texts:
-            batch.append(text)
-            characters += len(text)
-            if len(batch) == _BATCH_DOCUMENTS or characters >= max_characters:
-                yield batch, (number, here())
-                batch, characters = [], 0
-        if batch:
+        inside = None
+        for batch in _batches(texts, max_characters):
+            # `texts` has given nothing beyond this batch yet, so `here` is the place after it.
             yield batch, (number, here())
+
+
+def _batches(texts: Iterator[str], max_characters: int) -> Iterator[list[str]]:
+    """Cut texts into lists that end at a number of texts or of characters; a list keeps whole texts."""
+    batch: list[str] = []
+    n_characters = 0
+    for text in texts:
+        batch.append(text)
+        n_characters += len(text)
+        if len(batch) == _BATCH_DOCUMENTS or n_characters >= max_characters:
+            yield batch
+            batch = []
+            n_characters = 0
+    if batch:
+        yield batch
 
 
 def source_fingerprint(source: str, pin: Pin | None = None) -> str:
@@ -107,11 +118,16 @@ def source_fingerprint(source: str, pin: Pin | None = None) -> str:
         return hash_of([source, pin.files])
     folder = repository(source)
     names = sorted(glob("**", root_dir=folder, recursive=True))  # except hidden ones
-    return hash_of([source, _stats(path for name in names if (path := folder / name).is_file())])
+    paths = [folder / name for name in names]
+    return hash_of([source, _stats(path for path in paths if path.is_file())])
 
 
 def _stats(files: Iterable[Path]) -> list[object]:
-    return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    stats: list[object] = []
+    for path in files:
+        stat = path.stat()
+        stats.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+    return stats
 
 
 def is_embedded(source: str) -> bool:
@@ -137,22 +153,14 @@ class Tally:
             log.info("%s", "; ".join(parts))
 
 
-def text_of(
-    record: object, text_column: str | None, place: str, tally: Tally, names: Sequence[str] = ()
-) -> str:
+def text_of(record: object, text_column: str | None, place: str, tally: Tally, names: Sequence[str] = ()) -> str:
     """Return the text of a record, "" if it is null or NaN; repair a text that UTF-8 cannot hold (`whole_text`).
 
     Raises ValueError, naming what was found, for a record without text. ``names`` are the columns of its file, if only
     some are in the record.
     """
     if text_column is None:
-        conversation = conversation_of(record, place)
-        if "\\ud" not in conversation:  # neither a pair, as of an emoji, nor half of one
-            return conversation
-        whole = json.dumps(whole_strings(json.loads(conversation)))
-        if whole != conversation:
-            tally.add(REPAIRED, place)
-        return whole
+        return _conversation_of(record, place, tally)
     columns: Record = record if isinstance(record, dict) else {}
     listed = ", ".join(names or columns) or "none"
     if text_column not in columns:
@@ -161,7 +169,8 @@ def text_of(
             "choose one with --data.text-column, or --text-column of prepare-data."
         )
     text = columns[text_column]
-    if text is None or (isinstance(text, float) and math.isnan(text)):  # how pandas writes a missing text
+    is_nan = isinstance(text, float) and math.isnan(text)  # how pandas writes a missing text
+    if text is None or is_nan:
         tally.add(MISSING, place)
         return ""
     if not isinstance(text, str):
@@ -176,7 +185,21 @@ def text_of(
     return whole
 
 
-# Local sources
+def _conversation_of(record: object, place: str, tally: Tally) -> str:
+    conversation = conversation_of(record, place)
+    # JSON escapes a pair, as of an emoji, and half of one alike; most conversations have neither.
+    if "\\ud" not in conversation:
+        return conversation
+    whole = json.dumps(whole_strings(json.loads(conversation)))
+    if whole != conversation:
+        tally.add(REPAIRED, place)
+    return whole
+
+
+# Local sources. The readers of `datasets` serve the hub, and a local folder as ``hf:PATH``. Of plain files they would
+# make other texts (tried with datasets 5.2): a text that looks like a date becomes a date, a record without the column
+# is an empty text, a mark or half a surrogate pair inside a file is an error, and errors name no line. `data_files`
+# are patterns, which a name with brackets does not match. Parquet reads the same, and would save two lines.
 
 
 def _local_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
@@ -190,16 +213,18 @@ def _local_documents(source: str, text_column: str | None, place: Place) -> tupl
         readers = [_EMBEDDED[source]]
     else:
         readers = [partial(_read_file, file, text_column) for file in source_files(source)]
-    here = place if isinstance(place, list) else [0, 0]
+    first_file, n_read = place if isinstance(place, list) else (0, 0)
 
     def read() -> Iterator[str]:
-        for reader in readers[here[0] :]:
-            for text in islice(reader(), here[1], None):
-                here[1] += 1
+        nonlocal first_file, n_read
+        for reader in readers[first_file:]:
+            for text in islice(reader(), n_read, None):
+                n_read += 1
                 yield text
-            here[:] = here[0] + 1, 0
+            first_file += 1
+            n_read = 0
 
-    return read(), lambda: [*here]
+    return read(), lambda: [first_file, n_read]
 
 
 def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
@@ -212,10 +237,14 @@ def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
             if text_column is None:
                 raise no_conversations(str(path))
             yield from _read_txt(path)
+        elif path.suffix == ".parquet":
+            yield from _read_parquet(path, text_column, tally)
         else:
-            yield from (_read_parquet if path.suffix == ".parquet" else _read_jsonl)(path, text_column, tally)
+            yield from _read_jsonl(path, text_column, tally)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, ArrowException) as error:
-        line = _first_bad_line(path) if isinstance(error, UnicodeDecodeError) and path.suffix != ".parquet" else ""
+        line = ""
+        if isinstance(error, UnicodeDecodeError) and path.suffix != ".parquet":
+            line = _first_bad_line(path)
         raise ValueError(
             f"{path}{line} cannot be read ({error}); text is expected in UTF-8, whole files of {', '.join(SUFFIXES)}."
         ) from error
@@ -224,7 +253,9 @@ def _read_file(path: Path, text_column: str | None) -> Iterator[str]:
 
 
 def _opened(path: Path) -> TextIO:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
 
 
 def _first_bad_line(path: Path) -> str:
@@ -244,21 +275,21 @@ def _read_txt(path: Path) -> Iterator[str]:
     A document of more than a million characters is split at a line end, so that no file is held in memory.
     """
     lines: list[str] = []
-    characters = 0
+    n_characters = 0
     with _opened(path) as file:
         for line in text_lines(file):
-            ends = line.strip() == TXT_SEPARATOR
-            if not ends:
+            is_separator = line.strip() == TXT_SEPARATOR
+            if not is_separator:
                 lines.append(line)
-                characters += len(line)
-            if ends or characters > _TXT_CHARACTERS:
+                n_characters += len(line)
+            if is_separator or n_characters > _TXT_CHARACTERS:
                 yield "".join(lines)
-                lines, characters = [], 0
+                lines = []
+                n_characters = 0
     yield "".join(lines)
 
 
 def _read_jsonl(path: Path, text_column: str | None, tally: Tally) -> Iterator[str]:
-    """Read line by line, because the reader of `datasets` would fill in missing keys and could not name a bad line."""
     with _opened(path) as file:
         for number, line in enumerate(text_lines(file), 1):
             if not line.strip():
@@ -273,13 +304,16 @@ def _read_jsonl(path: Path, text_column: str | None, tally: Tally) -> Iterator[s
 def _read_parquet(path: Path, text_column: str | None, tally: Tally) -> Iterator[str]:
     from pyarrow import parquet
 
-    file, wanted = parquet.ParquetFile(path), CHAT_COLUMNS if text_column is None else (text_column,)
-    columns = [name for name in file.schema_arrow.names if name in wanted]
+    file = parquet.ParquetFile(path)
+    names = file.schema_arrow.names
+    text_columns = CHAT_COLUMNS if text_column is None else (text_column,)
+    columns = [name for name in names if name in text_columns]
     number = 0
+    # Without a column of text every column is read, and the error of the first row lists them.
     for batch in file.iter_batches(batch_size=_BATCH_DOCUMENTS, columns=columns or None):
         for record in batch.to_pylist():
             number += 1
-            yield text_of(record, text_column, f"{path}, row {number}", tally, file.schema_arrow.names)
+            yield text_of(record, text_column, f"{path}, row {number}", tally, names)
 
 
 def no_conversations(place: str) -> ValueError:

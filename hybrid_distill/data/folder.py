@@ -139,8 +139,8 @@ def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedToken
         folders.append(f"{folder} with {header.tokenizer} ({header.tokenizer_fingerprint[:12]})")
     raise ValueError(
         f"data.sources has tokens made with a tokenizer other than the run's {name} ({own[:12]}): "
-        f"{', '.join(folders)}; prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`, or pass a "
-        "teacher with that tokenizer."
+        f"{', '.join(folders)}; prepare the text again with `hybrid-distill prepare-data --tokenizer {name}`, or pass "
+        "a teacher with that tokenizer."
     )
 
 
