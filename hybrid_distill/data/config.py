@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from ..distributed import agree_on, is_launched_with_others, on_main_process
 from ..limits import Count, CountOrZero, Limits, Positive, check_options
 from .chat import check_template
-from .documents import is_embedded, no_conversations
+from .documents import is_embedded
 from .files import source_files
-from .folder import CachedSource, TokenHeader, cached_source, check_tokenizer, is_token_folder, open_tokens
+from .folder import TokenHeader, check_tokenizer, is_token_folder, open_tokens
 from .hub import HUB, Pins, pinned
+from .readers import no_conversations
 from .rows import PackedRows
+from .token_cache import CachedSource, cache_root, cached_source
 
 LARGEST_IN_A_LAUNCH = 100_000_000
 """Largest number of tokens of a source on the hub that a launch of several processes tokenizes: minutes, not hours."""
@@ -89,15 +90,6 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
     # Token folders were rendered when they were made.
     if len(headers) < len(set(config.sources)):
         check_template(tokenizer)
-
-
-def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """Return the cache: ``cache_dir``, ``$HYBRID_DISTILL_CACHE``, or ``~/.cache/hybrid-distill``."""
-    if cache_dir:
-        return Path(cache_dir)
-    if "HYBRID_DISTILL_CACHE" in os.environ:
-        return Path(os.environ["HYBRID_DISTILL_CACHE"])
-    return Path.home() / ".cache" / "hybrid-distill"
 
 
 def open_rows(

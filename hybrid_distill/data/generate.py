@@ -24,8 +24,10 @@ from ..limits import Count, Positive, Share
 from ..probes.answering import left_pad, tokenize
 from ..teacher import eval_mode, fingerprint, generated, longest_context
 from .chat import check_template, rendered
-from .folder import SourcePlace, TokenHeader, write_tokens
+from .documents import SourcePlace
+from .folder import TokenHeader
 from .tokens import hash_of
+from .writer import write_tokens
 
 SHARD_TOKENS = 2**15
 RECALL = 0.5

@@ -15,7 +15,7 @@ from training import word_texts as texts
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
-from hybrid_distill.data import DataConfig, PackedRows, Tokens, folder, open_rows
+from hybrid_distill.data import DataConfig, PackedRows, Tokens, open_rows, token_cache
 from hybrid_distill.data.rows import shuffled
 from hybrid_distill.data.tokens import Shard, hash_of
 
@@ -203,7 +203,7 @@ def test_tokenized_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatc
     assert torch.equal(torch.get_rng_state(), state), "tokenizing must not draw from the training's randomness"
     assert isinstance(first.sources[0].shards[0].ids, np.memmap)
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "write_tokens", pytest.fail)
+        patch.setattr(token_cache, "write_tokens", pytest.fail)
         second = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
     for other in (second, rows_of(texts(30), tokenizer)):
         assert other.fingerprint == first.fingerprint

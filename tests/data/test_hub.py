@@ -21,7 +21,7 @@ from hybrid_distill.cli import prepare_data as prepare
 from hybrid_distill.cli.app import run_recipe
 from hybrid_distill.cli.prepare_data import PrepareJob
 from hybrid_distill.config import RunConfig
-from hybrid_distill.data import DataConfig, check_launch, folder, hub, open_rows
+from hybrid_distill.data import DataConfig, check_launch, hub, open_rows, writer
 from hybrid_distill.data import config as data_config
 from hybrid_distill.pipeline import Run
 from hybrid_distill.train.config import DistillConfig, PostConfig
@@ -121,7 +121,7 @@ def test_a_run_that_was_stopped_while_it_tokenized_goes_on_at_its_commit(fake, r
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "encode", stopped)
+        patch.setattr(writer, "encode", stopped)
         with pytest.raises(KeyboardInterrupt):
             Run(run).prepare()
     fake.change("c1", **{"small/a.jsonl": "changed"})
@@ -206,7 +206,7 @@ def test_a_run_of_every_head_asks_nobody(fake, run):
 def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "load_tokenizer", lambda *_: word_tokenizer())
     job = PrepareJob("mine", (SOURCE,), tmp_path / "tokens", shard_tokens=100)
-    add = folder._Writer.add
+    add = writer.ShardWriter.add
     lives = iter(range(1))
 
     def stopped(self: Any, *args: Any) -> int:
@@ -215,7 +215,7 @@ def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(f
         return add(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder._Writer, "add", stopped)
+        patch.setattr(writer.ShardWriter, "add", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare(job)
     fake.change("c1", **{"small/a.jsonl": "changed"})

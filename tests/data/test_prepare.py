@@ -25,7 +25,7 @@ from hybrid_distill import data
 from hybrid_distill.cli import prepare_data as prepare
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.prepare_data import PrepareJob
-from hybrid_distill.data import DataConfig, TokenHeader, check_sources, documents, folder, open_rows
+from hybrid_distill.data import DataConfig, TokenHeader, check_sources, documents, open_rows, readers, writer
 from hybrid_distill.data.chat import conversation_of, encode_conversation, rendered
 
 
@@ -99,14 +99,14 @@ def test_ids_that_need_four_bytes_get_them(tmp_path, dtype):
     backend = Tokenizer(models.WordLevel(names, unk_token="w1"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    header = folder.write_tokens(tmp_path / "out", [str(tmp_path / "a")], tokenizer)
+    header = writer.write_tokens(tmp_path / "out", [str(tmp_path / "a")], tokenizer)
     assert header.dtype == dtype
     assert data.open_tokens(tmp_path / "out", tokenizer).row(0, 3)[0].tolist() == [3, 4, EOS]
 
 
 def killed_at_batch(number: int, job: PrepareJob) -> None:
     """Do a job in a process that is killed when it has written ``number`` batches."""
-    add = folder._Writer.add
+    add = writer.ShardWriter.add
     lives = iter(range(number))
 
     def counted(self: Any, *args: Any) -> int:
@@ -115,7 +115,7 @@ def killed_at_batch(number: int, job: PrepareJob) -> None:
         return add(self, *args)
 
     def work() -> None:
-        pytest.MonkeyPatch().setattr(folder._Writer, "add", counted)
+        pytest.MonkeyPatch().setattr(writer.ShardWriter, "add", counted)
         prepare.prepare(job)
 
     killed(work)
@@ -148,18 +148,18 @@ def test_max_tokens_takes_whole_documents_and_no_token_more(tokenizer, sources, 
     n_tokens = len(ids_of(texts(41), tokenizer))
     n_with_next = len(ids_of(texts(42), tokenizer))
     for limit in (n_tokens, n_tokens + 1, n_with_next - 1):
-        header = folder.write_tokens(tmp_path / str(limit), sources, tokenizer, max_tokens=limit, shard_tokens=100)
+        header = writer.write_tokens(tmp_path / str(limit), sources, tokenizer, max_tokens=limit, shard_tokens=100)
         assert header.tokens == n_tokens
         assert header.documents == 41
     with pytest.raises(ValueError, match=r"max_tokens is 1, .* 2 tokens"):
-        folder.write_tokens(tmp_path / "none", sources, tokenizer, max_tokens=1)
+        writer.write_tokens(tmp_path / "none", sources, tokenizer, max_tokens=1)
 
 
 def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_path, monkeypatch):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
     first = prepare.prepare(job)
     expected = rows_of(texts(120), tokenizer)
-    monkeypatch.setattr(folder, "encode", pytest.fail)
+    monkeypatch.setattr(writer, "encode", pytest.fail)
     assert prepare.prepare(job).split("(")[0] == first.split("(")[0], "a finished folder is left alone"
     config = DataConfig(sources=(str(tmp_path / "out"),), seq_len=16)
     rows = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
@@ -216,14 +216,14 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
     batches, places = zip(*documents.document_batches(sources, "text", 100))
     assert list(itertools.chain.from_iterable(batches)) == texts(30)
     assert len(batches) > 6
-    read = documents._read_file
+    read = documents.read_file
     opened = []
 
     def recorded(path: Path, column: str) -> Iterator[str]:
         opened.append(path.name)
         return read(path, column)
 
-    monkeypatch.setattr(documents, "_read_file", recorded)
+    monkeypatch.setattr(documents, "read_file", recorded)
     for number, place in enumerate(places, 1):
         # A place is kept as JSON.
         rest = documents.document_batches(sources, "text", 100, json.loads(json.dumps(place)))
@@ -243,7 +243,7 @@ def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_
 
 
 def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(documents, "_TXT_CHARACTERS", 20)
+    monkeypatch.setattr(readers, "_TXT_CHARACTERS", 20)
     lines = [f"line {number} of some\n" for number in range(5)]
     (tmp_path / "a.txt").write_text("".join(lines) + "<|endoftext|>\nshort")
     for name in ("b.md", "c.csv", "d.rst", "e.html", ".hidden"):

@@ -16,7 +16,7 @@ import huggingface_hub
 from test_hub import SOURCE, FakeHub
 from training import word_tokenizer
 
-from hybrid_distill.data import DataConfig, folder, hub, open_rows
+from hybrid_distill.data import DataConfig, hub, open_rows, writer
 from hybrid_distill.data import config as data_config
 from hybrid_distill.distributed import connect
 
@@ -30,14 +30,14 @@ def main(out: Path) -> None:
     fake.is_there = rank == 0
     hub.hub_error = lambda: None if fake.is_there else "HF_HUB_OFFLINE is set"
     n_encoded = 0
-    encode = folder.encode
+    encode = writer.encode
 
     def counting(texts: list[str], *rest: Any) -> Any:
         nonlocal n_encoded
         n_encoded += len(texts)
         return encode(texts, *rest)
 
-    folder.encode = counting
+    writer.encode = counting
     config = DataConfig((SOURCE, str(out / "local.txt")), hub_tokens=10_000, seq_len=16)
     rows = open_rows(config, word_tokenizer(), cache_dir=out / "cache")
     data_config.LARGEST_IN_A_LAUNCH = 5
