@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 2**22
 CHECK_ROWS = 8
+# 256 MB in float32: the logits of a whole micro-batch would be the largest tensor of the run by far.
 _CHUNK_LOGITS = 2**26
 
 
@@ -115,6 +116,7 @@ def write_logits(
     if dry_run:
         return "nothing was written (--dry-run)"
     began = time.monotonic()
+    # Held until the header is there: two commands that write one folder would each delete the other's temporary files.
     with alone_in(folder):
         on_main_process(lambda: _start(folder, header, row_ids))
         if not LogitHeader.file(folder).exists():
@@ -160,6 +162,7 @@ def _write_shards(
     micro_batch_size: int,
 ) -> None:
     """Write this process's missing shards: every n-th of all for n processes, with the same bytes for any n."""
+    # By number, not by count: with another number of processes the shards that are there stay valid.
     state = connect()
     shards = header.shards(folder)
     mine = [n for n in header.missing_shards(folder) if n % state.num_processes == state.process_index]
@@ -187,6 +190,7 @@ def _finish(folder: Path, header: LogitHeader, rows: PackedRows, check_rows: int
     """Read some rows back, record how much of the teacher's probability they cover, and write the header."""
     cached = CachedLogitsDataset(rows, LogitFolder(folder, header))
     batch = cached.batch(0, min(check_rows, header.places))
+    # What the stage will read, after rounding and unpacking.
     covered_BL = batch["teacher_log_probs_BLK"].exp().sum(-1)
     covered_M = covered_BL[batch["mask"]].sort().values
     header.measured = {"rows": len(batch["mask"]), "tokens": len(covered_M)}

@@ -64,6 +64,7 @@ def _message(message: object, place: str) -> Record:
     content = fields.get("content", fields.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"{place} holds the message {message!r}; give it a role and a content, both text.")
+    # Other fields stay: templates read tool calls and names.
     return {**fields, "role": _ROLES.get(role, role), "content": content}
 
 
@@ -125,6 +126,8 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
         rendering: Any = render_jinja_template([messages], chat_template=template, **options)
         texts, spans = rendering
         return texts[0], spans[0]
+    # Without marks, an answer is what a conversation gains by it. Its beginning (the role header) belongs to the prompt,
+    # as it does when the model generates.
     text = rendered(messages, tokenizer)
     answers: list[Span] = []
     for number, message in enumerate(messages):

@@ -105,12 +105,13 @@ def open_rows(
     asked. Raises ValueError for a source that is missing, empty or without its text column, for a token folder of
     another tokenizer, and as `check_launch` does.
     """
+    # Names and headers first: a missing source must not be found after hours of tokenizing another one.
     check_sources(config, tokenizer)
     cached = _cached_sources(config, tokenizer, cache_dir, pins)
     _check_small(cached.values())
     if is_launched_with_others():
         on_main_process(lambda: _write(cached.values(), tokenizer))
-    # In a launch, there is work left on a machine with a cache of its own; one process of it does it.
+    # In a launch, work is left on a machine that has a cache of its own; a lock lets one of its processes do it.
     _write(cached.values(), tokenizer)
     tokens = []
     for source in config.sources:

@@ -75,6 +75,7 @@ def contents_of(top: Path) -> Contents:
     pending = deque([top])
     while pending:
         folder = pending.popleft()
+        # A link may lead back to a folder above it.
         real_path = os.path.realpath(folder)
         if real_path in seen:
             contents.again.append(folder.name)

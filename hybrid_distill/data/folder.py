@@ -93,6 +93,7 @@ def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Token
     header = TokenHeader.open(folder)
     check_tokenizer({folder: header}, tokenizer)
     shards = tuple(_open_shard(folder, header, number) for number in range(len(header.shards)))
+    # The template decides which tokens count in the loss, which the hash of the ids does not show.
     content = [header.sha256]
     if header.chat:
         content.append(header.chat_template)

@@ -147,6 +147,7 @@ def _continuations(
     longest = longest_context(model.config)
     if longest is not None:
         room = longest - sampling.new_tokens
+        # From the left: the question is at the end.
         rows = [row[-room:] for row in rows]
     ids_BL, mask_BL = left_pad(rows, model.device)
     # A generation config may name several: an instruct model ends a turn with another token than a text.
@@ -160,6 +161,7 @@ def _continuations(
         eos_token_id=ends,
         pad_token_id=ends[0] if isinstance(ends, list) else ends,
     )
+    # `generate` draws from torch's global generator: seeded for this batch alone, and restored for the caller.
     with torch.random.fork_rng(), eval_mode(model):
         torch.manual_seed(random.Random(f"generate {seed}").getrandbits(63))
         out_BL = generated(model, inputs=ids_BL, attention_mask=mask_BL, generation_config=config)

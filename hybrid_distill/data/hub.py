@@ -69,6 +69,7 @@ def resolve(source: str) -> Pin:
     from huggingface_hub import dataset_info
 
     with reachable(source):
+        # One short request: `dataset_info` would try again and again before it says that there is no network.
         if reason := hub_error():
             raise ConnectionError(reason)
         info = dataset_info(str(repository(source)), files_metadata=True)
@@ -148,6 +149,7 @@ def reachable(source: str) -> Iterator[None]:
     """Turn any error of the hub libraries into a one-line ValueError."""
     try:
         yield
+    # datasets, fsspec, huggingface_hub and their HTTP libraries raise classes of their own, with no common parent.
     except Exception as error:
         raise ValueError(
             f"cannot read {source} ({first_line(error)}); pass local files with --data.sources PATH, "
@@ -190,6 +192,7 @@ def _data_of(info: DatasetInfo, config: str) -> list[object]:
         if not _is_about(sibling.rfilename):
             # A large file's blob is a pointer of LFS, whose hash is not that of the content.
             hashes[sibling.rfilename] = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+    # A card is text that anybody wrote: any entry may be of another type than it should.
     configs = [entry for entry in declared.get("configs") or () if isinstance(entry, dict)]
     chosen = [entry for entry in configs if entry.get("config_name") == config]
     matches: dict[str, list[str]] = {}

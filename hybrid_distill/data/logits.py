@@ -22,6 +22,7 @@ from .rows import PackedRows, TaughtBatch
 from .tokens import hash_of, tokenizer_fingerprint
 
 ROW_IDS = "rows.bin"
+# Ids are stored by their lower 16 bits. Whole ids of large vocabularies would make a folder half as large again.
 _HALF = 2**16
 
 
@@ -120,6 +121,7 @@ def pack(
     ids_BLK: Tensor, log_probs_BLK: Tensor, log_tail_BL: Tensor, mask_BL: Tensor, header: LogitHeader
 ) -> np.ndarray:
     """Return records of rows, [B]; masked tokens get zeros and no tail, whatever the teacher predicts there."""
+    # Otherwise the bytes of a folder would depend on what a teacher makes of padding.
     masked_BL1 = ~mask_BL[..., None]
     ids_BLK, order_BLK = ids_BLK.masked_fill(masked_BL1, 0).sort(dim=-1)
     log_probs_BLK = log_probs_BLK.gather(-1, order_BLK).masked_fill(masked_BL1, 0.0)
@@ -148,8 +150,10 @@ def unpack(records: np.ndarray) -> tuple[Tensor, Tensor]:
     ids = records["ids"].astype(np.int64) + _HALF * upper_bits
     log_probs = torch.from_numpy(records["log_probs"].astype(np.float32))
     log_tail = torch.from_numpy(records["log_tail"].astype(np.float32))
-    covered = torch.log(-torch.expm1(log_tail)) - log_probs.logsumexp(-1)
-    return torch.from_numpy(ids), log_probs + covered.unsqueeze(-1)
+    # log(1 - tail): what the stored tokens cover. They were rounded one by one, and are scaled to that sum.
+    log_covered = torch.log(-torch.expm1(log_tail))
+    correction = log_covered - log_probs.logsumexp(-1)
+    return torch.from_numpy(ids), log_probs + correction.unsqueeze(-1)
 
 
 def open_logits(folder: str | Path) -> LogitFolder:
@@ -162,7 +166,8 @@ class LogitFolder:
     """Stored logits: memory-mapped shards, and the numbers of their rows."""
 
     def __init__(self, folder: Path, header: LogitHeader) -> None:
-        self.folder, self.header = folder, header
+        self.folder = folder
+        self.header = header
         self.row_ids = np.fromfile(folder / ROW_IDS, dtype="<i8")
         self._shards = [np.memmap(path, record_dtype(header), "r") for path, _ in header.shards(folder)]
 
@@ -203,7 +208,9 @@ class LogitFolder:
             "text of data.sources": (header.text_fingerprint, rows.text_fingerprint),
             "temperature": (header.temperature, temperature),
         }
-        if header.rows != rows.n_rows:  # a part of the rows fits one order only
+        # A folder of every row serves any seed and weights. A part of the rows fits one order only, because another
+        # order would ask for rows that are not there.
+        if header.rows != rows.n_rows:
             compared["order of data.seed and data.weights"] = (header.order, rows.fingerprint)
             if places > header.places:
                 compared["number of rows (steps x batch_size)"] = (header.places, places)

@@ -86,6 +86,7 @@ def _read_txt(path: Path) -> Iterator[str]:
             if not is_separator:
                 lines.append(line)
                 n_characters += len(line)
+            # At a line's end: a tokenizer splits there anyway.
             if is_separator or n_characters > _TXT_CHARACTERS:
                 yield "".join(lines)
                 lines = []

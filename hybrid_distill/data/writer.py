@@ -53,6 +53,7 @@ def write_tokens(
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
+    # A shard ends with a batch. About 4 characters are a token, so a small shard gets small batches.
     characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
     if made_by:
         pins = {}
@@ -156,6 +157,7 @@ class ShardWriter:
             count["documents"] += len(starts)
         header.tokens += len(documents.ids)
         header.documents += len(starts)
+        # The header counts whole shards only, so that a resumed writer overwrites one that was cut short.
         # A folder that is full ends here: `finish` closes its last shard.
         if shard["tokens"] >= header.shard_tokens and not self.full:
             self._close_shard()
@@ -164,6 +166,7 @@ class ShardWriter:
 
     def _fitting(self, documents: Shard, room: int) -> Shard:
         """Return the documents that end within ``room`` tokens."""
+        # [documents]: one past each document's last token.
         ends = np.append(documents.starts[1:], len(documents.ids))
         n = int(np.searchsorted(ends, room, side="right"))
         self.full = n < len(ends)
