@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import json
 import re
 from pathlib import Path
 
@@ -21,10 +20,12 @@ SWEEPS = sorted(RECIPES.glob("sweep_*.py"))
 TEACHER = RECIPES / "train_tiny_teacher.py"
 
 SETTINGS = """
-    --teacher.dtype float32 --scoring.n-examples 4 --scoring.n-pairs 4 --scoring.min-accuracy 0 --data.seq-len 64
+    --teacher.dtype float32 --data.seq-len 64
+    --scoring.n-examples 2 --scoring.n-control-texts 1 --scoring.n-pairs 4 --scoring.min-accuracy 0
     --align.steps 2 --align.batch-size 2 --align.micro-batch-size 2 --align.precision fp32
     --distill.steps 2 --distill.batch-size 2 --distill.micro-batch-size 2 --distill.precision fp32
-    --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2 """.split()
+    --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2
+""".split()
 
 
 @pytest.mark.parametrize("recipe", [*RUNS, *SWEEPS, TEACHER], ids=lambda path: path.stem)
@@ -41,9 +42,15 @@ def test_a_recipe_begins_with_its_command_its_time_and_its_result(recipe: Path) 
 def test_the_first_steps_of_a_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "run"
-    main(["run", str(recipe), "--teacher", "tiny", "--trackers", "--out", str(out), *SETTINGS, "--no-export"])
-    losses = [json.loads(line)["loss"] for path in out.glob("stages/*/metrics.jsonl") for line in path.open()]
-    assert len(losses) >= 2 and (out / "evaluation.json").is_file() and (out / "report.html").is_file()
+    flags = ["--teacher", "tiny", "--trackers", "--out", str(out), *SETTINGS, "--no-export"]
+    if recipe.stem != "hybrid_tiny":
+        # All of them score alike: half of the time for nothing new.
+        flags += ["--plan.selection", "random"]
+    main(["run", str(recipe), *flags])
+    stages = [path.parent.name for path in sorted(out.glob("stages/*/metrics.jsonl"))]
+    assert stages == ["1-align", "2-distill"]
+    assert (out / "evaluation.json").is_file()
+    assert (out / "report.html").is_file()
 
 
 @pytest.mark.parametrize("recipe", SWEEPS, ids=lambda path: path.stem)

@@ -126,8 +126,8 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
         rendering: Any = render_jinja_template([messages], chat_template=template, **options)
         texts, spans = rendering
         return texts[0], spans[0]
-    # Without marks, an answer is what a conversation gains by it. Its beginning (the role header) belongs to the prompt,
-    # as it does when the model generates.
+    # Without marks, an answer is what a conversation gains by it. The role header belongs to the prompt, as it does
+    # when the model generates.
     text = rendered(messages, tokenizer)
     answers: list[Span] = []
     for number, message in enumerate(messages):
