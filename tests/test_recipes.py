@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import importlib.util
 import re
 from pathlib import Path
 
@@ -51,6 +52,18 @@ def test_the_first_steps_of_a_recipe(recipe: Path, tmp_path: Path, monkeypatch: 
     assert stages == ["1-align", "2-distill"]
     assert (out / "evaluation.json").is_file()
     assert (out / "report.html").is_file()
+
+
+def test_a_tracker_that_is_not_installed_is_missed_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    recipe = str(RECIPES / "hybrid_llama_1b.py")
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", recipe, "--teacher", "tiny", "--out", str(tmp_path / "run")])
+    assert "pip install wandb" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("recipe", SWEEPS, ids=lambda path: path.stem)
