@@ -59,6 +59,8 @@ def records(path: Path) -> Iterator[Any]:
 
 def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the step and value of every number in the files of a run, by name."""
+    # A run that is finished may still be in the buffers of wandb's service.
+    wandb.teardown()
     values: dict[str, list[tuple[int, float]]] = {}
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for record in records(path):
