@@ -77,7 +77,7 @@ AVOIDED := '"""(Of|What|Whom|Whether) |(?<![Tt]here )\bis no (?!longer)'
 
 lint: $(VENV)/test.stamp ## ruff, codespell, the openings that we avoid, pyright
 	$(BIN)/ruff check .
-	$(BIN)/codespell hybrid_distill kernels recipes launch benchmarks examples tests docs README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell hybrid_distill kernels recipes launch benchmarks examples tests docs *.md
 	@! grep -rnP $(AVOIDED) hybrid_distill kernels recipes benchmarks examples tests --include='*.py' \
 		|| { echo "Begin with a verb (functions) or a noun (fields, classes); write \"is not a\"."; exit 1; }
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
@@ -132,9 +132,10 @@ $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory oracle || echo "Tests that compare with mamba-ssm or flash-linear-attention will be skipped."
 	@touch $@
 
-$(VENV)/docs.stamp: pyproject.toml
+$(VENV)/docs.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) 'mkdocs-material>=9.6,<10' 'latex2mathml>=3.77'  # the extra `docs`, without the package and its torch
+	# The extra `docs`, without the package and its torch.
+	$(INSTALL) --constraint constraints.txt 'mkdocs-material>=9.6,<10' 'latex2mathml>=3.77'
 	@touch $@
 
 # Other implementations of the recurrences, to compare with in triton's interpreter: flash-linear-attention, and mamba-ssm,

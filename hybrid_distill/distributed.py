@@ -23,6 +23,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from .devices import DeviceFacts, computes_on_gpu, flag, note_on_launch, problem_of_launch, unusable_gpu
 from .exchange import FAREWELL_S, Exchange, OtherProcessError, describe_error, wait_for_keys
@@ -420,14 +421,22 @@ def check_trackers(trackers: Sequence[str]) -> None:
         if name not in TRACKERS:
             raise ValueError(f"tracker {name!r} is unknown; pass one of {', '.join(TRACKERS)}.")
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"tracker {name!r} is not installed; run `pip install {name}` or leave it out.")
+            raise ValueError(
+                f"tracker {name!r} is not installed; run `pip install {name}`, or leave it out: `--trackers` without a "
+                "name writes metrics.jsonl alone."
+            )
     if "wandb" in trackers and not _has_wandb_key():
+        # Without a key, wandb.init asks for one on a terminal, and raises UsageError anywhere else.
         os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def _has_wandb_key() -> bool:
+    """Check whether `wandb login`, or the environment, has left a key for wandb's server or the user's own."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     try:
-        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
+        return netrc.netrc().authenticators(server) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 

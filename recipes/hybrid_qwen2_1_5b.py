@@ -1,6 +1,10 @@
 """Qwen2-1.5B with 20 of its 336 attention heads kept: the Llama recipe on another family.
 
-accelerate launch recipes/hybrid_qwen2_1_5b.py
+accelerate launch recipes/hybrid_qwen2_1_5b.py --data.sources tokens/1 tokens/2
+
+Time: not measured; by its parameters about 1.3 times the Llama recipe's 26 hours on 8 H100. ``--dry-run`` says how to
+tokenize the text first.
+Expected result: none published and none measured for this family; the Llama recipe's is the nearest.
 """
 
 from dataclasses import replace

@@ -4,8 +4,12 @@ hybrid-distill generate-data --model HuggingFaceTB/SmolLM2-135M-Instruct --token
 python recipes/hybrid_smollm2_135m.py --dry-run
 python recipes/hybrid_smollm2_135m.py --teacher FOLDER    # for example from import-gguf
 
-Trains on 3 million tokens: 2 million in alignment, 1 million end to end. The run resumes where it was stopped;
-``--dry-run`` estimates the time on this machine.
+Time: about three hours on two CPU cores with bfloat16 instructions, going by docs/real_models.md; ``--dry-run``
+estimates it on this machine. The run resumes where it was stopped.
+Trains on 3 million tokens: 2 million in alignment, 1 million end to end.
+Expected result: not measured with these exact settings. A student of the same 14 heads that saw 2.7 and 0.3 million
+tokens, with state 16, answers 44 % of dictionaries of 4 pairs by choice (teacher 84 %, 14 random heads 20 %, guessing
+25 %) at perplexity 21 (teacher 18), and finds a needle in 512 tokens in 88 % of cases (docs/real_models.md).
 """
 
 from pathlib import Path

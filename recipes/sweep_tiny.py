@@ -1,6 +1,10 @@
 """The embedded teacher by heads kept, state size and selection: 84 students, about 75 minutes on two cores.
 
 hybrid-distill sweep recipes/sweep_tiny.py --out runs/sweep_tiny --jobs 2
+
+Time: about 75 minutes on two idle cores; 81 students are trained.
+Expected result: retrieval comes back with heads chosen by score (none 1 %, four 69 to 81 %, eight of 48 95 to 97 %),
+not with random ones; knowledge stays; the state size makes no measurable difference (docs/sweep_tiny/report.md).
 """
 
 import sys

@@ -50,6 +50,15 @@ def test_the_figure_of_the_readme_shows_the_measured_numbers() -> None:
     assert made.count('class="lit"') == 48 + 6
 
 
+def test_hooks_before_a_commit_run_the_versions_of_make_lint() -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    versions = re.findall(r"repo: .*/(ruff|codespell)(?:-pre-commit)?\n    rev: v(.*)", hooks)
+    assert len(versions) == 2
+    for tool, version in versions:
+        assert f"\n{tool}=={version}\n" in constraints
+
+
 def test_every_launch_file_is_explained() -> None:
     explained = (ROOT / "launch/README.md").read_text()
     assert LAUNCH_FILES

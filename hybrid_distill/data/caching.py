@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 2**22
 CHECK_ROWS = 8
+# 256 MB in float32: the logits of a whole micro-batch would be the largest tensor of the run by far.
 _CHUNK_LOGITS = 2**26
 
 
@@ -51,16 +52,22 @@ def top_k_of(
 
     The forward pass is the same as in `EndToEnd`; logits are converted to float32 in chunks of tokens.
     """
-    decoder, parts = decoder_of(teacher), []
+    chunk_tokens = max(1, _CHUNK_LOGITS // vocab_size)
+    chunks = []
     with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16):
         packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
-        hidden_BLE = decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
-        for hidden_ME in hidden_BLE.flatten(0, 1).split(max(1, _CHUNK_LOGITS // vocab_size)):
+        hidden_BLE = decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
+        for hidden_ME in hidden_BLE.flatten(0, 1).split(chunk_tokens):
+            # Beyond `vocab_size`, embeddings are padding: rows that no token has.
             logits_MV = logits_of(teacher, hidden_ME)[:, :vocab_size]
             log_probs_MV = (logits_MV.float() / temperature).log_softmax(-1)
             log_probs_MK, ids_MK = log_probs_MV.topk(k, dim=-1)
-            parts.append((ids_MK, log_probs_MK, log_probs_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(-1)))
-    return TopK(*(torch.cat(part).unflatten(0, batch["input_ids"].shape) for part in zip(*parts)))
+            # In place: a chunk of logits is the largest tensor here.
+            log_tail_M = log_probs_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(-1)
+            chunks.append((ids_MK, log_probs_MK, log_tail_M))
+    shape = batch["input_ids"].shape
+    columns = [torch.cat(column).unflatten(0, shape) for column in zip(*chunks)]
+    return TopK(*columns)
 
 
 def write_logits(
@@ -109,34 +116,41 @@ def write_logits(
     if dry_run:
         return "nothing was written (--dry-run)"
     began = time.monotonic()
+    # Held until the header is there: two commands that write one folder would each delete the other's temporary files.
     with alone_in(folder):
         on_main_process(lambda: _start(folder, header, row_ids))
         if not LogitHeader.file(folder).exists():
+            # `PreTrainedModel.to` is decorated, and its type is lost.
             torch.nn.Module.to(teacher, connect().device)
             compute_everywhere(lambda: _write_shards(folder, header, teacher, rows, row_ids, micro_batch_size))
             on_main_process(lambda: _finish(folder, header, rows, check_rows))
-    header = LogitHeader.open(folder)
-    found, line = header.measured, f"{folder}: top {header.top_k}, {header}, {time.monotonic() - began:,.1f} s"
-    if not found["tokens"]:
-        return f"{line}; the loss counts no token of the {found['rows']} rows that were checked"
+    return _summary(folder, LogitHeader.open(folder), time.monotonic() - began)
+
+
+def _summary(folder: Path, header: LogitHeader, seconds: float) -> str:
+    coverage = header.measured
+    line = f"{folder}: top {header.top_k}, {header}, {seconds:,.1f} s"
+    if not coverage["tokens"]:
+        return f"{line}; the loss counts no token of the {coverage['rows']} rows that were checked"
     return (
-        f"{line}; they cover {found['covered']:.2%} of the teacher's probability (lowest 1 % of tokens: "
-        f"{found['covered_p01']:.2%})"
+        f"{line}; they cover {coverage['covered']:.2%} of the teacher's probability (lowest 1 % of tokens: "
+        f"{coverage['covered_p01']:.2%})"
     )
 
 
 def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
     """Prepare the folder. Raises ValueError if it holds something else."""
     header.begun(folder)
-    for left in folder.glob(".*.tmp"):  # from a killed writer
-        left.unlink()
+    for leftover in folder.glob(".*.tmp"):  # from a killed writer
+        leftover.unlink()
     if header.file(folder).exists():
         return
     with replacing(folder / ROW_IDS) as path:
         row_ids.tofile(path)
     header.save(header.file(folder, partial=True))
-    missing, n_shards = header.missing_shards(folder), len(header.shards(folder))
-    log.info("%d of %d files are written already", n_shards - len(missing), n_shards)
+    n_missing = len(header.missing_shards(folder))
+    n_shards = len(header.shards(folder))
+    log.info("%d of %d files are written already", n_shards - n_missing, n_shards)
 
 
 def _write_shards(
@@ -148,19 +162,27 @@ def _write_shards(
     micro_batch_size: int,
 ) -> None:
     """Write this process's missing shards: every n-th of all for n processes, with the same bytes for any n."""
-    state, shards = connect(), header.shards(folder)
+    # By number, not by count: with another number of processes the shards that are there stay valid.
+    state = connect()
+    shards = header.shards(folder)
     mine = [n for n in header.missing_shards(folder) if n % state.num_processes == state.process_index]
-    options = {"vocab_size": header.vocabulary_size, "temperature": header.temperature}
-    n_tokens = sum(shards[number][1] for number in mine) * header.seq_len
-    with Phase("the teacher's logits", n_tokens, unit="tokens") as phase:
+    n_rows = sum(shards[number][1] for number in mine)
+    with Phase("the teacher's logits", n_rows * header.seq_len, unit="tokens") as phase:
         for number in mine:
             first = number * header.shard_rows
             ids = row_ids[first : first + header.shard_rows]
             with replacing(shards[number][0]) as path, path.open("wb") as file:
                 for begin in range(0, len(ids), micro_batch_size):
                     batch = on_device(rows.read(ids[begin : begin + micro_batch_size]), teacher.device)
-                    known = top_k_of(teacher, batch, header.top_k, bf16=header.precision == "bf16", **options)
-                    file.write(pack(*known, batch["mask"], header).tobytes())
+                    top_k = top_k_of(
+                        teacher,
+                        batch,
+                        header.top_k,
+                        vocab_size=header.vocabulary_size,
+                        temperature=header.temperature,
+                        bf16=header.precision == "bf16",
+                    )
+                    file.write(pack(*top_k, batch["mask"], header).tobytes())
                     phase.update(batch["mask"].numel())
 
 
@@ -168,7 +190,9 @@ def _finish(folder: Path, header: LogitHeader, rows: PackedRows, check_rows: int
     """Read some rows back, record how much of the teacher's probability they cover, and write the header."""
     cached = CachedLogitsDataset(rows, LogitFolder(folder, header))
     batch = cached.batch(0, min(check_rows, header.places))
-    covered_M = batch["teacher_log_probs_BLK"].exp().sum(-1)[batch["mask"]].sort().values
+    # What the stage will read, after rounding and unpacking.
+    covered_BL = batch["teacher_log_probs_BLK"].exp().sum(-1)
+    covered_M = covered_BL[batch["mask"]].sort().values
     header.measured = {"rows": len(batch["mask"]), "tokens": len(covered_M)}
     if len(covered_M):
         lowest = covered_M[len(covered_M) // 100].item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,7 +18,7 @@ MESSAGES = ("messages", "conversations")
 """Columns that hold a list of messages: ``role`` and ``content``, or ``from`` and ``value``."""
 PAIRS = (("prompt", "completion"), ("problem", "generated_solution"))
 """Columns that hold one question and one answer: the usual names, and those of OpenMathInstruct."""
-COLUMNS = (*MESSAGES, *(name for pair in PAIRS for name in pair))
+COLUMNS = (*MESSAGES, *PAIRS[0], *PAIRS[1])
 _ROLES = {"human": "user", "gpt": "assistant"}
 _DATE = "26 Jul 2024"
 """Date in conversations, Llama 3.1's default. Llama 3.2's template would insert today's: new tokens every day."""
@@ -30,24 +31,40 @@ Span = tuple[int, int]
 def conversation_of(record: object, place: str) -> str:
     """Return a record's messages as JSON, or "" if none is the assistant's. Raises ValueError if it has no messages."""
     columns: Record = record if isinstance(record, dict) else {}
-    turns = next((columns[name] for name in MESSAGES if isinstance(columns.get(name), (list, tuple))), None)
-    for pair in PAIRS:
-        if turns is None and all(isinstance(columns.get(name), str) for name in pair):
-            turns = [{"role": role, "content": columns[name]} for role, name in zip(("user", "assistant"), pair)]
+    turns = _turns(columns)
     if turns is None:
         raise ValueError(
             f"{place} holds no conversation; its columns are {', '.join(columns) or 'none'}: give it a list `messages` "
             "of role and content, or `prompt` and `completion`."
         )
     messages = [_message(turn, place) for turn in turns]
-    return json.dumps(messages, default=str) if any(message["role"] == "assistant" for message in messages) else ""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        return ""
+    return json.dumps(messages, default=str)  # parquet may hold dates
+
+
+def _turns(columns: Record) -> Sequence[object] | None:
+    """Return a record's messages as they stand, or make them from a question and its answer."""
+    for name in MESSAGES:
+        if isinstance(columns.get(name), (list, tuple)):
+            return columns[name]
+    for question, answer in PAIRS:
+        if isinstance(columns.get(question), str) and isinstance(columns.get(answer), str):
+            return [
+                {"role": "user", "content": columns[question]},
+                {"role": "assistant", "content": columns[answer]},
+            ]
+    return None
 
 
 def _message(message: object, place: str) -> Record:
     fields: Record = message if isinstance(message, dict) else {}
-    role, content = (fields.get(name, fields.get(other)) for name, other in (("role", "from"), ("content", "value")))
+    role = fields.get("role", fields.get("from"))
+    content = fields.get("content", fields.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"{place} holds the message {message!r}; give it a role and a content, both text.")
+    # Other fields stay: templates read tool calls and names.
     return {**fields, "role": _ROLES.get(role, role), "content": content}
 
 
@@ -87,8 +104,13 @@ def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -
             f"{conversation[:60]} ...; leave such conversations out, or change the template."
         ) from error
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    own = [any(first <= start < end for first, end in spans) for start, _ in encoded["offset_mapping"]]
-    return encoded["input_ids"], [*own[1:], False]
+    is_answer = [_is_within(start, spans) for start, _ in encoded["offset_mapping"]]
+    # The mask stands at the token that predicts: one before the token of the answer.
+    return encoded["input_ids"], [*is_answer[1:], False]
+
+
+def _is_within(place: int, spans: list[Span]) -> bool:
+    return any(begin <= place < end for begin, end in spans)
 
 
 def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
@@ -100,22 +122,30 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     template = tokenizer.get_chat_template()
     if _MARK.search(template):
         options = {"return_assistant_tokens_mask": True, "date_string": _DATE, **tokenizer.special_tokens_map}
-        found: Any = render_jinja_template([messages], chat_template=template, **options)
-        return found[0][0], found[1][0]
-    text, spans = rendered(messages, tokenizer), list[Span]()
+        # Lists of one: it renders batches. Its annotation leaves out the spans.
+        rendering: Any = render_jinja_template([messages], chat_template=template, **options)
+        texts, spans = rendering
+        return texts[0], spans[0]
+    # Without marks, an answer is what a conversation gains by it. The role header belongs to the prompt, as it does
+    # when the model generates.
+    text = rendered(messages, tokenizer)
+    answers: list[Span] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         through = rendered(messages[: number + 1], tokenizer)
-        before = rendered(messages[:number], tokenizer, prompt=True) if number else _opening(through, tokenizer)
+        if number == 0:
+            before = _opening(through, tokenizer)
+        else:
+            before = rendered(messages[:number], tokenizer, prompt=True)
         if not (through.startswith(before) and text.startswith(through)):
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} renders the conversation up to "
                 f"message {number + 1} differently once it continues, so the assistant's tokens cannot be located; "
                 "mark them in the template with {% generation %}, or keep one answer a conversation."
             )
-        spans.append((len(before), len(through)))
-    return text, spans
+        answers.append((len(before), len(through)))
+    return text, answers
 
 
 def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -125,16 +155,18 @@ def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     ``text`` is that conversation. Many templates cannot render an empty conversation, and those with a default system
     message render it without; the header itself is what a prompt adds to any other conversation.
     """
-    asked = [{"role": "user", "content": "w"}]
-    header = rendered(asked, tokenizer, prompt=True).removeprefix(rendered(asked, tokenizer))
-    before, found, _ = text.partition(header) if header else ("", "", "")
-    if header and not found:
+    question = [{"role": "user", "content": "w"}]
+    header = rendered(question, tokenizer, prompt=True).removeprefix(rendered(question, tokenizer))
+    if not header:
+        return ""
+    before, header_there, _ = text.partition(header)
+    if not header_there:
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} begins an answer with {header!r}, but "
             f"not one that begins a conversation ({text[:60]!r}), so the assistant's tokens cannot be located; mark "
             "them in the template with {% generation %}, or begin conversations with a user's message."
         )
-    return before + found
+    return before + header
 
 
 def rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from ..distributed import agree_on, is_launched_with_others, on_main_process
 from ..limits import Count, CountOrZero, Limits, Positive, check_options
 from .chat import check_template
-from .documents import is_embedded, no_conversations
+from .documents import is_embedded
 from .files import source_files
-from .folder import CachedSource, TokenHeader, cached_source, check_tokenizer, is_token_folder, open_tokens
+from .folder import TokenHeader, check_tokenizer, is_token_folder, open_tokens
 from .hub import HUB, Pins, pinned
+from .readers import no_conversations
 from .rows import PackedRows
+from .token_cache import CachedSource, cache_root, cached_source
 
 LARGEST_IN_A_LAUNCH = 100_000_000
 """Largest number of tokens of a source on the hub that a launch of several processes tokenizes: minutes, not hours."""
@@ -73,21 +74,22 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         elif is_token_folder(source):
             folder = Path(source).expanduser()
             headers[folder] = TokenHeader.open(folder)
-        else:
-            files = [] if is_embedded(source) else source_files(source)
-            if config.chat and (is_embedded(source) or any(file.suffix == ".txt" for file in files)):
+        elif is_embedded(source):
+            if config.chat:
                 raise no_conversations(source)
-    if headers:
-        check_tokenizer(headers, tokenizer)
-    if config.chat and (text := [folder for folder, header in headers.items() if not header.chat]):
-        raise ValueError(f"the token folder {text[0]} holds plain text and data.chat is on; pass --data.no-chat.")
-    if config.chat and not all(map(is_token_folder, config.sources)):
+        else:
+            files = source_files(source)
+            if config.chat and any(file.suffix == ".txt" for file in files):
+                raise no_conversations(source)
+    check_tokenizer(headers, tokenizer)
+    if not config.chat:
+        return
+    for folder, header in headers.items():
+        if not header.chat:
+            raise ValueError(f"the token folder {folder} holds plain text and data.chat is on; pass --data.no-chat.")
+    # Token folders were rendered when they were made.
+    if len(headers) < len(set(config.sources)):
         check_template(tokenizer)
-
-
-def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """Return the cache: ``cache_dir``, ``$HYBRID_DISTILL_CACHE``, or ``~/.cache/hybrid-distill``."""
-    return Path(cache_dir or os.environ.get("HYBRID_DISTILL_CACHE", Path.home() / ".cache" / "hybrid-distill"))
 
 
 def open_rows(
@@ -103,15 +105,18 @@ def open_rows(
     asked. Raises ValueError for a source that is missing, empty or without its text column, for a token folder of
     another tokenizer, and as `check_launch` does.
     """
+    # Names and headers first: a missing source must not be found after hours of tokenizing another one.
     check_sources(config, tokenizer)
     cached = _cached_sources(config, tokenizer, cache_dir, pins)
     _check_small(cached.values())
     if is_launched_with_others():
         on_main_process(lambda: _write(cached.values(), tokenizer))
-    # In a launch, there is work left on a machine with a cache of its own; one process of it does it.
+    # In a launch, work is left on a machine that has a cache of its own; a lock lets one of its processes do it.
     _write(cached.values(), tokenizer)
-    folders = [cached[source].folder if source in cached else Path(source).expanduser() for source in config.sources]
-    tokens = [open_tokens(folder, tokenizer) for folder in folders]
+    tokens = []
+    for source in config.sources:
+        folder = cached[source].folder if source in cached else Path(source)
+        tokens.append(open_tokens(folder, tokenizer))
     return PackedRows(tokens, seq_len=config.seq_len, seed=config.seed, weights=config.weights)
 
 
@@ -120,16 +125,18 @@ def preparations(config: DataConfig, tokenizer: str) -> list[str]:
 
     They are the same if the cache has the tokens already, which is not looked at.
     """
-    large = [source for source in config.sources if source.startswith(HUB)]
-    if (config.hub_tokens or 0) <= LARGEST_IN_A_LAUNCH:
+    if config.hub_tokens is None or config.hub_tokens <= LARGEST_IN_A_LAUNCH:
         return []
-    options = f"--tokenizer {tokenizer}{' --chat' if config.chat else ''} --max-tokens {config.hub_tokens}"
-    if not config.chat and config.text_column != DataConfig.text_column:
+    options = f"--tokenizer {tokenizer} --max-tokens {config.hub_tokens}"
+    if config.chat:
+        options += " --chat"
+    elif config.text_column != DataConfig.text_column:
         options += f" --text-column {config.text_column}"
-    return [
-        f"hybrid-distill prepare-data {options} --sources {source} --out tokens/{number}"
-        for number, source in enumerate(large, 1)
-    ]
+    on_hub = [source for source in config.sources if source.startswith(HUB)]
+    commands = []
+    for number, source in enumerate(on_hub, 1):
+        commands.append(f"hybrid-distill prepare-data {options} --sources {source} --out tokens/{number}")
+    return commands
 
 
 def check_launch(
@@ -151,18 +158,25 @@ def _cached_sources(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: str | Path | None, pins: Pins
 ) -> dict[str, CachedSource]:
     """Find the places in the cache of all sources that are not token folders."""
-    root, column = cache_root(cache_dir), None if config.chat else config.text_column
+    root = cache_root(cache_dir)
+    column = None if config.chat else config.text_column
     sources = [source for source in config.sources if not is_token_folder(source)]
     pins = pinned(sources, pins, root)
-    return {source: cached_source(source, tokenizer, root, column, config.hub_tokens, pins) for source in sources}
+    cached = {}
+    for source in sources:
+        cached[source] = cached_source(source, tokenizer, root, column, config.hub_tokens, pins)
+    return cached
 
 
 def _check_small(cached: Iterable[CachedSource]) -> None:
     if not is_launched_with_others():
         return
-    large = [each for each in cached if (each.limit or 0) > LARGEST_IN_A_LAUNCH]
+    large = [each for each in cached if each.limit is not None and each.limit > LARGEST_IN_A_LAUNCH]
+    if not large:
+        return
     # The main process decides: it may be ahead of the others, or the only one that sees the cache.
-    if not large or not (missing := agree_on(lambda: [each.source for each in large if not each.is_there])):
+    missing = agree_on(lambda: [each.source for each in large if not each.is_there])
+    if not missing:
         return
     limit = large[0].limit
     raise ValueError(

@@ -27,6 +27,19 @@ class Contents:
     broken: list[str] = field(default_factory=list)
     """Links to nothing."""
 
+    def left_out(self) -> list[str]:
+        """Count what is not read, by kind, each with its first name."""
+        others = [file.name for file in self.files if not file.name.endswith(SUFFIXES)]
+        kinds = {
+            "hidden files or folders": self.hidden,
+            "links to folders read already": self.again,
+            "broken links": self.broken,
+        }
+        counts = [_counted(kind, names) for kind, names in kinds.items() if names]
+        if others:
+            counts.insert(0, f"{_counted('files', others)}; only {', '.join(SUFFIXES)} are read")
+        return counts
+
 
 def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted; linked folders are read too. Raises ValueError if there are none.
@@ -35,51 +48,52 @@ def source_files(source: str) -> list[Path]:
     has named it.
     """
     path = Path(source).expanduser()
+    if not path.exists():
+        raise _unreadable(source, "does not exist")
     contents = contents_of(path) if path.is_dir() else Contents([path])
     files = sorted(file for file in contents.files if file.name.endswith(SUFFIXES))
-    others = [file.name for file in contents.files if not file.name.endswith(SUFFIXES)]
-    left_out = [f"{_counted('files', others)}; only {', '.join(SUFFIXES)} are read"] if others else []
-    for kind in ("hidden", "again", "broken"):
-        if names := getattr(contents, kind):
-            left_out.append(_counted(_KINDS[kind], names))
-    if not path.exists() or not files:
-        problem = f"holds no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
-        besides = f" ({', '.join(left_out)})" if left_out and path.exists() and path.is_dir() else ""
-        raise ValueError(
-            f"data source {source!r} {problem}{besides}; pass files or folders of {', '.join(SUFFIXES)}, folders that "
-            "`hybrid-distill prepare-data` has written, hf:repo:config:split, or tiny."
-        )
+    left_out = contents.left_out() if path.is_dir() else []
+    if not files:
+        besides = f" ({', '.join(left_out)})" if left_out else ""
+        raise _unreadable(source, f"holds no {', '.join(SUFFIXES)} file{besides}")
     if left_out:
         _log_once(f"{path}: {'; '.join(left_out)}")
     return files
 
 
-_KINDS = {"hidden": "hidden files or folders", "again": "links to folders read already", "broken": "broken links"}
+def _unreadable(source: str, problem: str) -> ValueError:
+    return ValueError(
+        f"data source {source!r} {problem}; pass files or folders of {', '.join(SUFFIXES)}, folders that "
+        "`hybrid-distill prepare-data` has written, hf:repo:config:split, or tiny."
+    )
 
 
 def contents_of(top: Path) -> Contents:
     """Look through a folder and the folders in it, through links too; each folder is read once."""
-    found, seen = Contents(), set[str]()
+    contents = Contents()
+    seen: set[str] = set()
     pending = deque([top])
     while pending:
         folder = pending.popleft()
-        if (real := os.path.realpath(folder)) in seen:
-            found.again.append(folder.name)
+        # A link may lead back to a folder above it.
+        real_path = os.path.realpath(folder)
+        if real_path in seen:
+            contents.again.append(folder.name)
             continue
-        seen.add(real)
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.startswith("."):
-                    found.hidden.append(entry.name)
-                elif entry.is_file():
-                    found.files.append(Path(entry.path))
-                elif not entry.is_dir():
-                    found.broken.append(entry.name)
-                elif entry.is_symlink():  # last: a folder has its own path, if it is among those to read
-                    pending.append(Path(entry.path))
-                else:
-                    pending.appendleft(Path(entry.path))
-    return found
+        seen.add(real_path)
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):
+                contents.hidden.append(path.name)
+            elif path.is_file():
+                contents.files.append(path)
+            elif not path.is_dir():
+                contents.broken.append(path.name)
+            elif path.is_symlink():
+                # Links come last: a folder is read at its own path, if that is among those to read.
+                pending.append(path)
+            else:
+                pending.appendleft(path)
+    return contents
 
 
 def _counted(what: str, names: Sequence[str]) -> str:

@@ -33,16 +33,19 @@ class FolderHeader:
     @classmethod
     def file(cls, folder: Path, partial: bool = False) -> Path:
         """Return the path of the header, or of the header of an unfinished folder if ``partial``."""
-        return folder / f"{cls.CONTENT}{'.partial' * partial}.json"
+        suffix = ".partial.json" if partial else ".json"
+        return folder / f"{cls.CONTENT}{suffix}"
 
     @classmethod
     def load(cls: type[Header], path: Path) -> Header:
         """Read a header. Raises ValueError for a file that is not a header or has another format."""
         with refused(f"{path} is not the header of {cls.CONTENT}", cls.REMAKE):
             record = read_json(path)
-            if (found := record.get("format")) != cls.FORMAT:
-                raise ValueError(f"its format is {found!r}, not {cls.FORMAT!r}")
-            return cls(**{entry.name: record[entry.name] for entry in fields(cls) if entry.name in record})
+            if record.get("format") != cls.FORMAT:
+                raise ValueError(f"its format is {record.get('format')!r}, not {cls.FORMAT!r}")
+            names = {entry.name for entry in fields(cls)}
+            # A partial header has one entry more, the place at which reading goes on.
+            return cls(**{name: value for name, value in record.items() if name in names})
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
@@ -67,19 +70,28 @@ class FolderHeader:
         Raises ValueError for a folder that holds something else: other work, or other kinds of files.
         """
         for partial in (False, True):
-            if (path := self.file(folder, partial)).exists():
-                found = self.load(path)
-                made, wanted = found.identity(), self.identity()
-                if differ := [name for name in made if made[name] != wanted[name]]:
-                    raise ValueError(
-                        f"{folder} holds {self.CONTENT} made with another {', '.join(differ)}; pass another folder, or "
-                        "delete this one."
-                    )
-                return found
+            path = self.file(folder, partial)
+            if path.exists():
+                header = self.load(path)
+                self._check_same_work(header, folder)
+                return header
+        # Hidden files are locks and temporary ones. Shards without a header are those of a first shard cut short.
         own = (".", *self.FILES)
-        if foreign := sorted(path.name for path in folder.glob("*") if not path.name.startswith(own)):
-            raise ValueError(f"{folder} holds {foreign[0]}, which is not a file of {self.CONTENT}; pass a new folder.")
+        for path in sorted(folder.glob("*")):
+            if not path.name.startswith(own):
+                raise ValueError(
+                    f"{folder} holds {path.name}, which is not a file of {self.CONTENT}; pass a new folder."
+                )
         return None
+
+    def _check_same_work(self, other: FolderHeader, folder: Path) -> None:
+        own = self.identity()
+        differences = [name for name, value in other.identity().items() if value != own[name]]
+        if differences:
+            raise ValueError(
+                f"{folder} holds {self.CONTENT} made with another {', '.join(differences)}; pass another folder, or "
+                "delete this one."
+            )
 
     def finish(self, folder: Path) -> None:
         """Write the header, which marks the folder as complete."""
@@ -101,9 +113,10 @@ class FolderHeader:
     def check_files(self, folder: Path) -> None:
         """Raise ValueError naming the first file that is missing, truncated or too long."""
         for path, expected in self.sizes(folder).items():
-            if (found := size_of(path)) != expected:
+            size = size_of(path)
+            if size != expected:
                 raise ValueError(
-                    f"{path} has {found} bytes, the header says {expected}; copy the folder again, or recreate it."
+                    f"{path} has {size} bytes, the header says {expected}; copy the folder again, or recreate it."
                 )
 
 

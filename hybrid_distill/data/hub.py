@@ -59,7 +59,8 @@ def repository(source: str) -> Path:
 
 def config_and_split(source: str) -> tuple[str, str]:
     """Return the config that a source names, "" for the default, and its split."""
-    config, split = [*source.removeprefix(HUB).split(":"), "", ""][1:3]
+    _, _, rest = source.removeprefix(HUB).partition(":")
+    config, _, split = rest.partition(":")
     return config, split or "train"
 
 
@@ -68,6 +69,7 @@ def resolve(source: str) -> Pin:
     from huggingface_hub import dataset_info
 
     with reachable(source):
+        # One short request: `dataset_info` would try again and again before it says that there is no network.
         if reason := hub_error():
             raise ConnectionError(reason)
         info = dataset_info(str(repository(source)), files_metadata=True)
@@ -84,16 +86,18 @@ def pinned(sources: Sequence[str], known: Pins, root: Path) -> dict[str, Pin]:
     """
     on_hub = [source for source in dict.fromkeys(sources) if is_on_hub(source)]
     missing = [source for source in on_hub if source not in known]
-    asked: dict[str, Pin] = {}
+    answers: dict[str, Pin] = {}
     if missing:
 
         def ask() -> None:
             for source in missing:
-                asked[source] = _resolve_or_recall(source, root)
+                answers[source] = _resolve_or_recall(source, root)
 
+        # Two steps: `on_main_process` waits as long as the hub takes, `agree_on` hands out what it said.
         on_main_process(ask)
-        asked = agree_on(lambda: asked)
-    return {source: known[source] if source in known else asked[source] for source in on_hub}
+        answers = agree_on(lambda: answers)
+    every = {**known, **answers}
+    return {source: every[source] for source in on_hub}
 
 
 def read_pins(path: Path) -> dict[str, Pin]:
@@ -119,15 +123,18 @@ def hub_documents(
     from datasets import load_dataset
 
     config, split = config_and_split(source)
+    revision = None if pin is None else pin.revision
     with reachable(source):
-        options = {"split": split, "streaming": True, "revision": None if pin is None else pin.revision}
-        dataset: IterableDataset = load_dataset(str(repository(source)), config or None, **options)
+        dataset: IterableDataset = load_dataset(
+            str(repository(source)), config or None, split=split, streaming=True, revision=revision
+        )
         if place is not None:
             dataset.load_state_dict(place)
 
     def read() -> Iterator[object]:
         records = iter(dataset)
         while True:
+            # Only around the read: an error of whoever takes the record is not the hub's.
             with reachable(source):
                 record = next(records, None)
             if record is None:
@@ -142,6 +149,7 @@ def reachable(source: str) -> Iterator[None]:
     """Turn any error of the hub libraries into a one-line ValueError."""
     try:
         yield
+    # datasets, fsspec, huggingface_hub and their HTTP libraries raise classes of their own, with no common parent.
     except Exception as error:
         raise ValueError(
             f"cannot read {source} ({first_line(error)}); pass local files with --data.sources PATH, "
@@ -161,8 +169,11 @@ def _resolve_or_recall(source: str, root: Path) -> Pin:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         log.warning(
             "%s: the hub cannot be asked (%s); reading the commit %s, which it named on %s",
-            source, first_line(cause), remembered.revision, remembered.resolved,
-        )  # fmt: skip
+            source,
+            first_line(cause),
+            remembered.revision,
+            remembered.resolved,
+        )
         return remembered
     write_pins(memory, {source: pin})
     return pin
@@ -176,18 +187,24 @@ def _data_of(info: DatasetInfo, config: str) -> list[object]:
     """
     card: Any = info.card_data
     declared: Record = {} if card is None else card.to_dict()
-    files = {
-        sibling.rfilename: sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-        for sibling in info.siblings or ()
-        if not _is_about(sibling.rfilename)
-    }
+    hashes: dict[str, str | None] = {}
+    for sibling in info.siblings or ():
+        if not _is_about(sibling.rfilename):
+            # A large file's blob is a pointer of LFS, whose hash is not that of the content.
+            hashes[sibling.rfilename] = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+    # A card is text that anybody wrote: any entry may be of another type than it should.
     configs = [entry for entry in declared.get("configs") or () if isinstance(entry, dict)]
     chosen = [entry for entry in configs if entry.get("config_name") == config]
-    patterns = [pattern for entry in chosen for pattern in _patterns(entry.get("data_files"))]
-    named = {name: content for name, content in files.items() if any(fnmatch(name, one) for one in patterns)}
-    if patterns and all(any(fnmatch(name, one) for name in files) for one in patterns):
-        files = named
-    return [sorted(files.items()), chosen or configs, declared.get("dataset_info")]
+    matches: dict[str, list[str]] = {}
+    for entry in chosen:
+        for pattern in _patterns(entry.get("data_files")):
+            matches[pattern] = [name for name in hashes if fnmatch(name, pattern)]
+    if matches and all(matches.values()):
+        names = set().union(*matches.values())
+    else:
+        names = set(hashes)
+    content = [(name, hashes[name]) for name in sorted(names)]
+    return [content, chosen or configs, declared.get("dataset_info")]
 
 
 def _patterns(data_files: object) -> Iterator[str]:
@@ -203,6 +220,6 @@ def _patterns(data_files: object) -> Iterator[str]:
 
 def _is_about(name: str) -> bool:
     """Check whether a file is about the data: its card, a license, a setting of git."""
-    return name.lower().endswith((".md", "license", "license.txt")) or any(
-        part.startswith(".") for part in name.split("/")
-    )
+    if name.lower().endswith((".md", "license", "license.txt")):
+        return True
+    return any(part.startswith(".") for part in name.split("/"))

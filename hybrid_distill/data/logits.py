@@ -22,6 +22,7 @@ from .rows import PackedRows, TaughtBatch
 from .tokens import hash_of, tokenizer_fingerprint
 
 ROW_IDS = "rows.bin"
+# Ids are stored by their lower 16 bits. Whole ids of large vocabularies would make a folder half as large again.
 _HALF = 2**16
 
 
@@ -77,17 +78,24 @@ class LogitHeader(FolderHeader):
 
     def shards(self, folder: Path) -> list[tuple[Path, int]]:
         """Return the file of each shard and its number of rows."""
-        n_rows = [min(self.shard_rows, self.rows - first) for first in range(0, self.rows, self.shard_rows)]
-        return [(folder / f"logits-{number:05d}.bin", n) for number, n in enumerate(n_rows)]
+        shards = []
+        for number, first in enumerate(range(0, self.rows, self.shard_rows)):
+            n_rows = min(self.shard_rows, self.rows - first)
+            shards.append((folder / f"logits-{number:05d}.bin", n_rows))
+        return shards
 
     def sizes(self, folder: Path) -> dict[Path, int]:
-        itemsize = record_dtype(self).itemsize
-        return {folder / ROW_IDS: 8 * self.rows} | {path: n * itemsize for path, n in self.shards(folder)}
+        row_bytes = record_dtype(self).itemsize
+        sizes = {folder / ROW_IDS: 8 * self.rows}
+        for path, n_rows in self.shards(folder):
+            sizes[path] = n_rows * row_bytes
+        return sizes
 
     def missing_shards(self, folder: Path) -> list[int]:
         """Return the numbers of the shards that are not written yet."""
         sizes = self.sizes(folder)
-        return [number for number, (path, _) in enumerate(self.shards(folder)) if size_of(path) != sizes[path]]
+        paths = [path for path, _ in self.shards(folder)]
+        return [number for number, path in enumerate(paths) if size_of(path) != sizes[path]]
 
 
 def record_dtype(header: LogitHeader) -> np.dtype:
@@ -96,7 +104,9 @@ def record_dtype(header: LogitHeader) -> np.dtype:
     ids: lower 16 bits of the token ids, which ascend; log_probs: their log-probabilities; log_tail: that of all other
     tokens together; splits: number of ids below 65,536, below twice that, and so on, which gives the upper bits.
     """
-    length, k, n_splits = header.seq_len, header.top_k, (header.vocabulary_size - 1) // _HALF
+    length = header.seq_len
+    k = header.top_k
+    n_splits = (header.vocabulary_size - 1) // _HALF
     return np.dtype(
         [
             ("ids", "<u2", (length, k)),
@@ -111,15 +121,20 @@ def pack(
     ids_BLK: Tensor, log_probs_BLK: Tensor, log_tail_BL: Tensor, mask_BL: Tensor, header: LogitHeader
 ) -> np.ndarray:
     """Return records of rows, [B]; masked tokens get zeros and no tail, whatever the teacher predicts there."""
-    ids_BLK, order_BLK = ids_BLK.masked_fill(~mask_BL[..., None], 0).sort(dim=-1)
-    log_probs_BLK = log_probs_BLK.gather(-1, order_BLK).masked_fill(~mask_BL[..., None], 0.0)
+    # Otherwise the bytes of a folder would depend on what a teacher makes of padding.
+    masked_BL1 = ~mask_BL[..., None]
+    ids_BLK, order_BLK = ids_BLK.masked_fill(masked_BL1, 0).sort(dim=-1)
+    log_probs_BLK = log_probs_BLK.gather(-1, order_BLK).masked_fill(masked_BL1, 0.0)
     ids = ids_BLK.cpu().numpy()
     records = np.empty(len(ids), record_dtype(header))
     records["ids"] = ids % _HALF
     records["log_probs"] = log_probs_BLK.cpu().numpy()
     records["log_tail"] = log_tail_BL.masked_fill(~mask_BL, -torch.inf).cpu().numpy()
-    for number in range(records["splits"].shape[-1]):
-        records["splits"][..., number] = (ids < (number + 1) * _HALF).sum(-1)
+    n_splits = records["splits"].shape[-1]
+    for number in range(n_splits):
+        # Ids ascend, so the count of those below a border says where the upper bits change.
+        border = (number + 1) * _HALF
+        records["splits"][..., number] = (ids < border).sum(-1)
     return records
 
 
@@ -129,12 +144,16 @@ def unpack(records: np.ndarray) -> tuple[Tensor, Tensor]:
     The stored tail has a small relative error; the remainder of the rounded probabilities would be all rounding error.
     """
     n_stored = records["ids"].shape[-1]
+    # [B, L, K, splits]: whether the k-th id lies above a border.
     is_above = np.arange(n_stored)[:, None] >= records["splits"][..., None, :]
-    ids = records["ids"].astype(np.int64) + _HALF * is_above.sum(-1)
+    upper_bits = is_above.sum(-1)
+    ids = records["ids"].astype(np.int64) + _HALF * upper_bits
     log_probs = torch.from_numpy(records["log_probs"].astype(np.float32))
     log_tail = torch.from_numpy(records["log_tail"].astype(np.float32))
-    covered = torch.log(-torch.expm1(log_tail)) - log_probs.logsumexp(-1)
-    return torch.from_numpy(ids), log_probs + covered.unsqueeze(-1)
+    # log(1 - tail): what the stored tokens cover. They were rounded one by one, and are scaled to that sum.
+    log_covered = torch.log(-torch.expm1(log_tail))
+    correction = log_covered - log_probs.logsumexp(-1)
+    return torch.from_numpy(ids), log_probs + correction.unsqueeze(-1)
 
 
 def open_logits(folder: str | Path) -> LogitFolder:
@@ -147,7 +166,8 @@ class LogitFolder:
     """Stored logits: memory-mapped shards, and the numbers of their rows."""
 
     def __init__(self, folder: Path, header: LogitHeader) -> None:
-        self.folder, self.header = folder, header
+        self.folder = folder
+        self.header = header
         self.row_ids = np.fromfile(folder / ROW_IDS, dtype="<i8")
         self._shards = [np.memmap(path, record_dtype(header), "r") for path, _ in header.shards(folder)]
 
@@ -155,8 +175,11 @@ class LogitFolder:
         """Return the records of rows by number; all of the rows must be stored."""
         places = np.searchsorted(self.row_ids, row_ids)
         assert (self.row_ids[places] == row_ids).all(), "rows that `check` would have refused"
-        located = (divmod(int(place), self.header.shard_rows) for place in places)
-        return np.concatenate([self._shards[shard][row : row + 1] for shard, row in located])
+        records = []
+        for place in places:
+            shard, row = divmod(int(place), self.header.shard_rows)
+            records.append(self._shards[shard][row : row + 1])
+        return np.concatenate(records)
 
     def check(
         self,
@@ -173,23 +196,28 @@ class LogitFolder:
         ``teacher`` is its `teacher.fingerprint`, or its name if the weights are not loaded.
         """
         header = self.header
-        known = teacher in (header.teacher, header.teacher_fingerprint)
+        stored_teacher = f"{header.teacher} ({header.teacher_fingerprint})"
+        if teacher in (header.teacher, header.teacher_fingerprint):
+            stored_teacher = teacher
+        # What the logits were made with, and what this run has.
         compared: dict[str, tuple[object, object]] = {
-            "teacher": (teacher if known else f"{header.teacher} ({header.teacher_fingerprint})", teacher),
+            "teacher": (stored_teacher, teacher),
             "tokenizer": (header.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer)),
             "vocabulary size": (header.vocabulary_size, vocab_size),
             "data.seq_len": (header.seq_len, rows.seq_len),
             "text of data.sources": (header.text_fingerprint, rows.text_fingerprint),
             "temperature": (header.temperature, temperature),
         }
-        if header.rows != rows.n_rows:  # a part of the rows fits one order only
+        # A folder of every row serves any seed and weights. A part of the rows fits one order only, because another
+        # order would ask for rows that are not there.
+        if header.rows != rows.n_rows:
             compared["order of data.seed and data.weights"] = (header.order, rows.fingerprint)
             if places > header.places:
                 compared["number of rows (steps x batch_size)"] = (header.places, places)
-        for name, (found, wanted) in compared.items():
-            if found != wanted:
+        for name, (stored, own) in compared.items():
+            if stored != own:
                 raise ValueError(
-                    f"the logits in {self.folder} were made with the {name} {found}, but this run has {wanted}; "
+                    f"the logits in {self.folder} were made with the {name} {stored}, but this run has {own}; "
                     f"{header.REMAKE}."
                 )
 
@@ -198,18 +226,21 @@ class CachedLogitsDataset:
     """Rows together with the teacher's cached logits, for a stage without a teacher in memory."""
 
     def __init__(self, rows: PackedRows, logits: LogitFolder) -> None:
-        self.rows, self.logits = rows, logits
-        self.fingerprint = hash_of([self.rows.fingerprint, logits.header.fingerprint])
+        self.rows = rows
+        self.logits = logits
+        self.fingerprint = hash_of([rows.fingerprint, logits.header.fingerprint])
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> TaughtBatch:
         """Read a process's share of a step, as `PackedRows.batch` does."""
         row_ids = self.rows.step_row_ids(step, batch_size, rank, world)
+        batch = self.rows.read(row_ids)
         ids_BLK, log_probs_BLK = unpack(self.logits.read(row_ids))
-        return {**self.rows.read(row_ids), "teacher_ids_BLK": ids_BLK, "teacher_log_probs_BLK": log_probs_BLK}
+        return {**batch, "teacher_ids_BLK": ids_BLK, "teacher_log_probs_BLK": log_probs_BLK}
 
 
 def row_ids_of(rows: PackedRows, places: int) -> np.ndarray:
     """Return the numbers of the distinct rows at the first ``places``, ascending."""
     if rows.is_plain_epoch and places >= rows.n_rows:
+        # Every row once: no need to compute the order of billions.
         return np.arange(rows.n_rows, dtype="<i8")
     return np.unique(rows.row_ids(0, places)).astype("<i8")

@@ -5,6 +5,7 @@ Shapes: B rows, L tokens of a row, K stored tokens.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,10 @@ def cu_seqlens(batch: Batch) -> Tensor | None:
     Rows with fewer documents repeat a value. There is no host-device sync.
     """
     lengths = batch.get("lengths")
-    return None if lengths is None else F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
+    if lengths is None:
+        return None
+    # int32, as flash-attn asks for.
+    return F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
 
 
 class Rows(Protocol):
@@ -115,7 +119,9 @@ def read_ahead(
         batch_size=None,
         sampler=steps,
         worker_init_fn=_block_signals,
+        # Otherwise the loader draws a seed from torch's global generator, and training would depend on `workers`.
         generator=torch.Generator(),
+        # A forked worker has the memory maps already; one that is spawned would import torch again.
         multiprocessing_context="fork",
         pin_memory=pinned,
         num_workers=workers,
@@ -123,7 +129,8 @@ def read_ahead(
     batches: Any = iter(loader)
     try:
         yield from batches
-    finally:  # not left to garbage collection: an error keeps a reference, and Python waits for workers at exit
+    finally:
+        # Not left to garbage collection: an error keeps a reference, and Python waits for workers at exit.
         batches._shutdown_workers()
 
 
@@ -142,12 +149,18 @@ class PackedRows:
     def __init__(
         self, sources: Sequence[Tokens], *, seq_len: int, seed: int = 0, weights: Sequence[float] = ()
     ) -> None:
-        self.sources, self.seq_len, self.seed = list(sources), seq_len, seed
-        self._n_rows = [-(-len(tokens) // seq_len) for tokens in self.sources]
+        self.sources = list(sources)
+        self.seq_len = seq_len
+        self.seed = seed
+        self._n_rows = [math.ceil(len(tokens) / seq_len) for tokens in self.sources]
         self.n_rows = sum(self._n_rows)
-        self._shares = [max(1, round(self.n_rows * w / sum(weights))) for w in weights] or self._n_rows
+        self._shares = self._n_rows
+        if weights:
+            # At least one row, or a source of a tiny weight would never be read.
+            self._shares = [max(1, round(self.n_rows * weight / sum(weights))) for weight in weights]
         self.rows_per_epoch = sum(self._shares)
-        self._ends, self._row_ends = np.cumsum(self._shares), np.cumsum(self._n_rows)
+        self._ends = np.cumsum(self._shares)
+        self._row_ends = np.cumsum(self._n_rows)
         self.is_plain_epoch = not weights
         """True if an epoch contains every row once."""
         prints = [tokens.fingerprint for tokens in self.sources]
@@ -176,30 +189,35 @@ class PackedRows:
 
         A row's number depends only on the sources and ``seq_len``, not on seed or weights.
         """
-        return np.array([self._row_id(place) for place in range(first, first + n)], dtype=np.int64)
+        places = range(first, first + n)
+        return np.array([self._row_id(place) for place in places], dtype=np.int64)
 
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Batch:
         """Read rows by number."""
-        columns = [np.stack(column) for column in zip(*(self._row(int(row_id)) for row_id in row_ids))]
-        input_ids, seq_idx, mask = map(torch.from_numpy, columns)
-        lengths = seq_idx.new_zeros(len(seq_idx), int(columns[1].max()) + 1)
+        rows = [self._row(int(row_id)) for row_id in row_ids]
+        input_ids, seq_idx, mask = [torch.from_numpy(np.stack(column)) for column in zip(*rows)]
+        lengths = seq_idx.new_zeros(len(seq_idx), int(seq_idx.max()) + 1)
         lengths.scatter_add_(1, seq_idx, torch.ones_like(seq_idx))
         return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask, "lengths": lengths}
 
     def _row_id(self, index: int) -> int:
+        """Return the number of the row at place ``index`` of the endless sequence of epochs."""
         epoch, place = divmod(index, self.rows_per_epoch)
+        # Once over the sources together, to mix them; then over the rows of one source, in its own epochs, which are
+        # longer or shorter than the common ones if it has a weight.
         place = shuffled(place, self.rows_per_epoch, self.seed, 0, epoch)
         number = int(np.searchsorted(self._ends, place, side="right"))
-        begin = int(self._ends[number]) - self._shares[number]
+        share = self._shares[number]
         n_rows = self._n_rows[number]
-        own_epoch, own_place = divmod(epoch * self._shares[number] + place - begin, n_rows)
+        place_in_share = place - (int(self._ends[number]) - share)
+        own_epoch, own_place = divmod(epoch * share + place_in_share, n_rows)
         row = shuffled(own_place, n_rows, self.seed, number + 1, own_epoch)
         return int(self._row_ends[number]) - n_rows + row
 
     def _row(self, row_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         number = int(np.searchsorted(self._row_ends, row_id, side="right"))
-        row = row_id - (int(self._row_ends[number]) - self._n_rows[number])
-        return self.sources[number].row(row, self.seq_len)
+        first = int(self._row_ends[number]) - self._n_rows[number]
+        return self.sources[number].row(row_id - first, self.seq_len)
 
 
 def shuffled(place: int, n: int, *key: int) -> int:
@@ -212,8 +230,10 @@ def shuffled(place: int, n: int, *key: int) -> int:
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = place >> half, place & mask
+        left = place >> half
+        right = place & mask
         for number in range(_ROUNDS):
+            # Unlike `hash`, the same in every process and version of Python: results name a seed.
             digest = blake2b(repr((key, number, right)).encode(), digest_size=8).digest()
             left, right = right, left ^ int.from_bytes(digest, "little") & mask
         place = left << half | right

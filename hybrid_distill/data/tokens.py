@@ -52,24 +52,28 @@ class Tokens:
 
     def row(self, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (input_ids, seq_idx, mask), each [L], of the row that begins at token ``index * seq_len``."""
-        begin, filled = index * seq_len, 0
+        begin = index * seq_len
         input_ids = np.full(seq_len, self.pad_id, dtype=np.int64)
         boundary = np.zeros(seq_len, dtype=np.int64)
         mask = np.zeros(seq_len, dtype=bool)
-        for number in range(int(np.searchsorted(self._ends, begin, side="right")), len(self.shards)):
+        filled = 0
+        first_shard = int(np.searchsorted(self._ends, begin, side="right"))
+        for number in range(first_shard, len(self.shards)):
             shard = self.shards[number]
-            offset = begin + filled - (int(self._ends[number]) - len(shard.ids))
-            piece = shard.ids[offset : offset + seq_len - filled]
-            input_ids[filled : filled + len(piece)] = piece
-            mask[filled : filled + len(piece)] = (
-                True if shard.learned is None else shard.learned[offset : offset + len(piece)]
-            )
-            first, last = np.searchsorted(shard.starts, (offset, offset + len(piece)))
+            shard_begin = int(self._ends[number]) - len(shard.ids)
+            offset = begin + filled - shard_begin
+            end = min(offset + seq_len - filled, len(shard.ids))
+            place = slice(filled, filled + end - offset)
+            input_ids[place] = shard.ids[offset:end]
+            mask[place] = True if shard.learned is None else shard.learned[offset:end]
+            first, last = np.searchsorted(shard.starts, (offset, end))
             boundary[shard.starts[first:last] - offset + filled] = 1
-            filled += len(piece)
+            filled = place.stop
             if filled == seq_len:
                 break
+        # Padding is a document of its own: no convolution or attention reaches it from the text.
         boundary[filled:][:1] = 1
+        # A row may begin with a document's first token; the numbers begin at 0 anyway.
         boundary[0] = 0
         return input_ids, boundary.cumsum(), mask
 
@@ -79,17 +83,34 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.d
 
     With ``chat``, they are conversations (`encode_conversation`).
     """
-    written, learned = [text for text in texts if text.strip()], None
+    written = [text for text in texts if text.strip()]
+    learned = None
     if chat:
-        both = [encode_conversation(text, tokenizer) for text in written]
-        documents = [ids for ids, _ in both]
-        learned = np.fromiter(chain.from_iterable(own for _, own in both), bool)
+        documents = []
+        masks = []
+        for text in written:
+            ids, mask = encode_conversation(text, tokenizer)
+            documents.append(ids)
+            masks.append(mask)
+        learned = np.fromiter(chain.from_iterable(masks), bool)
     else:
-        eos = eos_id(tokenizer)
-        found = tokenizer(written, return_attention_mask=False, verbose=False)["input_ids"] if written else []
-        documents = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in found]
-    starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)[:-1]
+        documents = _encode_texts(written, tokenizer)
+    lengths = [0, *map(len, documents)]
+    starts = np.cumsum(lengths, dtype=np.int64)[:-1]
     return Shard(np.fromiter(chain.from_iterable(documents), dtype), starts, learned)
+
+
+def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not texts:  # tokenizers refuse an empty batch
+        return []
+    # `verbose` would warn of every text longer than the model's context; rows cut them anyway.
+    documents = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+    eos = eos_id(tokenizer)
+    for ids in documents:
+        # Some tokenizers close a text themselves.
+        if ids[-1:] != [eos]:
+            ids.append(eos)
+    return documents
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -102,7 +123,9 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def id_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     """Return the smallest unsigned type that holds every id."""
-    return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
+    if vocabulary_size(tokenizer) <= 2**16:
+        return np.dtype("<u2")
+    return np.dtype("<u4")
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False) -> str:
@@ -112,27 +135,36 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False
     also ignores the tokens around a text, which the template sets: a base model and its instruct model may then have
     the same fingerprint.
     """
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        parts = json.loads(backend.to_str())
-        content = [parts[name] for name in _SPLITS_A_TEXT if not (chat and name == "post_processor")]
-    else:
+    # A slow tokenizer has no backend. Its class then stands for how it splits.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content: list[object]
+    if backend is None:
         content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
-    return hash_of([content] if chat else [content, tokenizer.eos_token_id])
+    else:
+        parts = json.loads(backend.to_str())
+        names = [name for name in _SPLITS_A_TEXT if not (chat and name == "post_processor")]
+        content = [parts[name] for name in names]
+    if chat:
+        return hash_of([content])
+    return hash_of([content, tokenizer.eos_token_id])
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, naming both, unless every id is the same token in both: otherwise logits and prompts of one
     have no meaning for the other."""
-    ours, theirs = own.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        odd = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
-        names = (f"{t.name_or_path or 'unnamed'} ({hash_of(t.get_vocab())[:12]})" for t in (own, other))
-        raise ValueError(
-            f"mixed tokenizers: {' and '.join(names)} differ from token {odd[1]} ({odd[0]!r}) on; pass a model of the "
-            "same family, which has the same vocabulary."
-        )
+    ours = own.get_vocab()
+    theirs = other.get_vocab()
+    if ours == theirs:
+        return
+    token, token_id = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
+    names = [f"{each.name_or_path or 'unnamed'} ({hash_of(each.get_vocab())[:12]})" for each in (own, other)]
+    raise ValueError(
+        f"mixed tokenizers: {' and '.join(names)} differ from token {token_id} ({token!r}) on; pass a model of the "
+        "same family, which has the same vocabulary."
+    )
 
 
 def hash_of(content: object) -> str:
     """Return the SHA-256 of JSON values, in hexadecimal."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -6,6 +6,8 @@ Everything stays on this machine unless the user has set up a key or a server (`
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +16,11 @@ from accelerate import Accelerator
 
 from ..distributed import make_accelerator
 from ..io import Record
+from ..limits import first_line
 
 PROJECT = "hybrid-distill"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,23 @@ class TrackedRun:
             "wandb": {**options, "name": self.name, "id": self.id, "dir": str(self.folder)},
             "trackio": {**options, "name": f"{self.name}-{self.id[:6]}"},
         }
-        accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
+        try:
+            accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
+        except Exception as error:
+            is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
+            if "wandb" not in map(str, accelerator.log_with) or is_offline:
+                raise
+            import wandb
+
+            # wandb.init needs its server, and a stage begins hours after the run was checked.
+            log.warning(
+                "wandb cannot begin a run (%s); its files stay in %s, `wandb sync` uploads them",
+                first_line(error), self.folder / "wandb",
+            )  # fmt: skip
+            os.environ["WANDB_MODE"] = "offline"
+            # Its service goes on holding the identifier of a run that could not begin.
+            wandb.teardown()
+            accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
 
     def log(self, accelerator: Accelerator, kind: str, values: Mapping[str, object], step: int) -> None:
         """Log numbers of a stage, or of the evaluation, as ``KIND/name``; ``step`` counts from this stage's start."""

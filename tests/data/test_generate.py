@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,10 @@ from hybrid_distill.data.tokens import Shard
 from hybrid_distill.probes.kv_retrieval import DIALOGUE, REWORDED
 from hybrid_distill.teacher import fingerprint, load_teacher
 
-CHAT = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+CHAT = """
+{%- for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor -%}
+{%- if add_generation_prompt %}assistant: {% endif -%}
+"""
 
 
 @pytest.fixture
@@ -58,34 +60,43 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def test_prompts_are_of_many_kinds_and_follow_from_the_seed() -> None:
-    for chat in (True, False):
-        every = [prompt(0, number, chat) for number in range(600)]
-        assert every == [prompt(0, number, chat) for number in range(600)]
-        assert every[:50] != [prompt(1, number, chat) for number in range(50)]
-        assert len(set(every)) > 480 and not any("{" in turn and "}" in turn for turns in every for turn in turns)
-        assert {len(turns) for turns in every} == ({1, 2, 3} if chat else {1})
+@pytest.mark.parametrize(("chat", "turns"), [(True, {1, 2, 3}), (False, {1})])
+def test_prompts_are_of_many_kinds_and_follow_from_the_seed(chat: bool, turns: set[int]) -> None:
+    prompts = [prompt(0, number, chat) for number in range(600)]
+    assert prompts == [prompt(0, number, chat) for number in range(600)]
+    assert prompts[:50] != [prompt(1, number, chat) for number in range(50)]
+    assert len(set(prompts)) > 480
+    assert {len(messages) for messages in prompts} == turns
+    for messages in prompts:
+        assert not re.search(r"\{.*\}", " ".join(messages), re.DOTALL), "a slot that was not filled"
 
 
 def test_no_prompt_uses_the_wording_of_a_probe() -> None:
-    wordings = [HEADER, QUESTION.split("{")[0], REWORDED.header, REWORDED.question.split("{")[0]]
-    wordings += [text.split("{")[0] for text in DIALOGUE[1:]] + ["dictionary", "the key", "value of"]
-    texts = [" ".join(prompt(seed, n, chat)) for seed in range(3) for n in range(300) for chat in (True, False)]
-    texts.append(prompts_path().read_text())
+    templates = [HEADER, QUESTION, REWORDED.header, REWORDED.question, *DIALOGUE[1:]]
+    wordings = ["dictionary", "the key", "value of"]
+    for template in templates:
+        wordings.append(template.split("{")[0].strip(" '").lower())
+    text = prompts_path().read_text()
+    for seed, number, chat in itertools.product(range(3), range(300), (True, False)):
+        text += "\n".join(prompt(seed, number, chat))
+    text = text.lower()
     for words in wordings:
-        assert not [text for text in texts if words.strip(" '").lower() in text.lower()], words
+        assert words not in text
 
 
 def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_path: Path) -> None:
     line = generate(job)
     header = TokenHeader.load(job.out / "tokens.json")
-    assert f"{header.tokens:,} tokens of {header.documents:,} documents" in line and 900 < header.tokens <= 1200
-    stopped, plain, calls = replace(job, out=tmp_path / "stopped"), writing._documents, iter(range(2))
+    assert f"{header.tokens:,} tokens of {header.documents:,} documents" in line
+    assert 900 < header.tokens <= 1200
+    stopped = replace(job, out=tmp_path / "stopped")
+    whole_batch = writing._documents
+    lives = iter(range(2))
 
     def dying(*args: Any) -> list[str]:
-        if next(calls, None) is None:
+        if next(lives, None) is None:
             die()
-        return plain(*args)
+        return whole_batch(*args)
 
     def work() -> None:
         pytest.MonkeyPatch().setattr(writing, "_documents", dying)
@@ -96,61 +107,72 @@ def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_p
     generate(stopped)
     assert contents(stopped.out) == contents(job.out)
     assert generate(job).split(",")[0] == line.split(",")[0], "a finished folder is left alone"
-    with pytest.raises(ValueError, match="made with another sources"):
+    with pytest.raises(ValueError, match="another sources"):
         generate(replace(job, sampling=replace(job.sampling, temperature=1.0)))
 
 
 @torch.no_grad()
 def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows(chat_job: GenerateJob) -> None:
-    line = generate(replace(chat_job, top_k_logits=5, seq_len=32))
-    assert "they cover" in line.splitlines()[1]
+    generate(replace(chat_job, top_k_logits=5, seq_len=32))
     model, tokenizer = load_teacher(chat_job.model)
     config = DataConfig(sources=(str(chat_job.out),), chat=True, seq_len=32)
-    rows, logits = open_rows(config, tokenizer), open_logits(chat_job.out / "logits")
-    options = {"vocab_size": len(tokenizer), "places": 10**6, "temperature": 1.0}
-    logits.check(rows, tokenizer, fingerprint(model), **options)
+    rows = open_rows(config, tokenizer)
+    logits = open_logits(chat_job.out / "logits")
+    logits.check(rows, tokenizer, fingerprint(model), vocab_size=len(tokenizer), places=10**6, temperature=1.0)
     ids = np.fromfile(chat_job.out / "ids-00000.bin", "<u2")
     learned = np.fromfile(chat_job.out / "learned-00000.bin", bool)
     starts = np.fromfile(chat_job.out / "starts-00000.bin", "<i8")
     text = tokenizer.decode(ids[: starts[1]])
-    assert text.startswith("user:") and "assistant:" in text
-    answers = [tokenizer.decode(ids[1:][learned[:-1]][:5])]
-    assert answers[0].strip() and learned.mean() < 0.6
+    assert text.startswith("user:")
+    assert "assistant:" in text
+    answered_ids = ids[1:][learned[:-1]]
+    assert tokenizer.decode(answered_ids[:5]).strip()
+    assert learned.mean() < 0.6
     batch = CachedLogitsDataset(rows, logits).batch(0, rows.n_rows)
+    mask = batch["mask"]
     expected = top_k_of(model, batch, 5, vocab_size=len(tokenizer)).ids_BLK.sort(-1).values
-    assert torch.equal(batch["teacher_ids_BLK"][batch["mask"]], expected[batch["mask"]]) and batch["mask"].any()
+    assert mask.any()
+    assert torch.equal(batch["teacher_ids_BLK"][mask], expected[mask])
 
 
 def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """This tokenizer closes every text; a model that reads the end begins another one."""
     model, tokenizer = load_teacher("tiny")
-    eos, seen = tokenizer.eos_token_id, {}
+    eos = tokenizer.eos_token_id
+    inputs = {}
     closing = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)])
     tokenizer.backend_tokenizer.post_processor = closing
-    monkeypatch.setattr(writing, "generated", lambda model, **given: seen.update(given) or given["inputs"])
-    writing._written(model, tokenizer, ["The sky"], Sampling(), "0", True)
-    assert tokenizer("The sky")["input_ids"][-1] == eos != seen["inputs"][0, -1]
+
+    def generated(model: Any, **options: Any) -> torch.Tensor:
+        inputs.update(options)
+        return options["inputs"]
+
+    monkeypatch.setattr(writing, "generated", generated)
+    writing._continuations(model, tokenizer, ["The sky"], Sampling(), "0", True)
+    assert tokenizer("The sky")["input_ids"][-1] == eos
+    assert inputs["inputs"][0, -1] != eos
 
 
 def test_logits_of_rows_without_a_loss_are_written(tmp_path: Path) -> None:
     shard = Shard(np.arange(2, 66, dtype="<u2"), np.array([0]), learned=np.zeros(64, dtype=bool))
     rows = PackedRows([Tokens((shard,), 1, "questions")], seq_len=16)
-    options = {"name": "small", "top_k": 3, "places": rows.n_rows, "vocab_size": 99}
-    line = write_logits(tmp_path, small_models()[1], word_tokenizer(), rows, **options)
-    assert "the loss counts no token of the 4 rows" in line
+    _, teacher = small_models()
+    write_logits(tmp_path, teacher, word_tokenizer(), rows, name="small", top_k=3, places=rows.n_rows, vocab_size=99)
+    assert open_logits(tmp_path).header.measured == {"rows": 4, "tokens": 0}
 
 
 def test_bad_input_ends_in_one_line(job: GenerateJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.md").touch()
     flags = ["generate-data", "--model", "tiny", "--tokens", "600", "--out", str(tmp_path / "new")]
-    for wrong, said in {
-        "--tokens many": "--tokens is 'many'; pass a number such as 20000, 20K or 2M",
-        "--form chat": "has no chat template",
-        "--new-tokens 2000": "is 1024 tokens, prompt and answer together; pass at most 512",
-        f"--out {tmp_path / 'mine'}": "holds notes.md, which is not a file of tokens; pass a new folder",
-    }.items():
+    mistakes = {
+        "--tokens many": "'many'",
+        "--form chat": "chat template",
+        "--new-tokens 2000": "at most 512",
+        f"--out {tmp_path / 'mine'}": "notes.md",
+    }
+    for mistake, named in mistakes.items():
         with pytest.raises(SystemExit, match="2"):
-            main([*flags, *wrong.split()])
-        assert said in capsys.readouterr().err
+            main([*flags, *mistake.split()])
+        assert named in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -15,13 +15,13 @@ import torch
 from huggingface_hub import DatasetInfo
 from test_data import write_source
 from test_launch import DDP, launch
-from training import ALIGN, DISTILL, refusal, small_run, word_texts, word_tokenizer
+from training import ALIGN, DISTILL, small_run, word_texts, word_tokenizer
 
 from hybrid_distill.cli import prepare_data
 from hybrid_distill.cli.app import run_recipe
 from hybrid_distill.cli.prepare_data import PrepareJob
 from hybrid_distill.config import RunConfig
-from hybrid_distill.data import DataConfig, check_launch, folder, hub, open_rows
+from hybrid_distill.data import DataConfig, check_launch, hub, open_rows, writer
 from hybrid_distill.data import config as data_config
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import prepare
@@ -29,16 +29,25 @@ from hybrid_distill.train.config import Distill
 
 SOURCE = "hf:somebody/texts:small:train"
 DATA = {"small/a.jsonl": "1", "small/b.jsonl": "2", "large/a.jsonl": "3"}
-CARD = {"configs": [{"config_name": "small", "data_files": [{"split": "train", "path": "small/*"}]},
-                    {"config_name": "large", "data_files": "large/*"}]}  # fmt: skip
+CARD = {
+    "configs": [
+        {"config_name": "small", "data_files": [{"split": "train", "path": "small/*"}]},
+        {"config_name": "large", "data_files": "large/*"},
+    ]
+}
 
 
 class FakeHub:
     """A hub with one data set; it counts what it is asked, and can be out of reach."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.asked, self.loaded = place, 0, list[str]()
-        self.is_there, self.files, self.card, self.commit = True, {**DATA, "README.md": "0"}, CARD, "c0"
+        self.place = place
+        self.is_there = True
+        self.files = {**DATA, "README.md": "0"}
+        self.card = CARD
+        self.commit = "c0"
+        self.asked = 0
+        self.loaded: list[str] = []
 
     def dataset_info(self, name: str, **_: Any) -> DatasetInfo:
         self.asked += 1
@@ -53,7 +62,8 @@ class FakeHub:
         return LOAD(str(self.place), split=split, streaming=streaming)
 
     def change(self, commit: str, **files: str) -> None:
-        self.commit, self.files = commit, {**self.files, **files}
+        self.commit = commit
+        self.files.update(files)
 
 
 LOAD = datasets.load_dataset
@@ -62,12 +72,17 @@ LOAD = datasets.load_dataset
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     write_source(tmp_path / "hub" / "a.jsonl", word_texts(60))
-    found = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(huggingface_hub, "dataset_info", found.dataset_info)
-    monkeypatch.setattr(datasets, "load_dataset", found.load_dataset)
-    monkeypatch.setattr(hub, "hub_error", lambda: None if found.is_there else "HF_HUB_OFFLINE is set")
+    fake = FakeHub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "dataset_info", fake.dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", fake.load_dataset)
+    monkeypatch.setattr(hub, "hub_error", lambda: None if fake.is_there else "HF_HUB_OFFLINE is set")
     monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
-    return found
+    return fake
+
+
+def pins(run: RunConfig) -> dict[str, Any]:
+    """The commits that a run has written down."""
+    return json.loads((run.out / "sources.json").read_text())
 
 
 @pytest.fixture
@@ -84,27 +99,34 @@ def test_a_run_asks_once_for_all_its_stages_and_a_later_start_not_at_all(fake, r
     first = RunInputs(run)
     prepare(first)
     prints = [first.rows(stage).fingerprint for stage in run.stages]
-    assert fake.asked == 1 and fake.loaded == ["c0"] and len(set(prints)) == 1
-    written = json.loads((run.out / "sources.json").read_text())
-    assert written[SOURCE]["revision"] == "c0"
+    assert fake.asked == 1
+    assert fake.loaded == ["c0"]
+    assert len(set(prints)) == 1
+    pinned = pins(run)
+    assert pinned[SOURCE]["revision"] == "c0"
     fake.change("c1", **{"small/a.jsonl": "changed"})
     for is_there in (True, False):
         fake.is_there = is_there
         again = RunInputs(run)
         prepare(again)
         assert [again.rows(stage).fingerprint for stage in run.stages] == prints
-    assert fake.asked == 1 and fake.loaded == ["c0"]
-    assert json.loads((run.out / "sources.json").read_text()) == written
+    assert fake.asked == 1
+    assert fake.loaded == ["c0"]
+    assert pins(run) == pinned
 
 
 def test_a_run_that_was_stopped_while_it_tokenized_goes_on_at_its_commit(fake, run, monkeypatch):
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "encode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer, "encode", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare(RunInputs(run))
     fake.change("c1", **{"small/a.jsonl": "changed"})
     prepare(RunInputs(run))
-    assert fake.asked == 1 and set(fake.loaded) == {"c0"}
+    assert fake.asked == 1
+    assert set(fake.loaded) == {"c0"}
 
 
 def test_a_run_that_starts_over_reads_the_newest_commit(fake, run):
@@ -112,7 +134,7 @@ def test_a_run_that_starts_over_reads_the_newest_commit(fake, run):
     fake.change("c1", **{"small/a.jsonl": "changed"})
     over = replace(run, resume="never")
     prepare(RunInputs(over))
-    assert json.loads((run.out / "sources.json").read_text())[SOURCE]["revision"] == "c1"
+    assert pins(run)[SOURCE]["revision"] == "c1"
     assert fake.loaded == ["c0", "c1"]
 
 
@@ -133,8 +155,9 @@ def test_only_a_commit_to_the_data_is_tokenized_again(fake, run, tmp_path, chang
     fake.change("c1", **changed)
     other = replace(run, out=tmp_path / "other")
     prepare(RunInputs(other))
-    assert fake.asked == 2 and fake.loaded == ["c0", *["c1"] * is_read_again]
-    assert json.loads((other.out / "sources.json").read_text())[SOURCE]["revision"] == "c1"
+    assert fake.asked == 2
+    assert fake.loaded == (["c0", "c1"] if is_read_again else ["c0"])
+    assert pins(other)[SOURCE]["revision"] == "c1"
 
 
 @pytest.mark.parametrize(
@@ -165,8 +188,9 @@ def test_a_new_run_without_a_network_reads_what_the_cache_knows(fake, run, tmp_p
     fake.is_there = False
     other = replace(run, out=tmp_path / "other")
     prepare(RunInputs(other))
-    assert fake.asked == 1 and "c0" in caplog.text
-    assert json.loads((other.out / "sources.json").read_text()) == json.loads((run.out / "sources.json").read_text())
+    assert fake.asked == 1
+    assert "c0" in caplog.text
+    assert pins(other) == pins(run)
     unknown = replace(run, out=tmp_path / "unknown", data=replace(run.data, sources=("hf:somebody/else",)))
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
         prepare(RunInputs(unknown))
@@ -181,16 +205,16 @@ def test_a_run_of_every_head_asks_nobody(fake, run):
 def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "load_tokenizer", lambda *_: word_tokenizer())
     job = PrepareJob("mine", (SOURCE,), tmp_path / "tokens", shard_tokens=100)
-    add, calls = folder._Writer.add, iter(range(1))
-    monkeypatch.setattr(hub, "now", lambda: "today")
+    add = writer.ShardWriter.add
+    lives = iter(range(1))
 
     def stopped(self: Any, *args: Any) -> int:
-        if next(calls, None) is None:
+        if next(lives, None) is None:
             raise KeyboardInterrupt
         return add(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder._Writer, "add", stopped)
+        patch.setattr(writer.ShardWriter, "add", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare_data.prepare(job)
     fake.change("c1", **{"small/a.jsonl": "changed"})
@@ -198,77 +222,46 @@ def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(f
     fake.is_there = False
     prepare_data.prepare(job)
     header = json.loads((job.out / "tokens.json").read_text())
-    assert fake.asked == 1 and fake.loaded == ["c0", "c0"] and header["sources"][0]["pin"]["revision"] == "c0"
+    assert fake.asked == 1
+    assert fake.loaded == ["c0", "c0"]
+    assert header["sources"][0]["pin"]["revision"] == "c0"
 
 
 # Launches
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, *, main: bool, answers: dict[str, Any]) -> list[str]:
-    """Stand in for one of eight processes; returns the order in which it does things."""
-    order: list[str] = []
-
-    def on_main_process(action: Any) -> None:
-        order.append("main process works")
-        if main:
-            action()
-
-    def agree_on(compute: Any) -> Any:
-        order.append("all agree")
-        return compute() if main else answers["agreed"]
-
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the main one of eight processes."""
     for module in (hub, data_config):
-        monkeypatch.setattr(module, "on_main_process", on_main_process)
-        monkeypatch.setattr(module, "agree_on", agree_on)
+        monkeypatch.setattr(module, "on_main_process", lambda action: action())
+        monkeypatch.setattr(module, "agree_on", lambda compute: compute())
     monkeypatch.setenv("WORLD_SIZE", "8")
-    return order
 
 
-def test_another_process_asks_nobody_and_tokenizes_nothing(fake, tmp_path, monkeypatch):
-    config, tokenizer = DataConfig((SOURCE,), hub_tokens=10_000, seq_len=16), word_tokenizer()
-    with monkeypatch.context() as patch:
-        launched(patch, main=True, answers={})
-        patch.setattr(data_config, "agree_on", lambda compute: compute())
-        expected = open_rows(config, tokenizer).fingerprint
-    pin = {SOURCE: hub.resolve(SOURCE)}
-    asked = fake.asked
-    monkeypatch.setattr(folder, "write_tokens", lambda *_, **__: pytest.fail("it tokenized"))
-    order = launched(monkeypatch, main=False, answers={"agreed": pin})
-    assert open_rows(config, tokenizer).fingerprint == expected
-    assert fake.asked == asked and order == ["main process works", "all agree", "main process works"]
-
-
-def test_the_main_process_tokenizes_while_the_others_wait(fake, monkeypatch):
-    order = launched(monkeypatch, main=True, answers={})
-    write = folder.write_tokens
-    monkeypatch.setattr(folder, "write_tokens", lambda *a, **k: order.append("tokenizes") or write(*a, **k))
-    open_rows(DataConfig((SOURCE,), hub_tokens=10_000, seq_len=16), word_tokenizer())
-    assert order == ["main process works", "all agree", "main process works", "tokenizes"]
-
-
-def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(fake, run, capsys, monkeypatch):
+def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(fake, run, monkeypatch, request):
     large = replace(run.data, hub_tokens=100_000_001)
     tokenizer = word_tokenizer()
     check_launch(large, tokenizer)  # one process may tokenize as much as it likes
-    launched(monkeypatch, main=True, answers={})
+    request.getfixturevalue("launched")
     check_launch(replace(large, hub_tokens=100_000_000), tokenizer)
     for act in (check_launch, open_rows):
-        with pytest.raises(ValueError, match="prepare-data") as error:
+        with pytest.raises(ValueError, match=f"{SOURCE}.* 100,000,001"):
             act(large, tokenizer)
-        assert SOURCE in str(error.value) and "100,000,001" in str(error.value) and "\n" not in str(error.value)
     assert fake.loaded == []
     monkeypatch.setattr(data_config, "LARGEST_IN_A_LAUNCH", 5)
     monkeypatch.setattr("hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=2))
     monkeypatch.setattr("hybrid_distill.pipeline.run.own_device", lambda: torch.device("cpu"))
     with pytest.raises(ValueError, match="prepare-data"):
         prepare(RunInputs(run))
-    assert fake.loaded == [] and not (run.out / "config.json").exists()
+    assert fake.loaded == []
+    assert not (run.out / "config.json").exists()
 
 
-def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(fake, run, monkeypatch):
+def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(fake, run, monkeypatch, request):
     tokenizer = word_tokenizer()
     rows = open_rows(run.data, tokenizer)
-    launched(monkeypatch, main=True, answers={})
+    request.getfixturevalue("launched")
     monkeypatch.setattr(data_config, "LARGEST_IN_A_LAUNCH", 5)
     check_launch(run.data, tokenizer)
     assert open_rows(run.data, tokenizer).fingerprint == rows.fingerprint
@@ -277,17 +270,11 @@ def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(
 def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
     large = replace(run, data=replace(run.data, hub_tokens=100_000_001), stages=(DISTILL,), gpus=2)
     run_recipe(large, ["--dry-run"])
-    found = capsys.readouterr().out
-    assert f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1" in found
+    printed = capsys.readouterr().out
+    assert f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1" in printed
     run_recipe(replace(large, gpus=1), ["--dry-run"])
     assert "prepare-data" not in capsys.readouterr().out
     assert fake.asked == 0
-
-
-def test_refusal_is_one_line(fake, run, capsys):
-    fake.is_there = False
-    line = refusal(capsys, run)
-    assert SOURCE in line and "HF_HUB_OFFLINE" in line
 
 
 @pytest.mark.launched
@@ -297,7 +284,10 @@ def test_of_two_processes_one_asks_the_hub_and_tokenizes(tmp_path):
     (tmp_path / "local.txt").write_text("\n<|endoftext|>\n".join(word_texts(30)))
     done = launch(DDP, tmp_path, program=Path(__file__).with_name("two_readers.py"))
     assert done.returncode == 0, done.stderr
-    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert (one["asked"], other["asked"]) == (2, 0)  # for each call of open_rows without a run
-    assert (one["encoded"], other["encoded"]) == (90, 0)
-    assert one["rows"] == other["rows"] and one["refused"] == other["refused"] and "prepare-data" in one["refused"]
+    main, other = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert main["asked"] == 2, "once for each call of open_rows without a run"
+    assert main["encoded"] == 90
+    assert other["asked"] == other["encoded"] == 0
+    assert main["rows"] == other["rows"]
+    assert "prepare-data" in main["refused"]
+    assert main["refused"] == other["refused"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     tests = Path(__file__).parents[1]
@@ -15,7 +16,7 @@ import huggingface_hub
 from test_hub import SOURCE, FakeHub
 from training import word_tokenizer
 
-from hybrid_distill.data import DataConfig, folder, hub, open_rows
+from hybrid_distill.data import DataConfig, hub, open_rows, writer
 from hybrid_distill.data import config as data_config
 from hybrid_distill.distributed import connect
 
@@ -28,9 +29,15 @@ def main(out: Path) -> None:
     # Only the main process has a network.
     fake.is_there = rank == 0
     hub.hub_error = lambda: None if fake.is_there else "HF_HUB_OFFLINE is set"
-    encoded: list[int] = []
-    encode = folder.encode
-    folder.encode = lambda texts, *rest: encoded.append(len(texts)) or encode(texts, *rest)
+    n_encoded = 0
+    encode = writer.encode
+
+    def counting(texts: list[str], *rest: Any) -> Any:
+        nonlocal n_encoded
+        n_encoded += len(texts)
+        return encode(texts, *rest)
+
+    writer.encode = counting
     config = DataConfig((SOURCE, str(out / "local.txt")), hub_tokens=10_000, seq_len=16)
     rows = open_rows(config, word_tokenizer(), cache_dir=out / "cache")
     data_config.LARGEST_IN_A_LAUNCH = 5
@@ -39,8 +46,8 @@ def main(out: Path) -> None:
         open_rows(DataConfig((SOURCE,), hub_tokens=6, seq_len=16), word_tokenizer(), cache_dir=out / "cache")
     except ValueError as error:
         refused = str(error)
-    found = {"asked": fake.asked, "encoded": sum(encoded), "rows": rows.fingerprint, "refused": refused}
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    record = {"asked": fake.asked, "encoded": n_encoded, "rows": rows.fingerprint, "refused": refused}
+    (out / f"{rank}.json").write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

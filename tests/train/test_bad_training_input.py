@@ -40,7 +40,7 @@ def inputs(tmp_path: Path) -> Path:
         ("--stages align post --post.teacher {0}/model --post.data.sources {0}/chat", "mixed tokenizers"),
         ("--stages post --post.data.sources {0}/chat.jsonl", "tiny_teacher has no chat template"),
         ("--stages post", "tiny is plain text"),
-        ("--teacher {0}/model --data.sources {0}/words {0}/chat", "mixes tokens made with a tokenizer other than"),
+        ("--teacher {0}/model --data.sources {0}/words {0}/chat", "tokens made with a tokenizer other than"),
         (
             "--teacher {0}/model --data.sources {0}/text.jsonl --stages post --post.data.sources hf:somebody/chat",
             "prepare-data --sources hf:somebody/chat",

@@ -1,0 +1,216 @@
+"""Writing of token folders: sources are tokenized in order, and a stopped writer resumes after its last whole shard."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..io import Record, read_json, sync
+from ..progress import Phase
+from ..provenance import now
+from ..vocabulary import vocabulary_size
+from .chat import template_hash
+from .documents import BATCH_CHARACTERS, SourcePlace, document_batches, source_fingerprint
+from .folder import SHARD_TOKENS, TokenHeader
+from .hub import Pin, Pins, is_on_hub, resolve
+from .tokens import Shard, encode, eos_id, id_dtype, tokenizer_fingerprint
+
+log = logging.getLogger(__name__)
+
+Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
+"""Function that reads texts in batches, starting at a place; it yields each batch with the place after it."""
+
+
+def write_tokens(
+    folder: Path,
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str | None = None,
+    text_column: str | None = "text",
+    max_tokens: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    made_by: tuple[str, Reader] | None = None,
+    pins: Pins = MappingProxyType({}),
+) -> TokenHeader:
+    """Tokenize sources, in order, into a folder; only one process may call this.
+
+    If ``text_column`` is None, records are conversations. A shard ends with the batch of documents in which it reaches
+    ``shard_tokens``. With ``max_tokens``, documents are added as long as they fit. A finished folder stays unchanged;
+    an unfinished one is resumed after its last complete shard, with the same bytes as without interruption. ``made_by``
+    is the fingerprint and the reader of a single source that is generated, not read. Sources on the hub are read at the
+    commits in ``pins``; the hub is asked for those that are not there, unless the folder names them: it then goes on
+    with its own.
+    Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
+    """
+    chat = text_column is None
+    # A shard ends with a batch. About 4 characters are a token, so a small shard gets small batches.
+    characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
+    if made_by:
+        pins = {}
+        fingerprint, read = made_by
+        fingerprints = [fingerprint]
+    else:
+        pins = _all_pins(sources, {**pins, **_pins_in(folder)})
+        fingerprints = [source_fingerprint(source, pins.get(source)) for source in sources]
+        read = partial(document_batches, sources, text_column, characters, pins=pins)
+    header = TokenHeader(
+        format=TokenHeader.FORMAT,
+        tokenizer=name or tokenizer.name_or_path,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer, chat),
+        vocabulary_size=vocabulary_size(tokenizer),
+        eos_id=eos_id(tokenizer),
+        dtype=id_dtype(tokenizer).name,
+        text_column=text_column or "",
+        chat_template=template_hash(tokenizer) if chat else "",
+        shard_tokens=shard_tokens,
+        max_tokens=max_tokens,
+        sources=[_source_record(*source, pins) for source in zip(sources, fingerprints)],
+    )
+    begun = header.begun(folder)
+    if begun is not None:
+        begun.check_files(folder)
+        if TokenHeader.file(folder).exists():
+            return begun
+    writer = ShardWriter(folder, begun or header)
+    dtype = id_dtype(tokenizer)
+    with Phase("tokenizing", max_tokens, done=writer.header.tokens, unit="tokens") as phase:
+        for texts, place in read(writer.place):
+            documents = encode(texts, tokenizer, dtype, chat)
+            phase.update(writer.add(documents, place))
+            if writer.full:
+                break
+    return writer.finish()
+
+
+def _source_record(source: str, fingerprint: str, pins: Pins) -> Record:
+    """Make the header's entry of a source."""
+    record: Record = {"name": source, "fingerprint": fingerprint, "tokens": 0, "documents": 0}
+    if source in pins:
+        record["pin"] = asdict(pins[source])
+    return record
+
+
+def _all_pins(sources: Sequence[str], pins: Pins) -> dict[str, Pin]:
+    """Return the given pins, and those that the hub names for its other sources."""
+    every = dict(pins)
+    for source in sources:
+        if is_on_hub(source) and source not in every:
+            every[source] = resolve(source)
+    return every
+
+
+def _pins_in(folder: Path) -> dict[str, Pin]:
+    """Return the commits at which a folder, finished or not, reads its sources."""
+    for is_partial in (False, True):
+        path = TokenHeader.file(folder, is_partial)
+        if path.is_file():
+            records = TokenHeader.load(path).sources
+            return {record["name"]: Pin(**record["pin"]) for record in records if "pin" in record}
+    return {}
+
+
+class ShardWriter:
+    """Writer that appends documents to the shards of a folder. ``header`` counts them; reading resumes at ``place``."""
+
+    def __init__(self, folder: Path, header: TokenHeader) -> None:
+        self.folder = folder
+        self.header = header
+        self.place: SourcePlace = (0, None)
+        self.full = False
+        self._files: list[BinaryIO] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        if header.shards:
+            number, inside = read_json(header.file(folder, partial=True))["place"]
+            self.place = (number, inside)
+            log.info("resuming after %s tokens, in shards 0 to %d", f"{header.tokens:,}", len(header.shards) - 1)
+
+    def add(self, documents: Shard, place: SourcePlace) -> int:
+        """Append a batch that ends at ``place``, up to ``max_tokens``; return the number of tokens appended."""
+        header = self.header
+        if header.max_tokens is not None:
+            documents = self._fitting(documents, header.max_tokens - header.tokens)
+        if not len(documents.ids):
+            return 0
+        if not self._files:
+            paths = header.shard_paths(self.folder, len(header.shards))
+            self._files = [path.open("wb") for path in paths]
+            header.shards.append({"tokens": 0, "documents": 0})
+        shard = header.shards[-1]
+        # Documents are counted from the beginning of their shard, a batch from its own.
+        starts = (documents.starts + shard["tokens"]).astype("<i8")
+        for file, array in zip(self._files, (documents.ids, starts, documents.learned)):
+            if array is not None:
+                file.write(array.tobytes())
+        number, _ = place
+        for count in (shard, header.sources[number]):
+            count["tokens"] += len(documents.ids)
+            count["documents"] += len(starts)
+        header.tokens += len(documents.ids)
+        header.documents += len(starts)
+        # The header counts whole shards only, so that a resumed writer overwrites one that was cut short.
+        # A folder that is full ends here: `finish` closes its last shard.
+        if shard["tokens"] >= header.shard_tokens and not self.full:
+            self._close_shard()
+            header.save(header.file(self.folder, partial=True), place=place)
+        return len(documents.ids)
+
+    def _fitting(self, documents: Shard, room: int) -> Shard:
+        """Return the documents that end within ``room`` tokens."""
+        # [documents]: one past each document's last token.
+        ends = np.append(documents.starts[1:], len(documents.ids))
+        n = int(np.searchsorted(ends, room, side="right"))
+        self.full = n < len(ends)
+        if self.full and not n and not self.header.tokens:
+            raise ValueError(
+                f"max_tokens is {self.header.max_tokens}, but the first document has {ends[0]} tokens; raise it."
+            )
+        end = ends[n - 1] if n else 0
+        learned = documents.learned
+        if learned is not None:
+            learned = learned[:end]
+        return Shard(documents.ids[:end], documents.starts[:n], learned)
+
+    def _close_shard(self) -> None:
+        for file in self._files:
+            file.close()
+            sync(Path(file.name))
+        self._files = []
+
+    def finish(self) -> TokenHeader:
+        """Write the header. Raises ValueError if a source that was read held no text."""
+        header = self.header
+        sources = header.sources
+        if self.full:
+            # Sources after the last one with tokens were not read any more.
+            while not sources[-1]["tokens"]:
+                sources = sources[:-1]
+        empty_names = [source["name"] for source in sources if not source["tokens"]]
+        if empty_names:
+            raise ValueError(
+                f"data source {empty_names[0]!r} holds no text; pass one that does, or --data.sources tiny."
+            )
+        self._close_shard()
+        header.sha256 = self._hash_of_ids()
+        header.created = now()
+        header.finish(self.folder)
+        return header
+
+    def _hash_of_ids(self) -> str:
+        """Hash the ids of all shards, as if they were one file: the size of shards does not change it."""
+        digest = hashlib.sha256()
+        for number in range(len(self.header.shards)):
+            ids_path = self.header.shard_paths(self.folder, number)[0]
+            with ids_path.open("rb") as file:
+                while block := file.read(2**24):
+                    digest.update(block)
+        return digest.hexdigest()
