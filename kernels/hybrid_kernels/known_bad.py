@@ -12,8 +12,8 @@ import torch
 
 
 class KnownBad(NamedTuple):
-    """Versions, without local parts, and the compute capability on which ``kernels`` must not run.
-    """
+    """Versions, without local parts, and the compute capability on which ``kernels`` must not
+    run."""
 
     triton: str
     torch: str
@@ -50,7 +50,8 @@ def known_bad(kernel: str, device: torch.device) -> str | None:
         is_version = versions[0] == row.triton and row.torch in ("", versions[1])
         if is_version and capability == row.capability and kernel in row.kernels:
             return (
-                f"triton {versions[0]} is known to fail on this GPU ({row.report}); install another "
+                f"triton {versions[0]} is known to fail on this GPU ({row.report}); install "
+                "another "
                 "version of it"
             )
     return None

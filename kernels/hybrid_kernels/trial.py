@@ -92,8 +92,8 @@ def mistake(
 
 
 def mistakes(trials: Sequence[Trial]) -> list[str | None]:
-    """Return the verdicts of several trials; those that nobody knows yet share one child process.
-    """
+    """Return the verdicts of several trials; those that nobody knows yet share one child
+    process."""
     if any(trial not in _known for trial in trials):
         with _shared_folder() as folder:
             unknown = []
@@ -178,11 +178,12 @@ class _Lines:
     """Lines that a child writes to a pipe."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._received = descriptor, b""
+        self._descriptor = descriptor
+        self._received = b""
 
     def next(self, limit: float) -> str | None:
-        """Wait for a line for ``limit`` seconds; return None if none comes, or the child has ended.
-        """
+        """Wait for a line for ``limit`` seconds; return None if none comes, or the child has
+        ended."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._received:
             left = max(deadline - time.monotonic(), 0.0)
@@ -246,7 +247,8 @@ def _read(folder: Path | None, trial: Trial) -> tuple[str | None] | None:
         return None
     try:
         record = json.loads(_file(folder, trial).read_text())
-        found, when = record["mistake"], float(record["time"])
+        found = record["mistake"]
+        when = float(record["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     is_old = not 0 <= time.time() - when < RETRY_AFTER

@@ -1,4 +1,5 @@
-"""The choice of "auto" on a GPU: versions, dtypes and sizes it refuses, and a kernel that computes something else."""
+"""The choice of "auto" on a GPU: versions, dtypes and sizes it refuses, and a kernel that computes
+something else."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ from hybrid_kernels.loss import KINDS
 
 from hybrid_distill.model import ssd
 
-pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set")
+pytestmark = pytest.mark.skipif(
+    not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+)
 
-CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+FP32 = torch.float32
 CALLS = {
     "recurrence": ((16, 4), {"gated": True, "packed": True}),
     "convolution": ((4,), {"packed": True}),
@@ -45,7 +50,9 @@ def nothing_known(monkeypatch):
         function.cache_clear()
 
 
-def mistake(kernel: str, dtype: torch.dtype = FP32, training: bool = True, **options: bool) -> str | None:
+def mistake(
+    kernel: str, dtype: torch.dtype = FP32, training: bool = True, **options: bool
+) -> str | None:
     sizes, usual = CALLS[kernel]
     return first_use.mistake(kernel, CPU, dtype, *sizes, training=training, **{**usual, **options})
 
@@ -69,7 +76,9 @@ def forgets_the_largest(largest, total, x):
 
 
 @pytest.mark.parametrize("kind, from_head", LOSSES)
-def test_a_mistake_in_the_loss_takes_it_to_torch(kind: str, from_head: bool, monkeypatch, caplog) -> None:
+def test_a_mistake_in_the_loss_takes_it_to_torch(
+    kind: str, from_head: bool, monkeypatch, caplog
+) -> None:
     monkeypatch.setattr(loss_triton, "_add_exponentials", forgets_the_largest)
     assert not loss._is_right(CPU, FP32, kind, from_head)
     assert "the distillation loss runs on torch, not on its kernel: on cpu its" in caplog.text
@@ -79,7 +88,11 @@ def test_a_mistake_in_the_loss_takes_it_to_torch(kind: str, from_head: bool, mon
 def too_small(y, z, out, n, BLOCK: tl.constexpr, MODE: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(z + place, mask=place < n, other=0.0)
-    tl.store(out + place, 0.9 * tl.load(y + place, mask=place < n, other=0.0) * tl.sigmoid(gate) * gate, mask=place < n)
+    tl.store(
+        out + place,
+        0.9 * tl.load(y + place, mask=place < n, other=0.0) * tl.sigmoid(gate) * gate,
+        mask=place < n,
+    )
 
 
 @triton.jit
@@ -111,14 +124,19 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("kernel, module, name, wrong, found", PLANTED, ids=lambda value: str(value)[:20])
-def test_a_planted_mistake_is_found(kernel, module, name, wrong, found, monkeypatch, poison) -> None:
+@pytest.mark.parametrize(
+    "kernel, module, name, wrong, found", PLANTED, ids=lambda value: str(value)[:20]
+)
+def test_a_planted_mistake_is_found(
+    kernel, module, name, wrong, found, monkeypatch, poison
+) -> None:
     monkeypatch.setattr(module, name, wrong)
     assert found in mistake(kernel)
 
 
 def test_a_test_leaves_no_trace_in_the_caller(monkeypatch) -> None:
-    """Inside a checkpointed, autocast, seeded region: neither hooks, nor modes, nor the random numbers see it."""
+    """Inside a checkpointed, autocast, seeded region: neither hooks, nor modes, nor the random
+    numbers see it."""
     packed = []
     state = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
@@ -127,7 +145,9 @@ def test_a_test_leaves_no_trace_in_the_caller(monkeypatch) -> None:
     assert not packed and torch.equal(torch.get_rng_state(), state)
 
 
-def best(kernel: str = "recurrence", dtype: torch.dtype = FP32, sizes: tuple[int, ...] = (16, 4)) -> str:
+def best(
+    kernel: str = "recurrence", dtype: torch.dtype = FP32, sizes: tuple[int, ...] = (16, 4)
+) -> str:
     return ssd._best_on_gpu(kernel, CPU, dtype, sizes, True, (("gated", True), ("packed", True)))
 
 
@@ -143,22 +163,37 @@ def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
 
 
 @pytest.mark.parametrize("case", ["mistake", "float16", "N=256", "triton 3.2", "no triton"])
-def test_auto_falls_back_to_torch_with_one_warning(case: str, fresh_choice, monkeypatch, caplog) -> None:
-    arguments = {"float16": ("recurrence", torch.float16), "N=256": ("recurrence", BF16, (64, 256))}.get(case, ())
+def test_auto_falls_back_to_torch_with_one_warning(
+    case: str, fresh_choice, monkeypatch, caplog
+) -> None:
+    arguments = {
+        "float16": ("recurrence", torch.float16),
+        "N=256": ("recurrence", BF16, (64, 256)),
+    }.get(case, ())
     if case == "mistake":
         monkeypatch.setattr(kernels, "_gate", too_small)
     elif "triton" in case:
-        monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.2.0") if "3" in case else None)
+        monkeypatch.setitem(
+            sys.modules,
+            "triton",
+            types.SimpleNamespace(__version__="3.2.0") if "3" in case else None,
+        )
     with caplog.at_level(logging.WARNING):
         assert [best(*arguments) for _ in range(3)] == ["torch"] * 3
     (record,) = caplog.records
     assert "runs on torch" in record.message and "\n" not in record.message
 
 
-@pytest.mark.parametrize("version, usable", [("3.4.0", False), ("3.5.0", True), ("3.10.0+git1", True), ("4.0", True)])
-def test_kernels_named_on_an_old_triton_are_a_clear_error(version, usable, fresh_choice, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "version, usable", [("3.4.0", False), ("3.5.0", True), ("3.10.0+git1", True), ("4.0", True)]
+)
+def test_kernels_named_on_an_old_triton_are_a_clear_error(
+    version, usable, fresh_choice, monkeypatch
+) -> None:
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
     assert (hybrid_kernels.unusable() is None) == usable
     if not usable:
-        with pytest.raises(RuntimeError, match=rf"impl 'triton' cannot run: triton is {version}; .* Pass 'auto'"):
+        with pytest.raises(
+            RuntimeError, match=rf"impl 'triton' cannot run: triton is {version}; .* Pass 'auto'"
+        ):
             ssd.check_implementation("triton")

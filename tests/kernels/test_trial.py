@@ -79,7 +79,8 @@ def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_
     assert found[2] and "output" in found[2]
     assert len(planted.read_text().split()) == 1
 
-    # Another process of the machine: nothing is tried again; later, a verdict against a kernel ends.
+    # Another process of the machine: nothing is tried again; later, a verdict against a kernel
+    # ends.
     trial._known.clear()
     assert trial.mistakes([right, crash, wrong]) == found[:3]
     assert len(planted.read_text().split()) == 1
