@@ -42,8 +42,11 @@ def dot_mode(dtype: torch.dtype) -> str:
 @triton.jit
 def rne(x):
     """The bf16 number nearest to an fp32 one, ties to even, as fp32; a NaN stays one."""
+    # Adding 0x7FFF, and 1 more if the last kept bit is odd, carries into the upper 16 bits exactly
+    # where rounding to nearest even goes up.
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    # The sum could carry a NaN's payload into the sign or to infinity.
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
 
 
@@ -197,6 +200,7 @@ def rows(tensor: Tensor) -> tuple[Tensor, int]:
     batch, length = tensor.shape[:2]
     token = tensor[0, 0]
     row = tensor.stride(1) if length > 1 else tensor.stride(0) if batch > 1 else token.numel()
+    # Rows of the batch must follow each other without a gap, as kernels compute (b L + t) stride.
     in_one_piece = batch == 1 or length == 1 or tensor.stride(0) == length * row
     if token.is_contiguous() and row >= token.numel() and in_one_piece:
         return tensor, row

@@ -214,6 +214,7 @@ def _backward_op(dy, x, weight, state, seq_idx, silu) -> list[Tensor]:
         batch * n_tiles, width, channels, dtype=torch.float32, device=x.device
     )
     with torch.cuda.device_of(x):
+        # Without an activation, what reaches the sum is dy itself.
         dpre = dy
         if silu:
             dpre = torch.empty_like(dy)
@@ -243,6 +244,7 @@ def _backward_op(dy, x, weight, state, seq_idx, silu) -> list[Tensor]:
             x_row,
             **_constants(BACKWARD, weight, state, seq_idx, x.dtype),
         )
+    # [tiles, K, C] with channels last: the kernel's stores are contiguous, and this sum is ordered.
     dweight = dweight_TKC.sum(0).mT.to(weight.dtype).contiguous()
     return [dx, dweight] if dstate is None else [dx, dweight, dstate]
 
@@ -288,6 +290,7 @@ def _constants(
 @triton.jit
 def _tile(n_rows, C, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):
     """Row of the batch, index of the tile of tokens, and channels of this program."""
+    # Neighboring programs share a row's cache lines if channels change fastest.
     n_channel_tiles = tl.cdiv(C, BLOCK_C)
     n_token_tiles = tl.cdiv(n_rows, BLOCK_L)
     pid = tl.program_id(0)
@@ -338,6 +341,7 @@ def _tap(
     inside = (source >= 0) & (source < L)
     offset = (source - first)[:, None] * x_row + channel[None, :]
     tap = tl.load(x + offset, mask=inside[:, None] & real, other=0.0).to(tl.float32)
+    # Tap 0 is the token itself, never a part of the state or of another document.
     if HAS_STATE and back > 0:
         held = (source < 0) & (source > -WIDTH)
         place = channel[None, :] * (WIDTH - 1) + (source + WIDTH - 1)[:, None]
@@ -449,6 +453,7 @@ def _through_silu(
     offset = (t - first)[:, None] * C + channel[None, :]
     inside = (t < L)[:, None] & (channel < C)[None, :]
     start = (row * L + first) * C
+    # silu'(p) = s (1 + p (1 - s)) with s = sigmoid(p).
     slope = gate * (1.0 + pre * (1.0 - gate))
     gradient = tl.load(dy + start + offset, mask=inside, other=0.0).to(tl.float32) * slope
     tl.store(dpre + start + offset, narrow(gradient, dpre.dtype.element_ty, MODE), mask=inside)
@@ -484,6 +489,7 @@ def _backward(
     MODE: tl.constexpr,
 ):
     # Inputs of the state: tokens before the row
+    # The state's K - 1 inputs are rows -(K - 1) ... -1, so that dx and dstate are one computation.
     n_before: tl.constexpr = WIDTH - 1 if HAS_STATE else 0
     row, token_tile, channel = _tile(L + n_before, C, BLOCK_L, BLOCK_C)
     first = token_tile * BLOCK_L - n_before
@@ -499,6 +505,8 @@ def _backward(
         seq_idx += row * L
     dweight += (row * tl.cdiv(L + n_before, BLOCK_L) + token_tile) * WIDTH * C
 
+    # dx_t gathers from the K - 1 tokens after t: a gather and no atomics, so that the bits do not
+    # depend on the order of programs.
     here = _load_gradient(dpre, first, t, channel, L, C)
     gradient = here * _weight(weight, channel, 0, C, WIDTH)[None, :]
     # What the token ``back`` places later took from this one
@@ -507,6 +515,7 @@ def _backward(
         if PACKED:
             later = tl.where(_same_document(seq_idx, t, t + back, L), later, 0.0)
         gradient += later * _weight(weight, channel, back, C, WIDTH)[None, :]
+    # One partial sum per tile and tap, summed by torch in a fixed order afterwards.
     for back in tl.static_range(WIDTH):
         tap = _tap(
             x, state, seq_idx, first, t, channel, back, L, C, x_row, WIDTH, HAS_STATE, PACKED

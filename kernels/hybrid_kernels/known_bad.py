@@ -20,7 +20,7 @@ class KnownBad(NamedTuple):
     """Empty for any version."""
     capability: tuple[int, int]
     kernels: tuple[str, ...]
-    """Names as in `first_use.TESTS`."""
+    """Names as in `definitions.TESTS`."""
     report: str
 
 
@@ -30,7 +30,9 @@ KNOWN_BAD = (
         torch="",
         capability=(9, 0),
         kernels=("recurrence",),  # the only one whose programs multiply several times
-        report="triton-lang/triton#11366: wgmma reads illegal addresses, several products in 4 warps",
+        report=(
+            "triton-lang/triton#11366: wgmma reads illegal addresses, several products in 4 warps"
+        ),
     ),
 )
 """One row a public report. #11366 was seen with torch 2.9.1 on an H20, and 3.5.1 was clean there;

@@ -169,7 +169,8 @@ class _Problem(NamedTuple):
 @custom_op(
     "hybrid_kernels::distillation_loss",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor head, Tensor known, Tensor of_known, bool from_head, Tensor soft, Tensor hard, "
+    schema="(Tensor hidden, Tensor head, Tensor known, Tensor of_known, bool from_head, "
+    "Tensor soft, Tensor hard, "
     "Tensor labels, Tensor kept, str kind, float temperature, float beta, float hard_weight, "
     "SymInt n_real, "
     "ScalarType dtype, ScalarType teacher_dtype, SymInt? chunk_size, str impl, bool for_hidden, "
@@ -213,6 +214,7 @@ def _loss_op(
         in_logits=importlib.import_module(f".loss_{impl}", __package__),
     )
     _check_numbers(problem)
+    # Dtypes are chosen already; autocast would cast operands a second time.
     with torch.autocast(hidden.device.type, enabled=False):
         loss, d_hidden, d_head = _chunked(hidden, head, problem, (for_hidden, for_head))
     return (
@@ -234,6 +236,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.head_dtype = inputs[1].dtype
     ctx.wanted = inputs[-2:]
     ctx.save_for_backward(*output[1:])
+    # Else torch fills gradients of the outputs that are gradients with zeros, as large as the head.
     ctx.set_materialize_grads(False)
 
 
@@ -266,6 +269,8 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return (gradient * factor).to(dtype)
     gradient = gradient.detach()
     engine: Any = torch._C
+    # With retain_graph=True the saved gradient is read again, so that it must not be overwritten.
+    # PyTorch tells by a private function alone.
     in_place = gradient.dtype == dtype and not engine._autograd._get_current_graph_task_keep_graph()
     return torch.mul(
         gradient, factor, out=gradient if in_place else torch.empty_like(gradient, dtype=dtype)
@@ -280,6 +285,7 @@ def _chunked(
     compare = _comparison(problem)
     head = head_VD[: problem.n_real].to(problem.dtype)
     d_hidden = torch.empty_like(hidden_MD) if wanted[0] else None
+    # fp32 for the sum over chunks: in bf16 the later chunks' small terms would be rounded away.
     d_head = head_VD.new_zeros(head_VD.shape, dtype=_wide(problem.dtype)) if wanted[1] else None
 
     losses = []
@@ -430,6 +436,7 @@ def _product_dtype(hidden: Tensor, head: Tensor, hidden_name: str, head_name: st
         )
     else:
         dtype = hidden.dtype
+    # fp16 ends at 65,504, and gradients of single logits begin below 6e-8.
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -496,9 +503,9 @@ def _reason_against(
 
         reason = known_bad("distillation loss", device)
     if reason is None:
-        from .trial import mistake
+        from .selftest import check_kernel
 
-        reason = mistake("distillation loss", device, dtype, kind=kind, from_head=from_head)
+        reason = check_kernel("distillation loss", device, dtype, kind=kind, from_head=from_head)
     return reason
 
 
@@ -610,6 +617,7 @@ def _check_tensors(
                 f"{name} has shape {tuple(tensor.shape)}; it must have one entry a token: "
                 f"{tuple(tokens)}."
             )
+    # A data-dependent branch would break the graph of torch.compile.
     traced = torch.compiler.is_compiling()
     if not traced and weight is not None and weight.device.type == "cpu" and (weight < 0).any():
         raise ValueError("weight_BL has a negative entry; weights start at 0: clamp them.")

@@ -69,6 +69,7 @@ def of_top_k(
     n_tokens, n_vocabulary = student_MV.shape
     stored_MK = student_MV.gather(1, ids_MK).float()
     label_M = student_MV.gather(1, tokens.labels_M.unsqueeze(-1)).squeeze(-1).float()
+    # The K stored tokens leave the row: what remains is the outcome "any other token".
     student_MV.scatter_(1, ids_MK, -math.inf)
     rest_M, rest_at_1_M = (
         torch.empty(n_tokens, dtype=torch.float32, device=student_MV.device) for _ in range(2)
@@ -249,12 +250,15 @@ def _compare(
             tl.float32
         )
 
+    # One maximum and sum a lane, joined after the row: a reduction in each block would make all
+    # lanes wait for each other.
     q_max = tl.full([BLOCK // 8], NOTHING, tl.float32)
     q_sum = tl.zeros([BLOCK // 8], tl.float32)
     p_max = q_max
     p_sum = q_sum
     hard_max = q_max
     hard_sum = q_sum
+    # Twice the same loop: over whole blocks without a mask, then over the last one with it.
     for LAST in tl.static_range(2):
         for start in range(whole * LAST, whole + (V - whole) * LAST, BLOCK):
             place = _places(start, BLOCK)
@@ -269,6 +273,7 @@ def _compare(
     if HARD:
         log2_hard_total = _log2_sum(hard_max, hard_sum)
 
+    # sum_u q_u r_u is -1 for forward KL, as p sums to 1: one pass over the row less.
     mean_pull = -1.0
     if KIND != "forward_kl":
         pulls = tl.zeros([BLOCK // 8], tl.float32)
@@ -294,7 +299,9 @@ def _compare(
                 gradient += hard_scale * (
                     tl.exp2(s * LOG2_E - log2_hard_total) - (place == label).to(tl.float32)
                 )
+            # Over the logits: nobody reads this block again.
             _write(student, place, gradient, V, MODE, LAST)
+    # One store of one program: no atomics, the same bits every time.
     total = soft_scale * tl.sum(values, 0)
     if HARD:
         total += hard_scale * (LN_2 * log2_hard_total - of_label)

@@ -2,7 +2,8 @@
 
 Per head, with one decay per token, a skip D and a gate z (the last two optional):
 
-    S_t = a_t S_{t-1} + x_t B_t^T        y_t = (S_t C_t + D x_t) silu(z_t)        log a = -softplus(raw)
+    S_t = a_t S_{t-1} + x_t B_t^T        y_t = (S_t C_t + D x_t) silu(z_t)
+    log a = -softplus(raw)
 
 A program owns one head of one row and walks over its chunks of Q tokens. With cum_i = sum_{s <= i}
 log a_s inside the chunk and S the state before it, kept as [N, P] so that no product ever needs it
@@ -15,12 +16,14 @@ The backward walks in reverse with dS, the gradient of the state after the chunk
 before each chunk, which the forward has stored. With dscores_ij = (dy_i . x_j) exp(cum_i - cum_j)
 for j <= i:
 
-    dC = dscores B + exp(cum) dy S^T                             dB^T = C^T dscores + (dS x^T) exp(cum_Q - cum)
-    dx = scores^T dy + exp(cum_Q - cum) B dS + D dy              dS <- exp(cum_Q) dS + C^T (exp(cum) dy)
-    dlog a_t = sum_{i >= t > j} scores_ij (dy_i . x_j)           from a token before t to one after it
-             + sum_{i >= t} exp(cum_i) dy_i . (S^T C_i)          from the state before to a token after t
-             + sum_{j < t} exp(cum_Q - cum_j) x_j . (dS^T B_j)   from a token before t to the state after
-             + exp(cum_Q) <dS, S>                                from state to state
+    dC = dscores B + exp(cum) dy S^T
+    dB^T = C^T dscores + (dS x^T) exp(cum_Q - cum)
+    dx = scores^T dy + exp(cum_Q - cum) B dS + D dy
+    dS <- exp(cum_Q) dS + C^T (exp(cum) dy)
+    dlog a_t = sum_{i >= t > j} scores_ij (dy_i . x_j)        token before t -> token after t
+             + sum_{i >= t} exp(cum_i) dy_i . (S^T C_i)       state before -> token after t
+             + sum_{j < t} exp(cum_Q - cum_j) x_j . (dS^T B_j)   token before t -> state after
+             + exp(cum_Q) <dS, S>                             state before -> state after
 
 scores^T is computed as B C^T, never by transposing what a product has left in registers: triton
 before 3.7.1 compiles that wrongly for Hopper. Nothing is shared between programs, so results do not
@@ -120,6 +123,7 @@ def ssd(
         check_shape("z_BLHP", z_BLHP, x_BLHP.shape, "BLHP")
         check_dtype("z_BLHP", z_BLHP, (x_BLHP.dtype,))
         check_device("z_BLHP", z_BLHP, x_BLHP)
+    # Blocks of the state are independent: P is split freely, and y is a sum over blocks of N.
     block = _largest_fp32_block(x_BLHP.device)
     if x_BLHP.dtype == torch.float32 and max(x_BLHP.shape[-1], b_BLHN.shape[-1]) > block:
         _check(*given, n_segments)
@@ -258,6 +262,7 @@ def _width_of_row(x: Tensor, b: Tensor, c: Tensor) -> int:
 
 def _gradient_row(x: Tensor, b: Tensor, c: Tensor, width: int) -> Tensor:
     """Make a row for the gradients of x, B and C, 0 where it has none of them."""
+    # Uninitialized, then zeroed only in the gaps: the kernels write all the rest.
     row_BLC = x.new_empty((*x.shape[:2], width))
     end = 0
     for part in (x, b, c):
@@ -270,6 +275,7 @@ def _gradient_row(x: Tensor, b: Tensor, c: Tensor, width: int) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.softplus, ctx.n_segments, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
+    # Else an unused final state would cost a tensor of zeros, and the backward a pass over it.
     ctx.set_materialize_grads(False)
 
 
@@ -448,6 +454,7 @@ def ssd_backward(
     if dstate_BHPN is not None:
         check_shape("dstate_BHPN", dstate_BHPN, call.state_shape, "BHPN")
         dstate_BHPN = dstate_BHPN.float().contiguous()
+    # Before the main kernels, which run on all segments at once.
     after = call.gradients_after_segments(dy, dstate_BHPN)
 
     like: dict[str, Any] = {"device": call.x.device, "dtype": call.x.dtype}
@@ -465,6 +472,7 @@ def ssd_backward(
     dD = None if D_H is None else torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
     dstate = None if state_BHPN is None else torch.empty(call.state_shape, **wide)
     with torch.cuda.device_of(call.x):
+        # One to three launches: where one kernel would spill registers, each finds a part.
         for gradients in BACKWARD_KERNELS[call.tile.n_backward]:
             _backward[call.grid](
                 **call.tensors,
@@ -545,6 +553,7 @@ class _Call:
         tile = tile_for(_capability(x.device), x.dtype, b.shape[-1], head_dim)
         n_chunks = triton.cdiv(length, tile.chunk)
         launch = tile.backward if backward else tile.forward
+        # More segments cost a pass of their own, so only as many as fill the device.
         wanted = n_segments or _segments_that_fill(
             x.device, batch * n_heads, n_chunks, launch.resident
         )

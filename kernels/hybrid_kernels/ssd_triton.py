@@ -132,7 +132,10 @@ def _log_decay(a, valid, SOFTPLUS: tl.constexpr):
     """log a of some tokens, 0 where they are not valid, and its derivative by what was given."""
     given = tl.load(a, mask=valid, other=float("-inf") if SOFTPLUS else 0.0).to(tl.float32)
     if SOFTPLUS:
+        # softplus(r) = max(r, 0) + log1p(exp(-|r|)): neither branch overflows.
         e = tl.exp2(-tl.abs(given) * LOG2_E)
+        # Kahan's log1p, as libdevice's does not run in the interpreter: log(1 + e) e / ((1 + e) -
+        # 1), cancels the rounding of 1 + e; where 1 + e rounds to 1, log1p(e) is e.
         one_e = 1.0 + e
         rounded_off = one_e == 1.0
         log1p = tl.where(
@@ -143,6 +146,7 @@ def _log_decay(a, valid, SOFTPLUS: tl.constexpr):
     else:
         log_a = given
         slope = tl.full(given.shape, 1.0, tl.float32)
+    # A floored decay is a constant, so that no gradient passes.
     floored = log_a < MIN_LOG_DECAY
     return tl.where(floored, MIN_LOG_DECAY, log_a), tl.where(floored, 0.0, slope)
 
@@ -191,12 +195,15 @@ def _decays(
         a + (row * L + start + q) * H + head, (start + q < L) & (head < H), SOFTPLUS
     )
     log2_a = log_a * LOG2_E
+    # The neighbors' documents, not a flag in the row: a chunk must know what came before its first
+    # token and what follows its last one.
     if PACKED:
         document = _documents(seq_idx, row, start + q, L)
         incoming = _documents(seq_idx, row, start - 1, L)
         last = _documents(seq_idx, row, start + Q - 1, L)
         begins = (document != _documents(seq_idx, row, start + q - 1, L)).to(tl.int32)
         sums, _ = tl.associative_scan((log2_a, tl.broadcast_to(begins, [Q, HEADS])), 0, _add_within)
+        # Only of the last document: nothing of an earlier one reaches the chunk's end.
         total = tl.sum(tl.where(document == last, log2_a, 0.0), 0)[None, :]
         onward = tl.where(document == incoming, tl.exp2(sums), 0.0)
         rest = tl.where(document == last, tl.exp2(total - sums), 0.0)
@@ -207,6 +214,7 @@ def _decays(
         onward = tl.exp2(sums)
         rest = tl.exp2(total - sums)
         over = tl.exp2(total)
+    # [B, H, M, Q]: a program of the main kernels walks along M and reads whole vectors of Q.
     place = (row * H + head) * n_chunks + chunk
     tl.store(cum + place * Q + q, sums, mask=head < H)
     tl.store(from_start + place * Q + q, onward, mask=head < H)
@@ -239,7 +247,9 @@ def _decay_gradients(
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)[None, :]
     start = chunk * Q
     place = (row * H + head) * n_chunks + chunk
+    # Every token of a chunk lies between its start and its end, so that each gets all of `over`.
     dlog_a = tl.load(over + place, mask=head < H, other=0.0)
+    # Exclusive: a decay acts on what the tokens before it wrote, hence q - 1.
     dlog_a += tl.cumsum(
         tl.load(from_tokens + place * Q + q - 1, mask=(head < H) & (q > 0), other=0.0), 0
     )
@@ -269,6 +279,8 @@ def _decay_QQ(cum, document, Q: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: 
         log2_decay = cum[:, None] - cum[None, :]
     if PACKED:
         seen = seen & (document[:, None] == document[None, :])
+    # Mask the exponent, not the result: above the diagonal the exponent is positive and exp2 of it
+    # may be inf, and inf * 0 is NaN.
     return tl.exp2(tl.where(seen, log2_decay, float("-inf")))
 
 
@@ -281,6 +293,7 @@ def _load(start, n_valid, row, WIDTH: tl.constexpr, Q: tl.constexpr, BLOCK: tl.c
     a register all through the loop."""
     q = tl.arange(0, Q)[:, None]
     w = tl.arange(0, BLOCK)[None, :]
+    # A mask on columns is left out where none is needed: it may cost wide loads.
     mask = q < n_valid
     if BLOCK > WIDTH:
         mask = mask & (w < WIDTH)
@@ -380,17 +393,21 @@ def _forward(
     n_chunks = tl.cdiv(L, Q)
     n_segments = tl.num_programs(2)
 
+    # In registers for the whole walk. [N, P], the layout in which both products that touch it,
+    # C S and B^T x, take it without a transpose.
     state_NP = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
     if HAS_BEFORE:
         incoming = before + ((row * n_segments + segment) * H + head) * (P * N)
         state_NP += _load_state(incoming, 1, N, N, P, BLOCK_N, BLOCK_P)
 
+    # chunks_per_segment is rounded up, so the last segment may be shorter.
     first = segment * chunks_per_segment
     end = tl.minimum(first + chunks_per_segment, n_chunks)
     place = (row * H + head) * n_chunks
     upcoming = tl.load(through + place + first)  # a chunk ahead: nothing waits for it
     skip = tl.load(D + head).to(tl.float32) if HAS_D else 0.0
     for chunk in range(first, end):
+        # row is int64, and so is every offset of a row; what is inside of a chunk fits 32 bits.
         start = chunk * Q
         token = row * L + start
         n_valid = L - start
@@ -404,10 +421,13 @@ def _forward(
         x_QP = _load(x + token * x_row + head * P, n_valid, x_row, P, Q, BLOCK_P)
         b_QN = _load(b + token * b_row + head * N, n_valid, b_row, N, Q, BLOCK_N)
         c_QN = _load(c + token * c_row + head * N, n_valid, c_row, N, Q, BLOCK_N)
+        # Before the chunk changes it: the backward needs the state that each chunk started from.
         if SAVE:
             saved = chunk_states + ((row * n_chunks + chunk) * H + head) * (N * P)
             _store_state(saved, state_NP, P, 1, N, P, MODE)
 
+        # Recomputed by the backward: written out they would be Q numbers a token and head, more
+        # than all of its inputs.
         scores_QQ = mm(c_QN, tl.trans(b_QN), MODE) * _decay_QQ(cum_Q, document_Q, Q, PACKED, False)
         y_QP = mm(c_QN, state_NP, MODE) * from_start_Q[:, None]
         state_NP = state_NP * kept + mm(
@@ -421,6 +441,7 @@ def _forward(
             y_QP += skip * x_QP.to(tl.float32)
         _store(y + (token * H + head) * P, y_QP, n_valid, H * P, P, False, MODE)
 
+    # The other segments end inside of the row.
     if segment == n_segments - 1:
         _store_state(final + (row * H + head) * (P * N), state_NP, 1, N, N, P, MODE)
 
@@ -486,6 +507,8 @@ def _backward(
     if HAS_AFTER:
         incoming = after + ((row * n_segments + segment) * H + head) * (P * N)
         dstate_NP += _load_state(incoming, 1, N, N, P, BLOCK_N, BLOCK_P)
+    # A matrix of which only the diagonal counts: dD = sum_i dy_i . x_i is the diagonal of dy x^T,
+    # which exists anyway; one reduction, after the loop, is cheaper than one in each chunk.
     dskip_QQ = tl.zeros([Q, Q], tl.float32)
     skip = tl.load(D + head).to(tl.float32) if HAS_D else 0.0
 
@@ -515,8 +538,10 @@ def _backward(
         c_QN = _load(c + token * c_row + head * N, n_valid, c_row, N, Q, BLOCK_N)
         saved = chunk_states + ((row * n_chunks + chunk) * H + head) * (N * P)
         state_NP = _load_state(saved, P, 1, N, P, BLOCK_N, BLOCK_P)
+        # Also for dscores: the same decay that the forward applied to the scores.
         decay_QQ = _decay_QQ(cum_Q, document_Q, Q, PACKED, False)
         if GRAD_X:
+            # <dS, S> before dS moves on to the chunk's start.
             tl.store(over + place + chunk, kept * tl.sum(dstate_NP * state_NP.to(tl.float32)))
 
         dy_QP = _load(dy + (token * H + head) * P, n_valid, H * P, P, Q, BLOCK_P)
@@ -528,6 +553,7 @@ def _backward(
                 dskip_QQ += tl.where(q[:, None] == q[None, :], dscores_QQ, 0.0)
             # Of one matrix of fp32 products: the terms that must cancel do, to the last bits.
             across_QQ = mm(c_QN, tl.trans(b_QN), MODE) * dscores_QQ
+            # Strictly below the diagonal: from i to i there is no decay on the way.
             across_QQ = tl.where(q[:, None] > q[None, :], across_QQ, 0.0)
             dc_QN = mm(dy_QP, tl.trans(state_NP), MODE) * from_start_Q[:, None]
             tl.store(
@@ -540,17 +566,21 @@ def _backward(
             _store(dc + token * dc_row + head * N, dc_QN, n_valid, dc_row, N, False, MODE)
 
         if GRAD_B:
+            # [N, Q], as its products come out; the store transposes by addresses, which costs
+            # nothing, where tl.trans of an accumulator is what Hopper's compiler got wrong.
             db_NQ = mm(dstate_NP, tl.trans(x_QP), MODE) * to_end_Q[None, :]
             db_NQ += mm(tl.trans(c_QN), dscores_QQ, MODE)
             _store(db + token * db_row + head * N, db_NQ, n_valid, db_row, N, True, MODE)
 
         if GRAD_X:
             dx_QP = mm(b_QN, dstate_NP, MODE) * to_end_Q[:, None]
+            # Before the term of the scores is added: this one is the state's alone.
             tl.store(from_tokens + vector, tl.sum(dx_QP * x_QP.to(tl.float32), 1))
             scores_T_QQ = mm(b_QN, tl.trans(c_QN), MODE) * _decay_QQ(
                 cum_Q, document_Q, Q, PACKED, True
             )
 
+        # dS is not needed to find dC alone.
         if GRAD_X or GRAD_B:
             to_state_QP = dy_QP.to(tl.float32) * from_start_Q[:, None]
             dstate_NP = dstate_NP * kept + mm(tl.trans(c_QN), to_state_QP, MODE)
@@ -563,6 +593,7 @@ def _backward(
 
     if GRAD_C and HAS_D:
         tl.store(dD + (row * n_segments + segment) * H + head, tl.sum(dskip_QQ))
+    # After the walk, dS is that of the state before the row's first token.
     if GRAD_X and HAS_STATE and segment == 0:
         _store_state(dstate + (row * H + head) * (P * N), dstate_NP, 1, N, N, P, MODE)
 
@@ -602,6 +633,7 @@ def _segment_states(
     place = (row * H + head) * n_chunks
 
     state_NP = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
+    # How much of any earlier state passes: the product of all chunks' decays.
     product = 1.0
     for step in range(0, n_own):
         chunk = first + (n_own - 1 - step if REVERSE else step)
@@ -642,6 +674,8 @@ def _carry_over(
         segment = n_segments - 1 - step if REVERSE else step
         place_of_segment = (row * n_segments + segment) * H + head
         place = states + place_of_segment * SIZE + element
+        # Read, then overwritten by the same thread with the state that reaches the segment: in
+        # place, without a second buffer of states.
         added = tl.load(place, mask=element < SIZE, other=0.0)
         tl.store(place, state, mask=element < SIZE)
         state = state * tl.load(kept + place_of_segment) + added

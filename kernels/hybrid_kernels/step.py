@@ -105,7 +105,8 @@ _op = custom_op(
     "hybrid_kernels::ssd_step",
     _run,
     mutates_args=("conv_state", "ssm_state"),
-    schema="(Tensor xbc, Tensor a, Tensor z, Tensor weight, Tensor D, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
+    schema="(Tensor xbc, Tensor a, Tensor z, Tensor weight, Tensor D, "
+    "Tensor(a!) conv_state, Tensor(b!) ssm_state, "
     "Tensor? mask) -> Tensor",
 )
 
@@ -273,6 +274,7 @@ def _step(
 
     raw = tl.load(a + row * n_heads + head).to(tl.float32)
     # Exp(-softplus(raw)) without a logarithm
+    # -30 is the floor of log a in the other kernels: the step must not forget more than the scan.
     decay = tl.maximum(1.0 / (1.0 + tl.exp(raw)), SMALLEST_DECAY)
     skip = tl.load(D + head).to(tl.float32)
     n = tl.arange(0, BLOCK_N)
@@ -287,14 +289,17 @@ def _step(
     c_channel = b_channel + n_heads * N
     newest_b, b = _shifted(xbc, weight, conv_state, b_channel, n < N, WIDTH)
     newest_c, c = _shifted(xbc, weight, conv_state, c_channel, n < N, WIDTH)
+    # B and C of this program's head only: no other program reads these channels.
     _push(newest_b, conv_state, b_channel, n < n_written, WIDTH, MODE)
     _push(newest_c, conv_state, c_channel, n < n_written, WIDTH, MODE)
 
+    # Block by block of P: rows of the state are independent, and all of N is summed at once.
     for start in tl.static_range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         newest_x, x = _shifted(xbc, weight, conv_state, head * P + p, p < P, WIDTH)
         place = ssm_state + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
+        # fp32 in memory too: a bf16 state would round away what is below 1/256 of it at each token.
         state = tl.load(place, mask=inside, other=0.0) * decay + x[:, None] * b[None, :]
         gate = tl.load(z + p, mask=p < P, other=0.0).to(tl.float32)
         out = (tl.sum(state * c[None, :], 1) + skip * x) * gate * tl.sigmoid(gate)

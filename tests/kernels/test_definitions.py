@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import hybrid_kernels
 import triton
 import triton.language as tl
-from hybrid_kernels import common, conv, first_use, loss, loss_triton, step, trial
+from hybrid_kernels import common, conv, definitions, loss, loss_triton, selftest, step
 from hybrid_kernels import ssd as kernels
 from hybrid_kernels.loss import KINDS
 
@@ -39,10 +39,17 @@ LOSSES = [(kind, from_head) for kind in KINDS for from_head in (True, False)]
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """Forget what was found before, here and afterwards; draw less than on a GPU."""
-    monkeypatch.setattr(first_use, "LENGTH", 70)
-    monkeypatch.setattr(first_use, "N_HEADS", 2)
-    monkeypatch.setattr(trial, "mistake", first_use.mistake)  # planted mistakes are in this process
-    remembering = first_use.mistake, loss._is_right, loss._reason_against, hybrid_kernels.unusable
+    monkeypatch.setattr(definitions, "LENGTH", 70)
+    monkeypatch.setattr(definitions, "N_HEADS", 2)
+    monkeypatch.setattr(
+        selftest, "check_kernel", definitions.difference
+    )  # planted mistakes are in this process
+    remembering = (
+        definitions.difference,
+        loss._is_right,
+        loss._reason_against,
+        hybrid_kernels.unusable,
+    )
     for function in remembering:
         function.cache_clear()
     yield
@@ -54,7 +61,9 @@ def mistake(
     kernel: str, dtype: torch.dtype = FP32, training: bool = True, **options: bool
 ) -> str | None:
     sizes, usual = CALLS[kernel]
-    return first_use.mistake(kernel, CPU, dtype, *sizes, training=training, **{**usual, **options})
+    return definitions.difference(
+        kernel, CPU, dtype, *sizes, training=training, **{**usual, **options}
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -67,7 +76,10 @@ def test_right_kernels_pass(kernel: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind, from_head", LOSSES)
 def test_the_right_loss_passes(kind: str, from_head: bool) -> None:
-    assert first_use.mistake("distillation loss", CPU, BF16, kind=kind, from_head=from_head) is None
+    assert (
+        definitions.difference("distillation loss", CPU, BF16, kind=kind, from_head=from_head)
+        is None
+    )
 
 
 @triton.jit

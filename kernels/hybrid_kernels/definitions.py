@@ -27,7 +27,7 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
 
 
 @functools.cache
-def mistake(
+def difference(
     kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
 ) -> str | None:
     """Return what is wrong with a kernel on a device, in one line; None if it is right, or the
@@ -37,6 +37,7 @@ def mistake(
     where no mode, hook or graph of the caller reaches."""
     if device.type == "cuda" and not torch.cuda.is_available():  # of a fake tensor
         return None
+    # Autocast, inference mode, hooks and dispatch modes are per thread.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_first_difference, kernel, device, dtype, sizes, options).result()
 
@@ -50,6 +51,8 @@ def _first_difference(
 ) -> str | None:
     try:
         for name, actual, expected in TESTS[kernel](_Draw(device, dtype), *sizes, **options):
+            # Relative to the largest element: small ones are differences of large ones and round as
+            # these.
             scale = expected.abs().max().clamp_min(1e-12)
             error = (
                 ((actual.cpu().double() - expected).abs().max() / scale)
@@ -57,10 +60,16 @@ def _first_difference(
                 .item()
             )
             if error > TOLERANCE[dtype]:
-                return f"on {device} its {name} is off by {error:.1e} of the largest element ({dtype}, sizes {sizes})"
+                return (
+                    f"on {device} its {name} is off by {error:.1e} of the largest element "
+                    f"({dtype}, sizes {sizes})"
+                )
     except Exception as error:  # whatever a compiler, a driver or a launch may raise
         first_line = next(iter(str(error).strip().splitlines()), "")
-        return f"on {device} it fails with {type(error).__name__}: {first_line[:200]} ({dtype}, sizes {sizes})"
+        return (
+            f"on {device} it fails with {type(error).__name__}: {first_line[:200]} "
+            f"({dtype}, sizes {sizes})"
+        )
     return None
 
 
@@ -74,6 +83,7 @@ class _Draw:
 
     def __call__(self, *size: int) -> Tensor:
         drawn = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
+        # Rounded first: the definition and the kernel then start from the same numbers.
         return drawn.to(self.dtype).double().requires_grad_()
 
     def given(self, leaf: Tensor | None, dtype: torch.dtype | None = None) -> Any:
@@ -96,6 +106,7 @@ def _recurrence(
         a = draw(*tokens)
         b = draw(*tokens, d_state)
         c = draw(*tokens, d_state)
+        # A log decay, as it is used without a gate, is never positive.
         if not gated:
             a = -a.detach().abs().requires_grad_()
         D, z = (draw(N_HEADS), draw(*tokens, head_dim)) if gated else (None, None)
