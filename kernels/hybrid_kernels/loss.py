@@ -265,6 +265,7 @@ _loss_op.register_autograd(_scale_gradients, setup_context=_save)
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return gradient * factor without a copy in another dtype, and in place unless the graph is
     kept for more."""
+    # In place would corrupt the graph of a second derivative, which must be refused, not wrong.
     if torch.is_grad_enabled():  # create_graph=True
         return (gradient * factor).to(dtype)
     gradient = gradient.detach()
@@ -283,6 +284,7 @@ def _chunked(
     """The loss, its gradient by the hidden states, in their dtype, and by the head, in float32 at
     least."""
     compare = _comparison(problem)
+    # Once for all chunks; padding of the vocabulary never enters a softmax.
     head = head_VD[: problem.n_real].to(problem.dtype)
     d_hidden = torch.empty_like(hidden_MD) if wanted[0] else None
     # fp32 for the sum over chunks: in bf16 the later chunks' small terms would be rounded away.
@@ -292,9 +294,11 @@ def _chunked(
     for start in range(0, len(hidden_MD), problem.chunk_size):
         rows = slice(start, start + problem.chunk_size)
         tokens = Tokens(*(t[rows] for t in problem.tokens))
+        # Masked before the product: 0 times NaN would be NaN in the head's gradient.
         student_MD = _kept(hidden_MD[rows], tokens).to(problem.dtype)
         loss_M, gradient_MV = compare(_logits(student_MD, head), rows, tokens)
         losses.append(loss_M)
+        # In bf16, so that both products below run on tensor cores.
         gradient_MV = gradient_MV.to(problem.dtype)
         if d_hidden is not None:
             d_hidden[rows] = gradient_MV @ head
@@ -339,6 +343,7 @@ def _logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
     if hidden_MD.device.type == "cpu":
         return hidden_MD @ head_VD.mT
     n_real = len(head_VD)
+    # Triton specializes on strides that are multiples of 16; others load element by element.
     padded = hidden_MD.new_empty(len(hidden_MD), -(-n_real // ALIGNED) * ALIGNED)
     return torch.mm(hidden_MD, head_VD.mT, out=padded[:, :n_real])
 
@@ -408,6 +413,7 @@ def _tokens(
 def _total(weight_M: Tensor, given: Tensor | None) -> Tensor:
     """Sum of the weights, or the given one; 1 for 0, where all weights are."""
     total = weight_M.sum() if given is None else given.to(weight_M)
+    # Without a branch: a look at the sum would wait for the device.
     return total.where(total != 0, 1.0)
 
 

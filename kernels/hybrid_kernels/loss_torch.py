@@ -58,6 +58,7 @@ def _part_by_part(
         rows = slice(start, start + size)
         part = type(tokens)(*(t[rows] for t in tokens))
         loss_M, gradient_MV = compare(student_MV[rows], *(x[rows] for x in known), part, options)
+        # In place: a chunk's logits and its gradient never exist at the same time.
         student_MV[rows] = gradient_MV
         losses.append(loss_M)
     return torch.cat(losses), student_MV
@@ -81,6 +82,7 @@ def _of_top_k(
 ) -> tuple[Tensor, Tensor]:
     student_MV = _wide(student_MV)
     log_q_MV = (student_MV / options.temperature).log_softmax(-1)
+    # -inf, so that the stored tokens take no part in the sum of the others.
     rest_MV = log_q_MV.scatter(1, ids_MK, -math.inf)
     log_q_rest = rest_MV.logsumexp(-1, keepdim=True)
     log_q_MO = torch.cat([log_q_MV.gather(1, ids_MK), log_q_rest], -1)
@@ -105,6 +107,8 @@ def compare_outcomes(
     if n_stored == n_vocabulary:
         divergence_M, gradient_MK = divergence(log_q_MO[:, :n_stored], log_probs_MK, options)
         return divergence_M, torch.nn.functional.pad(gradient_MK, (0, 1))
+    # The clamp keeps log finite where the stored tokens hold all of the mass; with the whole
+    # vocabulary stored there is no rest, and its log would be -inf.
     rest = (1.0 - log_probs_MK.exp().sum(-1, keepdim=True)).clamp_min(SMALLEST_TAIL).log()
     return divergence(log_q_MO, torch.cat([log_probs_MK, rest], -1), options)
 
@@ -115,11 +119,13 @@ def divergence(log_q_MO: Tensor, log_p_MO: Tensor, options: Options) -> tuple[Te
     q = log_q_MO.exp()
     p = log_p_MO.exp()
     if options.kind == "forward_kl":
+        # q times the sum of p, not q: rounded log-probabilities need not sum to 1.
         return (p * (log_p_MO - log_q_MO)).sum(-1), q * p.sum(-1, keepdim=True) - p
     if options.kind == "reverse_kl":
         pull = q * (log_q_MO - log_p_MO)
         return pull.sum(-1), pull - q * pull.sum(-1, keepdim=True)
     beta = options.beta
+    # The mixture in logs: m underflows where both p and q do, and log m must not.
     log_m = torch.logaddexp(log_p_MO + math.log(beta), log_q_MO + math.log1p(-beta))
     pull = (1.0 - beta) * q * (log_q_MO - log_m)
     value = beta * (p * (log_p_MO - log_m)).sum(-1) + pull.sum(-1)
@@ -135,6 +141,7 @@ def _with_cross_entropy(
         hard_M1 = tokens.hard_M.unsqueeze(-1)
         loss_M = loss_M - tokens.hard_M * log_q_MV.gather(1, label_M1).squeeze(-1)
         gradient_MV += hard_M1 * log_q_MV.exp()
+        # Added, not set: the divergence has a gradient there already.
         gradient_MV.scatter_add_(1, label_M1, -hard_M1)
     return loss_M, gradient_MV
 

@@ -125,6 +125,8 @@ def ssd(
         check_device("z_BLHP", z_BLHP, x_BLHP)
     # Blocks of the state are independent: P is split freely, and y is a sum over blocks of N.
     block = _largest_fp32_block(x_BLHP.device)
+    # Each fp32 product is three on tensor cores and takes twice the registers, so that a large
+    # state does not fit one program.
     if x_BLHP.dtype == torch.float32 and max(x_BLHP.shape[-1], b_BLHN.shape[-1]) > block:
         _check(*given, n_segments)
         y, final = _in_blocks(block, *given, softplus, n_segments)
@@ -149,6 +151,7 @@ def _in_blocks(
         )
 
     runs = [[run(p, n) for n in blocks(b.shape[-1])] for p in blocks(x.shape[-1])]
+    # A stack and a sum, not a running total: the order of the sum is the order of the blocks.
     y = torch.cat([torch.stack([y for y, _ in same_p]).sum(0) for same_p in runs], dim=-1)
     final = torch.cat(
         [torch.cat([final for _, final in same_p], dim=-1) for same_p in runs], dim=-2
@@ -192,6 +195,7 @@ def _forward_op(
 def _(x, a, b, c, D, state, seq_idx, softplus, n_segments, save) -> tuple[Tensor, Tensor, Tensor]:
     (batch, length, n_heads, head_dim) = x.shape
     d_state = b.shape[-1]
+    # The shape of the saved states depends on the tile, which a fake tensor's device decides too.
     chunk = tile_for(_capability(x.device), x.dtype, d_state, head_dim).chunk
     saved = (batch, -(-length // chunk), n_heads, d_state, head_dim) if save else (0,)
     final = x.new_empty((batch, n_heads, head_dim, d_state), dtype=torch.float32)
@@ -211,6 +215,8 @@ def _backward_op(
     options = dict(
         D_H=D, state_BHPN=state, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments
     )
+    # x, B and C come from one convolution. With their gradients in one row, autograd has nothing
+    # to concatenate: a copy of all activations less.
     row_BLC = _gradient_row(x, b, c, width) if width else None
     found = ssd_backward(dy, dstate, chunk_states, x, a, b, c, **options, row_BLC=row_BLC)
     of_row = [found.x_BLHP, found.b_BLHN, found.c_BLHN] if row_BLC is None else [row_BLC]
@@ -450,6 +456,7 @@ def ssd_backward(
     )
     check_shape("dy_BLHP", dy_BLHP, call.shape, "BLHP")
     check_shape("chunk_states", chunk_states, call.chunk_states_shape, "BMHNP")
+    # bf16 as the forward's operands: an fp32 dy would be rounded in the products anyway.
     dy = dy_BLHP.to(call.x.dtype).contiguous()
     if dstate_BHPN is not None:
         check_shape("dstate_BHPN", dstate_BHPN, call.state_shape, "BHPN")
@@ -469,6 +476,7 @@ def ssd_backward(
         )
     to_tokens, from_tokens = torch.empty(2, *call.decay_shape, **wide)
     over = torch.empty(call.decay_shape[:3], **wide)
+    # One number per program, summed below in a fixed order instead of by atomics.
     dD = None if D_H is None else torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
     dstate = None if state_BHPN is None else torch.empty(call.state_shape, **wide)
     with torch.cuda.device_of(call.x):
@@ -554,18 +562,20 @@ class _Call:
         n_chunks = triton.cdiv(length, tile.chunk)
         launch = tile.backward if backward else tile.forward
         # More segments cost a pass of their own, so only as many as fill the device.
-        wanted = n_segments or _segments_that_fill(
+        n_wanted = n_segments or _segments_that_fill(
             x.device, batch * n_heads, n_chunks, launch.resident
         )
-        (x, x_row) = rows(x)
-        (b, b_row) = rows(b)
-        (c, c_row) = rows(c)
+        x, x_row = rows(x)
+        b, b_row = rows(b)
+        c, c_row = rows(c)
         return cls(
             x=x,
             a=a.contiguous(),
             b=b,
             c=c,
             D=None if D is None else D.contiguous(),
+            # fp32 between segments and calls: a bf16 state would lose the small terms of a long
+            # row.
             state=None if state is None else state.float().contiguous(),
             seq_idx=None if seq_idx is None else seq_idx.contiguous(),
             softplus=softplus,
@@ -573,7 +583,9 @@ class _Call:
             b_row=b_row,
             c_row=c_row,
             tile=tile,
-            n_segments=triton.cdiv(n_chunks, triton.cdiv(n_chunks, wanted)),
+            # Rounding chunks per segment up may leave the last segments empty; this counts the
+            # others.
+            n_segments=triton.cdiv(n_chunks, triton.cdiv(n_chunks, n_wanted)),
         )
 
     @property

@@ -141,6 +141,7 @@ def segments(programs: int, n_chunks: int, places: int) -> int:
     ``programs`` is the number of rows times heads, ``places`` how many programs the device runs at
     once."""
 
+    # Ties go to fewer segments, as the tuple compares the time first and the number second.
     def time(n_segments: int) -> tuple[float, int]:
         chunks = triton.cdiv(n_chunks, n_segments)
         waves = triton.cdiv(programs * triton.cdiv(n_chunks, chunks), places)

@@ -135,21 +135,21 @@ def test_gradients_are_the_same_bits_every_time():
     [
         (
             {"x_BLC": torch.zeros(0, 5, 8)},
-            r"x_BLC has shape \(0, 5, 8\); a kernel needs at least one element",
+            r"x_BLC has shape \(0, 5, 8\)",
         ),
         (
             {"x_BLC": torch.zeros(2, 5, 8).half()},
-            "x_BLC is float16; it must be bfloat16 or float32",
+            "x_BLC is float16",
         ),
         ({"weight_CK": torch.zeros(8, 5)}, "weight_CK has width 5"),
-        ({"activation": "gelu"}, "activation is 'gelu'; it must be None or 'silu'"),
+        ({"activation": "gelu"}, "activation is 'gelu'"),
         (
             {"state_BCK": torch.zeros(2, 8, 4)},
-            r"state_BCK has shape \(2, 8, 4\); it must be \[B=2, C=8, K=3\]",
+            r"state_BCK has shape \(2, 8, 4\)",
         ),
         (
             {"seq_idx_BL": torch.tensor([[0, 0, 1, 0, 0]] * 2)},
-            "seq_idx_BL falls from 1 to 0 at row 0, token 3",
+            "seq_idx_BL falls from 1 to 0",
         ),
     ],
 )

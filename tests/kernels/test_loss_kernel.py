@@ -292,7 +292,7 @@ def test_the_backward_overwrites_what_nobody_needs(dtype):
     assert head.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("version", ["2.10", "2.8", "2.6"])
+@pytest.mark.parametrize("version", ["2.10", "2.9", "neither"])
 def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
     """Stand-ins for torch's CUDA build of that version, on a CPU; all of them multiply bf16
     numbers."""
@@ -314,15 +314,15 @@ def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
         raise TypeError("no out_dtype")
 
     monkeypatch.setattr(torch, "addmm", wide_addmm if version == "2.10" else absent)
-    monkeypatch.setattr(torch, "mm", absent if version == "2.6" else wide_mm)
+    monkeypatch.setattr(torch, "mm", absent if version == "neither" else wide_mm)
     add = loss_module._narrow_adder.__wrapped__(torch.bfloat16, torch.device("cpu"))
     total = torch.randn(5, 6)
     a = torch.randn(5, 7).bfloat16()
     b = torch.randn(7, 6).bfloat16()
     expected = total.double() + a.double() @ b.double()
     add(total, a, b)
-    close([total], [expected], 1e-2 if version == "2.6" else 1e-6)
-    assert set(multiplied) == (set() if version == "2.6" else {torch.bfloat16})
+    close([total], [expected], 1e-2 if version == "neither" else 1e-6)
+    assert set(multiplied) == (set() if version == "neither" else {torch.bfloat16})
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
@@ -386,39 +386,39 @@ NEGATIVE = TeacherTopK(torch.full((2, 5, 1), -1), torch.zeros(2, 5, 1))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "kl"}, "kind is 'kl'; choose one of forward_kl, reverse_kl, jsd"),
+        ({"kind": "kl"}, "kind is 'kl'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"hard_weight": 0.5}, "without labels_BL"),
+        ({"hard_weight": 0.5}, "hard_weight is 0.5"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         (
             {"vocab_size": 38},
-            "vocab_size is 38; the heads have 37 and 41 rows, so it must be from 1 to 37",
+            "vocab_size is 38",
         ),
         (
             {"student_hidden_BLD": torch.zeros(2, 0, 8)},
-            r"has shape \(2, 0, 8\); it must be \[B, L, D\]",
+            r"student_hidden_BLD has shape \(2, 0, 8\)",
         ),
         (
             {"student_hidden_BLD": torch.zeros(2, 5, 8).half()},
-            "student_hidden_BLD is torch.float16 and",
+            "student_hidden_BLD is torch.float16",
         ),
         (
             {"student_head_VD": torch.zeros(37, 9)},
-            r"student_head_VD has shape \(37, 9\); it must be \[vocabulary, 8\]",
+            r"student_head_VD has shape \(37, 9\)",
         ),
-        ({"weight_BL": -torch.ones(2, 5)}, "weight_BL has a negative entry"),
+        ({"weight_BL": -torch.ones(2, 5)}, "weight_BL"),
         (
             {"hard_weight": 1.0, "labels_BL": torch.full((2, 5), 37)},
-            "labels_BL has 37; it must be from 0 to",
+            "labels_BL has 37",
         ),
         (
             {"teacher": TeacherHead(torch.zeros(2, 4, 6), torch.zeros(41, 6))},
-            "its tokens must be the student's",
+            r"hidden_BLE has shape \(2, 4, 6\)",
         ),
-        ({"teacher": NEGATIVE}, "the teacher's ids_BLK has -1; it must be from 0 to"),
+        ({"teacher": NEGATIVE}, "ids_BLK has -1"),
         (
             {"teacher": TeacherTopK(torch.zeros(2, 5, 3).long(), torch.zeros(2, 5, 1))},
-            "pass one int64 id for each",
+            r"log_probs_BLK of shape \(2, 5, 1\)",
         ),
     ],
 )

@@ -219,28 +219,35 @@ def test_the_tile_table_has_every_block_size() -> None:
                     assert tiles.tile_for(capability, dtype, d_state, head_dim).chunk >= 16
 
 
-def test_bad_input_is_answered() -> None:
-    x, a, b, c, _, z, state = in_dtype(problem(2, 9, 3, 16, 8), FP32)
-    falling = torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
-    bad = {
-        r"b_BLHN has shape \(2, 9, 2, 8\).*H=3": lambda: ssd(x, a, b[:, :, :2], c),
-        r"a_BLH has shape": lambda: ssd(x, a.unsqueeze(-1), b, c),
-        r"z_BLHP is float64.*float32.*cast": lambda: ssd(x, a, b, c, z_BLHP=z.double()),
-        r"state_BHPN has shape": lambda: ssd(x, a, b, c, state_BHPN=state.mT),
-        r"x_BLHP is float16": lambda: ssd(x.half(), a, b.half(), c.half()),
-        r"x_BLHP has shape \(2, 0": lambda: ssd(x[:, :0], a[:, :0], b[:, :0], c[:, :0]),
-        r"state size N is 129": lambda: ssd(x, a, *[torch.zeros(2, 9, 3, 129)] * 2),
-        r"N=65 and P=16.*64 of each.*call `ssd`": lambda: ssd_forward(
-            x, a, *[torch.zeros(2, 9, 3, 65)] * 2
-        ),
-        r"seq_idx_BL falls from 1 to 0 at row 1, token 4": lambda: ssd(
-            x, a, b, c, seq_idx_BL=falling
-        ),
-        r"n_segments is 0": lambda: ssd(x, a, b, c, n_segments=0),
-    }
-    for message, call in bad.items():
-        with pytest.raises(ValueError, match=message):
-            call()
+FALLING = torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b_BLHN": torch.zeros(2, 9, 2, 8)}, r"b_BLHN has shape \(2, 9, 2, 8\)"),
+        ({"a_BLH": torch.zeros(2, 9, 3, 1)}, "a_BLH has shape"),
+        ({"z_BLHP": torch.zeros(2, 9, 3, 16).double()}, "z_BLHP is float64"),
+        ({"state_BHPN": torch.zeros(2, 3, 8, 16)}, "state_BHPN has shape"),
+        ({"x_BLHP": torch.zeros(2, 9, 3, 16).half()}, "x_BLHP is float16"),
+        ({"x_BLHP": torch.zeros(2, 0, 3, 16)}, r"x_BLHP has shape \(2, 0"),
+        (dict.fromkeys(("b_BLHN", "c_BLHN"), torch.zeros(2, 9, 3, 129)), "N is 129"),
+        ({"seq_idx_BL": FALLING}, "falls from 1 to 0 at row 1, token 4"),
+        ({"n_segments": 0}, "n_segments is 0"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    x, a, b, c, *_ = in_dtype(problem(2, 9, 3, 16, 8), FP32)
+    good = {"x_BLHP": x, "a_BLH": a, "b_BLHN": b, "c_BLHN": c}
+    with pytest.raises(ValueError, match=message):
+        ssd(**{**good, **change})
+
+
+def test_a_state_larger_than_one_kernel_holds_is_refused() -> None:
+    x, a, *_ = in_dtype(problem(2, 9, 3, 16, 8), FP32)
+    large = torch.zeros(2, 9, 3, 65)
+    with pytest.raises(ValueError, match="N=65 and P=16"):
+        ssd_forward(x, a, large, large)
 
 
 @pytest.fixture

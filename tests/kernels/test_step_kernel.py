@@ -128,25 +128,25 @@ def test_inputs_of_any_strides():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("xbc_BC", torch.zeros(2, 47), r"xbc_BC has shape \(2, 47\); it must be \[B=2, C=48\]"),
+        ("xbc_BC", torch.zeros(2, 47), r"xbc_BC has shape \(2, 47\)"),
         ("conv_weight_CK", torch.zeros(48, 7), "conv_weight_CK has width 7"),
         (
             "conv_state_BCK",
             torch.zeros(2, 3, 48).mT,
-            "conv_state_BCK has strides .* it is written in place",
+            "conv_state_BCK has strides",
         ),
         (
             "ssm_state_BHPN",
             torch.zeros(2, 2, 16, 4).bfloat16(),
-            "ssm_state_BHPN is bfloat16; it must be float32",
+            "ssm_state_BHPN is bfloat16",
         ),
         ("ssm_state_BHPN", torch.zeros(2, 2, 16, 129), "N=129"),
         (
             "D_H",
             torch.zeros(2, requires_grad=True),
-            "needs a gradient, which a step in place has not",
+            "needs a gradient",
         ),
-        ("token_mask_B", torch.ones(3), r"token_mask_B has shape \(3,\); it must be \[B=2\]"),
+        ("token_mask_B", torch.ones(3), r"token_mask_B has shape \(3,\)"),
     ],
 )
 def test_bad_input_is_named(name, value, message):
