@@ -34,9 +34,13 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 def dot_mode(dtype: torch.dtype) -> str:
     """The MODE for inputs of a dtype: bf16 is multiplied as bf16, fp32 as (nearly) fp32."""
+    is_amd = torch.version.hip is not None
     if dtype == torch.bfloat16:
-        return "emu" if INTERPRETED else "hip" if torch.version.hip else "gpu"
-    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
+        if INTERPRETED:
+            return "emu"
+        return "hip" if is_amd else "gpu"
+    # AMD's matrix cores multiply fp32 as it is; tf32 is a format of NVIDIA's.
+    return "ieee" if INTERPRETED or is_amd else "tf32x3"
 
 
 @triton.jit

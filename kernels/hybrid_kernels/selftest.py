@@ -314,7 +314,7 @@ def _answer(trials: list[Trial], descriptor: int) -> None:
     """Write a line for each trial, up to the first kernel that is not right."""
     with open(descriptor, "w", buffering=1, encoding="utf-8") as answers:
         try:
-            # Use the device before READY: a device that refuses a second process is no verdict.
+            # Use the device before READY: refusing a second process is not a verdict.
             for device in {trial.device for trial in trials}:
                 torch.ones(1, device=device).sum().item()
         except Exception as error:  # the device is full, or belongs to one process alone

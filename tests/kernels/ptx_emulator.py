@@ -5,11 +5,11 @@ for each thread.
 the arithmetic it models what a compiled kernel can get wrong without an error message:
 
 - every access to global memory lies inside an argument, every one to shared memory inside what was
-allocated; - two warps meet at a barrier between a write and another access of the same bytes
-(`Memory`); - `cp.async` delivers at its wait and not before; until then nobody reads or writes its
-bytes; - `wgmma` reads shared memory until its wait, of what was stored only what a proxy fence has
-published; its sums are NaN
-  until then;
+  allocated;
+- two warps meet at a barrier between a write and another access of the same bytes (`Memory`);
+- `cp.async` delivers at its wait and not before; until then nobody reads or writes its bytes;
+- `wgmma` reads shared memory until its wait, of what was stored only what a proxy fence has
+  published; its sums are NaN until then;
 - registers and shared memory hold junk before the first write.
 
 Lanes of one warp count as ordered. What ptxas makes of the PTX is not checked, nor is the
