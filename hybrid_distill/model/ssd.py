@@ -547,8 +547,9 @@ class _ChunkOutputs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    # Pyright: ignore[reportIncompatibleMethodOverride]
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> Any:
         (dy,) = grad_outputs
         x, bt, ct, decay, from_start, before, earlier, own = ctx.saved_tensors
         from_start = from_start.unsqueeze(-2)
