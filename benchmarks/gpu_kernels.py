@@ -147,7 +147,7 @@ def check_huge_offsets() -> dict[str, Any]:
 
 def check_first_use(dtype: torch.dtype) -> dict[str, Any]:
     """The test that users' own devices are put to."""
-    from hybrid_kernels.first_use import mistake
+    from hybrid_kernels.definitions import difference as mistake
 
     calls = {
         "recurrence": ((64, 16), {"gated": True, "packed": True}),

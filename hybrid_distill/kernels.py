@@ -42,7 +42,8 @@ def check_kernels(kernels: Kernels, device: torch.device, flag: str = "--kernels
     is_interpreted = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if kernels in NEED_A_GPU and device.type != "cuda" and not is_interpreted:
         raise ValueError(
-            f"{flag} is {kernels!r}, which needs a GPU, and this process has {device}; pass auto or "
+            f"{flag} is {kernels!r}, which needs a GPU, and this process has {device}; pass auto "
+            "or "
             "torch."
         )
 

@@ -59,7 +59,10 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     monkeypatch.setitem(
         globals_of_build,
         "check_rows",
-        lambda model, fix: (seen.append(getattr(model, "ssm_implementation", None)), check(model, fix)),
+        lambda model, fix: (
+            seen.append(getattr(model, "ssm_implementation", None)),
+            check(model, fix),
+        ),
     )
     base = small_run(tmp_path / "run", plan=PlanConfig("none", k=0))
     run = RunInputs(replace(base, student=replace(base.student, kernels="torch")))
@@ -85,7 +88,8 @@ def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
 
     from hybrid_distill.train.stages import make_stage
 
-    asked, compute = [], end_to_end.fused_distillation_loss
+    asked = []
+    compute = end_to_end.fused_distillation_loss
 
     def noting(*args, impl, **options):
         asked.append(impl)

@@ -4,8 +4,9 @@ Per head, with unit keys k_t, a decay a_t and a write gate w_t, both in (0, 1):
 
     S_t = a_t S_{t-1} (I - w_t k_t k_t^T) + w_t x_t k_t^T        y_t = S_t C_t
 
-It is the recurrence of `ssd` with other values: S_t = a_t S_{t-1} + u_t k_t^T. The *write* u_t is the part of x_t that
-the state does not contain yet: w_t (x_t - a_t S_{t-1} k_t). Each form below computes the writes; `ssd` does the rest.
+It is the recurrence of `ssd` with other values: S_t = a_t S_{t-1} + u_t k_t^T. The *write* u_t is
+the part of x_t that the state does not contain yet: w_t (x_t - a_t S_{t-1} k_t). Each form below
+computes the writes; `ssd` does the rest.
 
 Shapes as in `ssd`; G gates: the raw decay and the raw write gate of each head.
 """
@@ -72,9 +73,15 @@ def delta_scan(
     if on_kernel and kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
         return _on_kernel(x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN, state_BHPN, seq_idx_BL)
     with torch.autocast(x_BLHP.device.type, enabled=False):
-        x, log_a, write, k, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN))
+        x, log_a, write, k, c = (
+            t.to(dtype) for t in (x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN)
+        )
         batch, length, n_heads, head_dim = x.shape
-        state = x.new_zeros(batch, n_heads, head_dim, k.shape[-1]) if state_BHPN is None else state_BHPN.to(dtype)
+        state = (
+            x.new_zeros(batch, n_heads, head_dim, k.shape[-1])
+            if state_BHPN is None
+            else state_BHPN.to(dtype)
+        )
         u = _writes(x, log_a, write, k, state, seq_idx_BL, min(chunk_size, length)) if length else x
         options: dict[str, Any] = {"impl": impl, "chunk_size": chunk_size}
         y, state = ssd_scan(u, log_a, k, c, state_BHPN=state, seq_idx_BL=seq_idx_BL, **options)
@@ -82,20 +89,33 @@ def delta_scan(
 
 
 def delta_step(
-    x_BHP: Tensor, log_a_BH: Tensor, write_BH: Tensor, k_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
+    x_BHP: Tensor,
+    log_a_BH: Tensor,
+    write_BH: Tensor,
+    k_BHN: Tensor,
+    c_BHN: Tensor,
+    state_BHPN: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not modified)."""
+    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not
+    modified)."""
     dtype = state_dtype(x_BHP, state_BHPN)
-    x, log_a, write, k, state = (t.to(dtype) for t in (x_BHP, log_a_BH, write_BH, k_BHN, state_BHPN))
+    x, log_a, write, k, state = (
+        t.to(dtype) for t in (x_BHP, log_a_BH, write_BH, k_BHN, state_BHPN)
+    )
     held = log_a.exp().unsqueeze(-1) * (state * k.unsqueeze(-2)).sum(-1)
     y, state = ssd_step(write.unsqueeze(-1) * (x - held), log_a, k, c_BHN, state)
     return y.to(x_BHP.dtype), state
 
 
 def delta_mixing_matrix(
-    log_a_BLH: Tensor, write_BLH: Tensor, k_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None
+    log_a_BLH: Tensor,
+    write_BLH: Tensor,
+    k_BLHN: Tensor,
+    c_BLHN: Tensor,
+    seq_idx_BL: Tensor | None = None,
 ) -> Tensor:
-    """Return T_BHLS with y = T x: the mixing matrix of `ssd`, which maps writes to y, times the map from x to writes.
+    """Return T_BHLS with y = T x: the mixing matrix of `ssd`, which maps writes to y, times the map
+    from x to writes.
 
     The writes solve (I + w (K K^T * decay)) u = w x, where K K^T has no diagonal.
     """
@@ -103,19 +123,34 @@ def delta_mixing_matrix(
     overlap = mixing_matrix(log_a_BLH, k_BLHN, k_BLHN, seq_idx_BL)
     write_BHL = write_BLH.to(overlap.dtype).transpose(1, 2)
     overlap = overlap * write_BHL.unsqueeze(-1)
-    return solve_triangular(overlap, of_writes, upper=False, left=False, unitriangular=True) * write_BHL.unsqueeze(-2)
+    return solve_triangular(
+        overlap, of_writes, upper=False, left=False, unitriangular=True
+    ) * write_BHL.unsqueeze(-2)
 
 
 def gated_delta_scan(
-    x_BLHP: Tensor, raw_BLHG: Tensor, k_BLHN: Tensor, c_BLHN: Tensor, D_H: Tensor, z_BLHP: Tensor, **options: Any
+    x_BLHP: Tensor,
+    raw_BLHG: Tensor,
+    k_BLHN: Tensor,
+    c_BLHN: Tensor,
+    D_H: Tensor,
+    z_BLHP: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` as in `gated_ssd_scan`."""
+    """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` as in
+    `gated_ssd_scan`."""
     y_BLHP, state = delta_scan(x_BLHP, *gates(raw_BLHG), k_BLHN, c_BLHN, **options)
     return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
 def gated_delta_step(
-    x_BHP: Tensor, raw_BHG: Tensor, k_BHN: Tensor, c_BHN: Tensor, D_H: Tensor, z_BHP: Tensor, state_BHPN: Tensor
+    x_BHP: Tensor,
+    raw_BHG: Tensor,
+    k_BHN: Tensor,
+    c_BHN: Tensor,
+    D_H: Tensor,
+    z_BHP: Tensor,
+    state_BHPN: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute one token of `gated_delta_scan`; return y_BHP and the new state."""
     y_BHP, state = delta_step(x_BHP, *gates(raw_BHG), k_BHN, c_BHN, state_BHPN)
@@ -123,13 +158,19 @@ def gated_delta_step(
 
 
 def _writes(
-    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
+    x: Tensor,
+    log_a: Tensor,
+    write: Tensor,
+    k: Tensor,
+    state: Tensor,
+    seq_idx: Tensor | None,
+    chunk_size: int,
 ) -> Tensor:
     """Return the writes u_BLHP, computed chunk by chunk (WY representation).
 
-    Within a chunk they solve (I + w (K K^T * decay)) u = w (x - decay K S^T), S the state before the chunk. Both terms
-    are solved for before S is known.  1. u = own - read S^T.  2. S after each chunk.  3. The writes.
-    """
+    Within a chunk they solve (I + w (K K^T * decay)) u = w (x - decay K S^T), S the state before
+    the chunk. Both terms are solved for before S is known.  1. u = own - read S^T.  2. S after each
+    chunk.  3. The writes."""
     batch, length, n_heads, head_dim = x.shape
     cum_BHMQ, unseen, to_end, from_start, _ = chunk_decays(log_a, seq_idx, chunk_size)
     x, k, write = (to_chunks(t, chunk_size) for t in (x, k, write.unsqueeze(-1)))  # [B, H, M, Q, .]
@@ -137,12 +178,16 @@ def _writes(
     written = k * write
     overlap = written @ k.mT * decay_matrix(cum_BHMQ, unseen)
     right = torch.cat([x * write, written * from_start.unsqueeze(-1)], dim=-1)
-    own, read = solve_triangular(overlap, right, upper=False, unitriangular=True).split([head_dim, k.shape[-1]], -1)
+    own, read = solve_triangular(overlap, right, upper=False, unitriangular=True).split(
+        [head_dim, k.shape[-1]], -1
+    )
 
     to_state = (k * to_end.unsqueeze(-1)).mT
-    added, forgets = to_state @ own, to_state @ read
+    added = to_state @ own
+    forgets = to_state @ read
     kept = torch.diag_embed(from_start[..., -1:].expand(*k.shape[:3], k.shape[-1])) - forgets
-    before, state = [], state.mT
+    before = []
+    state = state.mT
     for kept_BHNN, added_BHNP in zip(kept.unbind(2), added.unbind(2)):
         before.append(state)
         state = kept_BHNN @ state + added_BHNP
@@ -151,9 +196,16 @@ def _writes(
 
 
 def _on_kernel(
-    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor, state: Tensor | None, seq_idx: Tensor | None
+    x: Tensor,
+    log_a: Tensor,
+    write: Tensor,
+    k: Tensor,
+    c: Tensor,
+    state: Tensor | None,
+    seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scan with flash-linear-attention's kernel, whose states are [N, P]; MIN_LOG_DECAY resets at each document."""
+    """Scan with flash-linear-attention's kernel, whose states are [N, P]; MIN_LOG_DECAY resets at
+    each document."""
     if seq_idx is not None:
         begins = torch.nn.functional.pad(seq_idx.diff(dim=1) != 0, (1, 0)).unsqueeze(-1)
         log_a = log_a.masked_fill(begins, MIN_LOG_DECAY)
@@ -173,7 +225,8 @@ def _on_kernel(
 
 @once
 def kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> bool:
-    """Return True if the kernel is installed, accepts these tensors and matches torch on this device; else log why."""
+    """Return True if the kernel is installed, accepts these tensors and matches torch on this
+    device; else log why."""
     if importlib.util.find_spec("fla") is None:
         reason = "flash-linear-attention is not installed"
     elif dtype not in (torch.bfloat16, torch.float16):
@@ -181,17 +234,25 @@ def kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_state
     else:
         reason = _mistake(device, dtype, head_dim, d_state)
     if reason:
-        log.warning("the gated delta rule runs on torch, not on flash-linear-attention's kernel: %s", reason)
+        log.warning(
+            "the gated delta rule runs on torch, not on flash-linear-attention's kernel: %s", reason
+        )
     return reason is None
 
 
 @torch.no_grad()
 def _mistake(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> str | None:
-    """Compare the kernel with torch on two documents after a given state; return the error, or None."""
+    """Compare the kernel with torch on two documents after a given state; return the error, or
+    None."""
     generator = torch.Generator().manual_seed(0)
     x, k, c, state = (
         torch.randn(shape, generator=generator).to(device, dtype)
-        for shape in ((1, 70, 2, head_dim), (1, 70, 2, d_state), (1, 70, 2, d_state), (1, 2, head_dim, d_state))
+        for shape in (
+            (1, 70, 2, head_dim),
+            (1, 70, 2, d_state),
+            (1, 70, 2, d_state),
+            (1, 2, head_dim, d_state),
+        )
     )
     log_a, write = gates(torch.randn(1, 70, 2, 2, generator=generator).to(device))
     given = x, log_a, write, unit_keys(k), c
@@ -201,5 +262,7 @@ def _mistake(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: i
     except Exception as error:  # other versions of the kernel may raise anything
         return f"it fails with {type(error).__name__}: {error}"
     expected = delta_scan(*given, state_BHPN=state, seq_idx_BL=seq_idx, impl="torch")
-    error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected))
+    error = max(
+        ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)
+    )
     return None if error < LARGEST_ERROR else f"its result is off by {error:.1%}"

@@ -1,14 +1,16 @@
-"""State-space duality (SSD): the math of recurrent heads, and the only place that selects an implementation.
+"""State-space duality (SSD): the math of recurrent heads, and the only place that selects an
+implementation.
 
-Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv 2405.21060 and 2502.14458):
+Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv 2405.21060 and
+2502.14458):
 
     S_t = a_t S_{t-1} + x_t B_t^T          y_t = S_t C_t          S in R^{P x N}
 
 As a matrix, y = T x with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s: the *mixing matrix*.
 
-Shapes: B batch, L length, S source length, H head, P head dim, N state size, C channels, K conv width,
-M chunks, Q chunk size. States and decays are in fp32 or fp64, independent of the inputs' dtype and autocast.
-"""
+Shapes: B batch, L length, S source length, H head, P head dim, N state size, C channels, K conv
+width, M chunks, Q chunk size. States and decays are in fp32 or fp64, independent of the inputs'
+dtype and autocast."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_SIZE = 32  # on a CPU, shorter chunks are too many calls and longer ones too many products
-CHUNKS_PER_BLOCK = 64  # one matmul carries the state over a block; its cost is quadratic in the block size
+# One matmul carries the state over a block; its cost is quadratic in the block size
+CHUNKS_PER_BLOCK = 64
 MIN_LOG_DECAY = -30.0  # erases an fp32 state completely, and keeps sums finite
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 MAMBA_CHUNK_SIZE = 128
@@ -34,16 +37,23 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 LARGEST_IN_KERNELS = 128  # head dim and state size; "auto" uses torch for larger ones
 KERNEL_WIDTHS = (2, 3, 4)  # widths of convolutions
 
-MODULES = {"ssd": "hybrid_kernels.ssd", "causal_conv": "hybrid_kernels.conv", "ssd_step": "hybrid_kernels.step"}
+MODULES = {
+    "ssd": "hybrid_kernels.ssd",
+    "causal_conv": "hybrid_kernels.conv",
+    "ssd_step": "hybrid_kernels.step",
+}
 KERNELS: dict[str, Callable[..., Any]] = {}  # functions of MODULES, once imported
 
 log = logging.getLogger(__name__)
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a function's results; torch.compile calls it while tracing and treats the result as a constant."""
+    """Cache a function's results; torch.compile calls it while tracing and treats the result as a
+    constant."""
     cached = cache(function)
-    return torch.compiler.assume_constant_result(wraps(function)(lambda *arguments: cached(*arguments)))
+    return torch.compiler.assume_constant_result(
+        wraps(function)(lambda *arguments: cached(*arguments))
+    )
 
 
 def log_decay(raw: Tensor) -> Tensor:
@@ -69,18 +79,22 @@ def ssd_scan(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence.
 
-    ``state_BHPN`` is the state before the first token (default: zero). ``seq_idx_BL`` numbers the documents packed in
-    a row, ascending: the state resets where the number changes, and a given state belongs to the first document.
-    Returns y_BLHP in the dtype of x, and the state after the last token in fp32 (fp64 for fp64).
+    ``state_BHPN`` is the state before the first token (default: zero). ``seq_idx_BL`` numbers the
+    documents packed in a row, ascending: the state resets where the number changes, and a given
+    state belongs to the first document. Returns y_BLHP in the dtype of x, and the state after the
+    last token in fp32 (fp64 for fp64).
 
-    Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that cannot run.
-    """
+    Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl``
+    that cannot run."""
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
     chosen = _choose(impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None)
     if type(chunk_size) is not int or chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1.")
+        raise ValueError(
+            f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
+        )
     batch, length, n_heads, head_dim = x_BLHP.shape
-    with torch.autocast(x_BLHP.device.type, enabled=False):  # autocast would run fp32 matmuls in bf16
+    # Autocast would run fp32 matmuls in bf16
+    with torch.autocast(x_BLHP.device.type, enabled=False):
         if chosen == "triton" and length > 0:
             options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
             return KERNELS["ssd"](x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
@@ -120,14 +134,24 @@ def gated_ssd_scan(
     if x_BLHP.shape[1] > 0 and chosen == "triton":
         inputs = x_BLHP, raw_BLH, b_BLHN, c_BLHN
         with torch.autocast(x_BLHP.device.type, enabled=False):
-            return KERNELS["ssd"](*inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
+            return KERNELS["ssd"](
+                *inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL
+            )
     log_a_BLH = log_decay(raw_BLH)
-    y_BLHP, state = ssd_scan(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl)
+    y_BLHP, state = ssd_scan(
+        x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl
+    )
     return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
 def gated_ssd_step(
-    x_BHP: Tensor, raw_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, D_H: Tensor, z_BHP: Tensor, state_BHPN: Tensor
+    x_BHP: Tensor,
+    raw_BH: Tensor,
+    b_BHN: Tensor,
+    c_BHN: Tensor,
+    D_H: Tensor,
+    z_BHP: Tensor,
+    state_BHPN: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute one token of `gated_ssd_scan`; return y_BHP and the new state."""
     y_BHP, state = ssd_step(x_BHP, log_decay(raw_BH), b_BHN, c_BHN, state_BHPN)
@@ -146,16 +170,21 @@ def step_in_place(
     token_mask_B: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor | None:
-    """Run one token of `causal_conv` and `gated_ssd_scan` in one kernel; update both states in place, return y_BHP.
+    """Run one token of `causal_conv` and `gated_ssd_scan` in one kernel; update both states in
+    place, return y_BHP.
 
-    ``token_mask_B`` is 0 at padding, which leaves both states unchanged. Returns None, and does nothing, if gradients
-    are enabled, ``impl`` has no such kernel, or the states or the convolution width do not fit it.
-    """
+    ``token_mask_B`` is 0 at padding, which leaves both states unchanged. Returns None, and does
+    nothing, if gradients are enabled, ``impl`` has no such kernel, or the states or the convolution
+    width do not fit it."""
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
     fits = fits and not torch.is_grad_enabled() and all(state.is_contiguous() for state in states)
     sizes = *ssm_state_BHPN.shape[2:], conv_weight_CK.shape[1]
-    if not fits or _choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None) != "triton":
+    if (
+        not fits
+        or _choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None)
+        != "triton"
+    ):
         return None
     inputs = xbc_BC, raw_BH, z_BHP, conv_weight_CK, D_H
     return KERNELS["ssd_step"](*inputs, *states, token_mask_B=token_mask_B)
@@ -168,23 +197,31 @@ def skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
 def ssd_step(
     x_BHP: Tensor, log_a_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not modified)."""
+    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not
+    modified)."""
     dtype = state_dtype(x_BHP, state_BHPN)
     x, log_a, b, c, state = (t.to(dtype) for t in (x_BHP, log_a_BH, b_BHN, c_BHN, state_BHPN))
     state = log_a.exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
     return (state * c.unsqueeze(-2)).sum(-1).to(x_BHP.dtype), state
 
 
-def mixing_matrix(log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
-    """Return T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document, else 0.
+def mixing_matrix(
+    log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None
+) -> Tensor:
+    """Return T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document,
+    else 0.
 
-    This is the counterpart of an attention map: quadratic in the length. In fp32 (fp64 for fp64 inputs).
-    """
+    This is the counterpart of an attention map: quadratic in the length. In fp32 (fp64 for fp64
+    inputs)."""
     with torch.autocast(b_BLHN.device.type, enabled=False):
         dtype = state_dtype(b_BLHN)
-        log_a_BHL, b_BHLN, c_BHLN = (t.to(dtype).transpose(1, 2) for t in (log_a_BLH, b_BLHN, c_BLHN))
+        log_a_BHL, b_BHLN, c_BHLN = (
+            t.to(dtype).transpose(1, 2) for t in (log_a_BLH, b_BLHN, c_BLHN)
+        )
         unseen_BLL = _unseen(seq_idx_BL, b_BLHN.shape[1], b_BLHN)
-        return (c_BHLN @ b_BHLN.mT) * decay_matrix(_sums(log_a_BHL, unseen_BLL), unseen_BLL.unsqueeze(1))
+        return (c_BHLN @ b_BHLN.mT) * decay_matrix(
+            _sums(log_a_BHL, unseen_BLL), unseen_BLL.unsqueeze(1)
+        )
 
 
 def causal_conv(
@@ -196,19 +233,28 @@ def causal_conv(
     n_tokens_B: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Convolve channels causally, with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
+    """Convolve channels causally, with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1)
+    + k}.
 
-    The last tap reads the current token. The state is the last K - 1 inputs, [B, C, K - 1] (default: zeros). With
-    ``seq_idx_BL``, no tap reads another document. Returns y_BLC and the state after each row's last token: the last
-    input, or input ``n_tokens_B`` - 1 if padding follows the tokens.
-    """
+    The last tap reads the current token. The state is the last K - 1 inputs, [B, C, K - 1]
+    (default: zeros). With ``seq_idx_BL``, no tap reads another document. Returns y_BLC and the
+    state after each row's last token: the last input, or input ``n_tokens_B`` - 1 if padding
+    follows the tokens."""
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
     fits = length > 0 and n_past + 1 in KERNEL_WIDTHS
-    if fits and _choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None) == "triton":
+    if (
+        fits
+        and _choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None)
+        == "triton"
+    ):
         state_BCK = None if state_BCK is None else state_BCK.to(x_BLC.dtype)
-        y_BLC, last_BCK = KERNELS["causal_conv"](x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
-        return y_BLC, last_BCK if n_tokens_B is None else _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
+        y_BLC, last_BCK = KERNELS["causal_conv"](
+            x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL
+        )
+        return y_BLC, last_BCK if n_tokens_B is None else _last_tokens(
+            x_BLC, state_BCK, n_tokens_B, n_past
+        )
     if state_BCK is None:
         past_BKC = x_BLC.new_zeros(x_BLC.shape[0], n_past, x_BLC.shape[2])
     else:
@@ -225,18 +271,26 @@ def causal_conv(
     return y_BLC, with_past_BLC[:, length:].mT
 
 
-def _last_tokens(x_BLC: Tensor, state_BCK: Tensor | None, n_tokens_B: Tensor, n_past: int) -> Tensor:
-    """Return the last K - 1 inputs up to each row's last token, [B, C, K - 1]; some may come from the state."""
-    place_BK1 = (n_tokens_B.unsqueeze(1) + torch.arange(-n_past, 0, device=x_BLC.device)).unsqueeze(-1)
+def _last_tokens(
+    x_BLC: Tensor, state_BCK: Tensor | None, n_tokens_B: Tensor, n_past: int
+) -> Tensor:
+    """Return the last K - 1 inputs up to each row's last token, [B, C, K - 1]; some may come from
+    the state."""
+    place_BK1 = (n_tokens_B.unsqueeze(1) + torch.arange(-n_past, 0, device=x_BLC.device)).unsqueeze(
+        -1
+    )
     new_BKC = x_BLC.gather(1, place_BK1.clamp_min(0).expand(-1, -1, x_BLC.shape[2]))
     if state_BCK is None:
         return new_BKC.masked_fill(place_BK1 < 0, 0.0).mT
-    held_BKC = state_BCK.to(x_BLC.dtype).mT.gather(1, (place_BK1 + n_past).clamp_max(n_past - 1).expand_as(new_BKC))
+    held_BKC = state_BCK.to(x_BLC.dtype).mT.gather(
+        1, (place_BK1 + n_past).clamp_max(n_past - 1).expand_as(new_BKC)
+    )
     return torch.where(place_BK1 < 0, held_BKC, new_BKC).mT
 
 
 def check_implementation(impl: str) -> None:
-    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that cannot run here."""
+    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that cannot run
+    here."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
     if reason := _unusable(impl):
@@ -244,19 +298,29 @@ def check_implementation(impl: str) -> None:
 
 
 def _choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
-    """Resolve "auto" for a kernel, given a tensor and the sizes it must handle; check and return any other name."""
+    """Resolve "auto" for a kernel, given a tensor and the sizes it must handle; check and return
+    any other name."""
     if impl != "auto":
         check_implementation(impl)
         return impl
     if not x.is_cuda:
         return "torch"
-    return _best_on_gpu(kernel, x.device, x.dtype, sizes, torch.is_grad_enabled(), tuple(options.items()))
+    return _best_on_gpu(
+        kernel, x.device, x.dtype, sizes, torch.is_grad_enabled(), tuple(options.items())
+    )
 
 
 def implementation_of(
-    impl: str, kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, training: bool, **options: bool
+    impl: str,
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *sizes: int,
+    training: bool,
+    **options: bool,
 ) -> str:
-    """Describe what runs for a kernel of `_choose`: "triton", or another implementation and why it is not triton."""
+    """Describe what runs for a kernel of `_choose`: "triton", or another implementation and why it
+    is not triton."""
     if impl != "auto" or device.type != "cuda":
         return "torch" if impl == "auto" else impl
     reason = _reason_against(kernel, device, dtype, sizes, training, tuple(options.items()))
@@ -265,9 +329,15 @@ def implementation_of(
 
 @once
 def _best_on_gpu(
-    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool, options: Any
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    training: bool,
+    options: Any,
 ) -> str:
-    """Return "triton" if it runs and its first use on this device matches torch; else log why and return "torch"."""
+    """Return "triton" if it runs and its first use on this device matches torch; else log why and
+    return "torch"."""
     reason = _reason_against(kernel, device, dtype, sizes, training, options)
     if reason is None:
         return "triton"
@@ -277,26 +347,37 @@ def _best_on_gpu(
 
 @once
 def _reason_against(
-    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool, options: Any
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    training: bool,
+    options: Any,
 ) -> str | None:
-    """Return in one line why a kernel must not run: it cannot, is known to fail, or failed when it was tried."""
+    """Return in one line why a kernel must not run: it cannot, is known to fail, or failed when it
+    was tried."""
     reason = _unusable("triton")
     if reason is None and (dtype not in KERNEL_DTYPES or max(sizes) > LARGEST_IN_KERNELS):
-        reason = f"kernels take bfloat16 and float32, sizes up to {LARGEST_IN_KERNELS}; got {dtype}, {sizes}"
+        reason = (
+            f"kernels take bfloat16 and float32, sizes up to {LARGEST_IN_KERNELS}; "
+            f"got {dtype}, {sizes}"
+        )
     if reason is None:
         reason = importlib.import_module("hybrid_kernels.known_bad").known_bad(kernel, device)
     if reason is None:
-        mistake = importlib.import_module("hybrid_kernels.trial").mistake
-        reason = mistake(kernel, device, dtype, *sizes, training=training, **dict(options))
+        # By string, as below: transformers reads an export's imports as its requirements.
+        check_kernel = importlib.import_module("hybrid_kernels.selftest").check_kernel
+        reason = check_kernel(kernel, device, dtype, *sizes, training=training, **dict(options))
     return reason
 
 
 @once
 def _unusable(impl: str) -> str | None:
-    """Return in one line why ``impl`` cannot run, else fill KERNELS. Importing a broken package raises.
+    """Return in one line why ``impl`` cannot run, else fill KERNELS. Importing a broken package
+    raises.
 
-    Packages are imported by string, so that transformers does not list them as requirements of an export.
-    """
+    Packages are imported by string, so that transformers does not list them as requirements of an
+    export."""
     package = {"triton": "hybrid_kernels", "mamba_ssm": "mamba_ssm"}.get(impl)
     if package is None:
         return None
@@ -304,7 +385,12 @@ def _unusable(impl: str) -> str | None:
         return f"{package} is not installed"
     reason = importlib.import_module(package).unusable() if impl == "triton" else None
     if impl == "triton" and reason is None:
-        KERNELS.update({name: getattr(importlib.import_module(module), name) for name, module in MODULES.items()})
+        KERNELS.update(
+            {
+                name: getattr(importlib.import_module(module), name)
+                for name, module in MODULES.items()
+            }
+        )
     return reason
 
 
@@ -313,9 +399,8 @@ def _scan_mamba_ssm(
 ) -> tuple[Tensor, Tensor]:
     """Scan with mamba-ssm's kernels.
 
-    They compute the continuous form: a step dt decays the state by exp(-dt) and scales the input. Here dt is -log a,
-    and the input is divided by dt first.
-    """
+    They compute the continuous form: a step dt decays the state by exp(-dt) and scales the input.
+    Here dt is -log a, and the input is divided by dt first."""
     combined = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     dt = -log_a.float()
     x_over_dt = (x.float() / dt.clamp_min(SMALLEST_STEP).unsqueeze(-1)).to(x.dtype)
@@ -339,38 +424,50 @@ def state_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _same_document(seq_idx_BL: Tensor, back: int) -> Tensor:
-    """Mark tokens whose predecessor ``back`` tokens earlier is in the same document; the past is the first document."""
+    """Mark tokens whose predecessor ``back`` tokens earlier is in the same document; the past is
+    the first document."""
     before_BK = seq_idx_BL[:, :1].expand(-1, back)
     return torch.cat([before_BK, seq_idx_BL], dim=1)[:, : seq_idx_BL.shape[1]] == seq_idx_BL
 
 
 def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """Return a mask [.., L, L]: -inf where token i does not see token j (later, or in another document), else 0."""
+    """Return a mask [.., L, L]: -inf where token i does not see token j (later, or in another
+    document), else 0."""
     later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
     if seq_idx is not None:
         later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
     else:
         later = later.unsqueeze(0)
-    return torch.zeros(later.shape, dtype=state_dtype(like), device=like.device).masked_fill_(later, -math.inf)
+    return torch.zeros(later.shape, dtype=state_dtype(like), device=like.device).masked_fill_(
+        later, -math.inf
+    )
 
 
 def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
-    """Sum log a [.., H, L] over the tokens that token i sees: cum_i, which restarts with each document.
+    """Sum log a [.., H, L] over the tokens that token i sees: cum_i, which restarts with each
+    document.
 
-    Uses a matrix product, so that no document affects the sums or gradients of another, not even in the last bit.
-    Uses float64, because differences of long sums lose small terms in float32 (MPS has only float32).
-    """
+    Uses a matrix product, so that no document affects the sums or gradients of another, not even in
+    the last bit. Uses float64, because differences of long sums lose small terms in float32 (MPS
+    has only float32)."""
     wide = log_a.dtype if log_a.device.type == "mps" else torch.float64
     return log_a.to(wide) @ (unseen == 0).to(wide).mT
 
 
 def decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
-    """Return exp(cum_i - cum_j), 0 where unseen; the mask is added before exp, which could otherwise overflow."""
+    """Return exp(cum_i - cum_j), 0 where unseen; the mask is added before exp, which could
+    otherwise overflow."""
     return (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(unseen.dtype).add_(unseen).exp_()
 
 
 def _scan_reference(
-    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
+    x: Tensor,
+    log_a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    seq_idx: Tensor | None,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence of the module docstring token by token."""
     ys = []
@@ -383,16 +480,24 @@ def _scan_reference(
 
 
 def _scan_chunked(
-    x: Tensor, log_a: Tensor, b: Tensor, c: Tensor, state: Tensor, seq_idx: Tensor | None, chunk_size: int
+    x: Tensor,
+    log_a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    seq_idx: Tensor | None,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Scan with matrix products: a mixing matrix within each chunk, states between chunks.
 
-    1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from both.
-    """
+    1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from
+    both."""
     batch, length, n_heads, head_dim = x.shape
     x, b, c = (to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
     x = x.contiguous()  # copy once, instead of in every product
-    bt, ct = b.mT.contiguous(), c.mT.contiguous()  # products are faster if their last dimension is not the small N
+    # products are faster if their last dimension is not the small N
+    bt = b.mT.contiguous()
+    ct = c.mT.contiguous()
     cum_BHMQ, unseen, to_end, from_start, seq_BMQ = chunk_decays(log_a, seq_idx, chunk_size)
 
     added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
@@ -404,9 +509,9 @@ def _scan_chunked(
 def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) -> tuple[Any, ...]:
     """Return the decays within each chunk, and the document of each token.
 
-    In order: cum_BHMQ and the mask for `decay_matrix`; the decay from each token to the end of its chunk, and from the
-    state before the chunk to each token, both [B, H, M, Q] and 0 across documents; seq_BMQ.
-    """
+    In order: cum_BHMQ and the mask for `decay_matrix`; the decay from each token to the end of its
+    chunk, and from the state before the chunk to each token, both [B, H, M, Q] and 0 across
+    documents; seq_BMQ."""
     log_a_BHMQ = to_chunks(log_a_BLH.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
     dtype = log_a_BHMQ.dtype
     seq_BMQ = None if seq_idx_BL is None else _documents_by_chunk(seq_idx_BL, chunk_size)
@@ -421,13 +526,14 @@ def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) 
 
 
 class _ChunkOutputs(torch.autograd.Function):
-    """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
+    """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before
+    the chunk.
 
-    The backward is written by hand: autograd would store three Q x Q matrices instead of one and make twice as many
-    passes over them. Except for j = i, every term of y_i has the factor exp(cum_i) and every term of dx_j the factor
-    exp(-cum_j), so that the gradient of cum is dy_i . y_i - x_i . dx_i. Terms with j = i, which have no decay, are kept
-    separate: under strong decays they would swamp the others.
-    """
+    The backward is written by hand: autograd would store three Q x Q matrices instead of one and
+    make twice as many passes over them. Except for j = i, every term of y_i has the factor
+    exp(cum_i) and every term of dx_j the factor exp(-cum_j), so that the gradient of cum is dy_i .
+    y_i - x_i . dx_i. Terms with j = i, which have no decay, are kept separate: under strong decays
+    they would swamp the others."""
 
     @staticmethod
     def forward(ctx, x, bt, ct, cum, before, unseen, from_start) -> Tensor:
@@ -441,21 +547,33 @@ class _ChunkOutputs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> Any:
         (dy,) = grad_outputs
         x, bt, ct, decay, from_start, before, earlier, own = ctx.saved_tensors
-        from_start, dy = from_start.unsqueeze(-2), dy.contiguous()
+        from_start = from_start.unsqueeze(-2)
+        dy = dy.contiguous()
         dx = (ct.mT @ bt).mul_(decay).mT @ dy
         dcum = (dy * earlier).sum(-1) - (x * dx).sum(-1)
         dscores = (dy @ x.mT).mul_(decay)
         d_own = (dy * x).sum(-1).unsqueeze(-2)
         dct = (bt @ dscores.mT).addcmul_(before @ dy.mT, from_start).addcmul_(d_own, bt)
         dbefore = (ct * from_start) @ dy
-        return dx.addcmul_(own, dy), (ct @ dscores).addcmul_(d_own, ct), dct, dcum, dbefore, None, None
+        return (
+            dx.addcmul_(own, dy),
+            (ct @ dscores).addcmul_(d_own, ct),
+            dct,
+            dcum,
+            dbefore,
+            None,
+            None,
+        )
 
 
 def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
-    """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros pad the last chunk and change no state (a = 1)."""
+    """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros pad the last chunk and change no state (a =
+    1)."""
     missing = -t_BLH.shape[1] % chunk_size
     if missing:
         t_BLH = F.pad(t_BLH, (0, 0, 0, 0, 0, missing))
@@ -465,7 +583,9 @@ def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
 def _documents_by_chunk(seq_idx_BL: Tensor, chunk_size: int) -> Tensor:
     """Reshape to seq_BMQ; padding of the last chunk belongs to the last document."""
     missing = -seq_idx_BL.shape[1] % chunk_size
-    return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, chunk_size))
+    return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(
+        1, (-1, chunk_size)
+    )
 
 
 def _incoming(seq_BMQ: Tensor) -> Tensor:
@@ -476,7 +596,8 @@ def _incoming(seq_BMQ: Tensor) -> Tensor:
 def _carry(
     added_BHMNP: Tensor, log_decay_BHM: Tensor, state_BHNP: Tensor, seq_BMQ: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the states before each chunk and after the last one: S_m = a_m S_{m-1} + added_m, in blocks of chunks.
+    """Return the states before each chunk and after the last one: S_m = a_m S_{m-1} + added_m, in
+    blocks of chunks.
 
     A chunk in which a document starts does not pass on the state before it.
     """

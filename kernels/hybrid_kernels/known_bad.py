@@ -12,15 +12,15 @@ import torch
 
 
 class KnownBad(NamedTuple):
-    """Versions, without local parts, and the compute capability on which ``kernels`` must not run.
-    """
+    """Versions, without local parts, and the compute capability on which ``kernels`` must not
+    run."""
 
     triton: str
     torch: str
     """Empty for any version."""
     capability: tuple[int, int]
     kernels: tuple[str, ...]
-    """Names as in `first_use.TESTS`."""
+    """Names as in `definitions.TESTS`."""
     report: str
 
 
@@ -30,7 +30,9 @@ KNOWN_BAD = (
         torch="",
         capability=(9, 0),
         kernels=("recurrence",),  # the only one whose programs multiply several times
-        report="triton-lang/triton#11366: wgmma reads illegal addresses, several products in 4 warps",
+        report=(
+            "triton-lang/triton#11366: wgmma reads illegal addresses, several products in 4 warps"
+        ),
     ),
 )
 """One row a public report. #11366 was seen with torch 2.9.1 on an H20, and 3.5.1 was clean there;
@@ -50,7 +52,8 @@ def known_bad(kernel: str, device: torch.device) -> str | None:
         is_version = versions[0] == row.triton and row.torch in ("", versions[1])
         if is_version and capability == row.capability and kernel in row.kernels:
             return (
-                f"triton {versions[0]} is known to fail on this GPU ({row.report}); install another "
+                f"triton {versions[0]} is known to fail on this GPU ({row.report}); install "
+                "another "
                 "version of it"
             )
     return None

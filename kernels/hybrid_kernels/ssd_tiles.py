@@ -1,4 +1,5 @@
-"""Tiles of the recurrence's kernels: chunk lengths, warps and stages by architecture, dtype, N and P."""
+"""Tiles of the recurrence's kernels: chunk lengths, warps and stages by architecture, dtype, N and
+P."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ SMALLEST_BLOCK = 16  # of a dimension that a product contracts
 MIN_CHUNKS_PER_SEGMENT = 4
 SEGMENT_PASS = 0.35  # what finding the states of segments first costs, of the kernel that follows
 START_CHUNKS = 1.5  # what a program does once, in chunks
-BACKWARD_KERNELS = {1: ("CBX",), 2: ("C", "BX"), 3: ("C", "B", "X")}  # the gradients each of them finds, in order
+# The gradients each of them finds, in order
+BACKWARD_KERNELS = {1: ("CBX",), 2: ("C", "BX"), 3: ("C", "B", "X")}
 
 
 class Launch(NamedTuple):
-    """Warps of a kernel, how many chunks it holds in flight, and how many of its programs a multiprocessor does."""
+    """Warps of a kernel, how many chunks it holds in flight, and how many of its programs a
+    multiprocessor does."""
 
     num_warps: int
     num_stages: int
@@ -30,11 +33,14 @@ class Launch(NamedTuple):
         return dict(num_warps=self.num_warps, num_stages=self.num_stages)
 
 
-DECAYS, DECAY_HEADS = Launch(4, 1), 16  # of the kernels that have no loop, and the heads in a program of theirs
+# of the kernels that have no loop, and the heads in a program of theirs
+DECAYS = Launch(4, 1)
+DECAY_HEADS = 16
 
 
 class Tile(NamedTuple):
-    """One entry of the tile table. The more kernels the backward is cut into, the fewer values each holds."""
+    """One entry of the tile table. The more kernels the backward is cut into, the fewer values each
+    holds."""
 
     chunk: int
     forward: Launch
@@ -43,46 +49,59 @@ class Tile(NamedTuple):
     spills: int = 0  # instructions, known and accepted
 
 
-# By architecture and the blocks of N and P. An entry with figures is the fastest of what benchmarks/tile_search.py
-# compiles with triton 3.6.0, by modeled milliseconds at 8 rows of 2,048 tokens and 32 heads. Behind it: forward and
-# backward, with no option on, then with all. Spills are accepted where the model says so. An entry without figures is
-# the first of (chunk, n_backward) = (32, 1), (16, 1), (32, 2), (16, 2), (32, 3), (16, 3) that kept its values in
-# registers when the table was made.
+# By architecture and the blocks of N and P. An entry with figures is the fastest of what
+# benchmarks/tile_search.py compiles with triton 3.6.0, by modeled milliseconds at 8 rows of 2,048
+# tokens and 32 heads. Behind it: forward and backward, with no option on, then with all. Spills are
+# accepted where the model says so. An entry without figures is the first of (chunk, n_backward) =
+# (32, 1), (16, 1), (32, 2), (16, 2), (32, 3), (16, 3) that kept its values in registers when the
+# table was made.
 _BF16_TILES = {
     (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 16, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 16),  # 0.081 + 0.188, 0.098 + 0.203
-    (90, 16, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 42),  # 0.137 + 0.324, 0.164 + 0.311
+    # 0.137 + 0.324, 0.164 + 0.311
+    (90, 16, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 42),
     (90, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 32, 64): Tile(32, Launch(4, 3, 2), Launch(4, 2, 2), 1, 22),  # 0.100 + 0.266, 0.141 + 0.289
-    (90, 32, 128): Tile(32, Launch(4, 2, 2), Launch(4, 3, 2), 1, 139),  # 0.203 + 0.343, 0.215 + 0.450
+    # 0.203 + 0.343, 0.215 + 0.450
+    (90, 32, 128): Tile(32, Launch(4, 2, 2), Launch(4, 3, 2), 1, 139),
     (90, 64, 16): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (90, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (90, 64, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 80),  # 0.144 + 0.261, 0.147 + 0.333
-    (90, 64, 128): Tile(32, Launch(4, 3, 2), Launch(4, 2, 2), 1, 369),  # 0.239 + 0.556, 0.243 + 0.646
+    # 0.239 + 0.556, 0.243 + 0.646
+    (90, 64, 128): Tile(32, Launch(4, 3, 2), Launch(4, 2, 2), 1, 369),
     (90, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (90, 128, 32): Tile(16, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
-    (90, 128, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 500),  # 0.284 + 0.639, 0.244 + 0.677
-    (90, 128, 128): Tile(32, Launch(8, 3, 1), Launch(8, 3, 1), 1, 386),  # 0.498 + 1.442, 0.554 + 1.463
+    # 0.284 + 0.639, 0.244 + 0.677
+    (90, 128, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 500),
+    # 0.498 + 1.442, 0.554 + 1.463
+    (90, 128, 128): Tile(32, Launch(8, 3, 1), Launch(8, 3, 1), 1, 386),
     (80, 16, 16): Tile(32, Launch(4, 2), Launch(8, 1), n_backward=1, spills=0),
     (80, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 16, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 4),  # 0.232 + 0.453, 0.257 + 0.546
-    (80, 16, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 103),  # 0.333 + 0.796, 0.391 + 0.800
+    # 0.333 + 0.796, 0.391 + 0.800
+    (80, 16, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 103),
     (80, 32, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 32, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 32, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 14),  # 0.253 + 0.596, 0.277 + 0.663
-    (80, 32, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 146),  # 0.403 + 0.970, 0.427 + 0.978
+    # 0.403 + 0.970, 0.427 + 0.978
+    (80, 32, 128): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 146),
     (80, 64, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
     (80, 64, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=1, spills=0),
-    (80, 64, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 249),  # 0.359 + 0.946, 0.371 + 0.983
-    (80, 64, 128): Tile(32, Launch(4, 2, 2), Launch(4, 2, 2), 1, 420),  # 0.732 + 1.630, 0.688 + 1.644
+    # 0.359 + 0.946, 0.371 + 0.983
+    (80, 64, 64): Tile(32, Launch(4, 3, 2), Launch(4, 3, 2), 1, 249),
+    # 0.732 + 1.630, 0.688 + 1.644
+    (80, 64, 128): Tile(32, Launch(4, 2, 2), Launch(4, 2, 2), 1, 420),
     (80, 128, 16): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=2, spills=0),
     (80, 128, 32): Tile(16, Launch(4, 2), Launch(4, 1), n_backward=3, spills=18),
-    (80, 128, 64): Tile(16, Launch(4, 3, 2), Launch(4, 2, 2), 1, 219),  # 0.849 + 2.141, 0.877 + 2.193
-    (80, 128, 128): Tile(16, Launch(8, 3, 1), Launch(8, 2, 1), 1, 241),  # 1.719 + 3.978, 1.757 + 4.414
+    # 0.849 + 2.141, 0.877 + 2.193
+    (80, 128, 64): Tile(16, Launch(4, 3, 2), Launch(4, 2, 2), 1, 219),
+    # 1.719 + 3.978, 1.757 + 4.414
+    (80, 128, 128): Tile(16, Launch(8, 3, 1), Launch(8, 2, 1), 1, 241),
 }
-# To check by, not to train with: three products for one take twice the registers, so larger states run in blocks.
+# To check by, not to train with: three products for one take twice the registers, so larger states
+# run in blocks.
 _FP32_TILES = {
     (90, 16, 16): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=2, spills=0),
     (90, 16, 32): Tile(16, Launch(8, 1), Launch(8, 1), n_backward=1, spills=15),
@@ -116,11 +135,13 @@ def tile_for(capability: int, dtype: torch.dtype, d_state: int, head_dim: int) -
 
 @lru_cache(maxsize=1024)
 def segments(programs: int, n_chunks: int, places: int) -> int:
-    """Return into how many segments to cut each row: those that end first, by waves of programs times chunks of each.
+    """Return into how many segments to cut each row: those that end first, by waves of programs
+    times chunks of each.
 
-    ``programs`` is the number of rows times heads, ``places`` how many programs the device runs at once.
-    """
+    ``programs`` is the number of rows times heads, ``places`` how many programs the device runs at
+    once."""
 
+    # Ties go to fewer segments, as the tuple compares the time first and the number second.
     def time(n_segments: int) -> tuple[float, int]:
         chunks = triton.cdiv(n_chunks, n_segments)
         waves = triton.cdiv(programs * triton.cdiv(n_chunks, chunks), places)

@@ -1,4 +1,5 @@
-"""A triton driver without a GPU: the real launcher compiles for it, and the emulator or the caller gets the launch."""
+"""A triton driver without a GPU: the real launcher compiles for it, and the emulator or the caller
+gets the launch."""
 
 from __future__ import annotations
 
@@ -49,13 +50,17 @@ class Launch(NamedTuple):
         return [value for kind, value in self.arguments if kind.startswith("*")]
 
     def program(self, without: str = "", nth: int | None = None) -> Program:
-        """Translate the kernel; leave out the instructions that begin with ``without``, or the ``nth`` of them."""
-        ptx, place = self.files["ptx"].read_text(), itertools.count()
+        """Translate the kernel; leave out the instructions that begin with ``without``, or the
+        ``nth`` of them."""
+        ptx = self.files["ptx"].read_text()
+        place = itertools.count()
 
         def replacement(found: re.Match[str]) -> str:
             return ";" if nth in (None, next(place)) else found[0]
 
-        return Program(instructions(without).sub(replacement, ptx) if without else ptx, self.n_threads)
+        return Program(
+            instructions(without).sub(replacement, ptx) if without else ptx, self.n_threads
+        )
 
     def run(self, program: Program) -> None:
         """Execute on the tensors' memory, programs in a random order. Raises Race or Fault."""
@@ -96,21 +101,39 @@ class Driver:
     """The part of triton's driver interface that its launcher uses."""
 
     def __init__(self, capability: int, launch: Callable[[Launch], None]) -> None:
-        self.capability, self.launch = capability, launch
+        self.capability = capability
+        self.launch = launch
         self.utils = types.SimpleNamespace(
-            load_binary=lambda name, code, shared, device: (object(), dict(name=name, shared_bytes=shared), 0, 0, 1024),
+            load_binary=lambda name, code, shared, device: (
+                object(),
+                dict(name=name, shared_bytes=shared),
+                0,
+                0,
+                1024,
+            ),
             unload_module=lambda module: None,
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
         )
 
     def launcher_cls(self, source, metadata) -> Callable[..., None]:
-        """Return what triton calls with a grid and all arguments; ``function`` is the second of `load_binary`."""
+        """Return what triton calls with a grid and all arguments; ``function`` is the second of
+        `load_binary`."""
         kinds = list(source.signature.values())
 
-        def launcher(x, y, z, stream, function, packed, launch_metadata, enter, leave, *values) -> None:
+        def launcher(
+            x, y, z, stream, function, packed, launch_metadata, enter, leave, *values
+        ) -> None:
             arguments = [(kind, value) for kind, value in zip(kinds, values) if kind != "constexpr"]
-            launch = triton.runtime.driver.active.launch  # of now: a compiled kernel outlives a driver
-            launch(Launch(**function, n_threads=metadata.num_warps * 32, grid=(x, y, z), arguments=arguments))
+            # Of now: a compiled kernel outlives a driver
+            launch = triton.runtime.driver.active.launch
+            launch(
+                Launch(
+                    **function,
+                    n_threads=metadata.num_warps * 32,
+                    grid=(x, y, z),
+                    arguments=arguments,
+                )
+            )
 
         return launcher
 
@@ -137,11 +160,13 @@ def _poisoned(plain):
 
 
 @contextlib.contextmanager
-def emulated(capability: int, launch: Callable[[Launch], None] = execute, machine_code: bool = False) -> Iterator[None]:
+def emulated(
+    capability: int, launch: Callable[[Launch], None] = execute, machine_code: bool = False
+) -> Iterator[None]:
     """Hand every launch on CPU tensors, compiled for a device, to ``launch``; new memory holds NaN.
 
-    Without ``machine_code``, ptxas is left out, so triton's cache must be a private one (TRITON_CACHE_DIR).
-    """
+    Without ``machine_code``, ptxas is left out, so triton's cache must be a private one
+    (TRITON_CACHE_DIR)."""
     with contextlib.ExitStack() as stack:
 
         def replace(owner: object, name: str, value: object) -> None:

@@ -1,17 +1,19 @@
-"""An emulator of the PTX that triton emits for sm_80 and sm_90: one program at a time, a numpy lane for each thread.
+"""An emulator of the PTX that triton emits for sm_80 and sm_90: one program at a time, a numpy lane
+for each thread.
 
-`Program` translates each basic block into a Python function; `Program.run` executes a grid. Besides the arithmetic it
-models what a compiled kernel can get wrong without an error message:
+`Program` translates each basic block into a Python function; `Program.run` executes a grid. Besides
+the arithmetic it models what a compiled kernel can get wrong without an error message:
 
-- every access to global memory lies inside an argument, every one to shared memory inside what was allocated;
+- every access to global memory lies inside an argument, every one to shared memory inside what was
+  allocated;
 - two warps meet at a barrier between a write and another access of the same bytes (`Memory`);
 - `cp.async` delivers at its wait and not before; until then nobody reads or writes its bytes;
-- `wgmma` reads shared memory until its wait, of what was stored only what a proxy fence has published; its sums are NaN
-  until then;
+- `wgmma` reads shared memory until its wait, of what was stored only what a proxy fence has
+  published; its sums are NaN until then;
 - registers and shared memory hold junk before the first write.
 
-Lanes of one warp count as ordered. What ptxas makes of the PTX is not checked, nor is the approximation of exp2.
-"""
+Lanes of one warp count as ordered. What ptxas makes of the PTX is not checked, nor is the
+approximation of exp2."""
 
 from __future__ import annotations
 
@@ -25,14 +27,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
-I16, I32, I64, F32, F64 = np.int16, np.int32, np.int64, np.float32, np.float64
+U8 = np.uint8
+U16 = np.uint16
+U32 = np.uint32
+U64 = np.uint64
+I16 = np.int16
+I32 = np.int32
+I64 = np.int64
+F32 = np.float32
+F64 = np.float64
 TYPES = {
-    "pred": bool, "b8": U8, "u8": U8, "b16": U16, "u16": U16, "s16": I16, "bf16": U16,
-    "b32": U32, "u32": U32, "s32": I32, "f32": F32, "b64": U64, "u64": U64, "s64": I64,
-}  # fmt: skip
+    "pred": bool,
+    "b8": U8,
+    "u8": U8,
+    "b16": U16,
+    "u16": U16,
+    "s16": I16,
+    "bf16": U16,
+    "b32": U32,
+    "u32": U32,
+    "s32": I32,
+    "f32": F32,
+    "b64": U64,
+    "u64": U64,
+    "s64": I64,
+}
 REGISTER_TYPES = {"%p": bool, "%rs": U16, "%r": U32, "%f": U32, "%rd": U64}
-JUNK = {bool: False, U16: 0x7FC1, U32: 0x7FC0BAD1, U64: 0xDEADBEEFDEADBEEF}  # a NaN where it can be one
+# A NaN where it can be one
+JUNK = {bool: False, U16: 0x7FC1, U32: 0x7FC0BAD1, U64: 0xDEADBEEFDEADBEEF}
 NAN = np.array(0x7FFFFFFF, U32).view(F32)[()]
 WARP = 32
 COLUMNS = 16  # most warps of a program: each has a byte, so that several can note an access at once
@@ -71,7 +93,9 @@ def parse(ptx: str) -> tuple[list[str], list[Instruction | str]]:
         for statement in text.split(";"):
             match = re.match(r"(?:@(!?%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", statement.strip(), re.S)
             if match:
-                operands = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,\s{[])+", match[3].replace("|", ","))
+                operands = re.findall(
+                    r"(?:\{[^}]*\}|\[[^\]]*\]|[^,\s{[])+", match[3].replace("|", ",")
+                )
                 found.append(Instruction(match[1] or "", match[2], tuple(operands), line))
     return parameters, found
 
@@ -97,9 +121,11 @@ class Memory:
     """Bytes, and which warps have read and written each of them since the last barrier."""
 
     def __init__(self, data: np.ndarray, name: str) -> None:
-        self.data, self.name = data, name
+        self.data = data
+        self.name = name
         size = len(data)
-        self.readers, self.writers = np.zeros((size, COLUMNS), U8), np.zeros((size, COLUMNS), U8)
+        self.readers = np.zeros((size, COLUMNS), U8)
+        self.writers = np.zeros((size, COLUMNS), U8)
         self.read_by, self.written_by = self.readers.view(U64), self.writers.view(U64)
         self.landing = np.zeros(size, I16)  # cp.async that will write a byte
         self.pinned = np.zeros(size, I16)  # wgmma that may still read a byte
@@ -112,7 +138,9 @@ class Memory:
             self.read_by[index] = self.written_by[index] = 0
         self.touched = []
 
-    def read(self, index: np.ndarray, warp: np.ndarray, report: Callable[[str], None]) -> np.ndarray:
+    def read(
+        self, index: np.ndarray, warp: np.ndarray, report: Callable[[str], None]
+    ) -> np.ndarray:
         """Return the bytes at ``index``, [n, width]; row i is read by ``warp[i]``."""
         if (self.written_by[index] & others(warp)).any():
             report("reads what another warp wrote since the last barrier")
@@ -122,8 +150,15 @@ class Memory:
         self.touched.append(index)
         return self.data[index]
 
-    def claim(self, index: np.ndarray, warp: np.ndarray, changed: np.ndarray, report: Callable[[str], None]) -> None:
-        """Check that these warps may write here; ``changed`` says which bytes would get another value."""
+    def claim(
+        self,
+        index: np.ndarray,
+        warp: np.ndarray,
+        changed: np.ndarray,
+        report: Callable[[str], None],
+    ) -> None:
+        """Check that these warps may write here; ``changed`` says which bytes would get another
+        value."""
         if ((self.written_by[index] & others(warp)).any(-1) & changed).any():
             report("writes what another warp wrote since the last barrier")
         if (self.read_by[index] & others(warp)).any():
@@ -133,7 +168,9 @@ class Memory:
         if self.pinned[index].any():
             report("writes what wgmma may still read")
 
-    def write(self, index: np.ndarray, warp: np.ndarray, values: np.ndarray, report: Callable[[str], None]) -> None:
+    def write(
+        self, index: np.ndarray, warp: np.ndarray, values: np.ndarray, report: Callable[[str], None]
+    ) -> None:
         """Store ``values`` [n, width]; row i is written by ``warp[i]``."""
         self.claim(index, warp, self.data[index] != values, report)
         self.data[index] = values
@@ -157,22 +194,31 @@ class Registers(dict):
 
 
 class CTA:
-    """The state of one program and the instructions that are more than an expression. R maps names to registers."""
+    """The state of one program and the instructions that are more than an expression. R maps names
+    to registers."""
 
-    def __init__(self, program: Program, shared_bytes: int, buffers: Sequence[tuple[int, Memory]]) -> None:
-        self.program, self.n_threads, self.buffers = program, program.n_threads, buffers
+    def __init__(
+        self, program: Program, shared_bytes: int, buffers: Sequence[tuple[int, Memory]]
+    ) -> None:
+        self.program = program
+        self.n_threads = program.n_threads
+        self.buffers = buffers
         self.R = Registers(self.n_threads)
         self.shared = Memory(np.full(max(shared_bytes, 16), 0xCD, U8), "shared")
         self.thread = np.arange(self.n_threads)
         self.warp = self.thread // WARP
         self.active = np.ones(self.n_threads, bool)
-        self.copies: list[list[Callable[[], None]]] = [[]]  # cp.async: committed groups, the last one open
+        # Cp.async: committed groups, the last one open
+        self.copies: list[list[Callable[[], None]]] = [[]]
         self.sums: dict[str, np.ndarray] = {}  # of wgmma in flight, by register
-        self.products: list[list[tuple[dict[str, np.ndarray], list[np.ndarray]]]] = [[]]  # wgmma, as `copies`
+        # Wgmma, as `copies`
+        self.products: list[list[tuple[dict[str, np.ndarray], list[np.ndarray]]]] = [[]]
 
     def report(self, number: int) -> Callable[[str], None]:
         """Return a function that notes what is wrong with an instruction."""
-        return lambda what: self.program.findings.update([f"{self.program.instructions[number]} {what}"])
+        return lambda what: self.program.findings.update(
+            [f"{self.program.instructions[number]} {what}"]
+        )
 
     def together(self, number: int) -> None:
         """Raise unless every thread takes part."""
@@ -190,32 +236,51 @@ class CTA:
     def places(
         self, space: str, address: np.ndarray, width: int, mask: np.ndarray, number: int
     ) -> list[tuple[Memory, np.ndarray, np.ndarray]]:
-        """For each memory that is accessed: the threads that do it, and the index of their bytes, [n, width]."""
-        found, left = [], mask
+        """For each memory that is accessed: the threads that do it, and the index of their bytes,
+        [n, width]."""
+        found = []
+        left = mask
         if (address[mask] % width).any():
             raise Fault(f"misaligned: {self.program.instructions[number]}")
         for base, memory in [(0, self.shared)] if space == "shared" else self.buffers:
             inside = left & (address >= base) & (address + width <= base + len(memory.data))
             if inside.any():
                 threads = np.flatnonzero(inside)
-                found.append((memory, threads, (address[threads] - base)[:, None] + np.arange(width)))
+                found.append(
+                    (memory, threads, (address[threads] - base)[:, None] + np.arange(width))
+                )
                 left = left & ~inside
         if left.any():
-            raise Fault(f"out of bounds: {self.program.instructions[number]}, thread {np.flatnonzero(left)[0]}")
+            raise Fault(
+                f"out of bounds: {self.program.instructions[number]}, thread "
+                f"{np.flatnonzero(left)[0]}"
+            )
         return found
 
-    def load(self, space: str, address: np.ndarray, width: int, mask: np.ndarray, number: int) -> np.ndarray:
+    def load(
+        self, space: str, address: np.ndarray, width: int, mask: np.ndarray, number: int
+    ) -> np.ndarray:
         """Return the bytes of each thread, [threads, width]."""
         data = np.zeros((self.n_threads, width), U8)
         for memory, threads, index in self.places(space, address, width, mask, number):
             data[threads] = memory.read(index, self.warp[threads], self.report(number))
         return data
 
-    def store(self, space: str, address: np.ndarray, data: np.ndarray, mask: np.ndarray, number: int) -> None:
+    def store(
+        self, space: str, address: np.ndarray, data: np.ndarray, mask: np.ndarray, number: int
+    ) -> None:
         for memory, threads, index in self.places(space, address, data.shape[1], mask, number):
             memory.write(index, self.warp[threads], data[threads], self.report(number))
 
-    def copy(self, to: np.ndarray, source: np.ndarray, width: int, size: np.ndarray, mask: np.ndarray, number: int):
+    def copy(
+        self,
+        to: np.ndarray,
+        source: np.ndarray,
+        width: int,
+        size: np.ndarray,
+        mask: np.ndarray,
+        number: int,
+    ):
         """cp.async: ``size`` bytes of each thread, zeros up to ``width``."""
         data = self.load("global", source, width, mask & (size > 0), number)
         data[np.arange(width) >= size.astype(I64)[:, None]] = 0
@@ -223,10 +288,13 @@ class CTA:
             memory.claim(index, self.warp[threads], np.ones(index.shape, bool), self.report(number))
             memory.landing[index] += 1
 
-            def deliver(memory: Memory = memory, threads: np.ndarray = threads, index: np.ndarray = index) -> None:
+            def deliver(
+                memory: Memory = memory, threads: np.ndarray = threads, index: np.ndarray = index
+            ) -> None:
                 memory.landing[index] -= 1
                 memory.write(index, self.warp[threads], data[threads], self.report(number))
-                memory.unpublished[index] = False  # NVIDIA's and triton's own products have no fence for them
+                # NVIDIA's and triton's own products have no fence for them
+                memory.unpublished[index] = False
 
             self.copies[-1].append(deliver)
 
@@ -237,23 +305,36 @@ class CTA:
 
     # Matrices. A register holds 8 rows of 4 words, one word a thread.
 
-    def matrix_rows(self, address: np.ndarray, count: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Index of the bytes of 8 x 16 byte matrices, [warps * count * 8, 16], and the warp of each row."""
+    def matrix_rows(
+        self, address: np.ndarray, count: int, number: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Index of the bytes of 8 x 16 byte matrices, [warps * count * 8, 16], and the warp of each
+        row."""
         self.together(number)
         rows = address.reshape(-1, 4, 8)[:, :count].reshape(-1)
         if (rows % 16).any() or (rows < 0).any() or (rows + 16 > len(self.shared.data)).any():
             raise Fault(f"out of bounds or misaligned: {self.program.instructions[number]}")
-        return rows[:, None] + np.arange(16), np.repeat(np.arange(self.n_threads // WARP), count * 8)
+        return rows[:, None] + np.arange(16), np.repeat(
+            np.arange(self.n_threads // WARP), count * 8
+        )
 
-    def load_matrices(self, address: np.ndarray, count: int, transposed: bool, number: int) -> np.ndarray:
+    def load_matrices(
+        self, address: np.ndarray, count: int, transposed: bool, number: int
+    ) -> np.ndarray:
         """ldmatrix: the words of ``count`` registers, [count, threads]."""
         index, warp = self.matrix_rows(address, count, number)
-        tiles = self.shared.read(index, warp, self.report(number)).view(U16).reshape(-1, count, 8, 8)
+        tiles = (
+            self.shared.read(index, warp, self.report(number)).view(U16).reshape(-1, count, 8, 8)
+        )
         if transposed:
             tiles = np.ascontiguousarray(tiles.swapaxes(2, 3))
-        return np.ascontiguousarray(tiles.view(U32).reshape(-1, count, WARP).swapaxes(0, 1)).reshape(count, -1)
+        return np.ascontiguousarray(
+            tiles.view(U32).reshape(-1, count, WARP).swapaxes(0, 1)
+        ).reshape(count, -1)
 
-    def store_matrices(self, address: np.ndarray, registers: list[np.ndarray], transposed: bool, number: int) -> None:
+    def store_matrices(
+        self, address: np.ndarray, registers: list[np.ndarray], transposed: bool, number: int
+    ) -> None:
         count = len(registers)
         words = np.stack([register.view(U32).reshape(-1, WARP) for register in registers], 1)
         tiles = words.view(U16).reshape(-1, 8, 8)
@@ -262,33 +343,49 @@ class CTA:
         index, warp = self.matrix_rows(address, count, number)
         self.shared.write(index, warp, tiles.view(U8).reshape(-1, 16), self.report(number))
 
-    def multiply(self, sums: list[str], a: list[str], b: list[str], start: list[str], wide: bool, number: int) -> None:
+    def multiply(
+        self, sums: list[str], a: list[str], b: list[str], start: list[str], wide: bool, number: int
+    ) -> None:
         """mma.sync with a [16, k] and b [k, 8] of bf16 (``wide``: tf32) in registers."""
         self.together(number)
-        left, right = self.fragment(a, wide), self.fragment(b, wide)
+        left = self.fragment(a, wide)
+        right = self.fragment(b, wide)
         total = accumulator([self.R[name] for name in start]) + left @ right.swapaxes(1, 2)
         self.R.update(zip(sums, scatter(total)))
 
     def fragment(self, names: list[str], wide: bool) -> np.ndarray:
-        """Operand of products from registers: [warps, 8 or 16 rows, k]; four registers are two rows of blocks."""
+        """Operand of products from registers: [warps, 8 or 16 rows, k]; four registers are two rows
+        of blocks."""
         words = np.stack([self.R[name].view(U32).reshape(-1, 8, 4) for name in names])
         blocks = numbers(words, wide).reshape(2, len(names) // 2, *words.shape[1:3], -1)
         return blocks.transpose(2, 1, 3, 0, 4).reshape(words.shape[1], 4 * len(names), -1)
 
     def multiply_groups(
-        self, sums: list[str], a: str, b: str, add: np.ndarray, transposed: tuple[bool, bool], wide: bool, number: int
+        self,
+        sums: list[str],
+        a: str,
+        b: str,
+        add: np.ndarray,
+        transposed: tuple[bool, bool],
+        wide: bool,
+        number: int,
     ) -> None:
         """wgmma: four warps multiply [64, k] and [k, n]; in flight until waited for."""
         self.together(number)
         pinned: list[np.ndarray] = []
-        n, groups = len(sums) * 2, self.n_threads // 128
+        n = len(sums) * 2
+        groups = self.n_threads // 128
         right = self.described(b, n, transposed[1], wide, pinned, number)
         if a.startswith("{"):
             left = self.fragment(members(a), wide).reshape(groups, 64, -1)
         else:
             left = self.described(a, 64, transposed[0], wide, pinned, number)
-        start = accumulator([self.sums.get(name, self.R[name]) for name in sums]).reshape(groups, 64, n)
-        total = np.where(add.reshape(groups, -1)[:, :1, None], start, 0) + left @ right.swapaxes(1, 2)
+        start = accumulator([self.sums.get(name, self.R[name]) for name in sums]).reshape(
+            groups, 64, n
+        )
+        total = np.where(add.reshape(groups, -1)[:, :1, None], start, 0) + left @ right.swapaxes(
+            1, 2
+        )
         values = dict(zip(sums, scatter(total.reshape(-1, 16, n))))
         self.sums.update(values)
         self.R.update(dict.fromkeys(sums, np.full(self.n_threads, JUNK[U32], U32)))
@@ -305,9 +402,16 @@ class CTA:
                     self.shared.pinned[index] -= 1
 
     def described(
-        self, name: str, rows: int, transposed: bool, wide: bool, pinned: list[np.ndarray], number: int
+        self,
+        name: str,
+        rows: int,
+        transposed: bool,
+        wide: bool,
+        pinned: list[np.ndarray],
+        number: int,
     ) -> np.ndarray:
-        """Operand in shared memory, [groups, rows, k], from the descriptor in a register: 32 bytes of k."""
+        """Operand in shared memory, [groups, rows, k], from the descriptor in a register: 32 bytes
+        of k."""
         found = []
         for descriptor in self.R[name].view(U64).reshape(-1, 128).tolist():
             if len(set(descriptor)) > 1:
@@ -316,12 +420,19 @@ class CTA:
             line = {1: 128, 2: 64, 3: 32}[descriptor[0] >> 62]  # bytes that are swizzled together
             row, k = np.ogrid[:rows, : 8 if wide else 16]
             if transposed:  # k lines of `line` bytes, each with line / 2 rows
-                address = start + row // (line // 2) * leading + k // 8 * stride + k % 8 * line + row % (line // 2) * 2
+                address = (
+                    start
+                    + row // (line // 2) * leading
+                    + k // 8 * stride
+                    + k % 8 * line
+                    + row % (line // 2) * 2
+                )
             else:
                 address = start + row // 8 * stride + row % 8 * line + k * (4 if wide else 2)
             address = address ^ ((address >> 7 & (line // 16 - 1)) << 4)
             index = (address[..., None] + np.arange(4 if wide else 2)).reshape(rows, -1)
-            memory, report = self.shared, self.report(number)
+            memory = self.shared
+            report = self.report(number)
             if (index >= len(memory.data)).any():
                 raise Fault(f"out of bounds: {self.program.instructions[number]}")
             if memory.written_by[index].any():
@@ -336,12 +447,27 @@ class CTA:
 
     # Within warps
 
-    def shuffle(self, value: np.ndarray, by: np.ndarray, bounds: np.ndarray, mode: str, number: int) -> np.ndarray:
-        lane, by, bounds = self.thread % WARP, by.astype(I64) & 31, bounds.astype(I64)
-        segment, limit = bounds >> 8 & 31, bounds & 31
-        first, last = lane & segment, (lane & segment) | (limit & ~segment)
-        lanes = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": first | (by & ~segment & 31)}[mode]
-        source = self.thread - lane + np.where(lanes >= last if mode == "up" else lanes <= last, lanes, lane)
+    def shuffle(
+        self, value: np.ndarray, by: np.ndarray, bounds: np.ndarray, mode: str, number: int
+    ) -> np.ndarray:
+        lane = self.thread % WARP
+        by = by.astype(I64) & 31
+        bounds = bounds.astype(I64)
+        segment = bounds >> 8 & 31
+        limit = bounds & 31
+        first = lane & segment
+        last = (lane & segment) | (limit & ~segment)
+        lanes = {
+            "bfly": lane ^ by,
+            "up": lane - by,
+            "down": lane + by,
+            "idx": first | (by & ~segment & 31),
+        }[mode]
+        source = (
+            self.thread
+            - lane
+            + np.where(lanes >= last if mode == "up" else lanes <= last, lanes, lane)
+        )
         if not self.active[source][self.active].all():
             self.report(number)("reads a thread that takes no part")
         return value[source]
@@ -356,7 +482,9 @@ def numbers(words: np.ndarray, wide: bool) -> np.ndarray:
 
 def accumulator(registers: list[np.ndarray]) -> np.ndarray:
     """Sums of products as a matrix, [warps, 16, 8 * len / 4], in float64."""
-    words = np.stack([register.view(F32) for register in registers]).reshape(-1, 2, 2, len(registers[0]) // WARP, 8, 4)
+    words = np.stack([register.view(F32) for register in registers]).reshape(
+        -1, 2, 2, len(registers[0]) // WARP, 8, 4
+    )
     return words.transpose(3, 1, 4, 0, 5, 2).reshape(words.shape[3], 16, -1).astype(F64)
 
 
@@ -373,7 +501,9 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     """Round to nearest even."""
     bits = x.view(U32).astype(U64)
     return np.where(
-        np.isnan(x), U16(0x7FFF), ((bits + U64(0x7FFF) + (bits >> U64(16) & U64(1))) >> U64(16)).astype(U16)
+        np.isnan(x),
+        U16(0x7FFF),
+        ((bits + U64(0x7FFF) + (bits >> U64(16) & U64(1))) >> U64(16)).astype(U16),
     )
 
 
@@ -411,7 +541,9 @@ def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     choices = np.stack([a, b], 1).view(U8)
     picked = selector[:, None] >> (4 * np.arange(4, dtype=U32))
     data = np.take_along_axis(choices, (picked & 7).astype(I64), 1)
-    return np.where(picked & 8, np.where(data & 128, U8(255), U8(0)), data).astype(U8).view(U32)[:, 0]
+    return (
+        np.where(picked & 8, np.where(data & 128, U8(255), U8(0)), data).astype(U8).view(U32)[:, 0]
+    )
 
 
 def quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -428,21 +560,51 @@ def packed(parts: Sequence[np.ndarray], kind: type) -> np.ndarray:
 
 
 COMPARISONS = {
-    "eq": "({1} == {2})", "ne": "({1} != {2})", "lt": "({1} < {2})", "le": "({1} <= {2})", "gt": "({1} > {2})",
-    "ge": "({1} >= {2})", "neu": "~({1} == {2})", "ltu": "~({1} >= {2})", "leu": "~({1} > {2})",
-    "gtu": "~({1} <= {2})", "geu": "~({1} < {2})", "equ": "~(({1} < {2}) | ({1} > {2}))",
-    "num": "~(np.isnan({1}) | np.isnan({2}))", "nan": "(np.isnan({1}) | np.isnan({2}))",
-}  # fmt: skip
-# {n} is operand n in the type of the instruction, {u n} as a shift or selector (u32), {p n} as a predicate
+    "eq": "({1} == {2})",
+    "ne": "({1} != {2})",
+    "lt": "({1} < {2})",
+    "le": "({1} <= {2})",
+    "gt": "({1} > {2})",
+    "ge": "({1} >= {2})",
+    "neu": "~({1} == {2})",
+    "ltu": "~({1} >= {2})",
+    "leu": "~({1} > {2})",
+    "gtu": "~({1} <= {2})",
+    "geu": "~({1} < {2})",
+    "equ": "~(({1} < {2}) | ({1} > {2}))",
+    "num": "~(np.isnan({1}) | np.isnan({2}))",
+    "nan": "(np.isnan({1}) | np.isnan({2}))",
+}
+# {n} is operand n in the type of the instruction, {u n} as a shift or selector (u32), {p n} as a
+# predicate
 EXPRESSIONS = {
-    "add": "({1} + {2})", "sub": "({1} - {2})", "mul": "({1} * {2})", "mad": "({1} * {2} + {3})",
-    "fma": "fused({1}, {2}, {3})", "and": "({1} & {2})", "or": "({1} | {2})", "xor": "({1} ^ {2})", "not": "(~{1})",
-    "neg": "(-{1})", "abs": "abs({1})", "min": "np.fmin({1}, {2})", "max": "np.fmax({1}, {2})", "mov": "{1}",
-    "ex2": "np.exp2({1})", "lg2": "np.log2({1})", "rcp": "(F32(1) / {1})", "sqrt": "np.sqrt({1})",
-    "rsqrt": "(F32(1) / np.sqrt({1}))", "selp": "np.where({p3}, {1}, {2})", "shl": "shifted({1}, {u2}, True)",
-    "shr": "shifted({1}, {u2}, False)", "bfe": "field({1}, {u2}, {u3})", "prmt": "permuted({1}, {2}, {3})",
-    "div": "quotient({1}, {2})", "rem": "({1} - {2} * quotient({1}, {2}))",
-}  # fmt: skip
+    "add": "({1} + {2})",
+    "sub": "({1} - {2})",
+    "mul": "({1} * {2})",
+    "mad": "({1} * {2} + {3})",
+    "fma": "fused({1}, {2}, {3})",
+    "and": "({1} & {2})",
+    "or": "({1} | {2})",
+    "xor": "({1} ^ {2})",
+    "not": "(~{1})",
+    "neg": "(-{1})",
+    "abs": "abs({1})",
+    "min": "np.fmin({1}, {2})",
+    "max": "np.fmax({1}, {2})",
+    "mov": "{1}",
+    "ex2": "np.exp2({1})",
+    "lg2": "np.log2({1})",
+    "rcp": "(F32(1) / {1})",
+    "sqrt": "np.sqrt({1})",
+    "rsqrt": "(F32(1) / np.sqrt({1}))",
+    "selp": "np.where({p3}, {1}, {2})",
+    "shl": "shifted({1}, {u2}, True)",
+    "shr": "shifted({1}, {u2}, False)",
+    "bfe": "field({1}, {u2}, {u3})",
+    "prmt": "permuted({1}, {2}, {3})",
+    "div": "quotient({1}, {2})",
+    "rem": "({1} - {2} * quotient({1}, {2}))",
+}
 
 
 class Block(NamedTuple):
@@ -462,12 +624,20 @@ class Program:
         self.n_threads = n_threads
         self.findings: Counter[str] = Counter()
         self.parameters, statements = parse(ptx)
-        self.instructions = [statement for statement in statements if isinstance(statement, Instruction)]
-        self.names: dict[str, object] = {**globals(), **{kind.__name__: kind for kind in TYPES.values()}}
+        self.instructions = [
+            statement for statement in statements if isinstance(statement, Instruction)
+        ]
+        self.names: dict[str, object] = {
+            **globals(),
+            **{kind.__name__: kind for kind in TYPES.values()},
+        }
         self.blocks = self._blocks(statements)
 
-    def run(self, grid: Sequence[int], arguments: Sequence[int], shared_bytes: int, buffers, order) -> Counter[str]:
-        """Execute the programs in ``order`` and return what was found. Arguments are the bits of the parameters."""
+    def run(
+        self, grid: Sequence[int], arguments: Sequence[int], shared_bytes: int, buffers, order
+    ) -> Counter[str]:
+        """Execute the programs in ``order`` and return what was found. Arguments are the bits of
+        the parameters."""
         self.findings.clear()
         with np.errstate(all="ignore"):
             for place in order:
@@ -484,7 +654,8 @@ class Program:
         return self.findings
 
     def _run_one(self, cta: CTA) -> None:
-        R, end = cta.R, len(self.blocks)
+        R = cta.R
+        end = len(self.blocks)
         at = np.zeros(self.n_threads, int)
         for _ in range(LONGEST_RUN):
             here = at.min()
@@ -506,7 +677,8 @@ class Program:
         raise Fault("an endless loop")
 
     def _blocks(self, statements: Sequence[Instruction | str]) -> list[Block]:
-        """Basic blocks in reverse postorder, in which threads that went different ways meet again."""
+        """Basic blocks in reverse postorder, in which threads that went different ways meet
+        again."""
         bodies: list[list[tuple[int, Instruction]]] = [[]]
         labels: dict[str, int] = {}
         number = 0
@@ -521,7 +693,8 @@ class Program:
                 bodies.append([])
             number += 1
 
-        end, edges = len(bodies), []
+        end = len(bodies)
+        edges = []
         for place, body in enumerate(bodies):
             last = body[-1][1] if body else None
             jumps = last is not None and last.op.partition(".")[0] in ("bra", "ret")
@@ -533,7 +706,8 @@ class Program:
             return iter((following, target) if guard else (target,))
 
         order: list[int] = []
-        seen, path = {0, end}, [(0, successors(0))]
+        seen = {0, end}
+        path = [(0, successors(0))]
         while path:  # a kernel has more blocks than Python allows calls within calls
             place, rest = path[-1]
             new = next((successor for successor in rest if successor not in seen), None)
@@ -547,13 +721,20 @@ class Program:
         found = []
         for place in reversed(order):
             guard, target, following = edges[place]
-            body = [item for item in bodies[place] if item[1].op.partition(".")[0] not in ("bra", "ret")]
+            body = [
+                item for item in bodies[place] if item[1].op.partition(".")[0] not in ("bra", "ret")
+            ]
             execute, writes = self._translate(place, body)
-            found.append(Block(execute, writes, guard, rank[target], rank.get(following, len(order))))
+            found.append(
+                Block(execute, writes, guard, rank[target], rank.get(following, len(order)))
+            )
         return found
 
-    def _translate(self, place: int, body) -> tuple[Callable[[CTA, Registers], None], frozenset[str]]:
-        lines, writes = [f"def block_{place}(cta, R):", "    pass"], set()
+    def _translate(
+        self, place: int, body
+    ) -> tuple[Callable[[CTA, Registers], None], frozenset[str]]:
+        lines = [f"def block_{place}(cta, R):", "    pass"]
+        writes = set()
         for number, instruction in body:
             try:
                 lines += [f"    {line}" for line in self._statements(number, instruction, writes)]
@@ -567,11 +748,21 @@ class Program:
         if text.startswith("!"):
             return f"(~{self._operand(text[1:], kind)})"
         if text.startswith("%"):
-            low = "" if np.dtype(register_type(text)).itemsize == np.dtype(kind).itemsize else f".astype({_bits(kind)})"
+            low = (
+                ""
+                if np.dtype(register_type(text)).itemsize == np.dtype(kind).itemsize
+                else f".astype({_bits(kind)})"
+            )
             return f'R["{text}"]' if kind is bool else f'R["{text}"]{low}.view({kind.__name__})'
         name = f"constant_{kind.__name__}_{text.replace('-', 'minus_')}"
         if name not in self.names:
-            value = 0 if text == "global_smem" else int(text[2:], 16) if text[:2] == "0f" else int(text.rstrip("U"), 0)
+            value = (
+                0
+                if text == "global_smem"
+                else int(text[2:], 16)
+                if text[:2] == "0f"
+                else int(text.rstrip("U"), 0)
+            )
             bits = {bool: bool, F32: U32, I16: U16, I32: U32, I64: U64}.get(kind, kind)
             value = value != 0 if kind is bool else value & (1 << 8 * np.dtype(kind).itemsize) - 1
             self.names[name] = np.full(self.n_threads, value, bits).view(kind)
@@ -587,7 +778,8 @@ class Program:
         """Python for one instruction."""
         guard, op, operands, _ = instruction
         parts = op.split(".")
-        name, kind = parts[0], TYPES.get(parts[-1], U32)
+        name = parts[0]
+        kind = TYPES.get(parts[-1], U32)
         predicate = self._operand(guard, bool) if guard else ""
         mask = f"cta.active & {predicate}" if guard else "cta.active"
 
@@ -603,23 +795,32 @@ class Program:
         if name == "fence":
             return ["cta.shared.unpublished[:] = False"] if "proxy" in parts else []
         if name == "ld" and parts[1] == "param":
-            register, wide = operands[0], register_type(operands[0])
+            register = operands[0]
+            wide = register_type(operands[0])
             value = f'R["{operands[1].strip("[] ")}"]'
             if parts[-1] == "s32":
                 value += ".astype(U32).view(I32).astype(I64)"
             return [assign(register, f"{value}.astype({wide.__name__})")]
         if name in ("ld", "st"):
             space = parts[1].partition("::")[0]
-            registers, address = (operands[0], operands[1]) if name == "ld" else (operands[1], operands[0])
-            names, size = members(registers), np.dtype(kind).itemsize
+            registers, address = (
+                (operands[0], operands[1]) if name == "ld" else (operands[1], operands[0])
+            )
+            names = members(registers)
+            size = np.dtype(kind).itemsize
             place = f'"{space}", {self._address(address)}'
             if name == "st":
-                values = ", ".join(f"{self._operand(r, register_type(r) if r[0] == '%' else kind)}" for r in names)
+                values = ", ".join(
+                    f"{self._operand(r, register_type(r) if r[0] == '%' else kind)}" for r in names
+                )
                 data = f"packed([v.astype({_bits(kind)}) for v in ({values},)], {_bits(kind)}).view(U8)"
                 if len(names) > 1:
                     data = f"np.stack([{values}], 1).view(U8)"
                 return [f"cta.store({place}, {data}.reshape(cta.n_threads, -1), {mask}, {number})"]
-            lines = [f"data = cta.load({place}, {size * len(names)}, {mask}, {number}).view({kind.__name__})"]
+            lines = [
+                f"data = cta.load({place}, {size * len(names)}, {mask}, "
+                f"{number}).view({kind.__name__})"
+            ]
             for column, register in enumerate(names):
                 bits = register_type(register)
                 widen = f".astype({bits.__name__})" if np.dtype(bits).itemsize != size else ""
@@ -632,22 +833,32 @@ class Program:
                 return [f"cta.wait_for_copies({operands[0] if operands else 0})"]
             width = int(operands[2], 0)
             size = self._operand(operands[3] if len(operands) > 3 else str(width), U32)
-            to, source = self._address(operands[0]), self._address(operands[1])
+            to = self._address(operands[0])
+            source = self._address(operands[1])
             return [f"cta.copy({to}, {source}, {width}, {size}, {mask}, {number})"]
         if name == "ldmatrix":
             names = members(operands[0])
             lines = [
-                f"data = cta.load_matrices({self._address(operands[1])}, {len(names)}, {'trans' in parts}, {number})"
+                f"data = cta.load_matrices({self._address(operands[1])}, {len(names)}, "
+                f"{'trans' in parts}, {number})"
             ]
-            return lines + [assign(register, f"data[{place}]") for place, register in enumerate(names)]
+            return lines + [
+                assign(register, f"data[{place}]") for place, register in enumerate(names)
+            ]
         if name == "stmatrix":
             values = ", ".join(self._operand(register, U32) for register in members(operands[1]))
-            return [f"cta.store_matrices({self._address(operands[0])}, [{values}], {'trans' in parts}, {number})"]
+            return [
+                f"cta.store_matrices({self._address(operands[0])}, [{values}], {'trans' in parts}, "
+                f"{number})"
+            ]
         if name == "mma":
             wide = {"m16n8k16": "bf16", "m16n8k8": "tf32"}[parts[3]] == "tf32"
             _require(parts[7] == ("tf32" if wide else "bf16"))
             writes.update(members(operands[0]))
-            return [f"cta.multiply({', '.join(str(members(operand)) for operand in operands)}, {wide}, {number})"]
+            return [
+                f"cta.multiply({', '.join(str(members(operand)) for operand in operands)}, {wide}, "
+                f"{number})"
+            ]
         if name == "wgmma":
             if parts[1] == "fence":
                 return []
@@ -659,15 +870,23 @@ class Program:
             _require(wide or parts[-1] == "bf16")
             sums, a, b, add, *signs = operands
             _require(signs[:2] == ["1", "1"])
-            transposed = (False, False) if wide else (signs[-2] == "1" and a[0] != "{", signs[-1] == "1")
+            transposed = (
+                (False, False) if wide else (signs[-2] == "1" and a[0] != "{", signs[-1] == "1")
+            )
             writes.update(members(sums))
             addend = self._operand(add, bool)
-            return [f'cta.multiply_groups({members(sums)}, "{a}", "{b}", {addend}, {transposed}, {wide}, {number})']
+            return [
+                f'cta.multiply_groups({members(sums)}, "{a}", "{b}", {addend}, {transposed}, {wide}, {number})'
+            ]
         if name == "shfl":
             value, by, bounds = (self._operand(operand, U32) for operand in operands[-4:-1])
-            return [assign(operands[0], f'cta.shuffle({value}, {by}, {bounds}, "{parts[2]}", {number})')]
+            return [
+                assign(operands[0], f'cta.shuffle({value}, {by}, {bounds}, "{parts[2]}", {number})')
+            ]
         if name == "mov" and operands[1].startswith("{"):
-            whole = ", ".join(self._operand(part, register_type(part)) for part in members(operands[1]))
+            whole = ", ".join(
+                self._operand(part, register_type(part)) for part in members(operands[1])
+            )
             return [assign(operands[0], f"packed([{whole}], {kind.__name__})")]
         if name == "mov" and operands[0].startswith("{"):
             names = members(operands[0])
@@ -688,8 +907,15 @@ class Program:
             template = COMPARISONS[parts[1]]
         elif name in ("mul", "mad") and "wide" in parts:
             wide = {I32: I64, U32: U64}[kind]
-            a, b = (f"{self._operand(operand, kind)}.astype({wide.__name__})" for operand in operands[1:3])
-            return f"({a} * {b})" if name == "mul" else f"({a} * {b} + {self._operand(operands[3], wide)})"
+            a, b = (
+                f"{self._operand(operand, kind)}.astype({wide.__name__})"
+                for operand in operands[1:3]
+            )
+            return (
+                f"({a} * {b})"
+                if name == "mul"
+                else f"({a} * {b} + {self._operand(operands[3], wide)})"
+            )
         elif name == "div" and kind is F32:
             template = "({1} / {2})"
         else:
@@ -701,7 +927,11 @@ class Program:
             return self._operand(names[match[2]], {"p": bool, "u": U32}.get(match[1], kind))
 
         value = re.sub(r"\{([pu]?)(\d)\}", fill, template)
-        return f"one_nan({value})" if kind is F32 and name not in ("setp", "mov", "selp", "neg", "abs") else value
+        return (
+            f"one_nan({value})"
+            if kind is F32 and name not in ("setp", "mov", "selp", "neg", "abs")
+            else value
+        )
 
     def _conversion(self, parts: list[str], operands: Sequence[str]) -> str:
         to, source = parts[-2:]

@@ -1,4 +1,5 @@
-"""Triton's interpreter with programs in a random order, which checks bounds and races between programs."""
+"""Triton's interpreter with programs in a random order, which checks bounds and races between
+programs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
 
-NOBODY, SEVERAL = -1, -2
+NOBODY = -1
+SEVERAL = -2
 
 
 class Access(AssertionError):
@@ -20,10 +22,12 @@ class Access(AssertionError):
 
 
 class View:
-    """The elements of one tensor argument, and which programs of this launch have read and written each."""
+    """The elements of one tensor argument, and which programs of this launch have read and written
+    each."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.start, self.itemsize = tensor.data_ptr(), tensor.element_size()
+        self.start = tensor.data_ptr()
+        self.itemsize = tensor.element_size()
         offsets = np.zeros(1, np.int64)
         for size, stride in zip(tensor.shape, tensor.stride()):
             offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
@@ -42,7 +46,9 @@ class Watch:
         self.program = 0
 
     def launch(self, arguments: list[object]) -> None:
-        self.views = [View(one) for one in arguments if isinstance(one, torch.Tensor) and one.numel()]
+        self.views = [
+            View(one) for one in arguments if isinstance(one, torch.Tensor) and one.numel()
+        ]
 
     def shuffle(self, *grid: int) -> None:
         self.order = list(itertools.product(*map(range, grid)))
@@ -64,7 +70,9 @@ class Watch:
             self._note(view, place[inside], store)
             left = left[~inside]
         if len(left):
-            raise Access(f"{len(left)} elements {'stored' if store else 'loaded'} outside every argument")
+            raise Access(
+                f"{len(left)} elements {'stored' if store else 'loaded'} outside every argument"
+            )
 
     def _note(self, view: View, place: np.ndarray, store: bool) -> None:
         me = self.program
@@ -81,9 +89,12 @@ class Watch:
 @contextlib.contextmanager
 def watched(seed: int = 0) -> Iterator[Watch]:
     """Shuffle and check every interpreted launch."""
-    watch, plain, builder = Watch(seed), interpreter._interpreter, interpreter.interpreter_builder
+    watch = Watch(seed)
+    plain = interpreter._interpreter
+    builder = interpreter.interpreter_builder
     to_host = interpreter.GridExecutor._init_args_hst
-    set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
+    set_dim = builder.set_grid_dim
+    set_index = builder.set_grid_idx
 
     def note_arguments(executor, arguments, options):
         on_host = to_host(executor, arguments, options)

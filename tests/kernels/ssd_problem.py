@@ -1,4 +1,5 @@
-"""Inputs of the recurrence's kernels, and what the recurrence itself gives for them; needs no pytest."""
+"""Inputs of the recurrence's kernels, and what the recurrence itself gives for them; needs no
+pytest."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from hybrid_distill.model.ssd import log_decay, ssd_scan
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 
 
 class Problem(NamedTuple):
@@ -30,40 +32,66 @@ class Problem(NamedTuple):
 
 
 def problem(
-    batch: int, length: int, heads: int, head_dim: int, d_state: int, *, dtype=FP32, gated=True, state=True
+    batch: int,
+    length: int,
+    heads: int,
+    head_dim: int,
+    d_state: int,
+    *,
+    dtype=FP32,
+    gated=True,
+    state=True,
 ) -> Problem:
     def draw(*size: int) -> Tensor:
         return torch.randn(size).to(dtype).double().requires_grad_()
 
     tokens = (batch, length, heads)
     return Problem(
-        draw(*tokens, head_dim), (2 * draw(*tokens)).detach().requires_grad_(),
-        draw(*tokens, d_state), draw(*tokens, d_state),
-        draw(heads) if gated else None, draw(*tokens, head_dim) if gated else None,
+        draw(*tokens, head_dim),
+        (2 * draw(*tokens)).detach().requires_grad_(),
+        draw(*tokens, d_state),
+        draw(*tokens, d_state),
+        draw(heads) if gated else None,
+        draw(*tokens, head_dim) if gated else None,
         draw(batch, heads, head_dim, d_state) if state else None,
-    )  # fmt: skip
+    )
 
 
 def documents(batch: int, length: int) -> Tensor:
     return (torch.rand(batch, length) < 0.05).long().cumsum(-1)
 
 
-def reference(given: Problem, seq_idx: Tensor | None, softplus: bool = True) -> tuple[Tensor, Tensor]:
+def reference(
+    given: Problem, seq_idx: Tensor | None, softplus: bool = True
+) -> tuple[Tensor, Tensor]:
     log_a = log_decay(given.a) if softplus else given.a
-    y, state = ssd_scan(given.x, log_a, given.b, given.c, state_BHPN=given.state, seq_idx_BL=seq_idx, impl="reference")
+    y, state = ssd_scan(
+        given.x,
+        log_a,
+        given.b,
+        given.c,
+        state_BHPN=given.state,
+        seq_idx_BL=seq_idx,
+        impl="reference",
+    )
     if given.D is not None:
         y = y + given.D.unsqueeze(-1) * given.x
     return (y if given.z is None else y * F.silu(given.z)), state
 
 
 def in_dtype(given: Problem, dtype: torch.dtype, in_row: bool = False) -> Problem:
-    """The kernel's arguments: the decay stays in fp32, as the model computes it; x, B and C may be slices of a row."""
-    cast = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in given]
+    """The kernel's arguments: the decay stays in fp32, as the model computes it; x, B and C may be
+    slices of a row."""
+    cast = [
+        None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in given
+    ]
     narrow = Problem(*cast)._replace(a=given.a.detach().float().requires_grad_())
     if in_row:
         parts = [tensor.detach().flatten(2) for tensor in (narrow.x, narrow.b, narrow.c)]
         slices = torch.cat(parts, -1).split([part.shape[-1] for part in parts], -1)
-        x, b, c = (part.unflatten(-1, (given.x.shape[2], -1)).detach().requires_grad_() for part in slices)
+        x, b, c = (
+            part.unflatten(-1, (given.x.shape[2], -1)).detach().requires_grad_() for part in slices
+        )
         narrow = narrow._replace(x=x, b=b, c=c)
     return narrow
 
@@ -71,7 +99,9 @@ def in_dtype(given: Problem, dtype: torch.dtype, in_row: bool = False) -> Proble
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     assert actual.shape == expected.shape
     scale = expected.abs().max().clamp_min(1e-12)
-    return ((actual.double() - expected.double()).abs().max() / scale).nan_to_num(float("inf")).item()
+    return (
+        ((actual.double() - expected.double()).abs().max() / scale).nan_to_num(float("inf")).item()
+    )
 
 
 def compare(
@@ -85,18 +115,33 @@ def compare(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs, final state and every gradient, of the kernels and of the recurrence."""
     y, state = reference(given, seq_idx, softplus)
-    to_y = (torch.randn(y.shape).abs() * given.x.sign()).detach().to(dtype).double()  # or dD may be small by chance
+    # Or dD may be small by chance
+    to_y = (torch.randn(y.shape).abs() * given.x.sign()).detach().to(dtype).double()
     to_state = torch.randn(state.shape).float().double()
     expected = torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), given.leaves())
 
     narrow = in_dtype(given, dtype, in_row)
     actual_y, actual_state = ssd(
-        narrow.x, narrow.a, narrow.b, narrow.c, D_H=narrow.D, z_BLHP=narrow.z, state_BHPN=narrow.state,
-        seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments,
-    )  # fmt: skip
+        narrow.x,
+        narrow.a,
+        narrow.b,
+        narrow.c,
+        D_H=narrow.D,
+        z_BLHP=narrow.z,
+        state_BHPN=narrow.state,
+        seq_idx_BL=seq_idx,
+        softplus=softplus,
+        n_segments=n_segments,
+    )
     loss = (actual_y * to_y.to(dtype)).sum() + (actual_state * to_state.float()).sum()
     actual = torch.autograd.grad(loss, narrow.leaves())
     assert (actual_y.dtype, actual_state.dtype) == (dtype, FP32)
     assert [g.dtype for g in actual] == [t.dtype for t in narrow.leaves()]
-    names = ["y", "final", *(f"d{name}" for name, tensor in given._asdict().items() if tensor is not None)]
-    return dict(zip(names, [actual_y, actual_state, *actual])), dict(zip(names, [y, state, *expected]))
+    names = [
+        "y",
+        "final",
+        *(f"d{name}" for name, tensor in given._asdict().items() if tensor is not None),
+    ]
+    return dict(zip(names, [actual_y, actual_state, *actual])), dict(
+        zip(names, [y, state, *expected])
+    )

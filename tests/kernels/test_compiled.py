@@ -1,7 +1,7 @@
 """Compiled kernels, without a GPU: resources on record, main loops of NVIDIA's, AMD's code.
 
-With PROVE=1 (`make prove`, which prints the loops) for tiles of P = 64 on five devices; else for two.
-"""
+With PROVE=1 (`make prove`, which prints the loops) for tiles of P = 64 on five devices; else for
+two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ def resources_of(name: str, capability: int) -> tuple[dict[str, int], list[str]]
     import kernel_resources as script
     import triton
 
-    (found,) = (c for module in script.kernel_modules() for c in module.compilations(capability) if c.name == name)
+    (found,) = (
+        c
+        for module in script.kernel_modules()
+        for c in module.compilations(capability)
+        if c.name == name
+    )
     used = script.resources(found, capability)
     return used, script.broken_promises(found, capability, triton.__version__, used)
 
@@ -41,7 +46,8 @@ def checked(record: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "capability"), [("ssd forward N=16 P=64 bfloat16", 90), ("ssd backward CBX N=16 P=16 bfloat16", 80)]
+    ("name", "capability"),
+    [("ssd forward N=16 P=64 bfloat16", 90), ("ssd backward CBX N=16 P=16 bfloat16", 80)],
 )
 def test_a_kernel_compiled_now_keeps_its_promises(name: str, capability: int, compiled) -> None:
     used, broken = compiled(resources_of, name, capability)
@@ -53,7 +59,9 @@ def test_configurations_on_record_keep_their_promises_and_others_are_found(compi
     broken, missing = compiled(checked, record)
     assert not broken
     if missing:
-        pytest.skip(f"{len(missing)} configurations are not in the file: run benchmarks/kernel_resources.py")
+        pytest.skip(
+            f"{len(missing)} configurations are not in the file: run benchmarks/kernel_resources.py"
+        )
     name = "ssd forward N=64 P=64 bfloat16"
     for resource, value, problem in (
         ("spills", 1000, "1000 spill instructions"),
@@ -68,16 +76,23 @@ def test_configurations_on_record_keep_their_promises_and_others_are_found(compi
 
 
 def amd_code(names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """Compile for AMD's MI300 (gfx942): shared bytes, matrix products and bytes of code by kernel."""
+    """Compile for AMD's MI300 (gfx942): shared bytes, matrix products and bytes of code by
+    kernel."""
     sys.path.append(str(BENCHMARKS))
     from kernel_resources import GPUTarget, compile_for, kernel_modules
 
     found = {}
-    for kernel in (c for module in kernel_modules() for c in module.compilations(80) if c.name in names):
+    for kernel in (
+        c for module in kernel_modules() for c in module.compilations(80) if c.name in names
+    ):
         mode = {"gpu": "hip", "tf32x3": "ieee"}[str(kernel.arguments["MODE"])]
         kernel = kernel._replace(arguments={**kernel.arguments, "MODE": mode})
         code = compile_for(kernel, 80, GPUTarget("hip", "gfx942", 64))
-        found[kernel.name] = code.metadata.shared, code.asm["amdgcn"].count("v_mfma"), len(code.asm["hsaco"])
+        found[kernel.name] = (
+            code.metadata.shared,
+            code.asm["amdgcn"].count("v_mfma"),
+            len(code.asm["hsaco"]),
+        )
     return found
 
 
@@ -93,7 +108,8 @@ def test_kernels_compile_for_amd(compiled) -> None:
         assert (matrix_products > 0) == name.startswith("ssd"), name
 
 
-SHARED_BYTES = {80: 164 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # of a multiprocessor
+# Of a multiprocessor
+SHARED_BYTES = {80: 164 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 N_WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
 
 
@@ -105,37 +121,48 @@ def loops_of(capability: int, d_state: int, gated: bool, packed: bool) -> dict[s
     from hybrid_kernels.ssd import ssd
 
     launches = []
-    given = interpreted.problem(1, 160, 2, 64, d_state, dtype=torch.bfloat16, gated=gated, state=False)
+    given = interpreted.problem(
+        1, 160, 2, 64, d_state, dtype=torch.bfloat16, gated=gated, state=False
+    )
     given = interpreted.in_dtype(given, torch.bfloat16)
     seq_idx = interpreted.documents(1, 160) if packed else None
     with emulated(capability, launches.append, machine_code=True):
         y, _ = ssd(*given[:4], D_H=given.D, z_BLHP=given.z, seq_idx_BL=seq_idx)
         torch.autograd.grad(y.float().sum(), given.leaves())
-    return {f"{place} {launch.name}": loop_of(launch, capability) for place, launch in enumerate(launches)}
+    return {
+        f"{place} {launch.name}": loop_of(launch, capability)
+        for place, launch in enumerate(launches)
+    }
 
 
 def loop_of(launch, capability: int) -> dict[str, int]:
     """Return facts of a kernel's main loop.
 
-    ``resident`` counts the programs that a multiprocessor holds at once, ``waits`` the times that a warp stands for
-    global memory, one after another (copies made ahead do not count), ``narrowest`` the bytes of a thread's smallest
-    load, ``transposed`` the sums of products that are transposed into the operand of a product: wrong on Hopper with
-    triton 3.4 to 3.7.0.
-    """
+    ``resident`` counts the programs that a multiprocessor holds at once, ``waits`` the times that a
+    warp stands for global memory, one after another (copies made ahead do not count), ``narrowest``
+    the bytes of a thread's smallest load, ``transposed`` the sums of products that are transposed
+    into the operand of a product: wrong on Hopper with triton 3.4 to 3.7.0."""
     from kernel_time import decode
 
     code = decode(launch.files["cubin"].read_bytes(), launch.shared_bytes)
     by_registers = (1 << 16) // (-(-code.registers // 8) * 8 * launch.n_threads)
     by_shared = SHARED_BYTES[capability] // (launch.shared_bytes + 1024)
-    waits, fresh, scoreboards, narrowest = 0, False, set(), 16
+    waits = 0
+    fresh = False
+    scoreboards = set()
+    narrowest = 16
     for instruction in code.loop:
         waited = {board for board in scoreboards if instruction.waits >> board & 1}
         waits += bool(waited) and fresh
-        fresh, scoreboards = fresh and not waited, scoreboards - waited
+        fresh = fresh and not waited
+        scoreboards = scoreboards - waited
         if match := re.match(r"(LDG|LDGSTS)\b(.*)", instruction.operation):
             width = re.search(r"\.(U8|S8|U16|S16|64|128)\b", match[2])
             narrowest = min(
-                narrowest, {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}[width[1]] if width else 4
+                narrowest,
+                {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}[width[1]]
+                if width
+                else 4,
             )
             if match[1] == "LDG":
                 fresh = True
@@ -152,7 +179,8 @@ def loop_of(launch, capability: int) -> dict[str, int]:
 
 
 def transposed_sums(ttgir: str) -> int:
-    """Count the transpositions of values that come from a product by arithmetic or changes of layout alone."""
+    """Count the transpositions of values that come from a product by arithmetic or changes of
+    layout alone."""
     sums: set[str] = set()
     found = 0
     for name, operation, rest in re.findall(r"(%[\w]+)(?::\d+)? = \"?([\w.]+)\"?(.*)", ttgir):
@@ -161,30 +189,52 @@ def transposed_sums(ttgir: str) -> int:
             sums.add(name)
         elif operands & sums:
             found += operation in ("tt.trans", "ttg.memdesc_trans")
-            if operation.startswith(("arith.", "math.", "ttg.convert_layout", "ttg.local_alloc", "tt.fp_to_fp")):
+            if operation.startswith(
+                ("arith.", "math.", "ttg.convert_layout", "ttg.local_alloc", "tt.fp_to_fp")
+            ):
                 sums.add(name)
     return found
 
 
-# (capability, N) -> forward, backward: programs resident at least, barriers and serial waits of the loop at most
+# (capability, N) -> forward, backward: programs resident at least, barriers and serial waits of the
+# loop at most
 BUDGETS = {
-    (80, 16): ((2, 10, 1), (2, 35, 1)), (80, 64): ((2, 15, 1), (2, 45, 3)), (80, 128): ((2, 14, 1), (2, 36, 2)),
-    (89, 16): ((2, 10, 1), (2, 35, 1)), (89, 64): ((2, 15, 1), (1, 45, 3)), (89, 128): ((2, 14, 1), (2, 36, 4)),
-    (90, 16): ((2, 12, 1), (2, 36, 1)), (90, 64): ((2, 20, 1), (2, 46, 3)), (90, 128): ((2, 20, 1), (2, 48, 6)),
-    (100, 16): ((2, 12, 1), (2, 36, 1)), (100, 64): ((2, 24, 1), (2, 46, 2)), (100, 128): ((2, 24, 2), (2, 52, 3)),
-    (120, 16): ((2, 12, 1), (2, 36, 1)), (120, 64): ((2, 24, 1), (1, 46, 2)), (120, 128): ((2, 36, 3), (1, 58, 3)),
-}  # fmt: skip
+    (80, 16): ((2, 10, 1), (2, 35, 1)),
+    (80, 64): ((2, 15, 1), (2, 45, 3)),
+    (80, 128): ((2, 14, 1), (2, 36, 2)),
+    (89, 16): ((2, 10, 1), (2, 35, 1)),
+    (89, 64): ((2, 15, 1), (1, 45, 3)),
+    (89, 128): ((2, 14, 1), (2, 36, 4)),
+    (90, 16): ((2, 12, 1), (2, 36, 1)),
+    (90, 64): ((2, 20, 1), (2, 46, 3)),
+    (90, 128): ((2, 20, 1), (2, 48, 6)),
+    (100, 16): ((2, 12, 1), (2, 36, 1)),
+    (100, 64): ((2, 24, 1), (2, 46, 2)),
+    (100, 128): ((2, 24, 2), (2, 52, 3)),
+    (120, 16): ((2, 12, 1), (2, 36, 1)),
+    (120, 64): ((2, 24, 1), (1, 46, 2)),
+    (120, 128): ((2, 36, 3), (1, 58, 3)),
+}
 
 
 @pytest.mark.parametrize(("capability", "d_state"), BUDGETS if PROVE else [(80, 16), (90, 16)])
-@pytest.mark.parametrize(("gated", "packed"), [(False, False), (True, True)] if PROVE else [(True, True)])
+@pytest.mark.parametrize(
+    ("gated", "packed"), [(False, False), (True, True)] if PROVE else [(True, True)]
+)
 def test_main_loops(capability: int, d_state: int, gated: bool, packed: bool, compiled) -> None:
     loops = compiled(loops_of, capability, d_state, gated, packed)
-    of_products = {name: loop for name, loop in loops.items() if name.endswith(("_forward", "_backward"))}
+    of_products = {
+        name: loop for name, loop in loops.items() if name.endswith(("_forward", "_backward"))
+    }
     assert len(of_products) >= 2, loops
     for name, loop in of_products.items():
         resident, barriers, waits = BUDGETS[capability, d_state]["backward" in name]
         print(f"sm_{capability} N={d_state} gated={gated} packed={packed} {name}: {loop}")
-        assert loop["resident"] >= resident and loop["barriers"] <= barriers and loop["waits"] <= waits, (name, loop)
-        assert loop["products"] > 0 and loop["narrowest"] >= 4 and not loop["transposed"], (name, loop)
+        assert (
+            loop["resident"] >= resident and loop["barriers"] <= barriers and loop["waits"] <= waits
+        ), (name, loop)
+        assert loop["products"] > 0 and loop["narrowest"] >= 4 and not loop["transposed"], (
+            name,
+            loop,
+        )
         assert not loop["of Hopper"] or capability == 90, (name, loop)

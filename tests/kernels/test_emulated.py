@@ -1,8 +1,8 @@
-"""Every kernel, compiled as the launcher compiles it and run in the emulator of `ptx_emulator`, equals float64.
+"""Every kernel, compiled as the launcher compiles it and run in the emulator of `ptx_emulator`,
+equals float64.
 
-Values, gradients, bounds and races. A few tiles; with PROVE=1 (`make prove`) all of them, and the record says what was
-proven: benchmarks/results/prove.json.
-"""
+Values, gradients, bounds and races. A few tiles; with PROVE=1 (`make prove`) all of them, and the
+record says what was proven: benchmarks/results/prove.json."""
 
 from __future__ import annotations
 
@@ -28,14 +28,21 @@ from hybrid_kernels.loss import KINDS
 from hybrid_kernels.ssd_tiles import TILES, Tile
 
 PROVE = os.environ.get("PROVE") == "1"
-BF16, FP32 = torch.bfloat16, torch.float32
-OPTIONS = ("plain", "packed", "gated", "gated-packed", "gated-packed-row")  # row: x, B and C are slices of one
-QUICK = [((BF16, 90, 64, 64), "gated-packed-row"), ((BF16, 80, 16, 64), "gated"), ((BF16, 80, 16, 64), "packed")]
+BF16 = torch.bfloat16
+FP32 = torch.float32
+# Row: x, B and C are slices of one
+OPTIONS = ("plain", "packed", "gated", "gated-packed", "gated-packed-row")
+QUICK = [
+    ((BF16, 90, 64, 64), "gated-packed-row"),
+    ((BF16, 80, 16, 64), "gated"),
+    ((BF16, 80, 16, 64), "packed"),
+]
 QUICK += [((FP32, 80, 16, 16), "plain")]
 CAPABILITIES = (80, 90) if PROVE else (90,)
 SYNCHRONIZING = ("bar.sync", "cp.async.wait", "wgmma.wait", "fence.proxy")
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "prove.json"
-"""By version of triton, kernel and options: the largest error against float64, or why there is none."""
+"""By version of triton, kernel and options: the largest error against float64, or why there is
+none."""
 
 
 KERNELS = {"convolution": "conv", "decoding step": "step", "distillation loss": "loss_triton"}
@@ -44,12 +51,19 @@ KERNELS = {"convolution": "conv", "decoding step": "step", "distillation loss": 
 
 @pytest.fixture
 def prove(compiled) -> Callable[..., None]:
-    """Call a proof where triton compiles; with PROVE=1, put its outcome on record, or skip it where it stands there.
+    """Call a proof where triton compiles; with PROVE=1, put its outcome on record, or skip it where
+    it stands there.
 
-    A proof fails on any race or access out of bounds, so an error on record means that there were none.
-    """
+    A proof fails on any race or access out of bounds, so an error on record means that there were
+    none."""
 
-    def call(kernel: str, options: str, proof: Callable[..., float], *given: object, tile: Tile | None = None) -> None:
+    def call(
+        kernel: str,
+        options: str,
+        proof: Callable[..., float],
+        *given: object,
+        tile: Tile | None = None,
+    ) -> None:
         key = code_and_tile(kernel, tile)
         if PROVE:
             with open_record() as record:
@@ -70,7 +84,8 @@ def prove(compiled) -> Callable[..., None]:
 
 
 def code_and_tile(kernel: str, tile: Tile | None = None) -> str:
-    """Name what was proven: a hash of the kernel's file and of what it shares with others, then how it is launched."""
+    """Name what was proven: a hash of the kernel's file and of what it shares with others, then how
+    it is launched."""
     folder = Path(hybrid_kernels.__path__[0])
     files = [folder / f"{name}.py" for name in ("common", KERNELS.get(kernel, "ssd_triton"))]
     without_comments = [re.sub(r" *#.*", "", path.read_text()) for path in files]
@@ -91,7 +106,8 @@ def open_record() -> Iterator[dict]:
 
 
 def of_kernel(record: dict, kernel: str, key: str) -> dict:
-    """Return the outcomes of a kernel with this triton by options. Those of older code or another tile go."""
+    """Return the outcomes of a kernel with this triton by options. Those of older code or another
+    tile go."""
     of_version = record.setdefault(f"triton {triton.__version__}", {})
     if of_version.get(kernel, {}).get("of") != key:
         of_version[kernel] = {"of": key}
@@ -109,7 +125,9 @@ def run_ssd(key: tuple[torch.dtype, int, int, int], options: str, n_segments: in
     given = interpreted.problem(1, 70, 2, head_dim, d_state, dtype=dtype, gated=gated, state=gated)
     seq_idx = interpreted.documents(1, 70) if "packed" in options else None
     with emulated(capability):
-        return interpreted.check(given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments, in_row="row" in options)
+        return interpreted.check(
+            given, dtype=dtype, seq_idx=seq_idx, n_segments=n_segments, in_row="row" in options
+        )
 
 
 def run_conv(capability: int, dtype: torch.dtype, activation: str | None, packed: bool) -> float:
@@ -134,7 +152,8 @@ def run_step(capability: int, head_dim: int, d_state: int, dtype: torch.dtype) -
 
 
 def run_loss(capability: int, kind: str) -> float:
-    """A vocabulary longer than a block, and not divisible by 16; the teacher's own head, then its top 5."""
+    """A vocabulary longer than a block, and not divisible by 16; the teacher's own head, then its
+    top 5."""
     import test_loss_kernel as interpreted
     from emulated_device import emulated
 
@@ -145,15 +164,20 @@ def run_loss(capability: int, kind: str) -> float:
         case = interpreted.Case(BF16)
         top = interpreted.stored(case, 5, 2.0)
         with emulated(capability):
-            ours, of_top = (case.ours(known, chunk_size=8, impl="triton", **options) for known in (None, top))
+            ours, of_top = (
+                case.ours(known, chunk_size=8, impl="triton", **options) for known in (None, top)
+            )
         return max(
             interpreted.close(ours, case.expected(**options), tolerance),
-            interpreted.close(of_top, interpreted.coarse_loss(case, top, kind, 2.0, 0.25), tolerance),
+            interpreted.close(
+                of_top, interpreted.coarse_loss(case, top, kind, 2.0, 0.25), tolerance
+            ),
         )
 
 
 def share_noticed(key: tuple[torch.dtype, int, int, int], one_by_one: bool) -> float:
-    """Leave `SYNCHRONIZING` instructions out of the main kernels, one or all of a kind: what share is noticed?"""
+    """Leave `SYNCHRONIZING` instructions out of the main kernels, one or all of a kind: what share
+    is noticed?"""
     import test_ssd_kernel as interpreted
     from emulated_device import Race, emulated, execute, instructions
     from hybrid_kernels.ssd import ssd
@@ -161,8 +185,11 @@ def share_noticed(key: tuple[torch.dtype, int, int, int], one_by_one: bool) -> f
 
     dtype, capability, d_state, head_dim = key
     torch.manual_seed(0)
-    given = interpreted.in_dtype(interpreted.problem(1, 100, 1, head_dim, d_state, dtype=dtype), dtype)
-    tried, missed = [], []
+    given = interpreted.in_dtype(
+        interpreted.problem(1, 100, 1, head_dim, d_state, dtype=dtype), dtype
+    )
+    tried = []
+    missed = []
 
     def leave_out(launch) -> None:
         before = [tensor.clone() for tensor in launch.tensors]
@@ -198,25 +225,38 @@ def tile_name(key: tuple[torch.dtype, int, int, int]) -> str:
     return named("recurrence", f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
 
 
-@pytest.mark.parametrize(("key", "options"), list(itertools.product(TILES, OPTIONS)) if PROVE else QUICK, ids=str)
+@pytest.mark.parametrize(
+    ("key", "options"), list(itertools.product(TILES, OPTIONS)) if PROVE else QUICK, ids=str
+)
 def test_a_tile_of_the_recurrence(key, options: str, prove) -> None:
     prove(tile_name(key), options, run_ssd, key, options, tile=TILES[key])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_segments_of_a_row(capability: int, prove) -> None:
-    prove("two segments of a row", f"sm_{capability}", run_ssd, (BF16, capability, 16, 64), "gated-packed-row", 2)
+    prove(
+        "two segments of a row",
+        f"sm_{capability}",
+        run_ssd,
+        (BF16, capability, 16, 64),
+        "gated-packed-row",
+        2,
+    )
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("dtype", "activation", "packed"), [(BF16, "silu", True), (FP32, None, False)])
+@pytest.mark.parametrize(
+    ("dtype", "activation", "packed"), [(BF16, "silu", True), (FP32, None, False)]
+)
 def test_the_convolution(capability: int, dtype, activation, packed: bool, prove) -> None:
     options = named(f"sm_{capability}", dtype, activation, f"packed={packed}")
     prove("convolution", options, run_conv, capability, dtype, activation, packed)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("head_dim", "d_state"), [(64, 16), (64, 64), (128, 128), (16, 4)] if PROVE else [(64, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "d_state"), [(64, 16), (64, 64), (128, 128), (16, 4)] if PROVE else [(64, 16)]
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32] if PROVE else [BF16])
 def test_the_step(capability: int, head_dim: int, d_state: int, dtype, prove) -> None:
     options = named(f"sm_{capability}", dtype, f"N={d_state}", f"P={head_dim}")
@@ -232,7 +272,13 @@ def test_the_loss(capability: int, kind: str, prove) -> None:
 @pytest.mark.parametrize("one_by_one", [False, True] if PROVE else [False])
 def test_a_barrier_wait_or_fence_that_is_left_out_is_noticed(one_by_one: bool, prove) -> None:
     key = (BF16, 90, 16 if one_by_one or not PROVE else 64, 64)
-    prove("share of left out instructions noticed", named(*key, f"{one_by_one=}"), share_noticed, key, one_by_one)
+    prove(
+        "share of left out instructions noticed",
+        named(*key, f"{one_by_one=}"),
+        share_noticed,
+        key,
+        one_by_one,
+    )
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0"])
@@ -240,5 +286,12 @@ def test_every_tile_is_on_record_as_it_is_now(version: str) -> None:
     record = json.loads(RECORD.read_text())[f"triton {version}"]
     tiles = {tile_name(key): code_and_tile(tile_name(key), tile) for key, tile in TILES.items()}
     proven = {kernel: outcomes.pop("of") for kernel, outcomes in record.items()}
-    assert proven == {kernel: code_and_tile(kernel) for kernel in proven} | tiles, "run `make prove`, or a part of it"
-    assert not [value for outcomes in record.values() for value in outcomes.values() if isinstance(value, str)]
+    assert proven == {kernel: code_and_tile(kernel) for kernel in proven} | tiles, (
+        "run `make prove`, or a part of it"
+    )
+    assert not [
+        value
+        for outcomes in record.values()
+        for value in outcomes.values()
+        if isinstance(value, str)
+    ]

@@ -1,4 +1,5 @@
-"""The chunked distillation loss equals that of `hybrid_distill.train.losses`: value and gradients, all options."""
+"""The chunked distillation loss equals that of `hybrid_distill.train.losses`: value and gradients,
+all options."""
 
 import itertools
 import os
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from hybrid_distill.train import losses
 
-# (implementation, dtype) -> error relative to the largest value; the reference multiplies the same numbers in fp64.
-# In bf16 the logits are rounded, as in any model, and then their gradient.
+# (implementation, dtype) -> error relative to the largest value; the reference multiplies the same
+# numbers in fp64. In bf16 the logits are rounded, as in any model, and then their gradient.
 TOLERANCE = {
     ("torch", torch.float64): 1e-12,
     ("torch", torch.float32): 1e-5,
@@ -25,7 +26,12 @@ TOLERANCE = {
     ("triton", torch.bfloat16): 3e-2,
 }
 KERNELS = Path(__file__).parents[2] / "kernels"
-B, L, D, E, V, W = 2, 5, 8, 6, 37, 41
+B = 2
+L = 5
+D = 8
+E = 6
+V = 37
+W = 41
 REAL = 35
 """Fewer words than either head has rows."""
 
@@ -49,7 +55,8 @@ def impl(request: pytest.FixtureRequest) -> str:
 
 
 class Case:
-    """A student, a teacher of another width and vocabulary padding, labels and weights of different size."""
+    """A student, a teacher of another width and vocabulary padding, labels and weights of different
+    size."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.hidden = torch.randn(B, L, D).to(dtype)
@@ -60,7 +67,9 @@ class Case:
 
     def run(self, loss, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Value and gradients by hidden states and head, of ``loss(hidden, head, teacher)``."""
-        hidden, head = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (self.hidden, self.head))
+        hidden, head = (
+            t.detach().to(dtype or t.dtype).requires_grad_() for t in (self.hidden, self.head)
+        )
         teacher = TeacherHead(*(t.to(dtype or t.dtype) for t in self.teacher))
         value = loss(hidden, head, teacher)
         value.backward()
@@ -70,22 +79,32 @@ class Case:
     def ours(self, teacher: TeacherHead | TeacherTopK | None = None, **options) -> list[Tensor]:
         """Value and gradients of the chunked loss."""
         options = {"weight_BL": self.mask, "labels_BL": self.labels, "vocab_size": REAL, **options}
-        return self.run(lambda hidden, head, known: distillation_loss(hidden, head, teacher or known, **options))
+        return self.run(
+            lambda hidden, head, known: distillation_loss(hidden, head, teacher or known, **options)
+        )
 
     def expected(self, **options) -> list[Tensor]:
         """The reference on whole logits, in fp64."""
         return self.run(
             lambda hidden, head, teacher: losses.distillation_loss(
-                hidden @ head.mT, teacher.hidden_BLE @ teacher.head_WE.mT, self.mask,
-                labels_BL=self.labels, vocab_size=REAL, **options,
-            ), torch.float64,
-        )  # fmt: skip
+                hidden @ head.mT,
+                teacher.hidden_BLE @ teacher.head_WE.mT,
+                self.mask,
+                labels_BL=self.labels,
+                vocab_size=REAL,
+                **options,
+            ),
+            torch.float64,
+        )
 
 
 def close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> float:
     """Return the largest error, after asserting that it is small."""
     pairs = zip(actual, expected)
-    errors = [(ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30) for ours, theirs in pairs]
+    errors = [
+        (ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
+        for ours, theirs in pairs
+    ]
     assert all(error <= tolerance for error in errors), errors
     return max(errors).item()
 
@@ -93,7 +112,9 @@ def close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> flo
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("temperature", "hard_weight"), [(1.0, 0.0), (2.0, 0.25), (0.5, 1.0)])
-def test_value_and_gradients_are_the_references(kind, temperature, hard_weight, dtype, impl, poison):
+def test_value_and_gradients_are_the_references(
+    kind, temperature, hard_weight, dtype, impl, poison
+):
     if (impl, dtype) not in TOLERANCE:
         pytest.skip("the kernels have no fp64")
     case = Case(dtype)
@@ -112,7 +133,11 @@ def test_rows_longer_than_a_block(kind, words, monkeypatch, interpreter):
     monkeypatch.setitem(globals(), "REAL", words)
     case = Case()
     options = {"kind": kind, "hard_weight": 0.5}
-    close(case.ours(impl="triton", **options), case.expected(**options), TOLERANCE["triton", torch.float32])
+    close(
+        case.ours(impl="triton", **options),
+        case.expected(**options),
+        TOLERANCE["triton", torch.float32],
+    )
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 10])
@@ -127,12 +152,17 @@ def test_weights_are_the_weights_of_a_mean(impl):
     ours = case.ours(weight_BL=weight, hard_weight=0.5, impl=impl)
 
     def each_alone(hidden: Tensor, head: Tensor, teacher: TeacherHead) -> Tensor:
-        soft, hard = [], []
+        soft = []
+        hard = []
         for row, place in itertools.product(range(B), range(L)):
             at = (slice(row, row + 1), slice(place, place + 1))
             logits = hidden[at] @ head.mT, teacher.hidden_BLE[at] @ teacher.head_WE.mT
             soft.append(losses.distillation_loss(*logits, vocab_size=REAL))
-            hard.append(losses.distillation_loss(*logits, vocab_size=REAL, hard_weight=1.0, labels_BL=case.labels[at]))
+            hard.append(
+                losses.distillation_loss(
+                    *logits, vocab_size=REAL, hard_weight=1.0, labels_BL=case.labels[at]
+                )
+            )
         labeled = weight.flatten() * (case.labels.flatten() != IGNORE)
         parts = ((soft, weight.flatten()), (hard, labeled))
         return sum(0.5 * (torch.stack(part) * w).sum() / w.sum() for part, w in parts)  # type: ignore[return-value]
@@ -144,13 +174,21 @@ def test_parts_of_a_batch_add_up_to_its_loss(impl):
     case = Case()
     case.mask[1] = False  # a part without a token
     options = {"hard_weight": 0.5, "vocab_size": REAL, "impl": impl}
-    totals = {"n_tokens": case.mask.sum(), "n_labels": (case.mask & (case.labels != IGNORE)).sum().double()}
+    totals = {
+        "n_tokens": case.mask.sum(),
+        "n_labels": (case.mask & (case.labels != IGNORE)).sum().double(),
+    }
 
     def in_parts(hidden: Tensor, head: Tensor, teacher: TeacherHead) -> Tensor:
         parts = []
         for row in (slice(0, 1), slice(1, 2)):
             known = TeacherHead(teacher.hidden_BLE[row], teacher.head_WE)
-            given = {"weight_BL": case.mask[row], "labels_BL": case.labels[row], **totals, **options}
+            given = {
+                "weight_BL": case.mask[row],
+                "labels_BL": case.labels[row],
+                **totals,
+                **options,
+            }
             parts.append(distillation_loss(hidden[row], head, known, **given))
         return torch.stack(parts).sum()
 
@@ -179,8 +217,11 @@ def stored(case: Case, k: int, temperature: float) -> TeacherTopK:
     return TeacherTopK(ids, log_probs)
 
 
-def coarse_loss(case: Case, top: TeacherTopK, kind: str, temperature: float, hard_weight: float) -> list[Tensor]:
-    """Through autograd: probabilities of K tokens and of all others together, then the reference's divergences."""
+def coarse_loss(
+    case: Case, top: TeacherTopK, kind: str, temperature: float, hard_weight: float
+) -> list[Tensor]:
+    """Through autograd: probabilities of K tokens and of all others together, then the reference's
+    divergences."""
 
     def loss(hidden: Tensor, head: Tensor, _: TeacherHead) -> Tensor:
         logits = (hidden @ head.mT)[..., :REAL]
@@ -193,7 +234,9 @@ def coarse_loss(case: Case, top: TeacherTopK, kind: str, temperature: float, har
         options = {"beta": 0.3} if kind == "jsd" else {}
         divergence = getattr(losses, kind)(q_all, p_all, **options)[case.mask].mean()
         labels = case.labels.where(case.mask, IGNORE)
-        hard = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        hard = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE
+        )
         return (1 - hard_weight) * temperature**2 * divergence + hard_weight * hard
 
     return case.run(loss, torch.float64)
@@ -222,7 +265,8 @@ def test_the_top_of_everything_is_the_whole_teacher(kind, impl):
 
 def test_the_backward_scales_and_frozen_parts_get_nothing():
     case = Case(torch.float64)
-    hidden, head = case.hidden.requires_grad_(), case.head.requires_grad_()
+    hidden = case.hidden.requires_grad_()
+    head = case.head.requires_grad_()
     loss = distillation_loss(hidden, head, case.teacher)
     once = torch.autograd.grad(loss, (hidden, head), retain_graph=True)
     thrice = torch.autograd.grad(3 * loss, (hidden, head), retain_graph=True)
@@ -235,27 +279,34 @@ def test_the_backward_scales_and_frozen_parts_get_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_backward_overwrites_what_nobody_needs(dtype):
     case = Case(dtype)
-    hidden, head = case.hidden.requires_grad_(), case.head.requires_grad_()
+    hidden = case.hidden.requires_grad_()
+    head = case.head.requires_grad_()
     loss = distillation_loss(hidden, head, case.teacher)
     saved: Any = loss.grad_fn
     addresses = [gradient.data_ptr() for gradient in saved.saved_tensors]
     loss.backward()
     assert hidden.grad is not None and head.grad is not None
     assert hidden.grad.data_ptr() == addresses[0]
-    assert (head.grad.data_ptr() == addresses[1]) == (dtype == torch.float32)  # for bf16, the fp32 sum is rounded
+    # For bf16, the fp32 sum is rounded
+    assert (head.grad.data_ptr() == addresses[1]) == (dtype == torch.float32)
     assert head.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("version", ["2.10", "2.8", "2.6"])
+@pytest.mark.parametrize("version", ["2.10", "2.9", "neither"])
 def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
-    """Stand-ins for torch's CUDA build of that version, on a CPU; all of them multiply bf16 numbers."""
-    addmm, mm, multiplied = torch.addmm, torch.mm, []
+    """Stand-ins for torch's CUDA build of that version, on a CPU; all of them multiply bf16
+    numbers."""
+    addmm = torch.addmm
+    mm = torch.mm
+    multiplied = []
 
     def wide_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         multiplied.append(a.dtype)
         return mm(a.to(out_dtype), b.to(out_dtype))
 
-    def wide_addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    def wide_addmm(
+        total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor
+    ) -> Tensor:
         multiplied.append(a.dtype)
         return addmm(total, a.to(out_dtype), b.to(out_dtype), out=out)
 
@@ -263,13 +314,15 @@ def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
         raise TypeError("no out_dtype")
 
     monkeypatch.setattr(torch, "addmm", wide_addmm if version == "2.10" else absent)
-    monkeypatch.setattr(torch, "mm", absent if version == "2.6" else wide_mm)
+    monkeypatch.setattr(torch, "mm", absent if version == "neither" else wide_mm)
     add = loss_module._narrow_adder.__wrapped__(torch.bfloat16, torch.device("cpu"))
-    total, a, b = torch.randn(5, 6), torch.randn(5, 7).bfloat16(), torch.randn(7, 6).bfloat16()
+    total = torch.randn(5, 6)
+    a = torch.randn(5, 7).bfloat16()
+    b = torch.randn(7, 6).bfloat16()
     expected = total.double() + a.double() @ b.double()
     add(total, a, b)
-    close([total], [expected], 1e-2 if version == "2.6" else 1e-6)
-    assert set(multiplied) == (set() if version == "2.6" else {torch.bfloat16})
+    close([total], [expected], 1e-2 if version == "neither" else 1e-6)
+    assert set(multiplied) == (set() if version == "neither" else {torch.bfloat16})
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
@@ -286,12 +339,16 @@ def test_torch_compiles_it_in_one_graph_to_the_same_bits(kind, impl, monkeypatch
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_operator_keeps_what_torch_asks_of_it(frozen, monkeypatch):
-    """Schema, fake kernel and autograd. The traced program is tested above: this one asks for second derivatives."""
-    called, op = [], loss_module._loss_op
+    """Schema, fake kernel and autograd. The traced program is tested above: this one asks for
+    second derivatives."""
+    called = []
+    op = loss_module._loss_op
     monkeypatch.setattr(loss_module, "_loss_op", lambda *given: called.append(given) or op(*given))
     case = Case()
     head = case.head.requires_grad_(not frozen)
-    distillation_loss(case.hidden.requires_grad_(), head, case.teacher, case.mask, chunk_size=4, vocab_size=REAL)
+    distillation_loss(
+        case.hidden.requires_grad_(), head, case.teacher, case.mask, chunk_size=4, vocab_size=REAL
+    )
     asked = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(op, called[0], test_utils=asked)
 
@@ -299,7 +356,9 @@ def test_the_operator_keeps_what_torch_asks_of_it(frozen, monkeypatch):
 def test_a_second_derivative_is_refused_in_words():
     case = Case()
     hidden = case.hidden.requires_grad_()
-    (first,) = torch.autograd.grad(distillation_loss(hidden, case.head, case.teacher), hidden, create_graph=True)
+    (first,) = torch.autograd.grad(
+        distillation_loss(hidden, case.head, case.teacher), hidden, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="no second derivative"):
         first.sum().backward()
 
@@ -313,9 +372,12 @@ def test_autocast_multiplies_in_bf16_and_sums_the_head_in_fp32():
 
 
 def test_the_torch_version_needs_no_triton():
-    # In a process of its own: a second import here would register torch's operators anew, for all later tests.
+    # In a process of its own: a second import here would register torch's operators anew, for all
+    # later tests.
     code = "import sys; sys.modules['triton'] = None; import hybrid_kernels.loss, hybrid_kernels.loss_torch"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(KERNELS)})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(KERNELS)}
+    )
 
 
 NEGATIVE = TeacherTopK(torch.full((2, 5, 1), -1), torch.zeros(2, 5, 1))
@@ -324,23 +386,48 @@ NEGATIVE = TeacherTopK(torch.full((2, 5, 1), -1), torch.zeros(2, 5, 1))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "kl"}, "kind is 'kl'; choose one of forward_kl, reverse_kl, jsd"),
+        ({"kind": "kl"}, "kind is 'kl'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"hard_weight": 0.5}, "without labels_BL"),
+        ({"hard_weight": 0.5}, "hard_weight is 0.5"),
         ({"chunk_size": 0}, "chunk_size is 0"),
-        ({"vocab_size": 38}, "vocab_size is 38; the heads have 37 and 41 rows, so it must be from 1 to 37"),
-        ({"student_hidden_BLD": torch.zeros(2, 0, 8)}, r"has shape \(2, 0, 8\); it must be \[B, L, D\]"),
-        ({"student_hidden_BLD": torch.zeros(2, 5, 8).half()}, "student_hidden_BLD is torch.float16 and"),
-        ({"student_head_VD": torch.zeros(37, 9)}, r"student_head_VD has shape \(37, 9\); it must be \[vocabulary, 8\]"),
-        ({"weight_BL": -torch.ones(2, 5)}, "weight_BL has a negative entry"),
-        ({"hard_weight": 1.0, "labels_BL": torch.full((2, 5), 37)}, "labels_BL has 37; it must be from 0 to"),
-        ({"teacher": TeacherHead(torch.zeros(2, 4, 6), torch.zeros(41, 6))}, "its tokens must be the student's"),
-        ({"teacher": NEGATIVE}, "the teacher's ids_BLK has -1; it must be from 0 to"),
-        ({"teacher": TeacherTopK(torch.zeros(2, 5, 3).long(), torch.zeros(2, 5, 1))}, "pass one int64 id for each"),
+        (
+            {"vocab_size": 38},
+            "vocab_size is 38",
+        ),
+        (
+            {"student_hidden_BLD": torch.zeros(2, 0, 8)},
+            r"student_hidden_BLD has shape \(2, 0, 8\)",
+        ),
+        (
+            {"student_hidden_BLD": torch.zeros(2, 5, 8).half()},
+            "student_hidden_BLD is torch.float16",
+        ),
+        (
+            {"student_head_VD": torch.zeros(37, 9)},
+            r"student_head_VD has shape \(37, 9\)",
+        ),
+        ({"weight_BL": -torch.ones(2, 5)}, "weight_BL"),
+        (
+            {"hard_weight": 1.0, "labels_BL": torch.full((2, 5), 37)},
+            "labels_BL has 37",
+        ),
+        (
+            {"teacher": TeacherHead(torch.zeros(2, 4, 6), torch.zeros(41, 6))},
+            r"hidden_BLE has shape \(2, 4, 6\)",
+        ),
+        ({"teacher": NEGATIVE}, "ids_BLK has -1"),
+        (
+            {"teacher": TeacherTopK(torch.zeros(2, 5, 3).long(), torch.zeros(2, 5, 1))},
+            r"log_probs_BLK of shape \(2, 5, 1\)",
+        ),
     ],
 )
 def test_bad_input_is_named(change, message):
     case = Case()
-    good = {"student_hidden_BLD": case.hidden, "student_head_VD": case.head, "teacher": case.teacher}
+    good = {
+        "student_hidden_BLD": case.hidden,
+        "student_head_VD": case.head,
+        "teacher": case.teacher,
+    }
     with pytest.raises(ValueError, match=message):
         distillation_loss(**{**good, **change})

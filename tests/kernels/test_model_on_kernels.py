@@ -1,4 +1,5 @@
-"""The whole student on the kernels is the student on torch: training, packed documents, prefill and decoding."""
+"""The whole student on the kernels is the student on torch: training, packed documents, prefill and
+decoding."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
 SHAPE = {
-    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 pytestmark = pytest.mark.skipif(not common.RUNS_HERE, reason="needs TRITON_INTERPRET=1, or a GPU")
@@ -34,12 +39,16 @@ def student(family_model) -> HybridForCausalLM:
     return student.eval()
 
 
-def gradients(student: HybridForCausalLM, impl: str, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(
+    student: HybridForCausalLM, impl: str, **inputs
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     student.set_ssm_implementation(impl)
     student.zero_grad()
     logits = student(**inputs, use_cache=False).logits
     logits.square().mean().backward()
-    return logits.detach(), {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+    return logits.detach(), {
+        n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None
+    }
 
 
 def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM) -> None:
@@ -51,13 +60,18 @@ def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM
     assert actual_gradients.keys() == expected_gradients.keys()
     for name, gradient in actual_gradients.items():
         scale = expected_gradients[name].abs().max().clamp_min(1e-8)
-        torch.testing.assert_close(gradient / scale, expected_gradients[name] / scale, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            gradient / scale, expected_gradients[name] / scale, rtol=1e-3, atol=1e-4, msg=name
+        )
 
 
 @pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
-@pytest.mark.parametrize(("d_state", "segment_len", "packed"), [(5, None, True), (5, 7, False), (16, None, False)])
+@pytest.mark.parametrize(
+    ("d_state", "segment_len", "packed"), [(5, None, True), (5, 7, False), (16, None, False)]
+)
 def test_one_input_projection_with_padded_rows(recurrence, d_state, segment_len, packed) -> None:
-    """Rows of 3 heads of 5 states are padded; values, gradients and the cache are those of separate projections."""
+    """Rows of 3 heads of 5 states are padded; values, gradients and the cache are those of separate
+    projections."""
     heads = SSMHeads(12, 3, 16, d_state, 4, conv_bias=True, recurrence=recurrence)
     torch.manual_seed(0)
     for parameter in heads.parameters():
@@ -89,7 +103,8 @@ class Copies(TorchDispatchMode):
 
     def __init__(self, n_elements: int) -> None:
         super().__init__()
-        self.n_elements, self.n = n_elements, 0
+        self.n_elements = n_elements
+        self.n = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -99,7 +114,8 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_x_b_and_c_stay_in_one_row(impl: str) -> None:
-    """On the kernels, no copy of all activations joins x, B and C forward, or their gradients backward."""
+    """On the kernels, no copy of all activations joins x, B and C forward, or their gradients
+    backward."""
     heads = SSMHeads(8, 3, 16, 5, 4)
     heads.reset_parameters(std=0.3)
     heads.impl = impl
@@ -120,7 +136,12 @@ def test_padded_prefill_and_decoding_on_the_kernels(student: HybridForCausalLM) 
     shown = {}
     for impl in ("torch", "triton"):
         student.set_ssm_implementation(impl)
-        options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        options = {
+            "max_new_tokens": 2,
+            "do_sample": False,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        }
         shown[impl] = student.generate(ids, attention_mask=mask, **options)
     assert torch.equal(shown["torch"].sequences, shown["triton"].sequences)
     for actual, expected in zip(shown["triton"].logits, shown["torch"].logits, strict=True):

@@ -1,4 +1,5 @@
-"""The kernels as operators of torch: what torch.compile, fake tensors and autograd are promised holds."""
+"""The kernels as operators of torch: what torch.compile, fake tensors and autograd are promised
+holds."""
 
 from __future__ import annotations
 
@@ -13,9 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybrid_distill.model.ssd import _choose, causal_conv, gated_ssd_scan, ssd_scan, step_in_place
 
-pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set")
+pytestmark = pytest.mark.skipif(
+    not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+)
 
-B, L, H, P, N, K = 2, 21, 1, 16, 4, 4
+B = 2
+L = 21
+H = 1
+P = 16
+N = 4
+K = 4
 
 
 def scan_arguments(length: int = L) -> list[Tensor]:
@@ -31,19 +39,29 @@ def documents(length: int = L) -> Tensor:
 
 def step_arguments() -> list[Tensor]:
     channels = H * (P + 2 * N)
-    sizes = [(B, channels), (B, H), (B, H, P), (channels, K), (H,), (B, channels, K - 1), (B, H, P, N)]
+    sizes = [
+        (B, channels),
+        (B, H),
+        (B, H, P),
+        (channels, K),
+        (H,),
+        (B, channels, K - 1),
+        (B, H, P, N),
+    ]
     return [torch.randn(size) for size in sizes]
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_operators_keep_what_torch_asks_of_them(full: bool) -> None:
-    """Schema, fake kernels, autograd and the traced program, as `torch.library.opcheck` compares them."""
+    """Schema, fake kernels, autograd and the traced program, as `torch.library.opcheck` compares
+    them."""
     given = scan_arguments()
     x, a, b, c, D, z, state = given
     scan = (x, a, b, c, D, state, documents()) if full else (x, a, b, c, None, None, None)
     torch.library.opcheck(ssd._forward_op, (*scan, True, None, True))
     torch.library.opcheck(ssd.gate, (x, z))
-    x_BLC, weight_CK = torch.randn(B, L, 12, requires_grad=True), torch.randn(12, K, requires_grad=True)
+    x_BLC = torch.randn(B, L, 12, requires_grad=True)
+    weight_CK = torch.randn(12, K, requires_grad=True)
     state_BCK = torch.randn(B, 12, K - 1, requires_grad=True) if full else None
     torch.library.opcheck(conv._forward_op, (x_BLC, weight_CK, state_BCK, None, full))
     torch.library.opcheck(step._op, (*step_arguments(), torch.tensor([1, 0]) if full else None))
@@ -68,7 +86,8 @@ def test_a_layer_compiles_without_a_graph_break_and_once_for_all_lengths() -> No
     whole = torch.compile(layer, fullgraph=True, backend=count, dynamic=True)
     weight_CK = torch.randn(H * P, K, requires_grad=True)
     for length in (L, 7):
-        given, seq_idx_BL = scan_arguments(length)[:6], documents(length)
+        given = scan_arguments(length)[:6]
+        seq_idx_BL = documents(length)
         leaves = [*given, weight_CK]
         expected = torch.autograd.grad(layer(given, weight_CK, seq_idx_BL), leaves)
         actual = torch.autograd.grad(whole(given, weight_CK, seq_idx_BL), leaves)
@@ -103,15 +122,24 @@ def test_second_derivatives_are_refused_in_words() -> None:
     (dx,) = torch.autograd.grad(y.square().sum(), given[0], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dx.sum().backward()
-    x_BLC, weight_CK = torch.randn(B, L, 12, requires_grad=True), torch.randn(12, K)
-    (dx,) = torch.autograd.grad(conv.causal_conv(x_BLC, weight_CK)[0].square().sum(), x_BLC, create_graph=True)
+    x_BLC = torch.randn(B, L, 12, requires_grad=True)
+    weight_CK = torch.randn(12, K)
+    (dx,) = torch.autograd.grad(
+        conv.causal_conv(x_BLC, weight_CK)[0].square().sum(), x_BLC, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="no second derivative"):
         dx.sum().backward()
 
 
 def test_no_kernel_is_compiled_anew_for_each_length() -> None:
-    """Lengths are not part of the key that the compiler caches by, whether they are 1, multiples of 16, or neither."""
-    kernels = [ssd_triton._forward, ssd_triton._backward, ssd_triton._segment_states, ssd_triton._carry_over]
+    """Lengths are not part of the key that the compiler caches by, whether they are 1, multiples of
+    16, or neither."""
+    kernels = [
+        ssd_triton._forward,
+        ssd_triton._backward,
+        ssd_triton._segment_states,
+        ssd_triton._carry_over,
+    ]
     kernels += [conv._forward, conv._through_silu, conv._backward]
     for kernel in kernels:
         lengths = {"L", "chunks_per_segment", "n_segments"} & set(kernel.arg_names)

@@ -1,4 +1,5 @@
-"""The interpreter that `conftest` puts under every test of a kernel notices what it is there for."""
+"""The interpreter that `conftest` puts under every test of a kernel notices what it is there
+for."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def _copy(source, target, step, shift):
 
 
 def test_correct_programs_run_in_any_order(watch: Watch) -> None:
-    given, out = torch.arange(40.0), torch.empty(40)
+    given = torch.arange(40.0)
+    out = torch.empty(40)
     _copy[(40,)](given, out, 1, 0)
     assert torch.equal(out, given)
     assert watch.order != sorted(watch.order)
@@ -39,10 +41,13 @@ BOTH = torch.zeros(9)
         (torch.zeros(4), torch.zeros(5), 1, 1, "1 elements loaded outside every argument"),
         (torch.zeros(4), torch.zeros(5), 2, 0, "stored outside every argument"),
         (torch.zeros(4), torch.zeros(5), 0, 0, "stores what another program has stored"),
-        (torch.zeros(4), torch.zeros(4, 8)[:, :4], 5, 0, "stored outside"),  # between the rows of a view
+        # Between the rows of a view
+        (torch.zeros(4), torch.zeros(4, 8)[:, :4], 5, 0, "stored outside"),
         (BOTH, BOTH, 1, 1, "another program has"),
     ],
 )
-def test_what_a_kernel_must_not_do_is_reported(source, target, step: int, shift: int, message: str) -> None:
+def test_what_a_kernel_must_not_do_is_reported(
+    source, target, step: int, shift: int, message: str
+) -> None:
     with pytest.raises(Exception, match=message):
         _copy[(4,)](source, target, step, shift)

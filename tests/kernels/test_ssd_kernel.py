@@ -1,4 +1,5 @@
-"""The kernels of the recurrence equal the recurrence: values and gradients, in the interpreter, against fp64."""
+"""The kernels of the recurrence equal the recurrence: values and gradients, in the interpreter,
+against fp64."""
 
 from __future__ import annotations
 
@@ -17,7 +18,17 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hybrid_kernels import common
 from hybrid_kernels import ssd_tiles as tiles
 from hybrid_kernels.ssd import ssd, ssd_backward, ssd_forward
-from ssd_problem import BF16, FP32, Problem, compare, documents, in_dtype, problem, reference, relative_error
+from ssd_problem import (
+    BF16,
+    FP32,
+    Problem,
+    compare,
+    documents,
+    in_dtype,
+    problem,
+    reference,
+    relative_error,
+)
 
 from hybrid_distill.model.ssd import log_decay
 
@@ -27,7 +38,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, FORGETTING: 1e-4}
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
-    pytest.mark.skipif(not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"),
+    pytest.mark.skipif(
+        not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+    ),
 ]
 
 
@@ -35,7 +48,9 @@ def check(given: Problem, *, dtype: torch.dtype = FP32, **options: Any) -> float
     """Return the largest error, after asserting that it is small."""
     actual, expected = compare(given, dtype=dtype, **options)
     errors = {name: relative_error(actual[name], wanted) for name, wanted in expected.items()}
-    assert max(errors.values()) < TOLERANCE[dtype], {name: f"{error:.1e}" for name, error in errors.items()}
+    assert max(errors.values()) < TOLERANCE[dtype], {
+        name: f"{error:.1e}" for name, error in errors.items()
+    }
     return max(errors.values())
 
 
@@ -46,7 +61,9 @@ SHAPES += [(2, 5, 1, 16, 8), (2, 5, 3, 16, 8), (1, 5, 29, 16, 8)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_batch_length_number_of_heads_head_dim_and_state_size(shape: tuple[int, int, int, int, int]) -> None:
+def test_any_batch_length_number_of_heads_head_dim_and_state_size(
+    shape: tuple[int, int, int, int, int],
+) -> None:
     check(problem(*shape))
 
 
@@ -61,9 +78,12 @@ def test_blocks_of_a_float32_state_that_is_too_large_for_one_kernel() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_backward_is_the_same_in_any_number_of_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_is_the_same_in_any_number_of_kernels(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit by bit, but for the decay's gradient, whose parts are summed in another order."""
-    given, seq_idx = problem(1, 70, 1, 20, 12, dtype=dtype), documents(1, 70)
+    given = problem(1, 70, 1, 20, 12, dtype=dtype)
+    seq_idx = documents(1, 70)
     gradients = {}
     tile = tiles.tile_for(90, dtype, 12, 20)
     for n_backward in tiles.BACKWARD_KERNELS:
@@ -73,7 +93,9 @@ def test_the_backward_is_the_same_in_any_number_of_kernels(dtype: torch.dtype, m
     for name, one in gradients[1].items():
         assert relative_error(one, expected[name]) < TOLERANCE[dtype], name
         for other in (gradients[2][name], gradients[3][name]):
-            assert relative_error(other, one) < 1e-6 if name == "da" else torch.equal(other, one), name
+            assert relative_error(other, one) < 1e-6 if name == "da" else torch.equal(other, one), (
+                name
+            )
 
 
 @pytest.mark.parametrize(("batch", "d_state", "n_segments"), [(2, 8, 1), (2, 8, 3), (1, 128, 3)])
@@ -84,7 +106,8 @@ def test_packed_documents(batch: int, n_segments: int, d_state: int) -> None:
 @pytest.mark.parametrize("changed", [slice(0, 45), slice(45, 90)])
 def test_another_document_changes_no_bit(changed: slice) -> None:
     """Neither of a document's values nor of its gradients; the border lies inside a chunk."""
-    given, seq_idx = in_dtype(problem(1, 90, 1, 16, 8, state=False), FP32), (torch.arange(90) >= 45).long()[None]
+    given = in_dtype(problem(1, 90, 1, 16, 8, state=False), FP32)
+    seq_idx = (torch.arange(90) >= 45).long()[None]
     kept = seq_idx[0] != seq_idx[0, changed.start]
     runs = []
     for factor in (1.0, 7.0):
@@ -102,13 +125,18 @@ def test_another_document_changes_no_bit(changed: slice) -> None:
 @pytest.mark.parametrize("n_segments", [None, 3])
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_gate_skip_and_state_are_optional_in_segments_too(gated: bool, state: bool, n_segments: int | None) -> None:
+def test_gate_skip_and_state_are_optional_in_segments_too(
+    gated: bool, state: bool, n_segments: int | None
+) -> None:
     check(problem(1, 200, 1, 16, 16, gated=gated, state=state), n_segments=n_segments)
 
 
 def test_log_decays_may_be_given() -> None:
     given = problem(1, 70, 2, 16, 16)
-    check(given._replace(a=log_decay(given.a).detach().float().double().requires_grad_()), softplus=False)
+    check(
+        given._replace(a=log_decay(given.a).detach().float().double().requires_grad_()),
+        softplus=False,
+    )
 
 
 @pytest.mark.parametrize("raw", [-float("inf"), -1e4, -20.0, -6.0, 0.0, 30.0, 1e4, float("inf")])
@@ -191,29 +219,41 @@ def test_the_tile_table_has_every_block_size() -> None:
                     assert tiles.tile_for(capability, dtype, d_state, head_dim).chunk >= 16
 
 
-def test_bad_input_is_answered() -> None:
-    x, a, b, c, _, z, state = in_dtype(problem(2, 9, 3, 16, 8), FP32)
-    falling = torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
-    bad = {
-        r"b_BLHN has shape \(2, 9, 2, 8\).*H=3": lambda: ssd(x, a, b[:, :, :2], c),
-        r"a_BLH has shape": lambda: ssd(x, a.unsqueeze(-1), b, c),
-        r"z_BLHP is float64.*float32.*cast": lambda: ssd(x, a, b, c, z_BLHP=z.double()),
-        r"state_BHPN has shape": lambda: ssd(x, a, b, c, state_BHPN=state.mT),
-        r"x_BLHP is float16": lambda: ssd(x.half(), a, b.half(), c.half()),
-        r"x_BLHP has shape \(2, 0": lambda: ssd(x[:, :0], a[:, :0], b[:, :0], c[:, :0]),
-        r"state size N is 129": lambda: ssd(x, a, *[torch.zeros(2, 9, 3, 129)] * 2),
-        r"N=65 and P=16.*64 of each.*call `ssd`": lambda: ssd_forward(x, a, *[torch.zeros(2, 9, 3, 65)] * 2),
-        r"seq_idx_BL falls from 1 to 0 at row 1, token 4": lambda: ssd(x, a, b, c, seq_idx_BL=falling),
-        r"n_segments is 0": lambda: ssd(x, a, b, c, n_segments=0),
-    }
-    for message, call in bad.items():
-        with pytest.raises(ValueError, match=message):
-            call()
+FALLING = torch.tensor([[0] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b_BLHN": torch.zeros(2, 9, 2, 8)}, r"b_BLHN has shape \(2, 9, 2, 8\)"),
+        ({"a_BLH": torch.zeros(2, 9, 3, 1)}, "a_BLH has shape"),
+        ({"z_BLHP": torch.zeros(2, 9, 3, 16).double()}, "z_BLHP is float64"),
+        ({"state_BHPN": torch.zeros(2, 3, 8, 16)}, "state_BHPN has shape"),
+        ({"x_BLHP": torch.zeros(2, 9, 3, 16).half()}, "x_BLHP is float16"),
+        ({"x_BLHP": torch.zeros(2, 0, 3, 16)}, r"x_BLHP has shape \(2, 0"),
+        (dict.fromkeys(("b_BLHN", "c_BLHN"), torch.zeros(2, 9, 3, 129)), "N is 129"),
+        ({"seq_idx_BL": FALLING}, "falls from 1 to 0 at row 1, token 4"),
+        ({"n_segments": 0}, "n_segments is 0"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    x, a, b, c, *_ = in_dtype(problem(2, 9, 3, 16, 8), FP32)
+    good = {"x_BLHP": x, "a_BLH": a, "b_BLHN": b, "c_BLHN": c}
+    with pytest.raises(ValueError, match=message):
+        ssd(**{**good, **change})
+
+
+def test_a_state_larger_than_one_kernel_holds_is_refused() -> None:
+    x, a, *_ = in_dtype(problem(2, 9, 3, 16, 8), FP32)
+    large = torch.zeros(2, 9, 3, 65)
+    with pytest.raises(ValueError, match="N=65 and P=16"):
+        ssd_forward(x, a, large, large)
 
 
 @pytest.fixture
 def mamba_scan(monkeypatch: pytest.MonkeyPatch):
-    """mamba-ssm's own kernels, in the interpreter; its package cannot be imported without its CUDA extension."""
+    """mamba-ssm's own kernels, in the interpreter; its package cannot be imported without its CUDA
+    extension."""
     spec = importlib.util.find_spec("mamba_ssm")
     if spec is None or spec.origin is None:
         pytest.skip("mamba-ssm is not installed (a pure wheel will do: MAMBA_SKIP_CUDA_BUILD=TRUE)")
@@ -225,7 +265,11 @@ def mamba_scan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "mamba_ssm", package)
     monkeypatch.setattr(Autotuner, "_bench", lambda self, *args, config, **kwargs: [0.0, 0.0, 0.0])
     monkeypatch.setattr(torch.cuda, "device", lambda *args: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda *_: types.SimpleNamespace(multi_processor_count=1),
+    )
     return importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
 
@@ -233,9 +277,12 @@ def test_equals_the_kernels_of_mamba_ssm(mamba_scan) -> None:
     """Which scale x by dt and decay by exp(-dt), so x is divided by it first."""
     given = in_dtype(problem(1, 70, 1, 16, 16, state=False), FP32)
     seq_idx = documents(1, 70).int()
-    dt, wanted = -log_decay(given.a), given[:4]
+    dt = -log_decay(given.a)
+    wanted = given[:4]
     x = given.x / dt.unsqueeze(-1)
-    expected = mamba_scan(x, dt, -torch.ones(1), given.b, given.c, chunk_size=32, D=None, seq_idx=seq_idx)
+    expected = mamba_scan(
+        x, dt, -torch.ones(1), given.b, given.c, chunk_size=32, D=None, seq_idx=seq_idx
+    )
     y, _ = ssd(*wanted, seq_idx_BL=seq_idx)
     to_y = torch.randn_like(expected)
     pairs = zip(*(torch.autograd.grad(out, wanted, to_y) for out in (y, expected)))
@@ -246,16 +293,24 @@ def test_equals_the_kernels_of_mamba_ssm(mamba_scan) -> None:
 @pytest.mark.parametrize("gap", [0, 3])
 def test_gradients_of_slices_of_one_row_are_slices_of_one_row(gap: int) -> None:
     """The same bits as those of x, B and C that have places of their own."""
-    heads, sizes = 3, (3 * 16, 3 * 5, 3 * 5)
+    heads = 3
+    sizes = (3 * 16, 3 * 5, 3 * 5)
     row = torch.randn(2, 37, sum(sizes) + 2 * gap)
     begins = (0, sizes[0] + gap, sizes[0] + sizes[1] + 2 * gap)
     found = []
     for separate in (False, True):
-        parts = [row[..., begin : begin + size].unflatten(-1, (heads, -1)) for begin, size in zip(begins, sizes)]
-        parts = [(part.contiguous() if separate else part).detach().requires_grad_() for part in parts]
+        parts = [
+            row[..., begin : begin + size].unflatten(-1, (heads, -1))
+            for begin, size in zip(begins, sizes)
+        ]
+        parts = [
+            (part.contiguous() if separate else part).detach().requires_grad_() for part in parts
+        ]
         x, b, c = parts
         y, state = ssd(x, torch.linspace(-1, 1, 2 * 37 * heads).view(2, 37, heads), b, c)
         gradients = torch.autograd.grad(y.square().sum() + state.sum(), parts)
-        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == (3 if separate else 1)
+        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == (
+            3 if separate else 1
+        )
         found.append(gradients)
     assert all(torch.equal(*pair) for pair in zip(*found))

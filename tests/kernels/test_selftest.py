@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hybrid_kernels import common, known_bad, trial
-from hybrid_kernels.first_use import TESTS
+from hybrid_kernels import common, known_bad, selftest
+from hybrid_kernels.definitions import TESTS
 
 from hybrid_distill.model import ssd
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 PLANTED = """
 import os, signal, sys, time
-if "hybrid_kernels.trial" in sys.orig_argv:
-    from hybrid_kernels import first_use
+if "hybrid_kernels.selftest" in sys.orig_argv:
+    from hybrid_kernels import definitions
 
     def crashes(draw, *sizes, **options):
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -45,7 +45,7 @@ if "hybrid_kernels.trial" in sys.orig_argv:
         x = draw(3)
         yield "output", x, x
 
-    first_use.TESTS |= {"recurrence": crashes, "convolution": hangs, "decoding step": is_wrong,
+    definitions.TESTS |= {"recurrence": crashes, "convolution": hangs, "decoding step": is_wrong,
                         "distillation loss": is_right}
 """
 
@@ -58,12 +58,12 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
     monkeypatch.setenv("TRIALS", str(tmp_path / "trials"))
-    monkeypatch.setattr(trial, "_known", {})
+    monkeypatch.setattr(selftest, "_known", {})
     return tmp_path / "trials"
 
 
-def asked(kernel: str) -> trial.Trial:
-    return trial.trial_of(kernel, CPU, torch.float32, 16, 4, training=True)
+def asked(kernel: str) -> selftest.Trial:
+    return selftest.trial_of(kernel, CPU, torch.float32, 16, 4, training=True)
 
 
 @pytest.mark.launched
@@ -73,28 +73,29 @@ def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_
     right, crash, wrong = (
         asked(name) for name in ("distillation loss", "recurrence", "decoding step")
     )
-    found = trial.mistakes([right, crash, wrong, right])
+    found = selftest.check_kernels([right, crash, wrong, right])
     assert found[0] is None and found[3] is None
     assert found[1] and "SIGSEGV" in found[1]
     assert found[2] and "output" in found[2]
     assert len(planted.read_text().split()) == 1
 
-    # Another process of the machine: nothing is tried again; later, a verdict against a kernel ends.
-    trial._known.clear()
-    assert trial.mistakes([right, crash, wrong]) == found[:3]
+    # Another process of the machine: nothing is tried again; later, a verdict against a kernel
+    # ends.
+    selftest._known.clear()
+    assert selftest.check_kernels([right, crash, wrong]) == found[:3]
     assert len(planted.read_text().split()) == 1
     for file in (planted.parent / "verdicts").glob("*.json"):
         record = json.loads(file.read_text())
-        file.write_text(json.dumps({**record, "time": record["time"] - trial.RETRY_AFTER}))
-    with trial._shared_folder() as folder:
-        assert trial._read(folder, right) == (None,)
-        assert trial._read(folder, crash) is None
+        file.write_text(json.dumps({**record, "time": record["time"] - selftest.RETRY_AFTER}))
+    with selftest._shared_folder() as folder:
+        assert selftest._read(folder, right) == (None,)
+        assert selftest._read(folder, crash) is None
 
 
 @pytest.mark.launched
 def test_a_hang_ends_and_torch_takes_over_with_one_line(planted: Path, monkeypatch, caplog) -> None:
-    assert trial.TIME_LIMIT > 60, "triton compiles under it"
-    monkeypatch.setattr(trial, "TIME_LIMIT", 0.5)
+    assert selftest.TIME_LIMIT > 60, "triton compiles under it"
+    monkeypatch.setattr(selftest, "TIME_LIMIT", 0.5)
     for name in ("_unusable", "_reason_against", "_best_on_gpu"):
         monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
     assert [
@@ -109,9 +110,11 @@ def test_the_right_kernel_is_right_in_a_child_too(tmp_path: Path, monkeypatch) -
     """With a launcher's variables, which the child must not see."""
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(trial, "_known", {})
+    monkeypatch.setattr(selftest, "_known", {})
     assert (
-        trial.mistake("decoding step", CPU, torch.float32, 16, 4, 4, masked=True, training=False)
+        selftest.check_kernel(
+            "decoding step", CPU, torch.float32, 16, 4, 4, masked=True, training=False
+        )
         is None
     )
 
@@ -121,12 +124,12 @@ def test_without_a_second_process_the_test_runs_in_this_one(
 ) -> None:
     """A device in exclusive mode, or full."""
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", "/dev/null/nowhere")
-    monkeypatch.setattr(trial, "_known", {})
-    monkeypatch.setattr(trial.sys, "executable", str(tmp_path / "no-python"))
+    monkeypatch.setattr(selftest, "_known", {})
+    monkeypatch.setattr(selftest.sys, "executable", str(tmp_path / "no-python"))
     monkeypatch.setitem(
         TESTS, "convolution", lambda draw, *sizes, **options: iter([("y", draw(2), draw(2) * 0)])
     )
-    found = trial.mistake("convolution", CPU, torch.float32, 3, training=False)
+    found = selftest.check_kernel("convolution", CPU, torch.float32, 3, training=False)
     assert found and "its y is off" in found
     assert "no-python" in caplog.text
 
@@ -139,7 +142,7 @@ def test_no_child_is_started_where_there_is_no_gpu() -> None:
         "heads = SSMHeads(8, 2, 4, 4, 4); heads.reset_parameters()\n"
         "heads(torch.zeros(1, 5, 8)).sum().backward()\n"
         "import hybrid_kernels.loss\n"
-        "assert not {'hybrid_kernels.trial', 'hybrid_kernels.first_use'} & set(sys.modules)"
+        "assert not {'hybrid_kernels.selftest', 'hybrid_kernels.definitions'} & set(sys.modules)"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "0"}
@@ -179,7 +182,7 @@ def test_every_row_names_kernels_that_exist() -> None:
 
 def test_auto_reads_the_table(monkeypatch, caplog) -> None:
     monkeypatch.setattr(known_bad, "known_bad", lambda kernel, device: f"{kernel} is known to fail")
-    monkeypatch.setattr(trial, "mistake", lambda *_, **__: pytest.fail("it was tried"))
+    monkeypatch.setattr(selftest, "check_kernel", lambda *_, **__: pytest.fail("it was tried"))
     for name in ("_unusable", "_reason_against", "_best_on_gpu"):
         monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
     assert ssd._best_on_gpu("recurrence", CPU, torch.bfloat16, (64, 16), True, ()) == "torch"

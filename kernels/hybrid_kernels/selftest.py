@@ -1,8 +1,8 @@
 """First use of a kernel, tried where a failure does no harm: in a child process, with a time limit.
 
 An illegal address ends a process's use of its GPU for good, and a compiler can abort or hang: a
-test in the caller's own process could not hand over to torch. So a child runs `first_use`; whatever
-becomes of it is a verdict.
+test in the caller's own process could not hand over to torch. So a child runs `definitions`;
+whatever becomes of it is a verdict.
 
 The processes of a machine share verdicts as files below ~/.cache (HYBRID_KERNELS_CACHE names
 another folder): the first one that needs a verdict has it made, the others wait for it. A verdict
@@ -57,7 +57,7 @@ OF_A_LAUNCHER = (
 
 
 class Trial(NamedTuple):
-    """Arguments of `first_use.mistake`, as JSON holds them."""
+    """Arguments of `definitions.difference`, as JSON holds them."""
 
     kernel: str
     device: str
@@ -76,24 +76,24 @@ _known: dict[Trial, str | None] = {}
 def trial_of(
     kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
 ) -> Trial:
-    """Describe a call of `mistake`."""
+    """Describe a call of `check_kernel`."""
     name = str(dtype).removeprefix("torch.")
     return Trial(kernel, str(device), name, tuple(map(int, sizes)), tuple(sorted(options.items())))
 
 
-def mistake(
+def check_kernel(
     kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
 ) -> str | None:
-    """Return what is wrong with a kernel on a device, as `first_use.mistake` does, but survive
+    """Return what is wrong with a kernel on a device, as `definitions.difference` does, but survive
     whatever it does."""
     if device.type == "cuda" and not torch.cuda.is_available():  # of a fake tensor
         return None
-    return mistakes([trial_of(kernel, device, dtype, *sizes, **options)])[0]
+    return check_kernels([trial_of(kernel, device, dtype, *sizes, **options)])[0]
 
 
-def mistakes(trials: Sequence[Trial]) -> list[str | None]:
-    """Return the verdicts of several trials; those that nobody knows yet share one child process.
-    """
+def check_kernels(trials: Sequence[Trial]) -> list[str | None]:
+    """Return the verdicts of several trials; those that nobody knows yet share one child
+    process."""
     if any(trial not in _known for trial in trials):
         with _shared_folder() as folder:
             unknown = []
@@ -133,8 +133,9 @@ def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)
     }
+    # A pipe of its own: compilers and drivers print to standard output.
     answers, child_writes = os.pipe()
-    command = [sys.executable, "-m", f"{__package__}.trial", str(child_writes)]
+    command = [sys.executable, "-m", f"{__package__}.selftest", str(child_writes)]
     try:
         child = subprocess.Popen(
             command,
@@ -169,6 +170,7 @@ def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
                 break
         return verdicts
     finally:
+        # A hanging kernel cannot be interrupted in any other way.
         child.kill()
         child.wait()
         os.close(answers)
@@ -178,11 +180,12 @@ class _Lines:
     """Lines that a child writes to a pipe."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._received = descriptor, b""
+        self._descriptor = descriptor
+        self._received = b""
 
     def next(self, limit: float) -> str | None:
-        """Wait for a line for ``limit`` seconds; return None if none comes, or the child has ended.
-        """
+        """Wait for a line for ``limit`` seconds; return None if none comes, or the child has
+        ended."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._received:
             left = max(deadline - time.monotonic(), 0.0)
@@ -207,10 +210,10 @@ def _how_it_ended(child: subprocess.Popen[bytes], limit: float) -> str:
 
 
 def _test_here(trial: Trial) -> str | None:
-    from .first_use import mistake
+    from .definitions import difference
 
     dtype = getattr(torch, trial.dtype)
-    return mistake(
+    return difference(
         trial.kernel, torch.device(trial.device), dtype, *trial.sizes, **dict(trial.options)
     )
 
@@ -246,7 +249,8 @@ def _read(folder: Path | None, trial: Trial) -> tuple[str | None] | None:
         return None
     try:
         record = json.loads(_file(folder, trial).read_text())
-        found, when = record["mistake"], float(record["time"])
+        found = record["mistake"]
+        when = float(record["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     is_old = not 0 <= time.time() - when < RETRY_AFTER
@@ -268,6 +272,7 @@ def _write(folder: Path | None, trial: Trial, found: str | None) -> None:
     new = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         new.write_text(json.dumps(record))
+        # Atomic: a process that reads at this moment sees the old file or the new one.
         new.replace(file)
 
 
@@ -276,6 +281,7 @@ def _versions() -> list[str]:
     """Name all that a verdict depends on besides the device: versions, the machine, and the
     kernels' own code."""
     code = hashlib.sha256()
+    # A changed kernel has no verdict yet.
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
     driver = str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "")())
@@ -308,6 +314,7 @@ def _answer(trials: list[Trial], descriptor: int) -> None:
     """Write a line for each trial, up to the first kernel that is not right."""
     with open(descriptor, "w", buffering=1, encoding="utf-8") as answers:
         try:
+            # Use the device before READY: refusing a second process is not a verdict.
             for device in {trial.device for trial in trials}:
                 torch.ones(1, device=device).sum().item()
         except Exception as error:  # the device is full, or belongs to one process alone
