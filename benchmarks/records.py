@@ -16,7 +16,18 @@ import torch
 
 from hybrid_distill.provenance import installed as versions
 
-__all__ = ["RESULTS", "ROOT", "about", "cpu_time", "device_name", "environment", "parser_of", "read", "versions", "write"]
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "about",
+    "cpu_time",
+    "device_name",
+    "environment",
+    "parser_of",
+    "read",
+    "versions",
+    "write",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

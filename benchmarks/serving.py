@@ -189,7 +189,7 @@ def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
 def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int, threads: int) -> Iterator[Found]:
     """Export student and teacher for each engine and run both. Yields a record of each engine."""
     import torch
-    from provenance import read, write
+    from records import read, write
 
     from hybrid_distill.export import export_checkpoint
     from hybrid_distill.pipeline import finished_run
@@ -239,7 +239,7 @@ def main() -> None:
         made = work(engine, Path(folder), json.loads(Path(prompts).read_text()), int(threads))
         Path(answer).write_text(json.dumps(made))
         return
-    from provenance import about, read, write
+    from records import about, read, write
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a finished run")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from provenance import ROOT, about, environment, write
+from records import ROOT, about, environment, write
 from transformers import PreTrainedModel
 
 from hybrid_distill.evaluation.evaluate import Asked, measure, model_cache_bytes

@@ -32,7 +32,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from provenance import about, write
+from records import about, write
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")

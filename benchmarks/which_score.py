@@ -27,7 +27,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pandas as pd
-from provenance import about, write
+from records import about, write
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
