@@ -133,7 +133,9 @@ def measure_one(out: Path, name: str) -> None:
         model, plan = run.trained_student()
         aligned_only = by_choice(run.build(plan), retrieval)
         record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
-        recurrent = [HeadId(n, head) for n, mixer in enumerate(model.mixers()) for head in mixer.recurrent]
+        recurrent = []
+        for n, mixer in enumerate(model.mixers()):
+            recurrent += [HeadId(n, head) for head in mixer.recurrent]
         few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
         with ablate_heads(model, recurrent):
             record["perplexity without recurrence"] = measure(model, few_texts)["perplexity"]
