@@ -70,7 +70,7 @@ def pages(package: Path) -> Iterator[str]:
 
 
 def is_source(file: Path) -> bool:
-    """Whether a page is what Sphinx made the HTML from."""
+    """Return True for a page that Sphinx made the HTML from."""
     return "/_sources/" in str(file)
 
 

@@ -81,7 +81,7 @@ def steps_to(points: Mapping[int, float], goal: float, sign: int) -> float | Non
 
 
 class Student(NamedTuple):
-    """Whom students are made from, and which heads they keep."""
+    """The teacher that students are made from, and the heads that they keep."""
 
     teacher: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

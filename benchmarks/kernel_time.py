@@ -196,7 +196,7 @@ class _Timed(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether this is a load of the decays, which were written just before."""
+        """Return True for a load of the decays, which were written just before."""
         return 0 < self.moved < 512
 
 
