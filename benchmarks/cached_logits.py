@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from provenance import about, write
+from records import RESULTS, about, cpu_time, parser_of, write
 
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import RunConfig
@@ -42,7 +41,7 @@ from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stages import make_stage
 from hybrid_distill.vocabulary import vocabulary_size
 
-RESULTS = Path(__file__).parent / "results" / "cached_logits.json"
+SEQ_LEN = 256
 HELD_OUT_ROWS = 16
 CURVE = 2e-3
 """Relative, of a loss from disk and the same from the live teacher: rounding to float16, and what AdamW makes of it."""
@@ -52,43 +51,50 @@ class LiveTopK:
     """Rows with the teacher's top k as it computes them, not rounded."""
 
     def __init__(self, run: RunInputs, rows: PackedRows, k: int) -> None:
-        self.run, self.rows, self.k = run, rows, k
+        self.run = run
+        self.rows = rows
+        self.k = k
 
     def batch(self, *place: int) -> Any:
         batch = self.rows.batch(*place)
-        known = top_k_of(self.run.teacher, batch, self.k, vocab_size=vocabulary_size(self.run.tokenizer))
-        return {**batch, "teacher_ids_BLK": known.ids_BLK, "teacher_log_probs_BLK": known.log_probs_BLK}
+        top = top_k_of(self.run.teacher, batch, self.k, vocab_size=vocabulary_size(self.run.tokenizer))
+        return {**batch, "teacher_ids_BLK": top.ids_BLK, "teacher_log_probs_BLK": top.log_probs_BLK}
 
 
 def train(run: RunInputs, rows: Rows | LiveTopK, config: Distill, held_out: Batch, d_state: int) -> dict[str, Any]:
-    """One student from its start; its losses, what the whole teacher says of it then, and its speed."""
+    """Train one student from its start; return its losses, its distance to the whole teacher then, and its speed."""
+    n_ids = vocabulary_size(run.tokenizer)
     plan = HeadPlan.random(run.teacher, run.config.plan.k, seed=0)
     calibration = cast(Batch, open_rows(run.config.data, run.tokenizer).batch(0, 8))
     student, _ = build_student(run.teacher, plan, d_state=d_state, calibration=calibration)
-    stage = make_stage(config, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer))
+    stage = make_stage(config, student, run.teacher, vocab_size=n_ids)
     optimizer = make_adamw(stage, learning_rate=config.learning_rate, betas=config.betas, weight_decay=0.1)
-    losses, began = [], time.process_time()
-    for step in range(config.steps):
-        set_learning_rate(optimizer, config.learning_rate * wsd(step, config.steps, config.warmup, config.decay))
-        loss = stage(rows.batch(step, config.batch_size)).total
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(stage.parameters(), config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    seconds = time.process_time() - began
+
+    def steps() -> list[float]:
+        losses = []
+        for step in range(config.steps):
+            set_learning_rate(optimizer, config.learning_rate * wsd(step, config.steps, config.warmup, config.decay))
+            loss = stage(rows.batch(step, config.batch_size)).total
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(stage.parameters(), config.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    losses, seconds = cpu_time(steps)
     with torch.no_grad():
-        n_ids = vocabulary_size(run.tokenizer)
-        whole = make_stage(Distill(), student, run.teacher, vocab_size=n_ids)(held_out).total.item()
+        to_whole_teacher = make_stage(Distill(), student, run.teacher, vocab_size=n_ids)
+        held_out_kl = to_whole_teacher(held_out).total.item()
     return {
         "losses": [round(loss, 6) for loss in losses],
-        "held_out_kl": round(whole, 6),
+        "held_out_kl": round(held_out_kl, 6),
         "tokens_per_cpu_second": round(config.rows_read * run.config.data.seq_len / seconds, 1),
     }
 
 
 def curves(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All contenders, by name; logits are written below ``folder``."""
+    """Return all contenders, by name; logits are written below ``folder``."""
     config = Distill(
         steps=options.steps, batch_size=options.batch_size, micro_batch_size=options.batch_size, learning_rate=1e-3
     )
@@ -100,30 +106,30 @@ def curves(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def contender(rows: Rows | LiveTopK, config: Distill) -> dict[str, Any]:
         return train(run, rows, config, held_out, options.d_state)
 
-    found: dict[str, Any] = {"fingerprint": fingerprint(run.teacher), "whole teacher": contender(rows, config)}
+    results = {"whole teacher": contender(rows, config)}
     for k in options.top_k:
         cached = replace(config, teacher_logits=folder / str(k))
-        began = time.process_time()
-        cache_logits(CacheJob(replace(run.config, distill=cached), top_k=k))
-        seconds = time.process_time() - began
+        job = CacheJob(replace(run.config, stages=(cached,)), top_k=k)
+        _, seconds = cpu_time(lambda job=job: cache_logits(job))
         logits = open_logits(folder / str(k))
         header: LogitHeader = logits.header
-        found[f"top {k}, live"] = contender(LiveTopK(run, rows, k), cached)
-        found[f"top {k}, from disk"] = {
+        results[f"top {k}, live"] = contender(LiveTopK(run, rows, k), cached)
+        results[f"top {k}, from disk"] = {
             **contender(CachedLogitsDataset(rows, logits), cached),
             "bytes_a_token": header.bytes_per_token,
             "written_tokens_per_cpu_second": round(header.rows * header.seq_len / seconds, 1),
             "measured": header.measured,
         }
-    return found
+    return {"fingerprint": fingerprint(run.teacher), **results}
 
 
-def differences(found: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """The largest relative difference between a curve from disk and the live one; raises where that is not rounding."""
+def differences(results: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """Return the largest relative difference of a curve from disk and the live one; raise if that is not rounding."""
     largest = {}
     for k in options.top_k:
-        pairs = zip(found[f"top {k}, live"]["losses"], found[f"top {k}, from disk"]["losses"])
-        largest[f"top {k}"] = round(max(abs(b / a - 1) for a, b in pairs), 7)
+        live = results[f"top {k}, live"]["losses"]
+        from_disk = results[f"top {k}, from disk"]["losses"]
+        largest[f"top {k}"] = round(max(abs(b / a - 1) for a, b in zip(live, from_disk)), 7)
     worst = max(largest.values())
     if worst > CURVE:
         raise RuntimeError(f"a loss from disk is {worst:.1e} away from the live one, relative; no figures are written.")
@@ -132,27 +138,26 @@ def differences(found: dict[str, Any], options: argparse.Namespace) -> dict[str,
 
 def main() -> None:
     """Train, compare, print and write what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, RESULTS / "cached_logits.json")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--top-k", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--d-state", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory() as folder:
-        found = curves(options, Path(folder))
+        results = curves(options, Path(folder))
     record = {
         **about("distillation by the teacher and by its stored logits; nats a token"),
         "teacher": "tiny",
-        "batch": f"{options.batch_size} rows of 256 tokens",
+        "batch": f"{options.batch_size} rows of {SEQ_LEN} tokens",
         "d_state": options.d_state,
-        "largest_relative_difference_of_a_loss": differences(found, options),
-        "results": found,
+        "largest_relative_difference_of_a_loss": differences(results, options),
+        "results": results,
     }
     write(options.out, record)
-    for name, result in found.items():
+    for name, result in results.items():
         if isinstance(result, dict):
             figures = {key: value for key, value in result.items() if key != "losses"}
             print(f"{name}: loss {result['losses'][0]} to {result['losses'][-1]}, {figures}")

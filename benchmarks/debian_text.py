@@ -11,7 +11,6 @@ the last word of a sentence, which the 60 to 120 words before it have already sa
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -21,6 +20,8 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+
+from records import parser_of
 
 MEAGER = 500
 """Pages with fewer characters hold menus and redirections."""
@@ -59,59 +60,83 @@ def plain(page: str) -> str:
 def pages(package: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
-        documents = sorted((Path(folder) / "usr/share/doc").rglob("*"))
-        english = [file for file in documents if file.is_file() and not file.is_symlink()]
-        if any("/en-US/" in str(file) for file in english):
-            english = [file for file in english if "/en-US/" in str(file)]
-        sources = [file for file in english if "/_sources/" in str(file)]
-        for file in sources or english:
+        for file in english_files(Path(folder) / "usr/share/doc"):
             if file.suffix == ".html":
                 yield plain(file.read_text(errors="replace"))
             elif file.name == "jargon.txt.gz":
                 yield gzip.decompress(file.read_bytes()).decode(errors="replace")
-            elif file in sources:
+            elif is_source(file):
                 yield file.read_text(errors="replace")
+
+
+def is_source(file: Path) -> bool:
+    """Return True for a page that Sphinx made the HTML from."""
+    return "/_sources/" in str(file)
+
+
+def english_files(folder: Path) -> list[Path]:
+    """Return the English files, of those that have a source the source alone."""
+    documents = sorted(folder.rglob("*"))
+    files = [file for file in documents if file.is_file() and not file.is_symlink()]
+    english = [file for file in files if "/en-US/" in str(file)] or files
+    return [file for file in english if is_source(file)] or english
 
 
 def passages(page: str) -> Iterator[str]:
     """Yield passages that end in a word of five letters or more that they contain before."""
-    words, begun = re.sub(r"\s+", " ", page).split(" "), 0
+    words = re.sub(r"\s+", " ", page).split(" ")
+    begun = 0
     for n, word in enumerate(words):
         last = word.rstrip(".")
-        if n - begun >= 60 and word.endswith(".") and last.isalpha() and len(last) >= 5:
-            before = words[max(begun, n - 120) : n]
-            if last in before[:-5]:
-                yield " ".join([*before, last])
-                begun = n + 1
+        ends = word.endswith(".") and last.isalpha() and len(last) >= 5
+        if n - begun < 60 or not ends:
+            continue
+        before = words[max(begun, n - 120) : n]
+        if last in before[:-5]:
+            yield " ".join([*before, last])
+            begun = n + 1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packages", nargs="+", type=Path)
-    parser.add_argument("--most", type=int, default=2_500_000, help="characters of a package (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("text"))
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "train.jsonl").open("w") as train, (options.out / "held_out.jsonl").open("w") as held_out:
-        for package in sorted(options.packages):
-            written = 0
-            for n, page in enumerate(page for page in pages(package) if len(page) > MEAGER):
-                (held_out if n % 20 == 19 else train).write(json.dumps({"text": page}) + "\n")
-                written += len(page)
-                if written > options.most:
+def write_text(packages: list[Path], most: int, out: Path) -> None:
+    """Write train.jsonl and held_out.jsonl, one record a page."""
+    with (out / "train.jsonl").open("w") as train, (out / "held_out.jsonl").open("w") as held_out:
+        for package in packages:
+            n_characters = 0
+            long_pages = (page for page in pages(package) if len(page) > MEAGER)
+            for n, page in enumerate(long_pages):
+                file = held_out if n % 20 == 19 else train
+                file.write(json.dumps({"text": page}) + "\n")
+                n_characters += len(page)
+                if n_characters > most:
                     break
-            print(f"{package.name}: {written:,} characters")
-    tasks = options.out / "tasks"
-    tasks.mkdir(exist_ok=True)
-    questions = tasks / "lambada_openai.jsonl"
-    held_out_pages = map(json.loads, (options.out / "held_out.jsonl").read_text().splitlines())
-    found = [passage for record in held_out_pages for passage in passages(record["text"])]
-    questions.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in found))
+            print(f"{package.name}: {n_characters:,} characters")
+
+
+def write_tasks(held_out: Path, out: Path) -> None:
+    """Write lm-eval's lambada_openai with passages of the held-out pages."""
+    out.mkdir(exist_ok=True)
+    questions = out / "lambada_openai.jsonl"
+    lines = []
+    for record in held_out.read_text().splitlines():
+        for passage in passages(json.loads(record)["text"]):
+            lines.append(json.dumps({"text": passage}) + "\n")
+    questions.write_text("".join(lines))
     definition = files("lm_eval") / "tasks/lambada/lambada_openai.yaml"
     source = json.dumps({"data_files": {"test": str(questions.resolve())}})
     task = f"include: {definition}\ndataset_path: json\ndataset_name: null\ndataset_kwargs: {source}\n"
-    (tasks / "lambada_openai.yaml").write_text(task)
-    print(f"{questions}: {len(found)} passages")
+    (out / "lambada_openai.yaml").write_text(task)
+    print(f"{questions}: {len(lines)} passages")
+
+
+def main() -> None:
+    """Write the text, then the tasks."""
+    parser = parser_of(__doc__, Path("text"))
+    parser.add_argument("packages", nargs="+", type=Path)
+    parser.add_argument("--most", type=int, default=2_500_000, help="characters of a package (default: %(default)s)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_text(sorted(options.packages), options.most, options.out)
+    write_tasks(options.out / "held_out.jsonl", options.out / "tasks")
 
 
 if __name__ == "__main__":

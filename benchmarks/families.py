@@ -16,10 +16,8 @@ Exit status 1 while anything fails. Nothing is downloaded.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
-import json
 import logging
 import os
 import shutil
@@ -35,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from provenance import device_name
+from records import device_name, parser_of, read, write
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -122,7 +120,9 @@ _NAMES: tuple[tuple[int, str], ...] = (
     (128, "mamba_d_ssm"),
     (0, "pad_token_id"),
 )  # fmt: skip
-SIZES: dict[str, Any] = {name: size for size, names in _NAMES for name in names.split()}
+SIZES: dict[str, Any] = {}
+for _size, _names in _NAMES:
+    SIZES |= dict.fromkeys(_names.split(), _size)
 
 # Where a field's name alone does not say what fits: model type -> fields.
 _WINDOWS_BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -231,11 +231,13 @@ def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def keep_some(teacher: PreTrainedModel) -> HeadPlan:
-    """Heads that share KV heads unevenly, no head, all heads but one, by turns."""
+    """Keep heads that share KV heads unevenly, no head, all heads but one, by turns."""
     shape = HeadPlan.all(teacher)
     every = tuple(range(shape.n_heads))
     kept = [(every[0], every[1], every[-1]), (), every[:-1]]
-    pairs = {(layer, head) for layer in range(shape.n_layers) for head in kept[layer % len(kept)]}
+    pairs = []
+    for layer in range(shape.n_layers):
+        pairs += [(layer, head) for head in kept[layer % len(kept)]]
     return HeadPlan.from_pairs(teacher, sorted(pairs))
 
 
@@ -291,16 +293,18 @@ def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, 
 
     alone_of = [logits_of(student, ids_L[None], use_cache=False)[0] for ids_L in documents]
     yield "packed = alone", difference(logits_of(student, row_BL, seq_idx=seq_idx_BL)[0], torch.cat(alone_of))
-    worst = max(difference(decoded(model, documents[-1]), logits_of(model, documents[-1][None], use_cache=False)[0])
-                for model in students.values())  # fmt: skip
-    yield "cached = full", worst
+    differences = []
+    for model in students.values():
+        whole_LV = logits_of(model, documents[-1][None], use_cache=False)[0]
+        differences.append(difference(decoded(model, documents[-1]), whole_LV))
+    yield "cached = full", max(differences)
     padded_BL, mask_BL = left_padded(documents)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
     batch = logits_of(student, padded_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False)
-    yield (
-        "left-padded = alone",
-        max(difference(row_LV[-len(own_LV) :], own_LV) for row_LV, own_LV in zip(batch, alone_of, strict=True)),
-    )
+    differences = []
+    for row_LV, own_LV in zip(batch, alone_of, strict=True):
+        differences.append(difference(row_LV[-len(own_LV) :], own_LV))
+    yield "left-padded = alone", max(differences)
     for name, made in students.items():
         folder = scratch / f"{teacher.config.model_type}-{name}"
         export_checkpoint(made, None, folder, plan=plans[name], gate=False)
@@ -319,7 +323,8 @@ def logits_of(model: PreTrainedModel, ids_BL: Tensor, **options: Any) -> Tensor:
 @torch.no_grad()
 def decoded(student: HybridForCausalLM, ids_L: Tensor) -> Tensor:
     """Logits [L, V] of half the tokens at once, then one at a time from the cache."""
-    half, cache = len(ids_L) // 2, student.new_cache()
+    half = len(ids_L) // 2
+    cache = student.new_cache()
     pieces = [ids_L[:half], *ids_L[half:].split(1)]
     return torch.cat([student(input_ids=piece_L[None], cache=cache).logits[0] for piece_L in pieces])
 
@@ -370,43 +375,66 @@ def measure_all(model_types: list[str], done: Callable[[str, list[dict[str, Any]
 
 def write_page() -> None:
     """Write docs/families.md: one row for each model type that was measured."""
-    record = json.loads(RESULTS.read_text())
+    record = read(RESULTS)
     families: dict[str, list[dict[str, Any]]] = record["families"]
-    shapes = [row for rows in families.values() for row in rows]
-    worst = {name: max(row["differences"][name] for row in shapes if row["status"] == "supported") for name in CHECKS}
-    lines = [
-        HEAD.format(
-            n_types=len(families),
-            transformers=record["transformers"],
-            torch=record["torch"],
-            device=record["device"],
-            tried=", ".join(TRIED["tried"]),
-        ),
-        "| check | largest difference | limit |\n| --- | ---: | ---: |",
-        *(f"| {name} | {worst[name]:.1e} | {limit:g} |" for name, limit in CHECKS.items()),
-        "\n| model type | class | scored by | student | oldest transformers for an export | remarks |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    head = HEAD.format(
+        n_types=len(families),
+        transformers=record["transformers"],
+        torch=record["torch"],
+        device=record["device"],
+        tried=", ".join(TRIED["tried"]),
+    )
+    lines = [head, "| check | largest difference | limit |\n| --- | ---: | ---: |"]
+    for name, worst in worst_differences(families).items():
+        lines.append(f"| {name} | {worst:.1e} | {CHECKS[name]:g} |")
+    lines.append("\n| model type | class | scored by | student | oldest transformers for an export | remarks |")
+    lines.append("| --- | --- | --- | --- | --- | --- |")
     order = ("supported", "failed", "refused", NO_TEACHER)
-    for name, rows in sorted(families.items(), key=lambda item: (order.index(item[1][0]["status"]), item[0])):
-        base, *variants = rows
-        supported = base["status"] == "supported"
-        same = [row["variant"] for row in variants if row["status"] == base["status"]]
-        remarks = [f"also {', '.join(same)}"] if supported and same else [] if supported else [base["reason"]]
-        others = [row for row in variants if row["variant"] not in same]
-        remarks += [f"{row['variant']}: {row['status']}: {row['reason']}" for row in others]
-        scored = base.get("scoring", "")
-        cells = (name, base.get("class", ""), "-" if ":" in scored else scored, base["status"],
-                 oldest_transformers(name) if supported else "", "; ".join(remarks).replace("|", "\\|"))  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+    for name in sorted(families, key=lambda name: (order.index(families[name][0]["status"]), name)):
+        lines.append(page_row(name, families[name]))
     PAGE.write_text("\n".join(lines) + "\n")
 
 
+def worst_differences(families: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Return the largest difference of each check among all supported shapes."""
+    worst = dict.fromkeys(CHECKS, 0.0)
+    for rows in families.values():
+        for row in rows:
+            if row["status"] == "supported":
+                for name, difference in row["differences"].items():
+                    worst[name] = max(worst[name], difference)
+    return worst
+
+
+def page_row(name: str, rows: list[dict[str, Any]]) -> str:
+    """Return a model type's line of the page's table."""
+    base, *variants = rows
+    is_supported = base["status"] == "supported"
+    same = [row["variant"] for row in variants if row["status"] == base["status"]]
+    remarks = []
+    if not is_supported:
+        remarks.append(base["reason"])
+    elif same:
+        remarks.append(f"also {', '.join(same)}")
+    for row in variants:
+        if row["variant"] not in same:
+            remarks.append(f"{row['variant']}: {row['status']}: {row['reason']}")
+    scored = base.get("scoring", "")
+    cells = (
+        name,
+        base.get("class", ""),
+        "-" if ":" in scored else scored,  # a refusal
+        base["status"],
+        oldest_transformers(name) if is_supported else "",
+        "; ".join(remarks).replace("|", "\\|"),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, RESULTS)
     parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", help="these alone; others stay as recorded")
     parser.add_argument("--resume", action="store_true", help="skip model types that --out holds already")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -416,8 +444,8 @@ def main() -> int:
     everything = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if unknown := set(options.only or ()) - set(everything):
         parser.error(f"{', '.join(sorted(unknown))}: not a causal-LM model type of this transformers")
-    keeps_record = (options.only or options.resume) and options.out.is_file()
-    recorded = json.loads(options.out.read_text())["families"] if keeps_record else {}
+    keeps_record = options.only or options.resume
+    recorded = read(options.out).get("families", {}) if keeps_record else {}
     families = {name: rows for name, rows in recorded.items() if name in everything}
     wanted = options.only or [name for name in everything if not (options.resume and name in families)]
 
@@ -433,7 +461,7 @@ def main() -> int:
             "date": datetime.date.today().isoformat(),
             "families": {name: families[name] for name in sorted(families)},
         }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(options.out, record)
         for row in rows:
             if row["status"] == "failed":
                 tqdm.write(f"{model_type} {row['variant']}: {row['reason']}")

@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_kernels.py            # a second call goes on where the first stopped
     python benchmarks/gpu_kernels.py --list     # the cases; needs triton, but no GPU
-    python benchmarks/gpu_kernels.py --report   # the tables from what is there; needs neither
     TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --only "N=4 P=64 plain"     # a case in the interpreter
 
 1. At the same time, in processes of their own: every configuration of the recurrence's tile table against the
@@ -10,10 +9,10 @@
    beyond 2^31 elements; the kernels' test at first use; where pytest is installed, tests/kernels on the device instead
    of the interpreter; and, where compute-sanitizer is installed, the smallest case under its memory checker and its
    race checker.
-2. Alone on the device: the kernels at the shapes that goals are set for, then a table of these.
+2. Alone on the device: our kernels at the shapes that goals are set for, then other libraries' (`gpu_times.py`).
 
 One result per case goes to benchmarks/results/gpu_kernels.json, which belongs to one device, one version of triton and
-one state of the sources. Peers are timed by `ssd.py`, `distillation_loss.py`, `decode.py` and `train_step.py`.
+one state of the sources.
 
 Exit status 0 if all is right, 1 if something is wrong or was not reached, 2 where there is no GPU.
 """
@@ -35,12 +34,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import ROOT, read, write
+from gpu_times import goals, peers
+from records import RESULTS, ROOT, parser_of, read, write
 from torch import Tensor
 
 from hybrid_distill.model.ssd import log_decay
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_kernels.json"
+RECORD = RESULTS / "gpu_kernels.json"
 TESTED_ON_THE_DEVICE = ("conv_kernel", "step_kernel", "loss_kernel", "model_on_kernels")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # dtype of the inputs -> largest error, relative to the largest element of the expected tensor
@@ -51,7 +51,9 @@ HUGE_BYTES = 16 * HUGE  # of all tensors together
 SECONDS = {"all": 570, "checks": 390}  # until checks are cut off, and the whole
 TESTS = "tests of the other kernels"
 SKIPPED = "skipped: "
+NOT_REACHED = "not reached: run again to go on"
 PARTS = 6  # processes that share the cases: compiling is what takes time
+Result = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -68,85 +70,98 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         words = ["ssd", str(self.dtype).removeprefix("torch."), f"N={self.d_state}", f"P={self.head_dim}"]
-        words += ["full" if self.full else "plain"]
-        words += [f"{self.n_segments} segments"] if self.n_segments > 1 else []
-        words += [] if self.softplus else ["log decays"]
-        words += [f"H={self.heads}"] if self.heads != HEADS else []
+        words.append("full" if self.full else "plain")
+        if self.n_segments > 1:
+            words.append(f"{self.n_segments} segments")
+        if not self.softplus:
+            words.append("log decays")
+        if self.heads != HEADS:
+            words.append(f"H={self.heads}")
         return " ".join(words)
 
 
 def ssd_cases() -> list[Case]:
-    """Every entry of the tile table, masked sizes, and each option at least once."""
+    """Return every entry of the tile table, masked sizes, and each option at least once."""
     from hybrid_kernels.ssd_tiles import TILES
 
-    found = list(dict.fromkeys(Case(dtype, n, p) for dtype, _, n, p in TILES))  # the device picks among them
+    # An entry for each architecture; the device picks among them.
+    listed = list(dict.fromkeys(Case(dtype, n, p) for dtype, _, n, p in TILES))
     for dtype in (torch.bfloat16, torch.float32):
-        found += [Case(dtype, n, 64) for n in (4, 8, 12)]
-        found += [Case(dtype, 16, p) for p in (20, 48, 80, 96)]
-        found += [Case(dtype, n, 64, full=False) for n in (4, 16, 64, 128)]
-        found += [Case(dtype, n, 64, n_segments=3) for n in (4, 16, 64, 128)]
-        found += [Case(dtype, 16, 64, softplus=False)]
-    found += [Case(torch.bfloat16, n, 64, full=full, heads=16) for n in (16, 64) for full in (False, True)]
-    return found
+        listed += [Case(dtype, n, 64) for n in (4, 8, 12)]
+        listed += [Case(dtype, 16, p) for p in (20, 48, 80, 96)]
+        listed += [Case(dtype, n, 64, full=False) for n in (4, 16, 64, 128)]
+        listed += [Case(dtype, n, 64, n_segments=3) for n in (4, 16, 64, 128)]
+        listed += [Case(dtype, 16, 64, softplus=False)]
+    for n in (16, 64):
+        listed += [Case(torch.bfloat16, n, 64, full=full, heads=16) for full in (False, True)]
+    return listed
 
 
-def check_ssd(case: Case) -> dict[str, Any]:
-    """The errors of every output and gradient, relative to the largest expected element."""
+def check_ssd(case: Case) -> Result:
+    """Return the errors of every output and gradient, relative to the largest expected element."""
     sys.path.append(str(ROOT / "tests" / "kernels"))
-    import ssd_problem as interpreted
+    import ssd_problem
 
     torch.manual_seed(0)
-    sizes = BATCH, LENGTH, case.heads, case.head_dim, case.d_state
+    sizes = (BATCH, LENGTH, case.heads, case.head_dim, case.d_state)
     with torch.device(DEVICE):
-        given = interpreted.problem(*sizes, dtype=case.dtype, gated=case.full, state=case.full)
+        problem = ssd_problem.problem(*sizes, dtype=case.dtype, gated=case.full, state=case.full)
         if not case.softplus:
-            given = given._replace(a=log_decay(given.a).detach().float().double().requires_grad_())
+            decays = log_decay(problem.a).detach().float().double()
+            problem = problem._replace(a=decays.requires_grad_())
         options: dict[str, Any] = {"dtype": case.dtype, "softplus": case.softplus, "n_segments": case.n_segments}
-        options["seq_idx"] = interpreted.documents(BATCH, LENGTH) if case.full else None
-        runs = []
-        for _ in range(2):
-            torch.manual_seed(1)
-            runs.append(interpreted.compare(given, **options))
-    (actual, expected), (again, _) = runs
-    errors = {name: interpreted.relative_error(actual[name], wanted) for name, wanted in expected.items()}
+        options["seq_idx"] = ssd_problem.documents(BATCH, LENGTH) if case.full else None
+        torch.manual_seed(1)
+        actual, expected = ssd_problem.compare(problem, **options)
+        torch.manual_seed(1)
+        again, _ = ssd_problem.compare(problem, **options)
+    errors = {}
+    for name, tensor in expected.items():
+        errors[name] = ssd_problem.relative_error(actual[name], tensor)
     same_bits = all(torch.equal(actual[name], again[name]) for name in actual)
-    return {"ok": same_bits and max(errors.values()) < TOLERANCE[case.dtype], "same_bits": same_bits, "errors": errors}
+    is_right = same_bits and max(errors.values()) < TOLERANCE[case.dtype]
+    return {"ok": is_right, "same_bits": same_bits, "errors": errors}
 
 
-def check_huge_offsets() -> dict[str, Any]:
-    """The end of a row of more than 2^31 elements is what it is when that end is run alone, from the state before."""
+def check_huge_offsets() -> Result:
+    """Compare the end of a row of more than 2^31 elements with that end run alone, from the state before."""
     from hybrid_kernels.ssd import ssd
 
     if torch.cuda.get_device_properties(0).total_memory < HUGE_BYTES:
         return {"ok": True, "skipped": f"needs {HUGE_BYTES / 1e9:.0f} GB"}
     heads, head_dim, tail = 32, 64, 256
     length = HUGE // (heads * head_dim) + 2 * tail
-    sizes = dict(x=(heads, head_dim), a=(heads,), b=(heads, 4), c=(heads, 4), z_BLHP=(heads, head_dim))
-    args = {n: torch.randn(1, length, *size, device=DEVICE, dtype=torch.bfloat16) for n, size in sizes.items()}
-    options = {"D_H": torch.ones(heads, device=DEVICE)}
+    sizes = {"x": (heads, head_dim), "a": (heads,), "b": (heads, 4), "c": (heads, 4), "z": (heads, head_dim)}
+    inputs = {}
+    for name, size in sizes.items():
+        inputs[name] = torch.randn(1, length, *size, device=DEVICE, dtype=torch.bfloat16)
+    skip = torch.ones(heads, device=DEVICE)
 
     def run(tokens: slice, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x, a, b, c, z = (t[:, tokens] for t in args.values())
-        return ssd(x, a, b, c, z_BLHP=z, state_BHPN=state, **options)
+        x, a, b, c, z = (t[:, tokens] for t in inputs.values())
+        return ssd(x, a, b, c, D_H=skip, z_BLHP=z, state_BHPN=state)
 
     def run_with_gradients(tokens: slice, state: Tensor | None = None) -> list[Tensor]:
-        leaves = [t.requires_grad_() for t in args.values()]
+        leaves = [t.requires_grad_() for t in inputs.values()]
         y, final = run(tokens, state)
+        end = y[:, -tail:]
         weights = torch.linspace(-1, 1, tail, device=DEVICE, dtype=y.dtype).view(1, -1, 1, 1)
-        gradients = torch.autograd.grad((y[:, -tail:] * weights).sum() + final.sum(), leaves)
-        return [y[:, -tail:].detach(), final.detach(), *(gradient[:, -tail:].clone() for gradient in gradients)]
+        gradients = torch.autograd.grad((end * weights).sum() + final.sum(), leaves)
+        return [end.detach(), final.detach(), *(gradient[:, -tail:].clone() for gradient in gradients)]
 
     with torch.no_grad():
         _, before = run(slice(None, -tail))
     expected = run_with_gradients(slice(-tail, None), before)
     actual = run_with_gradients(slice(None))
-    names = ["y", "final", *(f"d{name[0]}" for name in args)]
-    errors = {n: ((a - e).abs().max() / e.abs().max()).item() for n, a, e in zip(names, actual, expected)}
+    names = ["y", "final", *(f"d{name}" for name in inputs)]
+    errors = {}
+    for name, ours, right in zip(names, actual, expected):
+        errors[name] = ((ours - right).abs().max() / right.abs().max()).item()
     return {"ok": max(errors.values()) < TOLERANCE[torch.bfloat16], "errors": errors}
 
 
-def check_first_use(dtype: torch.dtype) -> dict[str, Any]:
-    """The test that users' own devices are put to."""
+def check_first_use(dtype: torch.dtype) -> Result:
+    """Run the test that users' own devices are put to."""
     from hybrid_kernels.definitions import difference as mistake
 
     calls = {
@@ -155,28 +170,29 @@ def check_first_use(dtype: torch.dtype) -> dict[str, Any]:
         "decoding step": ((64, 16, 4), {"masked": True}),
     }
     for kernel, (sizes, options) in calls.items():
-        if found := mistake(kernel, torch.device(DEVICE), dtype, *sizes, training=True, **options):
-            return {"ok": False, "error": found}
+        if error := mistake(kernel, torch.device(DEVICE), dtype, *sizes, training=True, **options):
+            return {"ok": False, "error": error}
     return {"ok": True}
 
 
-def cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    """All checks by name, in the order they run."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {"ssd offsets beyond 2^31": check_huge_offsets}
+def cases() -> dict[str, Callable[[], Result]]:
+    """Return all checks by name, in the order they run."""
+    checks: dict[str, Callable[[], Result]] = {"ssd offsets beyond 2^31": check_huge_offsets}
     for dtype in TOLERANCE:
-        found[f"first use {str(dtype).removeprefix('torch.')}"] = lambda dtype=dtype: check_first_use(dtype)
+        name = str(dtype).removeprefix("torch.")
+        checks[f"first use {name}"] = lambda dtype=dtype: check_first_use(dtype)
     for case in ssd_cases():
-        found[case.name] = lambda case=case: check_ssd(case)
-    return found
+        checks[case.name] = lambda case=case: check_ssd(case)
+    return checks
 
 
 def run_cases(names: list[str], out: Path) -> None:
-    """Run cases by name; an exception is a result. Each line of ``out`` is a name and what was found."""
-    known = cases()
+    """Run cases by name; an exception is a result. Each line of ``out`` is a name and its result."""
+    checks = cases()
     for name in names:
         start = time.perf_counter()
         try:
-            result = known[name]()
+            result = checks[name]()
         except Exception as error:  # a kernel that does not compile is a finding, the others go on
             result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
         result["seconds"] = round(time.perf_counter() - start, 1)
@@ -186,12 +202,45 @@ def run_cases(names: list[str], out: Path) -> None:
             raise SystemExit("the device is in an error state; the other cases of this process were not run.")
 
 
-def line(name: str, result: dict[str, Any]) -> str:
+def line(name: str, result: Result) -> str:
     verdict = "ok   " if result["ok"] else "WRONG"
     detail = result.get("error") or result.get("skipped")
-    detail = detail or " ".join(f"{n} {e:.0e}" for n, e in result.get("errors", {}).items())
+    if not detail:
+        detail = " ".join(f"{n} {e:.0e}" for n, e in result.get("errors", {}).items())
     bits = "" if result.get("same_bits", True) else " not the same bits twice"
     return f"{verdict} {name:<45} {detail}{bits}"
+
+
+def is_right(status: str) -> bool:
+    return status == "ok" or status.startswith(SKIPPED)
+
+
+def commands_of_parts(missing: list[str], folder: Path) -> dict[str, list[str]]:
+    """Return the command of each process that runs a share of the missing cases."""
+    commands = {}
+    for part in range(min(PARTS, len(missing))):
+        commands[f"part {part}"] = own_command(folder / f"{part}.json", missing[part::PARTS])
+    return commands
+
+
+def own_command(file: Path, names: list[str]) -> list[str]:
+    """Return the command that runs these cases, named in a file, in a process of its own."""
+    file.write_text(json.dumps(names))
+    return [sys.executable, str(Path(__file__).resolve()), "--part", str(file)]
+
+
+def commands_of_steps(folder: Path) -> dict[str, list[str]]:
+    """Return the commands of the sanitizers and of the other kernels' tests, of those that are installed."""
+    commands = {}
+    smallest = own_command(folder / "smallest.json", [Case(torch.bfloat16, 16, 16).name])
+    if sanitizer := shutil.which("compute-sanitizer"):
+        for tool in ("memcheck", "racecheck"):
+            commands[tool] = [sanitizer, "--tool", tool, "--error-exitcode", "1", *smallest]
+    if has_pytest():
+        tests = [f"tests/kernels/test_{name}.py" for name in TESTED_ON_THE_DEVICE]
+        flags = ["-q", "-p", "no:cacheprovider", "-k", "not bad_input"]
+        commands[TESTS] = [sys.executable, "-m", "pytest", *flags, *tests]
+    return commands
 
 
 def has_pytest() -> bool:
@@ -202,106 +251,64 @@ def has_pytest() -> bool:
     return True
 
 
-def is_right(status: str) -> bool:
-    return status == "ok" or status.startswith(SKIPPED)
-
-
-def run_checks(record: dict[str, Any], only: str, deadline: float) -> None:
+def run_checks(record: Result, only: str, deadline: float) -> None:
     """Run what is missing in processes side by side, and end those that are not done at the deadline."""
     missing = [name for name in cases() if only in name and name not in record["cases"]]
-    own = [sys.executable, str(Path(__file__).resolve())]
+    steps = record["steps"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        commands: dict[str, list[str]] = {}
-        for part in range(min(PARTS, len(missing))):
-            (folder / f"{part}.json").write_text(json.dumps(missing[part::PARTS]))
-            commands[f"part {part}"] = [*own, "--part", str(folder / f"{part}.json")]
+        commands = commands_of_parts(missing, folder)
         if not only:
-            (folder / "smallest.json").write_text(json.dumps([Case(torch.bfloat16, 16, 16).name]))
-            smallest = [*own, "--part", str(folder / "smallest.json")]
-            if sanitizer := shutil.which("compute-sanitizer"):
-                for tool in ("memcheck", "racecheck"):
-                    commands[tool] = [sanitizer, "--tool", tool, "--error-exitcode", "1", *smallest]
-            tests = [f"tests/kernels/test_{name}.py" for name in TESTED_ON_THE_DEVICE]
-            pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not bad_input", *tests]
-            if has_pytest():
-                commands[TESTS] = pytest
-            else:
-                record["steps"][TESTS] = f"{SKIPPED}pytest is not installed"
+            commands |= commands_of_steps(folder)
+            if TESTS not in commands:
+                steps[TESTS] = f"{SKIPPED}pytest is not installed"
         running = {}
         for name, command in commands.items():
-            if record["steps"].get(name) != "ok":
-                log = (folder / f"{name}.log").open("w")
-                environment = {**os.environ, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
-                running[name] = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
+            if steps.get(name) != "ok":
+                running[name] = start(command, folder / f"{name}.log")
         for name, process in running.items():
-            try:
-                status = process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                status = None
-            if status or not name.startswith("part"):
+            status = status_of(process, deadline)
+            is_step = name in (TESTS, "memcheck", "racecheck")
+            if status != "ok" or is_step:
                 print((folder / f"{name}.log").read_text(), flush=True)
-            if not name.startswith("part"):
-                record["steps"][name] = "ok" if status == 0 else "out of time" if status is None else f"exit {status}"
-        for found in folder.glob("*.jsonl"):
-            if found.stem != "smallest":
-                record["cases"] |= dict(json.loads(row) for row in found.read_text().splitlines())
+            if is_step:
+                steps[name] = status
+        for path in folder.glob("*.jsonl"):
+            if path.stem != "smallest":  # which the sanitizers slow down
+                record["cases"] |= dict(json.loads(row) for row in path.read_text().splitlines())
     for name in missing:
-        record["cases"].setdefault(name, {"ok": False, "error": "not reached: run again to go on"})
+        record["cases"].setdefault(name, {"ok": False, "error": NOT_REACHED})
 
 
-class Goal(NamedTuple):
-    """Bounds that a training step's forward and backward, or the loss, must reach; ``most`` in milliseconds."""
-
-    name: str
-    milliseconds: Callable[[], float | str]
-    most: float
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    variables = {**os.environ, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
+    with log.open("w") as file:
+        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True)
 
 
-def goals() -> list[Goal]:
-    """Return the goals: shares of the limit of benchmarks/traffic.py, a third of mamba-ssm's traffic, 53 ms a loss."""
-    from ssd import ours_gated_milliseconds, ours_milliseconds
-    from traffic import DEVICES, Shape, limit, mamba_ssm, milliseconds
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
-    rates = next((rate for known, rate in DEVICES.items() if known in name), DEVICES["H100"])
-    found = []
-    for batch, length, d_state, share, gated in (
-        (8, 2048, 4, None, False), (8, 2048, 16, 0.5, False), (8, 2048, 64, 0.7, False), (8, 2048, 64, 0.5, True),
-        (8, 2048, 128, None, False), (1, 32768, 64, 0.6, False),
-    ):  # fmt: skip
-        shape = Shape(batch, length, 32, 64, d_state, 32)
-        bound = milliseconds(shape, limit(shape), rates, backward=True)
-        bound += 3e3 * shape.x() / rates.bandwidth if gated else 0.0  # z twice, its gradient once
-        third = milliseconds(shape, mamba_ssm(shape), rates, backward=True) / 3
-        most = third if share is None else min(bound / share, third)
-        words = f"B={batch} L={length} N={d_state}{' gated' if gated else ''}"
-        why = "a third of mamba-ssm's traffic" if most == third else f"{share:.0%} of the limit"
-        run = ours_gated_milliseconds if gated else ours_milliseconds
-        found.append(Goal(f"ssd {words}, {why}", lambda run=run, shape=shape: run(shape), most))
-    return [*found, Goal("loss, 16,384 tokens, 128,256 words", loss_milliseconds, 53.0)]
+def status_of(process: subprocess.Popen[bytes], deadline: float) -> str:
+    """Wait for a process and return how it ended; kill it with its children at the deadline."""
+    try:
+        status = process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "out of time"
+    return f"exit {status}" if status else "ok"
 
 
-def loss_milliseconds() -> float | str:
-    from distillation_loss import FULL, draw, measure, ours
-
-    found = measure(ours, "jsd", draw(FULL, DEVICE), 5)
-    return found.get("milliseconds", found.get("failed", "no time"))
-
-
-def time_goals(record: dict[str, Any], deadline: float) -> None:
-    """Fill ``record["times"]`` until the deadline: milliseconds, or why there are none."""
-    for goal in goals():
-        if not isinstance(record["times"].get(goal.name), float):
-            late = time.monotonic() > deadline
-            record["times"][goal.name] = "not reached: run again to go on" if late else goal.milliseconds()
+def time_goals(record: Result, deadline: float) -> None:
+    """Fill ``record["times"]`` and ``["peers"]`` until the deadline: milliseconds, or why there are none."""
+    ours = {goal.name: goal.measure for goal in goals()}
+    for part, timed in (("times", ours), ("peers", peers())):
+        values = record[part]
+        for name, measure in timed.items():
+            if not isinstance(values.get(name), float):
+                is_late = time.monotonic() > deadline
+                values[name] = NOT_REACHED if is_late else measure()
 
 
-def conditions() -> dict[str, Any]:
+def conditions() -> Result:
     """Return the device and versions that the results belong to."""
     import triton
     from kernel_resources import digest, kernel_modules
@@ -314,45 +321,45 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def report(record: dict[str, Any]) -> bool:
-    """Print the tables; is everything right, and was everything reached? Goals that are missed are not mistakes."""
-    results, steps, times = (record.get(name, {}) for name in ("cases", "steps", "times"))
-    print("\n".join(line(name, result) for name, result in results.items()))
-    print("\n".join(f"{'ok   ' if is_right(status) else 'WRONG'} {name}: {status}" for name, status in steps.items()))
-    if times:
-        print(f"\n{'':<64}{'ms':>9}{'goal':>9}")
-        for goal in goals():
-            found = times.get(goal.name, "not reached")
-            cells = (
-                f"{found:>9.3f}{goal.most:>9.3f}  {'met' if found <= goal.most else 'missed'}"
-                if isinstance(found, float)
-                else found
-            )
-            print(f"{goal.name:<64}{cells}")
-    wrong = [name for name, result in results.items() if not result["ok"]]
-    wrong += [name for name, status in steps.items() if not is_right(status)]
-    wrong += [name for name, found in times.items() if isinstance(found, str)]
-    print(f"{record.get('device', 'no device yet')}: {len(results)} cases, {len(wrong)} failures")
+def report(record: Result) -> bool:
+    """Print the tables; return True if everything is right and was reached.
+
+    A goal that is missed, or a library that is absent, is not a mistake.
+    """
+    wrong = []
+    for name, result in record["cases"].items():
+        print(line(name, result))
+        if not result["ok"]:
+            wrong.append(name)
+    for name, status in record["steps"].items():
+        print(f"{'ok   ' if is_right(status) else 'WRONG'} {name}: {status}")
+        if not is_right(status):
+            wrong.append(name)
+    most = {goal.name: goal.most for goal in goals()}
+    for name, value in record["times"].items():
+        if isinstance(value, str):
+            wrong.append(name)
+            print(f"{name:<64}{value}")
+        else:
+            verdict = "met" if value <= most[name] else "missed"
+            print(f"{name:<64}{value:>9.3f} ms, goal {most[name]:.3f}: {verdict}")
+    for name, value in record["peers"].items():
+        print(f"{name:<64}{value if isinstance(value, str) else f'{value:>9.3f} ms'}")
+    print(f"{record['device']}: {len(record['cases'])} cases, {len(wrong)} failures")
     return not wrong
 
 
 def main() -> None:
     """See the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, RECORD)
     parser.add_argument("--list", action="store_true", help="name the cases")
-    parser.add_argument("--report", action="store_true", help="print what is known")
     parser.add_argument("--only", default="", help="cases whose name contains this; no further steps")
     parser.add_argument("--again", action="store_true", help="forget what is known")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # run the cases that this file names
     options = parser.parse_args()
-    start = time.monotonic()
-    record = read(options.out)
+    begun = time.monotonic()
     if options.list:
         print("\n".join(cases()))
-        return
-    if options.report:
-        report(record)
         return
     if DEVICE == "cuda" and not torch.cuda.is_available():
         print("gpu_kernels: no CUDA device; nothing was checked.")
@@ -361,14 +368,18 @@ def main() -> None:
         run_cases(json.loads(options.part.read_text()), options.part.with_suffix(".jsonl"))
         return
 
+    record = read(options.out)
     current = conditions()
-    if options.again or {name: record.get(name) for name in current} != current:
-        record = {**current, "cases": {}, "steps": {}, "times": {}}
+    recorded = {name: record.get(name) for name in current}
+    if options.again or recorded != current:
+        record = {**current, "cases": {}, "steps": {}, "times": {}, "peers": {}}
     record["date"] = datetime.date.today().isoformat()
-    record["cases"] = {n: r for n, r in record["cases"].items() if "not reached" not in r.get("error", "")}
-    run_checks(record, options.only, start + SECONDS["checks"])
+    for name, result in list(record["cases"].items()):
+        if result.get("error") == NOT_REACHED:
+            del record["cases"][name]
+    run_checks(record, options.only, begun + SECONDS["checks"])
     if not options.only:
-        time_goals(record, start + SECONDS["all"] - 60)  # which the last one may take
+        time_goals(record, begun + SECONDS["all"] - 60)  # which the last one may take
     write(options.out, record)
     raise SystemExit(0 if report(record) else 1)
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from provenance import about, write
+from records import RESULTS, about, cpu_time, parser_of, write
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_distill.data import Batch, DataConfig, open_rows
@@ -37,7 +36,6 @@ from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.optimizer import make_adamw, set_learning_rate, wsd
 from hybrid_distill.train.stage import Stage
 
-RESULTS = Path(__file__).parent / "results" / "init.json"
 HELD_OUT_SEED, PROBE_SEED = 12345, 1
 N_PAIRS = 8
 
@@ -55,9 +53,9 @@ def trained(stage: Stage, batches: Callable[[int], Sequence[Batch]], steps: int,
     yield 0
     for step in range(steps):
         set_learning_rate(optimizer, rate * wsd(step, steps, 0.1, 0.5))
-        found = batches(step)
-        for batch in found:
-            (stage(batch).total / len(found)).backward()
+        micro_batches = batches(step)
+        for batch in micro_batches:
+            (stage(batch).total / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_([p for p in stage.parameters() if p.requires_grad], 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -68,40 +66,49 @@ def curve(done: Iterator[int], steps: int, every: int, measure: Callable[[], flo
     return {step: measure() for step in done if step % every == 0 or step == steps}
 
 
-def steps_to(found: Mapping[int, float], goal: float, sign: int) -> float | None:
-    """Steps after which a curve first reaches ``goal``, read between its points; ``sign`` is -1 for one that falls."""
-    points = sorted(found.items())
-    if sign * points[0][1] >= sign * goal:
+def steps_to(points: Mapping[int, float], goal: float, sign: int) -> float | None:
+    """Return the steps after which a curve first reaches ``goal``, read between its points.
+
+    ``sign`` is -1 for a curve that falls.
+    """
+    ordered = sorted(points.items())
+    if sign * ordered[0][1] >= sign * goal:
         return 0.0
-    for (first, low), (second, high) in pairwise(points):
+    for (first, low), (second, high) in pairwise(ordered):
         if sign * high >= sign * goal:
             return round(first + (second - first) * (goal - low) / (high - low), 1)
     return None
 
 
-def try_init(
-    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plan: HeadPlan, init: str, seed: int,
-    options: argparse.Namespace,
-) -> dict[str, Any]:  # fmt: skip
-    """Align a student without kept heads, then distill the one with them; both curves."""
+class Student(NamedTuple):
+    """The teacher that students are made from, and the heads that they keep."""
+
+    teacher: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    plan: HeadPlan
+
+
+def try_init(makes: Student, init: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Align a student without kept heads, then distill the one with them; return both curves."""
+    teacher, tokenizer, plan = makes
     rows = open_rows(DataConfig(sources=("tiny",), seq_len=256, seed=seed), tokenizer)
     held_out = open_rows(DataConfig(sources=("tiny:held_out",), seq_len=256, seed=HELD_OUT_SEED), tokenizer)
-    given: dict[str, Any] = {"d_state": options.d_state, "init": init, "calibration": rows.batch(0, 8), "seed": seed}
-    start = time.process_time()
-    aligned, _ = build_student(teacher, HeadPlan.none(teacher), **given)
-    seconds = time.process_time() - start
-    measured = LayerAlignment(aligned, teacher, Align(target="head", loss="nmse")), held_out.batch(0, 16)
-    stage = LayerAlignment(aligned, teacher, Align(target="head", loss="l2"))
+    start: dict[str, Any] = {"init": init, "calibration": rows.batch(0, 8), "seed": seed}
 
     def batches(step: int) -> list[Batch]:
         return [rows.batch(step, options.batch_size)]
 
+    (aligned, _), seconds = cpu_time(
+        lambda: build_student(teacher, HeadPlan.none(teacher), d_state=options.d_state, **start)
+    )
+    measured_stage = LayerAlignment(aligned, teacher, Align(target="head", loss="nmse"))
+    measured_batch = held_out.batch(0, 16)
+    stage = LayerAlignment(aligned, teacher, Align(target="head", loss="l2"))
     done = trained(stage, batches, options.align_steps, options.align_rate)
-    errors = curve(done, options.align_steps, options.align_every, lambda: nmse(*measured))
+    errors = curve(done, options.align_steps, options.align_every, lambda: nmse(measured_stage, measured_batch))
 
     student, _ = build_student(teacher, plan, d_state=options.d_state)
     graft_recurrent_heads(student, aligned)
-
     examples = KVRetrieval(N_PAIRS, PROBE_SEED).examples(options.questions)
 
     def retrieval() -> float:
@@ -109,14 +116,25 @@ def try_init(
 
     done = trained(EndToEnd(student, teacher, Distill()), batches, options.distill_steps, options.rate)
     answered = curve(done, options.distill_steps, options.distill_every, retrieval)
-    found = {"init": init, "seed": seed, "nmse": errors, "retrieval": answered, "build_cpu_seconds": round(seconds, 2)}
-    print(json.dumps(found), flush=True)
-    return found
+    result = {"init": init, "seed": seed, "nmse": errors, "retrieval": answered, "build_cpu_seconds": round(seconds, 2)}
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def add_steps_to_random(results: list[dict[str, Any]]) -> None:
+    """Add to each result the steps to the last values of a random start of the same seed."""
+    ends = {result["seed"]: result for result in results if result["init"] == "random"}
+    if not ends:
+        return
+    for result in results:
+        for name, sign in (("nmse", -1), ("retrieval", 1)):
+            goal = list(ends[result["seed"]][name].values())[-1]
+            result[f"steps_to_{name}_of_random"] = steps_to(result[name], goal, sign)
 
 
 def main() -> None:
     """Try every start with every seed, print and write what came out."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, RESULTS / "init.json")
     parser.add_argument("--teacher", default="tiny")
     parser.add_argument("--inits", nargs="+", default=list(INITS), choices=list(INITS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
@@ -131,7 +149,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--align-rate", type=float, default=3e-3)
     parser.add_argument("--rate", type=float, default=5e-4)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -141,19 +158,18 @@ def main() -> None:
     else:
         scores = score_heads(teacher, tokenizer, KVRetrieval(16, 0), n_examples=options.questions)
     plan = HeadPlan.top_k(scores, options.kept)
-    tries = [(init, seed) for seed in options.seeds for init in options.inits]
-    results = [try_init(teacher, tokenizer, plan, init, seed, options) for init, seed in tries]
-    ends = {result["seed"]: result for result in results if result["init"] == "random"}
-    for result in results if ends else []:
-        for name, sign in (("nmse", -1), ("retrieval", 1)):
-            goal = list(ends[result["seed"]][name].values())[-1]
-            result[f"steps_to_{name}_of_random"] = steps_to(result[name], goal, sign)
+    results = []
+    for seed in options.seeds:
+        for init in options.inits:
+            results.append(try_init(Student(teacher, tokenizer, plan), init, seed, options))
+    add_steps_to_random(results)
+    not_settings = ("out", "scores", "teacher")
     record = {
         **about("alignment error of recurrent heads and generated retrieval of a distilled student, by optimizer step"),
         "teacher": options.teacher,
         "fingerprint": fingerprint(teacher),
         "kept": [list(heads) for heads in plan.kept],
-        "settings": {name: value for name, value in vars(options).items() if name not in ("out", "scores", "teacher")},
+        "settings": {name: value for name, value in vars(options).items() if name not in not_settings},
         "row": 256,
         "pairs": N_PAIRS,
         "results": results,

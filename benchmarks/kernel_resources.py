@@ -14,37 +14,36 @@ where one is wanted.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import datetime
 import hashlib
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: interpreted kernels cannot be compiled
 
 import hybrid_kernels
 import triton
 from kernel_time import GPUS, Code, decode, programs_per_processor
-from provenance import read, write
+from records import RESULTS, parser_of, read, write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
+RECORD = RESULTS / "kernel_resources.json"
 CAPABILITIES = (80, 90)
 TABLE_TRITON = "3.6.0"  # the version the tile tables were chosen by; how much another one spills is recorded, no more
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 
 def kernel_modules() -> Iterator[ModuleType]:
-    """Those of `hybrid_kernels` that list their configurations."""
-    for found in pkgutil.iter_modules(hybrid_kernels.__path__):
-        module = importlib.import_module(f"hybrid_kernels.{found.name}")
+    """Yield those of `hybrid_kernels` that list their configurations."""
+    for info in pkgutil.iter_modules(hybrid_kernels.__path__):
+        module = importlib.import_module(f"hybrid_kernels.{info.name}")
         if hasattr(module, "compilations"):
             yield module
 
@@ -53,12 +52,19 @@ def digest(module: ModuleType) -> str:
     """Hash the code of the kernels and of what they share, without comments, docstrings and the code around them."""
     hashed = hashlib.sha256()
     for source in (importlib.import_module("hybrid_kernels.common"), module):
-        for node in ast.parse(Path(str(source.__file__)).read_text()).body:
-            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+        tree = ast.parse(Path(str(source.__file__)).read_text())
+        for node in tree.body:
+            if is_kernel(node):
                 if ast.get_docstring(node) is not None:
                     node.body = node.body[1:]
                 hashed.update(ast.dump(node).encode())
     return hashed.hexdigest()[:16]
+
+
+def is_kernel(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def key(compilation: Any) -> str:
@@ -68,17 +74,18 @@ def key(compilation: Any) -> str:
 
 
 def compile_for(compilation: Any, capability: int, target: GPUTarget | None = None) -> Any:
-    """The compiled kernel; for another maker's GPU if ``target`` says so."""
-    names = list(compilation.arguments)
-    source = ASTSource(
-        fn=compilation.kernel,
-        signature={
-            name: "constexpr" if name in compilation.constants else str(value)
-            for name, value in compilation.arguments.items()
-        },
-        constexprs={(names.index(name),): compilation.arguments[name] for name in compilation.constants},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in compilation.divisible},
-    )
+    """Return the compiled kernel; for another maker's GPU if ``target`` says so."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for place, (name, value) in enumerate(compilation.arguments.items()):
+        is_constant = name in compilation.constants
+        signature[name] = "constexpr" if is_constant else str(value)
+        if is_constant:
+            constants[place,] = value
+        if name in compilation.divisible:
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(compilation.kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": compilation.num_warps, "num_stages": compilation.num_stages}
     return triton.compile(source, target=target or GPUTarget("cuda", capability, 32), options=options)
 
@@ -103,72 +110,107 @@ def resources(compilation: Any, capability: int) -> dict[str, int]:
     }
 
 
-def broken_promises(compilation: Any, capability: int, version: str, found: dict[str, int]) -> list[str]:
-    """In words; empty if all are kept."""
+def broken_promises(compilation: Any, capability: int, version: str, used: dict[str, int]) -> list[str]:
+    """Return the broken promises in words; empty if all are kept."""
     broken = []
-    if version == TABLE_TRITON and found["spills"] > compilation.max_spills:
-        broken.append(f"{found['spills']} spill instructions, {compilation.max_spills} accepted")
-    if found["shared_bytes"] > MAX_SHARED_BYTES[capability]:
-        broken.append(f"{found['shared_bytes']} bytes of shared memory, {MAX_SHARED_BYTES[capability]} exist")
-    if version == TABLE_TRITON and found["resident"] < compilation.min_resident:
-        broken.append(f"{found['resident']} programs on a multiprocessor, {compilation.min_resident} in the tile table")
-    if compilation.tensor_cores and not found["tensor_core_instructions"]:
+    if version == TABLE_TRITON and used["spills"] > compilation.max_spills:
+        broken.append(f"{used['spills']} spill instructions, {compilation.max_spills} accepted")
+    if used["shared_bytes"] > MAX_SHARED_BYTES[capability]:
+        broken.append(f"{used['shared_bytes']} bytes of shared memory, {MAX_SHARED_BYTES[capability]} exist")
+    if version == TABLE_TRITON and used["resident"] < compilation.min_resident:
+        broken.append(f"{used['resident']} programs on a multiprocessor, {compilation.min_resident} in the tile table")
+    if compilation.tensor_cores and not used["tensor_core_instructions"]:
         broken.append("no tensor-core instruction")
     return [f"sm_{capability} {compilation.name}: {problem}" for problem in broken]
 
 
+class Wanted(NamedTuple):
+    """A configuration that the file must have: of which module, for which architecture."""
+
+    module: str
+    digest: str
+    capability: int
+    compilation: Any
+
+
+def wanted(capabilities: Sequence[int] = CAPABILITIES) -> Iterator[Wanted]:
+    """Yield every configuration of every module."""
+    for module in kernel_modules():
+        name = module.__name__.rpartition(".")[2]
+        current = digest(module)
+        for capability in capabilities:
+            for compilation in module.compilations(capability):
+                yield Wanted(name, current, capability, compilation)
+
+
+def recorded(section: dict[str, Any], one: Wanted) -> dict[str, Any] | None:
+    """Return a configuration's row, or None if there is none of today's sources and settings."""
+    entry = section.get(one.module, {})
+    if entry.get("digest") != one.digest:
+        return None
+    row = entry.get(f"sm_{one.capability}", {}).get(one.compilation.name, {})
+    return row if row.get("key") == key(one.compilation) else None
+
+
 def check(record: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return the promises that the record's configurations break, and the configurations that it does not have."""
-    broken, missing = [], []
-    for version in [name for name in record if name.startswith("triton")] or ["triton of any version"]:
-        for module in kernel_modules():
-            entry = record.get(version, {}).get(module.__name__.rpartition(".")[2], {})
-            for capability in CAPABILITIES:
-                rows = entry.get(f"sm_{capability}", {}) if entry.get("digest") == digest(module) else {}
-                for compilation in module.compilations(capability):
-                    row = rows.get(compilation.name, {})
-                    if row.get("key") == key(compilation):
-                        broken += broken_promises(compilation, capability, version.removeprefix("triton "), row)
-                    else:
-                        missing.append(f"{version} sm_{capability} {compilation.name}")
+    broken = []
+    missing = []
+    versions = [name for name in record if name.startswith("triton")]
+    for version in versions or ["triton of any version"]:
+        for one in wanted():
+            row = recorded(record.get(version, {}), one)
+            if row is None:
+                missing.append(f"{version} sm_{one.capability} {one.compilation.name}")
+            else:
+                broken += broken_promises(one.compilation, one.capability, version.removeprefix("triton "), row)
     return broken, missing
+
+
+def still_valid(section: dict[str, Any]) -> dict[str, Any]:
+    """Return a section without the rows of older sources and of configurations that are gone."""
+    valid: dict[str, Any] = {"date": datetime.date.today().isoformat()}
+    for one in wanted():
+        entry = valid.setdefault(one.module, {"digest": one.digest})
+        rows = entry.setdefault(f"sm_{one.capability}", {})
+        row = recorded(section, one)
+        if row is not None:
+            rows[one.compilation.name] = row
+    return valid
+
+
+def report(record: dict[str, Any]) -> int:
+    """Print what `check` finds; return the exit status."""
+    broken, missing = check(record)
+    print("\n".join(broken) or f"{len(missing)} configurations are not in the file: {missing[:1]}")
+    if broken:
+        return 1
+    return 3 if missing else 0
 
 
 def main() -> None:
     """Compile, print, write the JSON; exit code 1 when a promise is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, RECORD)
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES), choices=CAPABILITIES)
     parser.add_argument("--check", action="store_true", help="compile nothing, read the file")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     record = read(options.out)
     if options.check:
-        broken, missing = check(record)
-        print("\n".join(broken) or f"{len(missing)} configurations are not in the file: {missing[:1]}")
-        raise SystemExit(1 if broken else 3 if missing else 0)
-    section = record.setdefault(f"triton {triton.__version__}", {})
-    section["date"] = datetime.date.today().isoformat()
+        raise SystemExit(report(record))
+    version = f"triton {triton.__version__}"
+    section = still_valid(record.get(version, {}))
+    record[version] = section
     broken = []
-    for module in kernel_modules():
-        current = digest(module)
-        name = module.__name__.rpartition(".")[2]
-        entry = section.get(name, {})
-        if entry.get("digest") != current:
-            entry = {"digest": current}
-        for capability in options.capability:
-            rows = entry.get(f"sm_{capability}", {})
-            wanted = module.compilations(capability)
-            rows = {c.name: rows[c.name] for c in wanted if rows.get(c.name, {}).get("key") == key(c)}
-            for compilation in wanted:
-                if options.only in compilation.name:
-                    found = resources(compilation, capability)
-                    rows[compilation.name] = {"key": key(compilation), **found}
-                    broken += broken_promises(compilation, capability, triton.__version__, found)
-                    print(f"sm_{capability} {compilation.name}: {found}", flush=True)
-            entry[f"sm_{capability}"] = rows
-        section[name] = entry
+    for one in wanted(options.capability):
+        if options.only not in one.compilation.name:
+            continue
+        used = resources(one.compilation, one.capability)
+        broken += broken_promises(one.compilation, one.capability, triton.__version__, used)
+        print(f"sm_{one.capability} {one.compilation.name}: {used}", flush=True)
+        section[one.module][f"sm_{one.capability}"][one.compilation.name] = {"key": key(one.compilation), **used}
+        # Compiling everything takes minutes: what is there is kept if it is stopped.
         write(options.out, record, sort_keys=True)
     if broken:
         raise SystemExit("\n".join(broken))

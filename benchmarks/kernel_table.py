@@ -9,11 +9,9 @@ gate, states of segments carried over) by their bytes, each at least SMALLEST mi
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import torch
 import triton
@@ -21,14 +19,19 @@ from hybrid_kernels import ssd_triton
 from hybrid_kernels.ssd_tiles import BACKWARD_KERNELS, Launch, segments, tile_for
 from kernel_resources import code_of
 from kernel_time import GPUS, Code, Gpu, bytes_of_chunk, milliseconds
-from provenance import read, write
+from records import RESULTS, parser_of, read, write
 from traffic import Shape, limit, mamba_ssm
 
-RESULTS = Path(__file__).parent / "results" / "kernel_table.json"
+RECORD = RESULTS / "kernel_table.json"
 NAMES = {90: "H100", 80: "A100"}
-SHAPES = tuple(Shape(B, L, 32, 64, N, 32) for B, L in ((8, 2048), (1, 2048), (1, 32768)) for N in (4, 16, 64, 128))
-SHAPES += tuple(Shape(8, 2048, 32, 128, N, 32) for N in (16, 64, 128))
 SMALLEST = 0.003  # of a kernel that does next to nothing, with its launch
+
+
+def shapes() -> list[Shape]:
+    listed = []
+    for B, L in ((8, 2048), (1, 2048), (1, 32768)):
+        listed += [Shape(B, L, 32, 64, N, 32) for N in (4, 16, 64, 128)]
+    return listed + [Shape(8, 2048, 32, 128, N, 32) for N in (16, 64, 128)]
 
 
 @cache
@@ -46,21 +49,25 @@ def moving(gpu: Gpu, n_bytes: float) -> float:
 
 def passes(s: Shape, capability: int) -> dict[str, float]:
     """Return the milliseconds of every kernel of a call."""
-    gpu, tile, times = GPUS[capability], tile_for(capability, torch.bfloat16, s.N, s.P), {}
-    n_chunks, heads = math.ceil(s.L / tile.chunk), s.B * s.H
-    backward = tuple(f"backward {gradients}" for gradients in BACKWARD_KERNELS[tile.n_backward])
-    for direction, launch, kinds in (("forward", tile.forward, ("forward",)), ("backward", tile.backward, backward)):
-        wanted = segments(heads, n_chunks, launch.resident * gpu.processors)
-        chunks = math.ceil(n_chunks / wanted)
+    gpu = GPUS[capability]
+    tile = tile_for(capability, torch.bfloat16, s.N, s.P)
+    backward = [f"backward {gradients}" for gradients in BACKWARD_KERNELS[tile.n_backward]]
+    n_chunks = math.ceil(s.L / tile.chunk)
+    heads = s.B * s.H
+    times = {}
+    for direction, launch, kinds in (("forward", tile.forward, ["forward"]), ("backward", tile.backward, backward)):
+        n_segments = segments(heads, n_chunks, launch.resident * gpu.processors)
+        chunks = math.ceil(n_chunks / n_segments)
         programs = heads * math.ceil(n_chunks / chunks)
-        runs = dict.fromkeys(kinds, launch)
-        if wanted > 1:
-            runs |= {"segments": tile.forward}
+        launches = dict.fromkeys(kinds, launch)
+        if n_segments > 1:
+            launches["segments"] = tile.forward
             times[f"{direction}: carry"] = moving(gpu, 2 * programs * s.N * s.P * 4)
-        for kind, of_kind in runs.items():
-            code = compiled(capability, kind, s.N, s.P, tile.chunk, of_kind)
+        for kind, launch_of_kind in launches.items():
+            code = compiled(capability, kind, s.N, s.P, tile.chunk, launch_of_kind)
             moved = bytes_of_chunk(kind, s.N, s.P, tile.chunk, 2, full=False)
-            times[f"{direction}: {kind}"] = milliseconds(code, gpu, of_kind.num_warps, programs, chunks, moved)
+            time = milliseconds(code, gpu, launch_of_kind.num_warps, programs, chunks, moved)
+            times[f"{direction}: {kind}"] = time
         times[f"{direction}: decays"] = moving(gpu, 4 * s.decay())
     times["backward: decay gradients"] = moving(gpu, 4 * s.decay())
     return times
@@ -68,9 +75,12 @@ def passes(s: Shape, capability: int) -> dict[str, float]:
 
 def row(s: Shape, capability: int) -> dict[str, object]:
     """Compare one shape with its limit; the gate reads and writes x-sized tensors, in the limit once each."""
-    gpu, times = GPUS[capability], passes(s, capability)
-    plain, least = sum(times.values()), limit(s).bytes_(backward=True) / gpu.bandwidth / 1e9
+    gpu = GPUS[capability]
+    times = passes(s, capability)
+    plain = sum(times.values())
+    least = limit(s).bytes_(backward=True) / gpu.bandwidth / 1e9
     gate = moving(gpu, 3 * s.x()) + moving(gpu, 5 * s.x())
+    gated = plain + gate
     gated_least = least + 3 * s.x() / gpu.bandwidth / 1e9
     return {
         "device": NAMES[capability],
@@ -78,8 +88,8 @@ def row(s: Shape, capability: int) -> dict[str, object]:
         "limit": least,
         "plain": plain,
         "of the limit": least / plain,
-        "gated": plain + gate,
-        "of the gated limit": gated_least / (plain + gate),
+        "gated": gated,
+        "of the gated limit": gated_least / gated,
         "mamba-ssm": mamba_ssm(s).bytes_(backward=True) / gpu.bandwidth / 1e9,
         "kernels": times,
     }
@@ -88,26 +98,32 @@ def row(s: Shape, capability: int) -> dict[str, object]:
 def table(record: dict[str, list[dict]]) -> Iterator[str]:
     """Format the rows of all versions of triton side by side; mamba-ssm's traffic beside the last one's time."""
     versions = sorted(key for key in record if key.startswith("triton"))
-    columns = [f"{version}{gate}" for version in versions for gate in ("", ", gated")]
-    yield f"| {' | '.join(['GPU', 'rows x length', '$P$', '$N$', 'limit', *columns, 'mamba-ssm'])} |"
-    yield "|---" * (len(columns) + 6) + "|"
-    for rows in zip(*(record[version] for version in versions), strict=True):
-        r = rows[-1]
-        cells = [r["device"], f"{r['B']} × {r['L']:,}", r["P"], r["N"], f"{r['limit']:.3f}"]
-        for of in rows:
-            cells.append(f"{of['plain']:.3f} ({of['of the limit']:.0%})")
-            cells.append(f"{of['gated']:.3f} ({of['of the gated limit']:.0%})")
-        cells.append(f"{r['mamba-ssm']:.2f} ({r['mamba-ssm'] / r['plain']:.1f} ×)")
+    heads = ["GPU", "rows x length", "$P$", "$N$", "limit"]
+    for version in versions:
+        heads += [version, f"{version}, gated"]
+    heads.append("mamba-ssm")
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for by_version in zip(*(record[version] for version in versions), strict=True):
+        last = by_version[-1]
+        shape = f"{last['B']} × {last['L']:,}"
+        cells = [last["device"], shape, last["P"], last["N"], f"{last['limit']:.3f}"]
+        for times in by_version:
+            cells.append(f"{times['plain']:.3f} ({times['of the limit']:.0%})")
+            cells.append(f"{times['gated']:.3f} ({times['of the gated limit']:.0%})")
+        cells.append(f"{last['mamba-ssm']:.2f} ({last['mamba-ssm'] / last['plain']:.1f} ×)")
         yield f"| {' | '.join(map(str, cells))} |".replace("%", " %")
 
 
 def main() -> None:
     """Add this triton's rows to the JSON and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = parser_of(__doc__, RECORD)
+    parser.add_argument("--shapes", type=int, help="only the first few; by default all")
     options = parser.parse_args()
-    found = [row(shape, capability) for capability in NAMES for shape in SHAPES]
-    record = read(options.out) | {"what": "a model, no measurement", f"triton {triton.__version__}": found}
+    rows = []
+    for capability in NAMES:
+        rows += [row(shape, capability) for shape in shapes()[: options.shapes]]
+    record = read(options.out) | {"what": "a model, no measurement", f"triton {triton.__version__}": rows}
     write(options.out, record)
     print(*table(record), sep="\n")
 

@@ -27,11 +27,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import about, read, write
+from records import RESULTS, about, parser_of, read, write
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -47,7 +46,7 @@ from hybrid_distill.train.optimizer import make_adamw, trainable
 from hybrid_distill.train.stage import Stage
 from hybrid_distill.train.stages import make_stage
 
-RESULTS = Path(__file__).parent / "results" / "memory_plan.json"
+RECORD = RESULTS / "memory_plan.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "triton")
 TOLERANCE = 0.15
 WORTH_COMPARING = 0.02
@@ -92,21 +91,25 @@ class Case(NamedTuple):
     def named(self) -> str:
         config = self.config
         words = [self.model, config.name, getattr(config, "target", ""), config.precision]
-        words += [self.recurrence] if self.recurrence != "discrete" else []
-        if (train := getattr(config, "train", "")) and train != type(config)().train:
-            words.append(f"train {train}")
-        words += ["" if getattr(config, "fused", True) else "unfused"]
-        words += ["recompute" if config.gradient_checkpointing else ""]
+        if self.recurrence != "discrete":
+            words.append(self.recurrence)
+        trained_part = getattr(config, "train", "")
+        if trained_part and trained_part != type(config)().train:
+            words.append(f"train {trained_part}")
+        if not getattr(config, "fused", True):
+            words.append("unfused")
+        if config.gradient_checkpointing:
+            words.append("recompute")
         return " ".join(filter(None, words))
 
 
 def cases(device: str) -> list[Case]:
-    """Alignment and end-to-end distillation, with and without recompute, float32 and bf16, and their options."""
-    found = []
+    """Return alignment and end-to-end distillation, with and without recompute, float32 and bf16, and their options."""
+    listed = []
     for model, config, recompute in itertools.product(("tiny", "mid"), (ALIGN, DISTILL), (False, True)):
-        found.append(Case(model, replace(config, gradient_checkpointing=recompute)))
-        half = replace(config, gradient_checkpointing=recompute, precision="bf16")
-        found.append(Case(model, half, dtype=torch.bfloat16))
+        whole = replace(config, gradient_checkpointing=recompute)
+        listed.append(Case(model, whole))
+        listed.append(Case(model, replace(whole, precision="bf16"), dtype=torch.bfloat16))
     for config in (
         replace(ALIGN, target="head"),
         replace(ALIGN, target="layer"),
@@ -115,33 +118,40 @@ def cases(device: str) -> list[Case]:
         replace(DISTILL, train="mixer"),
         replace(DISTILL, fused=False),
     ):
-        found.append(Case("mid", config))
-    found += [Case("mid", MATRIX, kept=0), Case("mid", ALIGN, recurrence="gdn"), Case("mid", DISTILL, recurrence="gdn")]
-    for config in (replace(base, gradient_checkpointing=again) for base in (ALIGN, DISTILL) for again in (False, True)):
-        half = replace(config, precision="bf16")
-        found.append(Case("odd", half, torch.bfloat16, kept=24, d_state=64, rows=3, length=200))
-    return found + (list(large_cases("llama-3.2-1b")) if device == "cuda" else [])
+        listed.append(Case("mid", config))
+    listed.append(Case("mid", MATRIX, kept=0))
+    for config in (ALIGN, DISTILL):
+        listed.append(Case("mid", config, recurrence="gdn"))
+    for config, recompute in itertools.product((ALIGN, DISTILL), (False, True)):
+        half = replace(config, gradient_checkpointing=recompute, precision="bf16")
+        listed.append(Case("odd", half, torch.bfloat16, kept=24, d_state=64, rows=3, length=200))
+    if device == "cuda":
+        listed += large_cases("llama-3.2-1b")
+    return listed
 
 
 def large_cases(model: str, rows: tuple[int, int] = (8, 4)) -> Iterator[Case]:
-    """As recipes/hybrid_llama_1b.py has it; ``rows`` of a micro-batch in alignment and distillation."""
-    for config, n_rows in zip((replace(ALIGN, target="layer"), DISTILL), rows):
+    """Yield those of recipes/hybrid_llama_1b.py; ``rows`` of a micro-batch in alignment and distillation."""
+    configs = (replace(ALIGN, target="layer"), DISTILL)
+    for config, n_rows in zip(configs, rows):
         for recompute in (False, True):
             half = replace(config, gradient_checkpointing=recompute, precision="bf16")
             yield Case(model, half, torch.bfloat16, kept=20, d_state=64, rows=n_rows, length=2048)
 
 
 def make_teacher(case: Case, device: str) -> PreTrainedModel:
-    """On ``device``, or shapes only on ``meta``."""
+    """Return a teacher on ``device``, or its shapes alone on ``meta``."""
     attention = "eager" if case.config.name == "matrix" else "sdpa"
-    is_tiny = case.model == "tiny"
-    shape = LlamaConfig.from_pretrained(tiny_teacher_path()) if is_tiny else LlamaConfig(**SHAPES[case.model])
+    if case.model == "tiny":
+        shape = LlamaConfig.from_pretrained(tiny_teacher_path())
+    else:
+        shape = LlamaConfig(**SHAPES[case.model])
     with torch.device(device):
         return AutoModelForCausalLM.from_config(shape, dtype=case.dtype, attn_implementation=attention)
 
 
 def make_real_stage(case: Case, device: str) -> Stage:
-    """With weights, in training mode, as the loop sets it up."""
+    """Return a stage with weights, in training mode, as the loop sets it up."""
     torch.manual_seed(0)
     teacher = make_teacher(case, device)
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
@@ -153,17 +163,19 @@ def make_real_stage(case: Case, device: str) -> Stage:
 
 
 def predict(case: Case, device: str = "cpu", **options: Any) -> MemoryPlan:
-    """From the meta device; by default for one process."""
+    """Plan from the meta device; by default for one process."""
     teacher = make_teacher(case, "meta")
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    shape = StageShape(case.config, empty_student(teacher, plan, case.d_state, 4, case.recurrence), teacher)
+    student = empty_student(teacher, plan, case.d_state, 4, case.recurrence)
+    shape = StageShape(case.config, student, teacher)
     settings = {"world": 1, "strategy": "ddp", "micro_batch": case.rows, "seq_len": case.length, "device": device}
     return memory_plan(shape, **{**settings, **options})
 
 
 def make_batch(case: Case, vocabulary: int, device: str) -> Batch:
-    """Two documents in each row."""
-    ids = torch.randint(0, vocabulary, (case.rows, case.length), generator=torch.Generator().manual_seed(0)).to(device)
+    """Draw rows of two documents each."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (case.rows, case.length), generator=generator).to(device)
     seq_idx = torch.zeros_like(ids)
     seq_idx[:, case.length // 3 :] = 1
     return {"input_ids": ids, "seq_idx": seq_idx, "mask": torch.ones_like(ids, dtype=torch.bool)}
@@ -179,54 +191,64 @@ class Allocated:
 
 @contextmanager
 def allocations(device: str) -> Iterator[Allocated]:
-    """Fills in what it yields when it is left."""
-    found = Allocated()
+    """Yield an `Allocated` that is filled in at the end."""
+    allocated = Allocated()
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        yield found
+        yield allocated
         torch.cuda.synchronize()
-        found.end = torch.cuda.memory_allocated() - before
-        found.peak = torch.cuda.max_memory_allocated() - before
+        allocated.end = torch.cuda.memory_allocated() - before
+        allocated.peak = torch.cuda.max_memory_allocated() - before
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        yield found
+        yield allocated
     for _, size in sorted(memory_events(record)):
-        found.end += size
-        found.peak = max(found.peak, found.end)
+        allocated.end += size
+        allocated.peak = max(allocated.peak, allocated.end)
 
 
 def memory_events(record: profile) -> list[tuple[int, int]]:
-    """(time, bytes) of every allocation, and of every release as a negative number."""
+    """Return (time, bytes) of every allocation, and of every release as a negative number."""
+    return [(event.start_ns(), event.nbytes()) for event in events_named(record, "[memory]")]
+
+
+def events_named(record: profile, name: str) -> list[Any]:
+    """Return the profiler's raw events of this name: torch's own list of events leaves out when memory was taken."""
     profiler: Any = record.profiler
-    return [(e.start_ns(), e.nbytes()) for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event for event in profiler.kineto_results.events() if event.name() == name]
 
 
 def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
-    """Bytes of each part, and of everything at the fullest moment of a step's second micro-batch."""
+    """Return the bytes of each part, and of everything at the fullest moment of a step's second micro-batch."""
     optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     stage(batch).total.backward()
     optimizer.step()
     optimizer.zero_grad()
     stage(batch).total.backward()
     trained = list(trainable(stage).values())
-    found = {
+    frozen = [p for p in stage.parameters() if not p.requires_grad]
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    parts = {
         "trained": nbytes(trained),
-        "frozen": nbytes(p for p in stage.parameters() if not p.requires_grad),
+        "frozen": nbytes(frozen),
         "gradients": nbytes(p.grad for p in trained if p.grad is not None),
-        "optimizer": nbytes(t for state in optimizer.state.values() for t in state.values()),
+        "optimizer": nbytes(moments),
         "teacher": nbytes(stage.teacher.parameters()),
     }
-    there = sum(found.values())
-    loss = loss_alone(stage, batch, device) if isinstance(stage, EndToEnd) else None
-    found["activations and bf16 copies"] = kept_by_forward(stage, batch, device) - (loss.kept if loss else 0)
-    if loss:
-        found["loss"] = loss.peak
+    lasting = sum(parts.values())
+    kept = kept_by_forward(stage, batch, device)
+    if isinstance(stage, EndToEnd):
+        loss = loss_alone(stage, batch, device)
+        parts["activations and bf16 copies"] = kept - loss.kept
+        parts["loss"] = loss.peak
+    else:
+        parts["activations and bf16 copies"] = kept
     with allocations(device) as step:
         stage(batch).total.backward()
-    return {**found, "total": there + step.peak}
+    return {**parts, "total": lasting + step.peak}
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -245,13 +267,16 @@ def kept_by_forward(stage: Stage, batch: Batch, device: str) -> int:
 
 
 def saved_tensors(stage: Stage, batch: Batch) -> int:
-    """The same as autograd tells it, another way to count: storages that it saves, but for parameters."""
-    own = {p.untyped_storage().data_ptr() for model in (stage.student, *stage.teachers) for p in model.parameters()}
+    """Count the same another way: the storages that autograd saves, but for parameters."""
+    own = set()
+    for model in (stage.student, *stage.teachers):
+        own.update(p.untyped_storage().data_ptr() for p in model.parameters())
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            saved[place] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -268,7 +293,7 @@ class LossMemory(NamedTuple):
 
 
 def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
-    """The stage with both models replaced by their last hidden states."""
+    """Measure the stage with both models replaced by their last hidden states."""
     student: Any = stage.student
     teacher = stage.teacher.base_model
     with torch.autocast(device, torch.bfloat16, enabled=stage.bf16), torch.no_grad():
@@ -286,34 +311,40 @@ def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
 
 
 def predicted(plan: MemoryPlan) -> dict[str, int]:
-    """Under the names of `measure`."""
-    found = {
+    """Return a plan's parts under the names of `measure`."""
+    parts = {
         "trained": plan["trained parameters"],
         "frozen": plan["frozen parameters"],
-        **{name: plan[name] for name in ("gradients", "optimizer", "teacher")},
+        "gradients": plan["gradients"],
+        "optimizer": plan["optimizer"],
+        "teacher": plan["teacher"],
         "activations and bf16 copies": plan["activations"] + plan["bf16 copies"],
     }
     if plan["loss chunk"]:
-        found["loss"] = plan["loss chunk"]
-    return {**found, "total": sum(plan.values())}
+        parts["loss"] = plan["loss chunk"]
+    return {**parts, "total": sum(plan.values())}
 
 
 def compare(measured: dict[str, int], expected: dict[str, int]) -> dict[str, dict[str, float]]:
-    """Each part: both figures, and by how much the prediction is off, as a share of the measurement."""
-    return {
-        name: {
-            "measured": value,
-            "predicted": expected[name],
-            "off": round(expected[name] / value - 1.0, 4) if value else float(expected[name] > 0),
-        }
-        for name, value in measured.items()
-    }
+    """Return both figures of each part, and by how much the prediction is off, as a share of the measurement."""
+    parts = {}
+    for name, value in measured.items():
+        if value:
+            off = round(expected[name] / value - 1.0, 4)
+        else:
+            off = float(expected[name] > 0)
+        parts[name] = {"measured": value, "predicted": expected[name], "off": off}
+    return parts
 
 
 def misses(parts: dict[str, dict[str, float]]) -> list[str]:
-    """Parts too far off, of those that matter."""
+    """Return the parts that are too far off, of those that matter."""
     least = WORTH_COMPARING * parts["total"]["measured"]
-    return [name for name, part in parts.items() if part["measured"] >= least and abs(part["off"]) > TOLERANCE]
+    missed = []
+    for name, part in parts.items():
+        if part["measured"] >= least and abs(part["off"]) > TOLERANCE:
+            missed.append(name)
+    return missed
 
 
 def one_process(case: Case, device: str) -> dict[str, Any]:
@@ -321,47 +352,56 @@ def one_process(case: Case, device: str) -> dict[str, Any]:
     stage = make_real_stage(case, device)
     batch = make_batch(case, stage.teacher.config.vocab_size, device)
     parts = compare(measure(stage, batch, device), predicted(predict(case, device)))
-    record = {"case": case.named(), "tokens": case.rows * case.length, "parts": parts, "misses": misses(parts)}
+    record: dict[str, Any] = {"case": case.named(), "tokens": case.rows * case.length, "parts": parts}
+    record["misses"] = misses(parts)
     if not case.config.gradient_checkpointing and not stage.bf16:
         record["saved_tensors"] = saved_tensors(stage, batch)
     return record
 
 
 PROCESSES = 2
+ACCELERATE = "accelerate.commands.launch"
 LAUNCHERS = {
-    "ddp": ("accelerate.commands.launch", "--multi_gpu"),
-    **{f"zero{n}": ("accelerate.commands.launch", "--use_deepspeed", "--zero_stage", str(n)) for n in (1, 2, 3)},
-    "fsdp2": ("torch.distributed.run",),
+    "ddp": (ACCELERATE, "--multi_gpu", "--num_processes"),
+    "zero1": (ACCELERATE, "--use_deepspeed", "--zero_stage", "1", "--num_processes"),
+    "zero2": (ACCELERATE, "--use_deepspeed", "--zero_stage", "2", "--num_processes"),
+    "zero3": (ACCELERATE, "--use_deepspeed", "--zero_stage", "3", "--num_processes"),
+    "fsdp2": ("torch.distributed.run", "--nproc_per_node"),
 }
+"""Modules and their flags, the last of which takes the number of processes."""
 DIVIDED = Case("mid", DISTILL, rows=2, length=128)
 STEP = "memory_plan: a step"
 
 
 def two_processes(strategy: str) -> dict[str, Any]:
     """Launch this script twice, and compare the peak of the first process."""
-    module, *options = LAUNCHERS[strategy]
-    count = "--nproc_per_node" if module.startswith("torch") else "--num_processes"
-    command = [sys.executable, "-m", module, *options, count, str(PROCESSES), __file__, "--as-process", strategy]
+    launcher = [sys.executable, "-m", *LAUNCHERS[strategy]]
+    command = [*launcher, str(PROCESSES), __file__, "--as-process", strategy]
     on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    done: Any = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=600, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("peak ")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    ended = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=600, check=False)
+    peaks = [line for line in ended.stdout.splitlines() if line.startswith("peak ")]
+    if ended.returncode or not peaks:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}")
+    measured = int(peaks[0].split()[1])
     plan = predict(DIVIDED, world=PROCESSES, strategy=strategy, reduce_bucket=BUCKET)
-    parts = compare({"total": int(lines[0].split()[1])}, predicted(plan))
+    parts = compare({"total": measured}, predicted(plan))
     return {"case": f"{DIVIDED.named()} {strategy}", "processes": PROCESSES, "parts": parts, "misses": misses(parts)}
 
 
 def as_process(strategy: str) -> None:
-    """One of several: train two steps, and print the peak of the second if this is the first process."""
+    """Train two steps as one of several, and print the peak of the second if this is the first process."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        rank = _train_with_fsdp2() if strategy == "fsdp2" else _train_with_accelerate()
-    profiler: Any = record.profiler
-    begun = max(e.start_ns() for e in profiler.kineto_results.events() if e.name() == STEP)
-    now = peak = 0
+        if strategy == "fsdp2":
+            rank = _train_with_fsdp2()
+        else:
+            rank = _train_with_accelerate()
+    begun = max(event.start_ns() for event in events_named(record, STEP))
+    now = 0
+    peak = 0
     for moment, size in sorted(memory_events(record)):
         now += size
-        peak = max(peak, now) if moment > begun else 0
+        if moment > begun:
+            peak = max(peak, now)
     if rank == 0:
         print(f"peak {peak}", flush=True)
 
@@ -434,7 +474,7 @@ def _let_gloo_release_first() -> None:
 
 
 def _two_steps(micro_batch: Callable[[], object], optimizer: Any) -> None:
-    """Each of two micro-batches, behind a mark in the profiler's record."""
+    """Take two steps of two micro-batches, each behind a mark in the profiler's record."""
     for _ in range(2):
         gc.collect()
         with record_function(STEP):
@@ -446,14 +486,19 @@ def _two_steps(micro_batch: Callable[[], object], optimizer: Any) -> None:
 
 
 def show(record: dict[str, Any]) -> str:
-    """A line: the parts that matter, predicted / measured in MB."""
+    """Return a line: the parts that matter, predicted / measured in MB."""
     total = record["parts"]["total"]["measured"]
-    shown = [
-        f"{name} {part['predicted'] / MB:.1f} / {part['measured'] / MB:.1f} ({100 * part['off']:+.0f} %)"
-        for name, part in record["parts"].items()
-        if part["measured"] >= WORTH_COMPARING * total and abs(part["off"]) > 1e-4
-    ]
-    return f"{record['case']:<34} {'; '.join(shown)}{'   MISSES' if record['misses'] else ''}"
+    shown = []
+    for name, part in record["parts"].items():
+        if part["measured"] >= WORTH_COMPARING * total and abs(part["off"]) > 1e-4:
+            shown.append(f"{name} {both(part)}")
+    verdict = "   MISSES" if record["misses"] else ""
+    return f"{record['case']:<34} {'; '.join(shown)}{verdict}"
+
+
+def both(part: dict[str, float]) -> str:
+    off = 100 * part["off"]
+    return f"{part['predicted'] / MB:.1f} / {part['measured'] / MB:.1f} ({off:+.0f} %)"
 
 
 GPUS = 8
@@ -461,29 +506,26 @@ GPUS = 8
 
 def plans() -> list[dict[str, Any]]:
     """Predict the memory of large models on several GPUs from their shapes; nothing is measured."""
-    found = []
+    planned = []
     for case in (*large_cases("llama-3.2-1b"), *large_cases("llama-3.1-8b", rows=(1, 1))):
-        totals = {s: sum(predict(case, "cuda", world=GPUS, strategy=s).values()) for s in STRATEGIES}
-        found.append({"case": case.named(), "rows": case.rows, "length": case.length, "gpus": GPUS, "totals": totals})
-    return found
+        totals = {}
+        for strategy in STRATEGIES:
+            totals[strategy] = sum(predict(case, "cuda", world=GPUS, strategy=strategy).values())
+        planned.append({"case": case.named(), "rows": case.rows, "length": case.length, "gpus": GPUS, "totals": totals})
+    return planned
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Markdown: predictions beside measurements, and plans of large models."""
+    """Return Markdown: predictions beside measurements, and plans of large models."""
     names = ("activations and bf16 copies", "loss", "total")
     lines = [f"| MB, predicted / measured | {' | '.join(names)} |", "|---" * 4 + "|"]
     for result in record["results"]:
-        cells = []
-        for name in names:
-            part = result["parts"].get(name)
-            cell = "" if part is None else f"{part['predicted'] / MB:.1f} / {part['measured'] / MB:.1f}"
-            cells.append(cell and f"{cell} ({100 * part['off']:+.0f} %)")
+        parts = result["parts"]
+        cells = [both(parts[name]) if name in parts else "" for name in names]
         lines.append(f"| {result['case']} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"| GB on each of {GPUS} GPUs | rows | {' | '.join(STRATEGIES)} |",
-        "|---" * (2 + len(STRATEGIES)) + "|",
-    ]
+    lines.append("")
+    lines.append(f"| GB on each of {GPUS} GPUs | rows | {' | '.join(STRATEGIES)} |")
+    lines.append("|---" * (2 + len(STRATEGIES)) + "|")
     for plan in record["plans"]:
         totals = " | ".join(f"{plan['totals'][strategy] / GB:.1f}" for strategy in STRATEGIES)
         lines.append(f"| {plan['case']} | {plan['rows']} | {totals} |")
@@ -492,13 +534,12 @@ def tables(record: dict[str, Any]) -> str:
 
 def main() -> int:
     """Measure, print a line a case, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, RECORD)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--no-processes", action="store_true", help="one process only")
     parser.add_argument("--as-process", choices=STRATEGIES, help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.as_process:
@@ -512,13 +553,14 @@ def main() -> int:
         if options.only in case.named():
             results.append(one_process(case, options.device))
             print(show(results[-1]), flush=True)
-    for strategy in () if options.no_processes or options.only else STRATEGIES:
-        results.append(two_processes(strategy))
-        print(show(results[-1]), flush=True)
+    if not options.no_processes and not options.only:
+        for strategy in STRATEGIES:
+            results.append(two_processes(strategy))
+            print(show(results[-1]), flush=True)
     if not options.only:
         what = "bytes of one process: predicted from shapes, and measured"
-        found = {"tolerance": TOLERANCE, "results": results, "plans": plans()}
-        write(options.out, about(what, options.device, PACKAGES) | found)
+        measured = {"tolerance": TOLERANCE, "results": results, "plans": plans()}
+        write(options.out, about(what, options.device, PACKAGES) | measured)
     return int(any(result["misses"] for result in results))
 
 

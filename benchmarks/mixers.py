@@ -10,11 +10,10 @@ the same heads. About two hours of one core.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pandas as pd
-from provenance import ROOT, about, write
+from records import RESULTS, ROOT, about, parser_of, write
 from scipy.stats import ttest_1samp
 
 from hybrid_distill.cli import main as command
@@ -30,54 +29,82 @@ RETRIEVAL = list(FIGURES)[:3]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train what is missing, then write the record and the figure, and print the tables."""
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/mixers"), help="folder with a sweep for each recurrence")
     parser.add_argument("--only-report", action="store_true", help="train nothing, read the students that are there")
     options = parser.parse_args()
-    for recurrence in () if options.only_report else RECURRENCES:
-        grid = ["--heads", "0,2,4,8", "--d-state", "16", "--seeds", "3", "--selection", "top"]
-        fields = ["--set", f"student.recurrence={recurrence}", *SETTINGS]
-        recipe = str(ROOT / "recipes" / "sweep_tiny.py")
-        command(["sweep", recipe, "--out", str(options.out / recurrence), *grid, *fields])
-    tables = {name: options.out / name / "results.csv" for name in RECURRENCES}
-    found = pd.concat([pd.read_csv(path).assign(recurrence=name) for name, path in tables.items() if path.exists()])
-    students = found[(found.state == "done") & (found.selection != "teacher")].astype({"heads": int})
+    if not options.only_report:
+        for recurrence in RECURRENCES:
+            train(recurrence, options.out / recurrence)
+    rows = results(options.out)
+    students = rows[(rows.state == "done") & (rows.selection != "teacher")].astype({"heads": int})
     means = students.groupby(["recurrence", "heads"])[list(FIGURES)].agg(["mean", "std", "count"])
+    by_student = {}
+    for (name, heads), row in means.iterrows():
+        by_student[f"{name}, {heads} heads"] = plain(row)
     record = {
-        "students": {f"{name}, {heads} heads": _plain(row) for (name, heads), row in means.iterrows()},
+        "students": by_student,
         "less discrete, same seed": differences(students, "recurrence", "discrete", "heads"),
-        "teacher": found[found.selection == "teacher"][list(FIGURES)].mean().to_dict(),
+        "teacher": rows[rows.selection == "teacher"][list(FIGURES)].mean().to_dict(),
         **about("recurrences by heads kept"),
     }
-    write(ROOT / "benchmarks" / "results" / "mixers.json", record)
-    points = students.melt(["recurrence", "heads"], RETRIEVAL).groupby(["variable", "recurrence", "heads"], sort=False)
-    points = (100 * points.value.agg(["mean", "std"])).reset_index().replace({"variable": FIGURES})
-    points = points.set_axis(["panel", "line", "x", "y", "error"], axis=1)
-    draw_lines(
-        ROOT / "docs" / "mixers.png", "", [Row(points, "answered by generation", percent=True)],
-        dict(zip(RECURRENCES, LOOKS)), "heads kept",
-    )  # fmt: skip
+    write(RESULTS / "mixers.json", record)
+    draw(students)
     print(means.round(3).to_string(), pd.DataFrame(record["less discrete, same seed"]).T.to_string(), sep="\n\n")
 
 
+def train(recurrence: str, out: Path) -> None:
+    recipe = str(ROOT / "recipes" / "sweep_tiny.py")
+    grid = ["--heads", "0,2,4,8", "--d-state", "16", "--seeds", "3", "--selection", "top"]
+    fields = ["--set", f"student.recurrence={recurrence}", *SETTINGS]
+    command(["sweep", recipe, "--out", str(out), *grid, *fields])
+
+
+def results(out: Path) -> pd.DataFrame:
+    """Return the rows of the sweeps that are there."""
+    tables = []
+    for name in RECURRENCES:
+        path = out / name / "results.csv"
+        if path.exists():
+            tables.append(pd.read_csv(path).assign(recurrence=name))
+    if not tables:
+        raise SystemExit(f"{out} has no sweep; run this without --only-report.")
+    return pd.concat(tables)
+
+
+def draw(students: pd.DataFrame) -> None:
+    """Draw retrieval by heads kept, a line for each recurrence."""
+    answers = students.melt(["recurrence", "heads"], RETRIEVAL)
+    by_point = answers.groupby(["variable", "recurrence", "heads"], sort=False).value
+    points = (100 * by_point.agg(["mean", "std"])).reset_index().replace({"variable": FIGURES})
+    points = points.set_axis(["panel", "line", "x", "y", "error"], axis=1)
+    row = Row(points, "answered by generation", percent=True)
+    draw_lines(ROOT / "docs" / "mixers.png", "", [row], dict(zip(RECURRENCES, LOOKS)), "heads kept")
+
+
 def differences(students: pd.DataFrame, by: str, standard: str, *fixed: str) -> dict[str, dict[str, str]]:
-    """Mean difference to the ``standard`` student of the same seed, with its 95 % interval (Student's t), for every
-    other value of column ``by`` and every value of the ``fixed`` columns."""
+    """Return mean differences to the ``standard`` student of the same seed, with 95 % intervals (Student's t).
+
+    There is a row for every other value of column ``by`` and every value of the ``fixed`` columns.
+    """
     by_setting = students.set_index([by, *fixed, "seed"])[list(FIGURES)]
-    found = {}
+    rows = {}
     for name in sorted({*students[by]} - {standard}):
         less = (by_setting.loc[name] - by_setting.loc[standard]).dropna()
-        for group, rows in less.groupby(list(fixed)) if fixed else [((), less)]:
-            tests = {figure: ttest_1samp(rows[figure], 0).confidence_interval() for figure in FIGURES}
-            label = ", ".join([name, *(f"{value} {column}" for value, column in zip(group, fixed))])
-            found[label] = {
-                figure: f"{rows[figure].mean():+.4f} ({low:+.4f} to {high:+.4f})"
-                for figure, (low, high) in tests.items()
-            }
-    return found
+        groups = less.groupby(list(fixed)) if fixed else [((), less)]
+        for values, seeds in groups:
+            label = ", ".join([name, *(f"{value} {column}" for value, column in zip(values, fixed))])
+            rows[label] = {figure: with_interval(seeds[figure]) for figure in FIGURES}
+    return rows
 
 
-def _plain(row: pd.Series) -> dict[str, float]:
+def with_interval(differences: pd.Series) -> str:
+    low, high = ttest_1samp(differences, 0).confidence_interval()
+    return f"{differences.mean():+.4f} ({low:+.4f} to {high:+.4f})"
+
+
+def plain(row: pd.Series) -> dict[str, float]:
     return {" ".join(name): round(value, 4) for name, value in row.items()}
 
 

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from init import trained
 from more_itertools import chunked
-from provenance import ROOT, about, read, write
+from records import ROOT, about, read, write
 from torch import Tensor
 from torch.multiprocessing import spawn
 from torch.nn.functional import cross_entropy, one_hot

@@ -84,8 +84,12 @@ class Transformers(Program):
         return out.logits.numpy()
 
     def nbytes(self) -> int:
-        held = [value for layer in self.cache.layers for value in vars(layer).values()]
-        return sum(t.untyped_storage().nbytes() for t in held if isinstance(t, self.torch.Tensor))
+        n_bytes = 0
+        for layer in self.cache.layers:
+            for value in vars(layer).values():
+                if isinstance(value, self.torch.Tensor):
+                    n_bytes += value.untyped_storage().nbytes()
+        return n_bytes
 
 
 ENGINES = {"transformers": Transformers, **PROGRAMS["PROGRAMS"]}
@@ -93,10 +97,12 @@ ENGINES = {"transformers": Transformers, **PROGRAMS["PROGRAMS"]}
 
 def work(engine: str, folder: Path, prompts: Tokens, threads: int) -> Record:
     """Run one engine on one folder, in this process."""
-    model, started = ENGINES[engine](folder, CONTEXT + NEW_TOKENS, threads), time.perf_counter()
+    model = ENGINES[engine](folder, CONTEXT + NEW_TOKENS, threads)
+    started = time.perf_counter()
     tokens = model.generate(prompts, NEW_TOKENS)
     seconds = time.perf_counter() - started
-    long, times = [5 + (7 * place) % 50 for place in range(CONTEXT)], []
+    long = [5 + (7 * place) % 50 for place in range(CONTEXT)]
+    times = []
     for _ in range(3):
         started = time.perf_counter()
         model.generate([long], 1)
@@ -107,7 +113,7 @@ def work(engine: str, folder: Path, prompts: Tokens, threads: int) -> Record:
     packages = ("torch", "transformers", "onnxruntime", "llama_cpp", "mlx_lm", "vllm")
     return {
         "tokens": tokens,
-        "logits": [None if found is None else found[-1].tolist() for found in logits],
+        "logits": [None if each is None else each[-1].tolist() for each in logits],
         "ms_to_first_token": round(1e3 * min(times), 1),
         "ms_of_next_token": least_ms_of_step(model, long[:128]),
         "tokens_per_second": round(len(prompts) * NEW_TOKENS / seconds, 1),
@@ -143,18 +149,21 @@ def expected(model: Any, prompts: Tokens) -> list[Greedy]:
 
     from hybrid_distill.export.check import Greedy, greedy, left_padded
 
-    found = []
+    continued = []
     for at in range(0, len(prompts), BATCH):
         ids = [torch.tensor(prompt) for prompt in prompts[at : at + BATCH]]
         out = greedy(model, *left_padded(ids), NEW_TOKENS, past_ends=True)
-        found += [Greedy(*(part[n : n + 1] for part in out)) for n in range(len(ids))]
-    return found
+        for n in range(len(ids)):
+            continued.append(Greedy(*(part[n : n + 1] for part in out)))
+    return continued
 
 
 def compare(made: Record, right: Sequence[Greedy]) -> Record:
     """Replace tokens and logits by how they compare with what is right."""
-    compared = different = 0
-    worst, scale = 0.0, 0.0
+    compared = 0
+    different = 0
+    worst = 0.0
+    scale = 0.0
     logits = made.pop("logits")
     for n, (row, out) in enumerate(zip(made.pop("tokens"), right, strict=True)):
         logits_TV = out.logits_BTV[0].numpy()
@@ -189,7 +198,7 @@ def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
 def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int, threads: int) -> Iterator[Found]:
     """Export student and teacher for each engine and run both. Yields a record of each engine."""
     import torch
-    from provenance import read, write
+    from records import read, write
 
     from hybrid_distill.export import export_checkpoint
     from hybrid_distill.pipeline import finished_run, trained_student
@@ -240,7 +249,7 @@ def main() -> None:
         made = work(engine, Path(folder), json.loads(Path(prompts).read_text()), int(threads))
         Path(answer).write_text(json.dumps(made))
         return
-    from provenance import about, read, write
+    from records import about, read, write
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a finished run")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from provenance import ROOT, about, environment, write
+from records import ROOT, about, environment, write
 from transformers import PreTrainedModel
 
 from hybrid_distill.evaluation.evaluate import model_cache_bytes
@@ -135,7 +135,9 @@ def measure_one(out: Path, name: str) -> None:
         model, plan = trained_student(run)
         aligned_only = by_choice(build(run, plan), retrieval)
         record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
-        recurrent = [HeadId(n, head) for n, mixer in enumerate(model.mixers()) for head in mixer.recurrent]
+        recurrent = []
+        for n, mixer in enumerate(model.mixers()):
+            recurrent += [HeadId(n, head) for head in mixer.recurrent]
         few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
         with ablate_heads(model, recurrent):
             record["perplexity without recurrence"] = measure(model, few_texts)["perplexity"]

@@ -32,9 +32,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from provenance import about, write
+from records import RESULTS, about, parser_of, write
 
-RESULTS = Path(__file__).parent / "results" / "soak.json"
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 ROWS = "rows.jsonl"
 STAGES = ("1-align", "2-distill")
@@ -43,6 +42,8 @@ TIMINGS = ("tokens_per_s", "data_wait", "memory_bytes", "seconds")
 STEPS, BATCH_SIZE = 60, 2
 DISK_MB, LEFT_KB = 256, 200
 PATIENCE_S = 600.0
+LONGEST_DELAY = {"start": 8.0, "step": 0.3, "checkpoint": 0.02, "result": 0.02}
+"""Seconds, by the moment that they are counted from."""
 
 
 class Kill(NamedTuple):
@@ -61,11 +62,9 @@ def kills(seed: int) -> list[Kill]:
     for _ in STAGES:
         kinds = ["start", *["step"] * 4, *["checkpoint"] * 4]
         draw.shuffle(kinds)
-        longest = {"start": 8.0, "step": 0.3, "checkpoint": 0.02, "result": 0.02}
-        plan += [
-            Kill(kind, 0 if kind == "start" else draw.randint(1, 5), draw.uniform(0, longest[kind]))
-            for kind in [*kinds, "result"]
-        ]
+        for kind in [*kinds, "result"]:
+            after = 0 if kind == "start" else draw.randint(1, 5)
+            plan.append(Kill(kind, after, draw.uniform(0, LONGEST_DELAY[kind])))
     return plan
 
 
@@ -125,20 +124,23 @@ def train(out: Path) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Those of a JSON-lines file; a last line that was cut by a kill is left out."""
+    """Return those of a JSON-lines file; a last line that was cut by a kill is left out."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def metrics(out: Path, stage: str) -> list[dict[str, Any]]:
-    """Without `TIMINGS`."""
-    found = lines(out / "stages" / stage / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in found]
+    """Return a stage's metrics without `TIMINGS`."""
+    logged = lines(out / "stages" / stage / "metrics.jsonl")
+    for line in logged:
+        for name in TIMINGS:
+            line.pop(name, None)
+    return logged
 
 
 def evaluation(out: Path) -> dict[str, Any]:
-    """Without its date."""
+    """Return the evaluation without its date."""
     record = json.loads((out / "evaluation.json").read_text())
     del record["provenance"]["date"]
     return record
@@ -149,7 +151,7 @@ def rows_read(out: Path, stage: str) -> list[dict[str, Any]]:
 
 
 def batches_read(out: Path) -> int:
-    """By all processes so far."""
+    """Count what all processes have read so far."""
     return sum(path.read_bytes().count(b"\n") for path in out.glob(f"stages/*/{ROWS}"))
 
 
@@ -160,45 +162,66 @@ def half_written(out: Path) -> bool:
 
 def begun_checkpoint(out: Path) -> bool:
     """Return True if a checkpoint is being written, or was when its process was killed."""
-    return any(not any(path.glob("rank-*.json")) for path in out.glob("stages/*/checkpoints/step-*"))
+    for path in out.glob("stages/*/checkpoints/step-*"):
+        has_record = any(path.glob("rank-*.json"))
+        if not has_record:
+            return True
+    return False
 
 
 def agrees(out: Path, reference: Path) -> bool:
     """Return True if everything logged and read so far equals the uninterrupted run."""
     for stage in STAGES:
-        found, expected = metrics(out, stage), metrics(reference, stage)
-        if found != expected[: len(found)]:
+        logged = metrics(out, stage)
+        if logged != metrics(reference, stage)[: len(logged)]:
             return False
-        rows_of = {line["step"]: line["rows"] for line in rows_read(reference, stage)}
-        if any(line["rows"] != rows_of[line["step"]] for line in rows_read(out, stage)):
+        expected = {line["step"]: line["rows"] for line in rows_read(reference, stage)}
+        if any(line["rows"] != expected[line["step"]] for line in rows_read(out, stage)):
             return False
     return True
 
 
 def account(out: Path, reference: Path) -> dict[str, Any]:
-    """The finished run beside the uninterrupted one."""
-    trained = [row for stage in STAGES for row in rows_trained_on(out, stage)]
-    expected = [row for stage in STAGES for line in rows_read(reference, stage) for row in line["rows"]]
-    files = [Path("stages", stage, name) for stage in STAGES for name in ("model.safetensors", "manifest.json")]
+    """Compare the finished run with the uninterrupted one."""
+    totals = dict.fromkeys(("rows_trained_on", "rows_twice_in_a_stage", "tokens"), 0)
+    equal = dict.fromkeys(("metrics_equal", "steps_contiguous", "files_equal", "rows_equal"), True)
+    for stage in STAGES:
+        logged = metrics(out, stage)
+        trained_on = rows_trained_on(out, stage)
+        equal["metrics_equal"] &= logged == metrics(reference, stage)
+        equal["steps_contiguous"] &= [line["step"] for line in logged] == list(range(1, STEPS + 1))
+        equal["files_equal"] &= has_same_files(out, reference, stage)
+        equal["rows_equal"] &= trained_on == rows_trained_on(reference, stage)
+        totals["rows_trained_on"] += len(trained_on)
+        totals["rows_twice_in_a_stage"] += STEPS * BATCH_SIZE - len(set(trained_on))
+        totals["tokens"] += logged[-1]["tokens"]
     return {
-        "metrics_equal": all(metrics(out, stage) == metrics(reference, stage) for stage in STAGES),
-        "steps_contiguous": all(
-            [line["step"] for line in metrics(out, stage)] == list(range(1, STEPS + 1)) for stage in STAGES
-        ),
-        "files_equal": all((out / name).read_bytes() == (reference / name).read_bytes() for name in files),
+        **equal,
         "evaluation_equal": evaluation(out) == evaluation(reference),
-        "rows_equal": trained == expected,
-        "rows_trained_on": len(trained),
-        "rows_twice_in_a_stage": sum(STEPS * BATCH_SIZE - len(set(rows_trained_on(out, stage))) for stage in STAGES),
-        "tokens": sum(metrics(out, stage)[-1]["tokens"] for stage in STAGES),
+        **totals,
         "batches_read_again": batches_read(out) - batches_read(reference),
     }
 
 
+def has_same_files(out: Path, reference: Path, stage: str) -> bool:
+    """Return True if a stage's result is the same to the byte."""
+    for name in ("model.safetensors", "manifest.json"):
+        file = Path("stages", stage, name)
+        if (out / file).read_bytes() != (reference / file).read_bytes():
+            return False
+    return True
+
+
 def rows_trained_on(out: Path, stage: str) -> list[str]:
-    """In the order of the steps; what was read after the last checkpoint of a killed process counts when read again."""
+    """Return the rows in the order of the steps.
+
+    What was read after the last checkpoint of a killed process counts when it is read again.
+    """
     last = {line["step"]: line["rows"] for line in rows_read(out, stage)}
-    return [row for step in sorted(last) for row in last[step]]
+    trained_on = []
+    for step in sorted(last):
+        trained_on += last[step]
+    return trained_on
 
 
 # The soak.
@@ -208,37 +231,41 @@ class Soak:
     """One run, killed again and again."""
 
     def __init__(self, out: Path, reference: Path) -> None:
-        self.out, self.reference = out, reference
+        self.out = out
+        self.reference = reference
+        self.printed = ""
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, __file__, "--train", str(self.out)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def killed(self, kill: Kill, n_stage: int) -> dict[str, Any]:
-        """Start the run and kill it; what was seen. Raises RuntimeError when it ends before."""
+        """Start the run and kill it; return what was seen. Raises RuntimeError when it ends before."""
         before = batches_read(self.out)
         process = self.start()
-        for moment in self._moments(kill, n_stage, before):
+        for has_come in self._moments(kill, n_stage, before):
             if process.poll() is not None:
                 raise RuntimeError(f"the run ended by itself, before {kill}:\n{process.communicate()[1][-2000:]}")
-            if moment:
+            if has_come:
                 break
             time.sleep(0.002)
         time.sleep(kill.delay)
         process.kill()
-        said = process.communicate()[1]
-        own = [line["step"] for stage in STAGES for line in rows_read(self.out, stage) if line["pid"] == process.pid]
+        printed = process.communicate()[1]
+        own = []
+        for stage in STAGES:
+            own += [line["step"] for line in rows_read(self.out, stage) if line["pid"] == process.pid]
         return {
             "killed_at": kill.at,
             "went_on_from_step": own[0] if own else None,
             "batches_read": len(own),
             "left_half_written": half_written(self.out),
             "exact": agrees(self.out, self.reference),
-            "warned": "Resuming from step-" in said,
+            "warned": "Resuming from step-" in printed,
         }
 
     def _moments(self, kill: Kill, n_stage: int, before: int) -> Iterator[bool]:
-        """Return True once the moment to kill has come; polled."""
+        """Yield whether the moment to kill has come; polled."""
         if kill.at == "start":
             yield True
         while batches_read(self.out) - before < kill.after:
@@ -246,22 +273,22 @@ class Soak:
         if kill.at == "step":
             yield True
         folder = self.out / "stages" / STAGES[n_stage]
-        signs = {
-            "checkpoint": lambda: begun_checkpoint(self.out),
-            "result": lambda: any((folder / name).exists() for name in (".model.safetensors.tmp", "manifest.json")),
-        }
+        signs = (folder / ".model.safetensors.tmp", folder / "manifest.json")
         while True:
-            yield signs[kill.at]()
+            if kill.at == "checkpoint":
+                yield begun_checkpoint(self.out)
+            else:
+                yield any(path.exists() for path in signs)
 
     def finished(self) -> int:
-        """Run it to its end; the exit status."""
+        """Run it to its end; return the exit status."""
         process = self.start()
-        self.said = process.communicate(timeout=PATIENCE_S)[1]
+        self.printed = process.communicate(timeout=PATIENCE_S)[1]
         return process.returncode
 
 
 def whole_checkpoints(out: Path) -> list[Path]:
-    """Records of those that a start would find, oldest first."""
+    """Return the records of those that a start would find, oldest first."""
     return sorted(out.glob("stages/*/checkpoints/step-*/rank-*.json"))
 
 
@@ -278,33 +305,37 @@ def edit_record(out: Path) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """A tmpfs at this folder; False where it may not be mounted."""
+    """Mount a tmpfs at this folder; yield False where it may not be mounted."""
     folder.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
-    mounted = shutil.which("mount") is not None and not subprocess.run(["mount", *options], check=False).returncode
+    is_mounted = False
+    if shutil.which("mount") is not None:
+        options = ["-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
+        is_mounted = subprocess.run(["mount", *options], check=False).returncode == 0
     try:
-        yield mounted
+        yield is_mounted
     finally:
-        if mounted:
+        if is_mounted:
             subprocess.run(["umount", str(folder)], check=True)
 
 
 def with_a_full_disk(soak: Soak, disk: Path) -> dict[str, Any]:
-    """One start on a disk that is filled up but for `LEFT_KB`."""
+    """Start once on a disk that is filled up but for `LEFT_KB`."""
     filler = disk / "filler"
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - LEFT_KB * 1024)
     status = soak.finished()
     filler.unlink()
-    said = soak.said.strip().splitlines()[-1]
-    return {"status": status, "said": said.replace(str(soak.out), "OUT"), "exact": agrees(soak.out, soak.reference)}
+    error = soak.printed.strip().splitlines()[-1].replace(str(soak.out), "OUT")
+    return {"status": status, "said": error, "exact": agrees(soak.out, soak.reference)}
 
 
 def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any]:
     """Kill, damage, go on, and account for it all."""
     soak = Soak(disk / "run", reference)
     damages = {"newest checkpoint cut short": cut_short, "its record edited": edit_record}
-    starts, faults, damaged = [], {}, None
+    starts = []
+    faults = {}
+    damaged = None
     for number, kill in enumerate(kills(seed)):
         seen = soak.killed(kill, number // 10)
         starts.append(seen)
@@ -318,10 +349,13 @@ def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any
         if full and number == 13:
             faults["disk full"] = with_a_full_disk(soak, disk)
             print("disk full", faults["disk full"], flush=True)
-    status = soak.finished()
+    is_finished = soak.finished() == 0
+    # The first start resumes nothing; the last resume is the one that finishes.
+    resumes_exact = sum(seen["exact"] for seen in starts[1:])
+    resumes_exact += is_finished and agrees(soak.out, reference)
     return {
         "kills": len(starts),
-        "resumes_exact": sum(seen["exact"] for seen in starts[1:]) + (not status and agrees(soak.out, reference)),
+        "resumes_exact": resumes_exact,
         "kills_in_the_middle_of_writing": sum(seen["left_half_written"] for seen in starts),
         "faults": faults,
         **account(soak.out, reference),
@@ -331,18 +365,20 @@ def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any
 
 def passed(record: dict[str, Any]) -> bool:
     """Return True if nothing was lost."""
-    faults = record["faults"].values()
-    equal = all(value for name, value in record.items() if name.endswith(("_equal", "_contiguous")))
-    met = all(f["exact"] and (f.get("previous_checkpoint_used") or f.get("status") == 2) for f in faults)
-    return equal and met and record["resumes_exact"] == record["kills"] and not record["rows_twice_in_a_stage"]
+    for fault in record["faults"].values():
+        is_met = fault.get("previous_checkpoint_used") or fault.get("status") == 2
+        if not (fault["exact"] and is_met):
+            return False
+    equal = [value for name, value in record.items() if name.endswith(("_equal", "_contiguous"))]
+    resumed = record["resumes_exact"] == record["kills"]
+    return all(equal) and resumed and not record["rows_twice_in_a_stage"]
 
 
 def main() -> None:
     """Run the reference, then the soak; print and write what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--train", type=Path, metavar="OUT", help="be the program that is killed")
+    parser = parser_of(__doc__, RESULTS / "soak.json")
+    parser.add_argument("--train", type=Path, metavar="OUT", help=argparse.SUPPRESS)  # be the program that is killed
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.train is not None:
         train(options.train)
@@ -354,7 +390,7 @@ def main() -> None:
         work = Path(name)
         whole = Soak(work / "whole", work / "whole")
         if whole.finished():
-            sys.exit(f"the uninterrupted run failed:\n{whole.said}")
+            sys.exit(f"the uninterrupted run failed:\n{whole.printed}")
         with small_disk(work / "disk") as full:
             found = soak_on(work / "disk", work / "whole", options.seed, full)
     record = {
@@ -364,8 +400,8 @@ def main() -> None:
         "minutes": round((time.monotonic() - begun) / 60, 1),
         **found,
     }
-    write(options.results, record)
-    print(f"{record['resumes_exact']} of {record['kills']} resumes exact; {options.results}")
+    write(options.out, record)
+    print(f"{record['resumes_exact']} of {record['kills']} resumes exact; {options.out}")
     sys.exit(not passed(record))
 
 

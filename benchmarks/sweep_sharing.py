@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from provenance import ROOT, about, read, write
+from records import RESULTS, ROOT, about, cpu_time, parser_of, read, write
 
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import open_rows
@@ -42,7 +40,6 @@ from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 from hybrid_distill.vocabulary import vocabulary_size
 
-RESULTS = ROOT / "benchmarks" / "results" / "sweep_sharing.json"
 HEADS, D_STATE, SEEDS = "0,2,6", 16, 2
 FIGURES = ("kv_choice_8", "perplexity", "kl_to_teacher")
 CLIPS = {"clip 1": 1.0, "no clipping": 1e9}
@@ -62,39 +59,43 @@ def config() -> RunConfig:
 
 
 def main() -> None:
-    """Print what was found, write the JSON."""
+    """Print each part as it is measured, write the JSON."""
+    parser = parser_of(__doc__, RESULTS / "sweep_sharing.json")
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; by default all")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    record = read(RESULTS)
-    for name in sys.argv[1:] or PARTS:
+    record = read(options.out)
+    for name in options.parts or PARTS:
         record[name] = PARTS[name]() | about(name)
         print(name, json.dumps(record[name], indent=1))
-        write(RESULTS, record)
+        write(options.out, record)
 
 
 def students() -> dict[str, Any]:
-    """CPU seconds and figures of students with a shared alignment and as independent runs."""
+    """Return CPU seconds and figures of students with a shared alignment and as independent runs."""
     with tempfile.TemporaryDirectory() as folder:
-        return _students(Path(folder))
+        return compare_students(Path(folder))
 
 
-def _students(folder: Path) -> dict[str, Any]:
+def compare_students(folder: Path) -> dict[str, Any]:
     job = SweepJob(out=folder / "shared", heads=HEADS, d_state=str(D_STATE), seeds=SEEDS, selection="top,random")
-    shared, shared_seconds = _timed(lambda: sweep(job, SimpleNamespace(config=config, __file__=__file__)))
-    seconds: dict[str, float] = {}
+    shared, shared_seconds = cpu_time(lambda: sweep(job, SimpleNamespace(config=config, __file__=__file__)))
+    independent_seconds = 0.0
     rows: dict[str, dict[str, list[float]]] = {}
     for cell in shared.cells:
-        alone, seconds[cell.name] = _timed(lambda cell=cell: _independent(shared, cell, folder / "alone"))
-        found = EvalResult.load(shared.out / "cells" / cell.name / "evaluation.json")
-        kind = f"{cell.selection} {cell.heads}"
-        for name, result in (("shared", found), ("independent", alone)):
+        alone, seconds = cpu_time(lambda cell=cell: _independent(shared, cell, folder / "alone"))
+        independent_seconds += seconds
+        from_sweep = EvalResult.load(shared.out / "cells" / cell.name / "evaluation.json")
+        row = rows.setdefault(f"{cell.selection} {cell.heads}", {})
+        for way, result in (("shared", from_sweep), ("independent", alone)):
             for figure in FIGURES:
-                rows.setdefault(kind, {}).setdefault(f"{figure}, {name}", []).append(result.figures()[figure])
+                row.setdefault(f"{figure}, {way}", []).append(result.figures()[figure])
     return {
         "settings": {"heads": HEADS, "d_state": D_STATE, "seeds": SEEDS, "align": ALIGN, "distill": DISTILL},
         "cpu_seconds": {
             "shared": round(shared_seconds, 1),
-            "independent": round(sum(seconds.values()), 1),
-            "times_cheaper": round(sum(seconds.values()) / shared_seconds, 2),
+            "independent": round(independent_seconds, 1),
+            "times_cheaper": round(independent_seconds / shared_seconds, 2),
         },
         "students": rows,
         "difference": {figure: _difference(rows, figure) for figure in FIGURES},
@@ -102,8 +103,9 @@ def _students(folder: Path) -> dict[str, Any]:
 
 
 def _independent(shared: Sweep, cell: Cell, folder: Path) -> EvalResult:
-    """The same cell by itself: its own scores, its own alignment, its own evaluation of the teacher."""
-    base, planned = config(), cell_config(shared, cell)
+    """Run the same cell by itself: its own scores, its own alignment, its own evaluation of the teacher."""
+    base = config()
+    planned = cell_config(shared, cell)
     run = RunInputs(
         replace(
             base,
@@ -119,20 +121,24 @@ def _independent(shared: Sweep, cell: Cell, folder: Path) -> EvalResult:
 
 
 def _difference(rows: dict[str, dict[str, list[float]]], figure: str) -> dict[str, float]:
-    """Mean absolute difference: of the two ways, seed by seed; of neighboring seeds, in one way."""
-    ways, seeds = [], []
+    """Return mean absolute differences: of the two ways, seed by seed; of neighboring seeds, in one way."""
+    ways = []
+    seeds = []
     for row in rows.values():
-        shared, alone = row[f"{figure}, shared"], row[f"{figure}, independent"]
+        shared = row[f"{figure}, shared"]
+        alone = row[f"{figure}, independent"]
         ways += [abs(a - b) for a, b in zip(shared, alone)]
-        seeds += [abs(a - b) for way in (shared, alone) for a, b in pairwise(way)]
+        for way in (shared, alone):
+            seeds += [abs(a - b) for a, b in pairwise(way)]
     return {"between_ways": round(sum(ways) / len(ways), 4), "between_seeds": round(sum(seeds) / len(seeds), 4)}
 
 
 def heads() -> dict[str, Any]:
-    """How far apart a recurrent head ends that was aligned beside kept heads and without, relative to its way."""
+    """Return how far apart a head ends that was aligned beside kept heads and without, relative to its way."""
     base = config()
     run = RunInputs(base)
-    none, some = HeadPlan.none(run.teacher), HeadPlan.random(run.teacher, 6, seed=0)
+    none = HeadPlan.none(run.teacher)
+    some = HeadPlan.random(run.teacher, 6, seed=0)
     distances = {}
     for name, clip in CLIPS.items():
         distances[name] = _apart(run, none, some, replace(base.stage("align"), steps=DISTILL, clip=clip))
@@ -141,51 +147,48 @@ def heads() -> dict[str, Any]:
 
 def _apart(run: RunInputs, none: HeadPlan, some: HeadPlan, align: StageConfig) -> float:
     start = _recurrent(run, none, some, None)
-    alone, beside = (_recurrent(run, plan, some, align) for plan in (none, some))
-    moved = sum((a - s).square().sum() for a, s in zip(alone, start)) ** 0.5
-    apart = sum((a - b).square().sum() for a, b in zip(alone, beside)) ** 0.5
-    return float(f"{apart / moved:.2g}")
+    alone = _recurrent(run, none, some, align)
+    beside = _recurrent(run, some, some, align)
+    return float(f"{distance(alone, beside) / distance(alone, start):.2g}")
+
+
+def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
+    return sum((a - b).square().sum() for a, b in zip(some, others)) ** 0.5
 
 
 def _recurrent(run: RunInputs, plan: HeadPlan, some: HeadPlan, align: StageConfig | None) -> list[torch.Tensor]:
-    """The weights of the heads that ``some`` makes recurrent, after alignment under ``plan``."""
+    """Return the weights of the heads that ``some`` makes recurrent, after alignment under ``plan``."""
     rows = open_rows(run.config.data, run.tokenizer)
     calibration = rows.batch(0, 8)
     student, _ = build_student(run.teacher, plan, d_state=D_STATE, init="fitted", calibration=calibration)
     if align is not None:
         with tempfile.TemporaryDirectory() as out:
             train_stage(make_stage(align, student, run.teacher), rows, out, progress=False)
-    found = []
+    weights = []
     for layer, mixer in enumerate(student.mixers()):
         picked = [mixer.recurrent.index(head) for head in some.recurrent_in(layer)]
         for name in ("x_proj", "b_proj", "c_proj", "z_proj"):
             weight = getattr(mixer.ssm, name).weight.detach().unflatten(0, (len(mixer.recurrent), -1))
-            found.append(weight[picked].clone())
-    return found
+            weights.append(weight[picked].clone())
+    return weights
 
 
 def steps() -> dict[str, Any]:
-    """CPU seconds of a step, by state size: alignment of all heads, distillation of a student with 4."""
+    """Return CPU seconds of a step, by state size: alignment of all heads, distillation of a student with 4."""
     base = config()
     run = RunInputs(base)
     rows = open_rows(base.data, run.tokenizer)
     plans = {"align": HeadPlan.none(run.teacher), "distill": HeadPlan.random(run.teacher, 4, seed=0)}
-    found: dict[str, Any] = {}
+    by_stage: dict[str, dict[str, float]] = {"align": {}, "distill": {}}
     for d_state in (4, 16, 64):
         for name, plan in plans.items():
             student, _ = build_student(run.teacher, plan, d_state=d_state, init="teacher")
             options = replace(base.stage(name), steps=TIMED)
             stage = make_stage(options, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer))
             with tempfile.TemporaryDirectory() as out:
-                _, seconds = _timed(lambda: train_stage(stage, rows, out, progress=False))  # noqa: B023
-            found.setdefault(name, {})[str(d_state)] = round(seconds / TIMED, 3)
-    return {"cpu_seconds_a_step": found}
-
-
-def _timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    """(what it returns, CPU seconds of this process)."""
-    begun = time.process_time()
-    return action(), time.process_time() - begun
+                _, seconds = cpu_time(lambda stage=stage, out=out: train_stage(stage, rows, out, progress=False))
+            by_stage[name][str(d_state)] = round(seconds / TIMED, 3)
+    return {"cpu_seconds_a_step": by_stage}
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {"students": students, "heads": heads, "steps": steps}

@@ -15,9 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "threads.json"
 SETTINGS: dict[str, dict[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1"},
     "libgomp's default": {"GOMP_SPINCOUNT": "300000"},
@@ -25,6 +23,9 @@ SETTINGS: dict[str, dict[str, str]] = {
     "as a program": {},
 }
 MEASURED = ("align", "distill")
+WARM_UP = 2
+"""Steps before those that are timed."""
+READ_BY_LIBGOMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def steps_per_second(steps: int) -> dict[str, float]:
@@ -47,8 +48,8 @@ def steps_per_second(steps: int) -> dict[str, float]:
         stage = make_stage(config, student, teacher, vocab_size=vocabulary_size(tokenizer))
         optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-4)
         begun = 0.0
-        for step in range(steps + 2):
-            if step == 2:
+        for step in range(WARM_UP + steps):
+            if step == WARM_UP:
                 begun = time.perf_counter()
             stage(rows.batch(step, 8)).total.backward()
             optimizer.step()
@@ -72,41 +73,52 @@ def busy_process() -> Iterator[None]:
 
 def measure(steps: int, settings: dict[str, str]) -> dict[str, float]:
     """`steps_per_second` of a fresh process under these variables."""
-    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | settings
+    environment = {name: value for name, value in os.environ.items() if name not in READ_BY_LIBGOMP}
     command = [sys.executable, __file__, "--here", "--steps", str(steps)]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    return json.loads(answer.splitlines()[-1])
+    ran = subprocess.run(command, env=environment | settings, capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def measure_all(steps: int) -> dict[str, dict[str, float]]:
+    """Measure every setting; print each row as it is measured."""
+    rows = {}
+    for name, settings in SETTINGS.items():
+        rows[name] = measure(steps, settings)
+        print(name, rows[name], flush=True)
+    return rows
+
+
+def times_slower(results: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Return how many times slower than the best row a program is, by load and stage."""
+    slower = {}
+    for load, rows in results.items():
+        for stage in MEASURED:
+            best = max(row[stage] for row in rows.values())
+            slower[f"{load}, {stage}"] = round(best / rows["as a program"][stage], 2)
+    return slower
 
 
 def main() -> None:
-    """Print each row as it is measured, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure on an idle machine, then beside a busy process; write the JSON."""
+    # This process only starts others, which import the package before torch: so it imports neither at the top.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="steps timed of each stage")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
         print(json.dumps(steps_per_second(options.steps)))
         return
-    results: dict[str, dict[str, dict[str, float]]] = {"idle": {}, "beside a busy process": {}}
-    for name, settings in SETTINGS.items():
-        results["idle"][name] = measure(options.steps, settings)
+    results = {"idle": measure_all(options.steps)}
     with busy_process():
-        for name, settings in SETTINGS.items():
-            results["beside a busy process"][name] = measure(options.steps, settings)
-    for load, rows in results.items():
-        for name, row in rows.items():
-            print(load, name, row)
-    slower = {
-        f"{load}, {stage}": round(max(row[stage] for row in rows.values()) / rows["as a program"][stage], 2)
-        for load, rows in results.items()
-        for stage in MEASURED
-    }
-    from provenance import about, write
+        results["beside a busy process"] = measure_all(options.steps)
+    slower = times_slower(results)
+    print(slower)
+
+    from records import RESULTS, about, write
 
     what = "steps a second on the embedded teacher; how many times slower than the best row a program is"
-    write(RESULTS, about(what, threads=os.cpu_count()) | {"results": results, "times_slower_than_best": slower})
-    print(slower)
+    record = about(what, threads=os.cpu_count()) | {"results": results, "times_slower_than_best": slower}
+    write(RESULTS / "threads.json", record)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the file does not have for these sources.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import math
@@ -25,24 +24,13 @@ from hybrid_kernels import ssd_triton
 from hybrid_kernels.ssd_tiles import BACKWARD_KERNELS, LARGEST_FP32_BLOCK, Launch
 from kernel_resources import code_of, digest
 from kernel_time import GPUS, bytes_of_chunk, milliseconds, programs_per_processor
-from provenance import read, write
+from records import RESULTS, parser_of, read, write
 
-RESULTS = Path(__file__).parent / "results" / "tile_search.json"
+RECORD = RESULTS / "tile_search.json"
 PROGRAMS, LENGTH = 8 * 32, 2048
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def candidates(d_state: int, head_dim: int, dtype: str) -> list[tuple[int, int, int]]:
-    """Chunks, warps and stages worth compiling: larger states need more warps, and shorter chunks."""
-    size = d_state * head_dim * (1 if dtype == "bf16" else 4)
-    chunks = (32, 64) if size <= 4096 else (16, 32)
-    warps = (4,) if size <= 4096 else (4, 8) if size <= 8192 else (8,)
-    return list(itertools.product(chunks, warps, (2, 3) if dtype == "bf16" else (1, 2)))
-
-
-def ways(d_state: int, head_dim: int) -> list[int]:
-    """Return into how many kernels the backward may be cut."""
-    return [1] if d_state * head_dim <= 4096 else [1, 2]
+SMALL_STATE = 4096
+"""Elements of a state that 4 warps hold, and one backward kernel."""
 
 
 class Winner(NamedTuple):
@@ -54,95 +42,135 @@ class Winner(NamedTuple):
     n_backward: int
 
     @property
-    def kinds(self) -> dict[str, Launch]:
-        """Return its kernels."""
-        backward = {f"backward {gradients}": self.backward for gradients in BACKWARD_KERNELS[self.n_backward]}
-        return {"forward": self.forward} | backward
+    def backward_kinds(self) -> list[str]:
+        return [f"backward {gradients}" for gradients in BACKWARD_KERNELS[self.n_backward]]
 
 
 class Search:
     """The candidates of one shape; what was timed goes to ``rows``."""
 
-    def __init__(self, rows: dict[str, Any], dtype: str, capability: int, n: int, p: int, *, compiles: bool):
-        self.rows, self.dtype, self.capability, self.n, self.p, self.compiles = rows, dtype, capability, n, p, compiles
+    def __init__(
+        self, rows: dict[str, Any], dtype: str, capability: int, n: int, p: int, *, compiles: bool
+    ) -> None:
+        self.rows = rows
+        self.dtype = dtype
+        self.capability = capability
+        self.n = n
+        self.p = p
+        self.compiles = compiles
+
+    def chunks(self) -> tuple[int, int]:
+        """Return the lengths worth compiling: larger states need shorter chunks."""
+        return (32, 64) if self.state_size() <= SMALL_STATE else (16, 32)
+
+    def state_size(self) -> int:
+        """Return the elements of a state, those in fp32 counted four times: they need three products, not one."""
+        return self.n * self.p * (1 if self.dtype == "bf16" else 4)
+
+    def launches(self) -> list[Launch]:
+        """Return the warps and stages worth compiling: larger states need more warps."""
+        size = self.state_size()
+        warps = (4,) if size <= SMALL_STATE else (4, 8)
+        if size > 2 * SMALL_STATE:
+            warps = (8,)
+        stages = (2, 3) if self.dtype == "bf16" else (1, 2)
+        return [Launch(*pair) for pair in itertools.product(warps, stages)]
+
+    def ways(self) -> list[int]:
+        """Return into how many kernels the backward may be cut."""
+        return [1] if self.n * self.p <= SMALL_STATE else [1, 2]
 
     def row(self, kind: str, chunk: int, launch: Launch, *, full: bool = True) -> dict[str, Any]:
-        """Return what is known of one kernel, empty if it does not compile or fit."""
+        """Return the measurements of one kernel, empty if it does not compile or fit."""
         name = f"{self.dtype} sm_{self.capability} {self.n} {self.p} {kind} {chunk} "
-        name += f"{launch.num_warps} {launch.num_stages}" + ("" if full else " plain")
+        name += f"{launch.num_warps} {launch.num_stages}"
+        if not full:
+            name += " plain"
         if name not in self.rows and self.compiles:
             try:
-                self.rows[name] = self._timed(kind, chunk, launch, full)
+                self.rows[name] = self.timed(kind, chunk, launch, full)
             except Exception as error:  # a candidate that the compiler refuses is not one
                 self.rows[name] = {}
                 print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
         return self.rows.get(name) or {}
 
-    def _timed(self, kind: str, chunk: int, launch: Launch, full: bool) -> dict[str, Any]:
-        gpu, dtype = GPUS[self.capability], DTYPES[self.dtype]
-        described = ssd_triton.compilation(kind, self.n, self.p, chunk, launch, dtype=dtype, full=full)
-        code = code_of(described, self.capability)
-        resident = programs_per_processor(code, launch.num_warps, gpu)
-        found: dict[str, Any] = {"resident": resident, "registers": code.registers, "shared_bytes": code.shared_bytes}
-        found |= {"spills": code.spills, "barriers": code.count("BAR"), "instructions": len(code.loop)}
-        if resident:
+    def timed(self, kind: str, chunk: int, launch: Launch, full: bool) -> dict[str, Any]:
+        gpu = GPUS[self.capability]
+        dtype = DTYPES[self.dtype]
+        compilation = ssd_triton.compilation(kind, self.n, self.p, chunk, launch, dtype=dtype, full=full)
+        code = code_of(compilation, self.capability)
+        row: dict[str, Any] = {
+            "resident": programs_per_processor(code, launch.num_warps, gpu),
+            "registers": code.registers,
+            "shared_bytes": code.shared_bytes,
+            "spills": code.spills,
+            "barriers": code.count("BAR"),
+            "instructions": len(code.loop),
+        }
+        if row["resident"]:
             moved = bytes_of_chunk(kind, self.n, self.p, chunk, dtype.itemsize, full=full)
             time = milliseconds(code, gpu, launch.num_warps, PROGRAMS, math.ceil(LENGTH / chunk), moved)
-            found["ms"] = round(time, 4)
-        return found
+            row["ms"] = round(time, 4)
+        return row
 
     def best(self) -> Winner | None:
         """Return the fastest tile, or None if nothing runs."""
-        tried = [(chunk, Launch(*launch)) for chunk, *launch in candidates(self.n, self.p, self.dtype)]
-        found = []
-        for chunk in dict.fromkeys(chunk for chunk, _ in tried):
-            launches = [launch for other, launch in tried if other == chunk]
-            forward = min((self.total(["forward"], chunk, launch), launch) for launch in launches)
-            cuts = {way: [f"backward {name}" for name in BACKWARD_KERNELS[way]] for way in ways(self.n, self.p)}
-            backward = min(
-                (self.total(kinds, chunk, launch), launch, way) for launch in launches for way, kinds in cuts.items()
-            )
-            found.append((forward[0] + backward[0], Winner(chunk, forward[1], *backward[1:])))
-        time, winner = min(found)
+        tiles = [self.best_of_chunk(chunk) for chunk in self.chunks()]
+        time, winner = min(tiles)
         return None if math.isinf(time) else winner
+
+    def best_of_chunk(self, chunk: int) -> tuple[float, Winner]:
+        """Return the milliseconds of the fastest tile of a chunk's length, and the tile."""
+        forwards = []
+        backwards = []
+        for launch in self.launches():
+            forwards.append((self.total(["forward"], chunk, launch), launch))
+            for way in self.ways():
+                kinds = [f"backward {gradients}" for gradients in BACKWARD_KERNELS[way]]
+                backwards.append((self.total(kinds, chunk, launch), launch, way))
+        forward_time, forward = min(forwards)
+        backward_time, backward, way = min(backwards)
+        return forward_time + backward_time, Winner(chunk, forward, backward, way)
 
     def total(self, kinds: list[str], chunk: int, launch: Launch, *, full: bool = True) -> float:
         """Return the milliseconds of some kernels, infinity if one does not run."""
         return sum(self.row(kind, chunk, launch, full=full).get("ms", math.inf) for kind in kinds)
 
     def entry(self, tile: Winner) -> str:
-        """One line of the tile table; behind it forward and backward, with no option and with all."""
-        backward = [kind for kind in tile.kinds if kind != "forward"]
-        rows = {kind: self.row(kind, tile.chunk, launch) for kind, launch in tile.kinds.items()}
+        """Return a line of the tile table; behind it forward and backward, with no option and with all."""
+        forward = self.row("forward", tile.chunk, tile.forward)
+        backward = [self.row(kind, tile.chunk, tile.backward) for kind in tile.backward_kinds]
         launches = [
-            str(tuple(tile.forward._replace(resident=rows["forward"]["resident"]))),
-            str(tuple(tile.backward._replace(resident=min(rows[kind]["resident"] for kind in backward)))),
+            tile.forward._replace(resident=forward["resident"]),
+            tile.backward._replace(resident=min(row["resident"] for row in backward)),
         ]
-        spills = max(row["spills"] for row in rows.values())
-        times = [
-            f"{self.total(['forward'], tile.chunk, tile.forward, full=full):.3f} + "
-            f"{self.total(backward, tile.chunk, tile.backward, full=full):.3f}"
-            for full in (False, True)
-        ]
-        key, words = (self.capability, self.n, self.p), ", ".join(f"Launch{launch}" for launch in launches)
-        return f"    {key}: Tile({tile.chunk}, {words}, {tile.n_backward}, {spills}),  # {times[0]}, {times[1]}"
+        words = ", ".join(f"Launch{tuple(launch)}" for launch in launches)
+        spills = max(row["spills"] for row in [forward, *backward])
+        times = []
+        for full in (False, True):
+            ahead = self.total(["forward"], tile.chunk, tile.forward, full=full)
+            back = self.total(tile.backward_kinds, tile.chunk, tile.backward, full=full)
+            times.append(f"{ahead:.3f} + {back:.3f}")
+        shape = (self.capability, self.n, self.p)
+        return f"    {shape}: Tile({tile.chunk}, {words}, {tile.n_backward}, {spills}),  # {', '.join(times)}"
 
 
 def main() -> None:
     """Compile and time what is missing, write the JSON, print the best tiles."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, RECORD)
     parser.add_argument("--capability", type=int, nargs="+", default=[90, 80])
     parser.add_argument("--state", type=int, nargs="+", default=[16, 64, 128, 32])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 32, 16])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--table", action="store_true", help="compile nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     record = read(options.out)
     model = hashlib.sha256(Path(kernel_time.__file__).read_bytes()).hexdigest()[:16]
     sources = f"triton {triton.__version__}, kernels {digest(ssd_triton)}, model {model}"
-    rows: dict[str, Any] = record.get("rows", {}) if record.get("sources") == sources else {}
+    rows: dict[str, Any] = {}
+    if record.get("sources") == sources:
+        rows = record["rows"]
     shapes = itertools.product(options.dtype, options.capability, options.head_dim, options.state)
     for dtype, capability, p, n in shapes:
         if dtype == "fp32" and max(n, p) > LARGEST_FP32_BLOCK[capability]:

@@ -22,12 +22,11 @@ Shapes: B batch, L length, H heads, P head dim, N state size, G groups (heads th
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import NamedTuple
 
-RESULTS = Path(__file__).parent / "results" / "traffic.json"
+from records import RESULTS, parser_of, write
+
+RECORD = RESULTS / "traffic.json"
 BF16, FP32 = 2, 4
 MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
 OUR_CHUNK = 32  # P = 64, sm_90: the tile table
@@ -78,12 +77,17 @@ class Device(NamedTuple):
 
 
 DEVICES = {"H100": Device(3.0e12, 800e12), "H200": Device(4.3e12, 800e12), "A100": Device(1.75e12, 250e12)}
-SHAPES = tuple(
-    Shape(B, L, H, 64, N, G)
-    for B, L, H in ((8, 2048, 32), (8, 8192, 32), (8, 2048, 29), (1, 32768, 32))
-    for N in (4, 8, 16, 64, 128)
-    for G in ((H, 1) if (B, L, H) == (8, 2048, 32) else (H,))
-)
+
+
+def shapes() -> list[Shape]:
+    """Return the shapes of the table, of which one is also counted with B and C shared by all heads."""
+    listed = []
+    for B, L, H in ((8, 2048, 32), (8, 8192, 32), (8, 2048, 29), (1, 32768, 32)):
+        for N in (4, 8, 16, 64, 128):
+            listed.append(Shape(B, L, H, 64, N, H))
+            if (B, L, H) == (8, 2048, 32):
+                listed.append(Shape(B, L, H, 64, N, 1))
+    return listed
 
 
 class Work(NamedTuple):
@@ -94,20 +98,22 @@ class Work(NamedTuple):
     chunk: int
 
     def bytes_(self, *, backward: bool) -> int:
-        return sum(self.forward.values()) + (sum(self.backward.values()) if backward else 0)
+        total = sum(self.forward.values())
+        if backward:
+            total += sum(self.backward.values())
+        return total
 
 
 def limit(s: Shape) -> Work:
     """Each input read once, each output written once, in either direction."""
-    return Work(
-        {"all": 2 * s.x() + 2 * s.bc() + s.decay()}, {"all": 3 * s.x() + 4 * s.bc() + 2 * s.decay()}, LIMIT_CHUNK
-    )
+    forward = 2 * s.x() + 2 * s.bc() + s.decay()
+    backward = 3 * s.x() + 4 * s.bc() + 2 * s.decay()
+    return Work({"all": forward}, {"all": backward}, LIMIT_CHUNK)
 
 
 def ours(s: Shape) -> Work:
-    """Per-head B and C: with groups, they are expanded first. Decays: `_decays` writes three vectors and a loop reads
-    them; the backward writes two, which `_decay_gradients` reads."""
-    s = s._replace(G=s.H)
+    """Count our kernels. The forward writes three vectors of decays and reads them; the backward writes two more."""
+    s = s._replace(G=s.H)  # B and C of groups are expanded first
     saved = s.states(OUR_CHUNK, BF16)
     inputs = 2 * s.x() + 2 * s.bc() + saved
     forward = {"decays": 4 * s.decay(), "forward": inputs + 3 * s.decay()}
@@ -121,8 +127,12 @@ def ours(s: Shape) -> Work:
 
 def mamba_ssm(s: Shape) -> Work:
     chunk = MAMBA_CHUNK
-    states, states16, scores = s.states(chunk, FP32), s.states(chunk, BF16), s.scores(chunk)
-    wide, narrow = s.tokens * s.N * FP32, s.bc()  # dB and dC are first written per head, in fp32
+    states = s.states(chunk, FP32)
+    states16 = s.states(chunk, BF16)
+    scores = s.scores(chunk)
+    # dB and dC are first written per head, in fp32.
+    wide = s.tokens * s.N * FP32
+    narrow = s.bc()
     forward = {
         "chunk_cumsum": 3 * s.decay(),
         "chunk_state": s.x() + s.bc() + 2 * s.decay() + states,
@@ -130,7 +140,8 @@ def mamba_ssm(s: Shape) -> Work:
         "bmm_chunk": 2 * s.bc() + scores,
         "chunk_scan": scores + 2 * s.x() + s.bc() + 2 * s.decay() + states16,
     }
-    again = {f"{name} again": forward[name] for name in ("chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk")}
+    run_again = ("chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk")
+    again = {f"{name} again": forward[name] for name in run_again}
     backward = again | {
         "dstates": s.x() + s.bc() + s.decay() + states,
         "state_passing_bwd": states + 2 * states16 + states,
@@ -146,7 +157,8 @@ def mamba_ssm(s: Shape) -> Work:
 
 
 def fla(s: Shape) -> Work:
-    states, states16 = s.states(FLA_CHUNK, FP32), s.states(FLA_CHUNK, BF16)
+    states = s.states(FLA_CHUNK, FP32)
+    states16 = s.states(FLA_CHUNK, BF16)
     per_head = s._replace(G=s.H).bc()  # dB and dC are written per head, then summed
     forward = {
         "local_cumsum": 2 * s.decay(),
@@ -168,36 +180,49 @@ CONTENDERS = {"limit": limit, "ours": ours, "mamba-ssm": mamba_ssm, "fla": fla}
 
 def operations(s: Shape, chunk: int, *, backward: bool) -> int:
     """Causal half of each chunk's square, C B^T and the states recomputed in the backward."""
-    forward = chunk * (s.N + s.P) + 4 * s.N * s.P
-    return s.tokens * (forward + (chunk * (3 * s.N + 2 * s.P) + 10 * s.N * s.P if backward else 0))
+    per_token = chunk * (s.N + s.P) + 4 * s.N * s.P
+    if backward:
+        per_token += chunk * (3 * s.N + 2 * s.P) + 10 * s.N * s.P
+    return s.tokens * per_token
 
 
 def milliseconds(s: Shape, work: Work, device: Device, *, backward: bool) -> float:
     """The longer of moving and computing."""
     moving = work.bytes_(backward=backward) / device.bandwidth
-    return 1e3 * max(moving, operations(s, work.chunk, backward=backward) / device.flops)
+    computing = operations(s, work.chunk, backward=backward) / device.flops
+    return 1e3 * max(moving, computing)
+
+
+class Kernel(NamedTuple):
+    """Bytes and floating-point operations of one launch."""
+
+    moved: int
+    flops: int = 0
+
+    def seconds(self, device: Device) -> float:
+        """The longer of moving and computing."""
+        return max(self.moved / device.bandwidth, self.flops / device.flops)
 
 
 class Edge(NamedTuple):
-    """One of the other kernels at one shape: what each contender runs one after the other, as (bytes, operations)."""
+    """One of the other kernels at one shape: what each contender runs one after the other."""
 
     name: str
-    kernels: dict[str, list[tuple[int, int]]]
+    kernels: dict[str, list[Kernel]]
 
     def bytes_(self) -> dict[str, int]:
-        return {name: sum(moved for moved, _ in kernels) for name, kernels in self.kernels.items()}
+        return {name: sum(kernel.moved for kernel in kernels) for name, kernels in self.kernels.items()}
 
     def milliseconds(self, device: Device) -> dict[str, float]:
-        """The longer of moving and computing, kernel by kernel."""
-        return {
-            name: 1e3 * sum(max(moved / device.bandwidth, flops / device.flops) for moved, flops in kernels)
-            for name, kernels in self.kernels.items()
-        }
+        times = {}
+        for name, kernels in self.kernels.items():
+            times[name] = 1e3 * sum(kernel.seconds(device) for kernel in kernels)
+        return times
 
 
-def moving(**moved: int) -> dict[str, list[tuple[int, int]]]:
-    """Contenders that only move bytes; an underscore stands for a dash."""
-    return {name.replace("_", "-"): [(count, 0)] for name, count in moved.items()}
+def moving(**moved: int) -> dict[str, list[Kernel]]:
+    """Return contenders that only move bytes; an underscore stands for a dash."""
+    return {name.replace("_", "-"): [Kernel(count)] for name, count in moved.items()}
 
 
 def convolution(s: Shape) -> Edge:
@@ -222,93 +247,103 @@ def decoding_step(s: Shape) -> Edge:
 def loss(tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "forward_kl") -> Edge:
     """Products of both heads and of the gradient, and passes over the logits; ours writes and reads bf16 in place."""
 
-    def product(m: int, k: int, n: int, element: int = BF16) -> tuple[int, int]:
-        return (m * k + k * n) * BF16 + m * n * element, 2 * m * k * n
+    def product(m: int, k: int, n: int, element: int = BF16) -> Kernel:
+        return Kernel((m * k + k * n) * BF16 + m * n * element, 2 * m * k * n)
 
-    def chunk(m: int) -> list[tuple[int, int]]:
+    def chunk(m: int) -> list[Kernel]:
         """Logits twice, gradients of hidden states and, added to the sum in fp32, of the head."""
-        moved, flops = product(vocabulary, m, student, 2 * FP32)
-        logits = [product(m, student, vocabulary), product(m, teacher, vocabulary)]
-        return [*logits, product(m, vocabulary, student), (moved, flops)]
+        return [
+            product(m, student, vocabulary),
+            product(m, teacher, vocabulary),
+            product(m, vocabulary, student),
+            product(vocabulary, m, student, 2 * FP32),
+        ]
 
     logits = tokens * vocabulary
-    whole, in_chunks = chunk(tokens), tokens // LOSS_CHUNK * chunk(LOSS_CHUNK)
-    gradients = (4 * tokens * student * BF16, 0), (vocabulary * student * (2 * FP32 + BF16), 0)  # zeroed, read, scaled
+    whole = chunk(tokens)
+    in_chunks = tokens // LOSS_CHUNK * chunk(LOSS_CHUNK)
+    of_hidden = Kernel(4 * tokens * student * BF16)
+    of_head = Kernel(vocabulary * student * (2 * FP32 + BF16))  # zeroed, read, scaled
     # What is read of the logits: the normalizers', for JSD the mean pull's, the gradient's pass, which also writes it.
-    passes = 2 + (0 if kind == "forward_kl" else 2) + 2 + 1
+    passes = 5 if kind == "forward_kl" else 7
+    least = sum(kernel.moved for kernel in whole) - 3 * logits * BF16
     contenders = {
-        "limit": [(sum(moved for moved, _ in whole) - 3 * logits * BF16, sum(flops for _, flops in whole))],
-        "ours": [*in_chunks, (passes * logits * BF16, 0), *gradients],
-        "Liger": [*whole, (LIGER_PASSES * 2 * logits * FP32, 0)],
-        "torch": [*whole, (2 * LIGER_PASSES * 2 * logits * FP32, 0)],
+        "limit": [Kernel(least, sum(kernel.flops for kernel in whole))],
+        "ours": [*in_chunks, Kernel(passes * logits * BF16), of_hidden, of_head],
+        "Liger": [*whole, Kernel(LIGER_PASSES * 2 * logits * FP32)],
+        "torch": [*whole, Kernel(2 * LIGER_PASSES * 2 * logits * FP32)],
     }
     return Edge(f"loss {kind} {tokens} x {vocabulary} x {student}/{teacher}", contenders)
 
 
-EDGES = (
-    *(convolution(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64)),
-    *(decoding_step(Shape(B, 1, 32, 64, N, 32)) for B, N in ((1, 16), (64, 16), (64, 64))),
-    *(loss(16_384, 128_256, 2048, teacher, kind) for teacher in (2048, 4096) for kind in ("forward_kl", "jsd")),
-)
+
+def edges() -> list[Edge]:
+    """Return the rows of the second table."""
+    listed = [convolution(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64)]
+    listed += [decoding_step(Shape(B, 1, 32, 64, N, 32)) for B, N in ((1, 16), (64, 16), (64, 64))]
+    for teacher in (2048, 4096):
+        for kind in ("forward_kl", "jsd"):
+            listed.append(loss(16_384, 128_256, 2048, teacher, kind))
+    return listed
 
 
 def row(s: Shape) -> dict[str, object]:
-    """All contenders at one shape."""
+    """Return all contenders at one shape."""
     record: dict[str, object] = {"shape": s._asdict()}
     for name, model in CONTENDERS.items():
         work = model(s)
+        times = {}
+        for device, rates in DEVICES.items():
+            times[device] = {
+                "forward": milliseconds(s, work, rates, backward=False),
+                "forward + backward": milliseconds(s, work, rates, backward=True),
+            }
         record[name] = {
             "kernels_bytes": {"forward": work.forward, "backward": work.backward},
             "forward_bytes": work.bytes_(backward=False),
             "bytes": work.bytes_(backward=True),
             "forward_gflop": operations(s, work.chunk, backward=False) / 1e9,
             "gflop": operations(s, work.chunk, backward=True) / 1e9,
-            "milliseconds": {
-                device: {
-                    "forward": milliseconds(s, work, rates, backward=False),
-                    "forward + backward": milliseconds(s, work, rates, backward=True),
-                }
-                for device, rates in DEVICES.items()
-            },
+            "milliseconds": times,
         }
     return record
 
 
-def main() -> None:
-    """Print the table of forward + backward, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="H100", choices=DEVICES)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+def edge_row(edge: Edge) -> dict[str, object]:
+    times = {name: edge.milliseconds(rates) for name, rates in DEVICES.items()}
+    return {"name": edge.name, "bytes": edge.bytes_(), "milliseconds": times}
 
-    print(f"forward + backward, MB (ms on {options.device} at the limit of the bus or the tensor cores)")
-    print(f"{'B':>3}{'L':>7}{'H':>4}{'P':>4}{'N':>4}{'G':>4}" + "".join(f"{name:>18}" for name in CONTENDERS))
-    for s in SHAPES:
+
+def show(device: str) -> None:
+    """Print both tables, of forward and backward."""
+    rates = DEVICES[device]
+    print(f"MB (ms on {device} at the limit of the bus or the tensor cores), {', '.join(CONTENDERS)}")
+    for s in shapes():
         cells = []
         for model in CONTENDERS.values():
             work = model(s)
-            time = milliseconds(s, work, DEVICES[options.device], backward=True)
+            time = milliseconds(s, work, rates, backward=True)
             cells.append(f"{work.bytes_(backward=True) / 1e6:>9.0f} ({time:.3f})")
-        print(f"{s.B:>3}{s.L:>7}{s.H:>4}{s.P:>4}{s.N:>4}{s.G:>4}" + "".join(f"{cell:>18}" for cell in cells))
-    print("\nthe other kernels")
-    for edge in EDGES:
-        times, moved = edge.milliseconds(DEVICES[options.device]), edge.bytes_()
-        cells = [f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times]
-        print(f"{edge.name:<40}" + "".join(f"{cell:>30}" for cell in cells))
+        print(s, *cells)
+    for edge in edges():
+        moved = edge.bytes_()
+        times = edge.milliseconds(rates)
+        print(edge.name, *(f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times), sep="  ")
+
+
+def main() -> None:
+    """Print the tables, write the JSON."""
+    parser = parser_of(__doc__, RECORD)
+    parser.add_argument("--device", default="H100", choices=DEVICES)
+    options = parser.parse_args()
+    show(options.device)
     record = {
         "what": "predictions from the shapes, bf16, without gate and skip; no measurement",
         "devices": {name: rates._asdict() for name, rates in DEVICES.items()},
-        "rows": [row(s) for s in SHAPES],
-        "other kernels": [
-            {
-                "name": edge.name,
-                "bytes": edge.bytes_(),
-                "milliseconds": {name: edge.milliseconds(rates) for name, rates in DEVICES.items()},
-            }
-            for edge in EDGES
-        ],
+        "rows": [row(s) for s in shapes()],
+        "other kernels": [edge_row(edge) for edge in edges()],
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(options.out, record)
 
 
 if __name__ == "__main__":

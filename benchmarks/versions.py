@@ -13,7 +13,6 @@ nothing.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.util
 import json
@@ -21,12 +20,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+# `check_all` runs where the package must not be imported: so nothing of it, nor of what imports it, at the top.
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-RESULTS = HERE / "results" / "versions.json"
+RECORD = HERE / "results" / "versions.json"
 FAMILIES = HERE / "results" / "families.json"
 OLDEST = ROOT / "hybrid_distill" / "export" / "versions.json"
 FORMS = ("falcon-h1", "safetensors")
@@ -58,29 +59,45 @@ def checked(others: Path | None, folders: list[Path], needs_package: bool) -> di
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch) / "results.jsonl"
         results.touch()
-        path = [str(others)] * (others is not None) + [str(ROOT), str(ROOT / "kernels")] * needs_package
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"PYTHONPATH": os.pathsep.join(path), "HF_MODULES_CACHE": f"{scratch}/modules",
-                        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # fmt: skip
+        path = []
+        if others is not None:
+            path.append(str(others))
+        if needs_package:
+            path += [str(ROOT), str(ROOT / "kernels")]
+        variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "HF_MODULES_CACHE": f"{scratch}/modules",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
         command = [sys.executable, __file__, "--check", str(results), *map(str, folders)]
-        run = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
-        found = dict(json.loads(line) for line in results.read_text().splitlines())
-    died = run.stderr.strip().splitlines()[-1:] if run.returncode else []
-    return {folder.name: summary(found.get(folder.name), died) for folder in folders}
+        run = subprocess.run(command, cwd=scratch, env=variables, capture_output=True, text=True)
+        by_export = dict(json.loads(line) for line in results.read_text().splitlines())
+    last_words = run.stderr.strip().splitlines()[-1:] if run.returncode else []
+    return {folder.name: summary(by_export.get(folder.name), last_words) for folder in folders}
 
 
 def summary(checks: list[list[Any]] | None, died: list[str]) -> dict[str, Any]:
     """Return whether all checks hold, the figures, and the first failed check."""
     if checks is None:
         return {"right": False, "reason": f"the process ended: {' '.join(died)}"[:300]}
-    figures = {name.split(",")[0]: measured for name, measured, *_ in checks if name.split(",")[0] in FIGURES}
-    wrong = [f"{name}: {measured:.1e}. {detail}" for name, measured, limit, detail in checks if not measured <= limit]
-    reason = " ".join(wrong[0].split())[:300] if wrong else ""
-    return {"right": not wrong, **figures, **({"reason": reason} if wrong else {})}
+    figures = {}
+    wrong = []
+    for name, measured, limit, detail in checks:
+        kind = name.split(",")[0]
+        if kind in FIGURES:
+            figures[kind] = measured
+        if not measured <= limit:  # NaN is wrong too
+            wrong.append(f"{name}: {measured:.1e}. {detail}")
+    result = {"right": not wrong, **figures}
+    if wrong:
+        result["reason"] = " ".join(wrong[0].split())[:300]
+    return result
 
 
 def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
-    """Folders of exports by form, of which nothing says how old a transformers may be."""
+    """Return folders of exports by form, of which nothing says how old a transformers may be."""
     sys.path.append(str(ROOT / "tests"))
     import families
     from students import byte_tokenizer, tiny_student
@@ -88,7 +105,9 @@ def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
 
     from hybrid_distill.export import export_checkpoint, gate
 
-    gate.PROMPT_LENGTHS, gate.NEW_TOKENS = (5, 24), 8  # more would take hours, over all families and versions
+    # More would take hours, over all families and versions.
+    gate.PROMPT_LENGTHS = (5, 24)
+    gate.NEW_TOKENS = 8
     recorded = json.loads(FAMILIES.read_text())["families"]
     supported = [name for name, rows in recorded.items() if rows[0]["status"] == "supported"]
     made: dict[str, list[Path]] = {form: [] for form in ("remote-code", *FORMS)}
@@ -103,16 +122,21 @@ def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
             student, plan = tiny_student(family, recurrence="mamba2")
             made[form].append(scratch / f"{family}, {form}")
             export_checkpoint(student, byte_tokenizer(), made[form][-1], plan=plan, form=form, gate=False)
-    for folder in [path for paths in made.values() for path in paths]:
-        file = folder / "config.json"
-        config = json.loads(file.read_text())
-        config.pop("checked_transformers", None)
-        file.write_text(json.dumps(config))
+    for folders in made.values():
+        for folder in folders:
+            forget_version(folder / "config.json")
     return made
 
 
+def forget_version(file: Path) -> None:
+    """Remove the version that an export would refuse an older one by."""
+    config = json.loads(file.read_text())
+    config.pop("checked_transformers", None)
+    file.write_text(json.dumps(config))
+
+
 def oldest_right(results: dict[str, dict[str, Any]]) -> str | None:
-    """The oldest version from which on every version tried is right; ``results`` go from new to old."""
+    """Return the oldest version from which on every version tried is right; ``results`` go from new to old."""
     oldest = None
     for version, result in results.items():
         if not result["right"]:
@@ -122,7 +146,9 @@ def oldest_right(results: dict[str, dict[str, Any]]) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from records import device_name, parser_of
+
+    parser = parser_of(__doc__)
     parser.add_argument("others", type=Path, help="folder that holds a folder per version of transformers")
     parser.add_argument("--only", nargs="+", default=[], metavar="TYPE", help="these alone; others stay as recorded")
     parser.add_argument("--model", nargs="+", type=Path, default=[], help="exports to check, instead of tiny ones")
@@ -130,7 +156,6 @@ def main() -> int:
 
     import torch
     import transformers
-    from provenance import device_name
 
     from hybrid_distill.model.configuration_hybrid import release
 
@@ -162,14 +187,15 @@ def main() -> int:
     return 0
 
 
-def write(results: dict[str, dict[str, dict[str, Any]]], exported_with: str, device: str, torch: str) -> None:
-    """Put what was found beside what is recorded of other exports, then make the table and the page anew."""
+def write(results: Mapping[str, dict[str, dict[str, Any]]], exported_with: str, device: str, torch: str) -> None:
+    """Add results to those on record of other exports, then make the table and the page anew."""
     import families
+    from records import read
+    from records import write as write_record
 
     from hybrid_distill.model.configuration_hybrid import release
 
-    recorded = json.loads(RESULTS.read_text())["results"] if RESULTS.is_file() else {}
-    results = dict(sorted({**recorded, **results}.items()))
+    results = dict(sorted({**read(RECORD).get("results", {}), **results}.items()))
     record = {
         "what": "exports of tiny random students, checked by other versions of transformers; differences are relative "
         "to the largest logit",
@@ -179,15 +205,19 @@ def write(results: dict[str, dict[str, dict[str, Any]]], exported_with: str, dev
         "date": datetime.date.today().isoformat(),
         "results": results,
     }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    tried = sorted({version for by_version in results.values() for version in by_version}, key=release)
-    stock = [by_version for name, by_version in results.items() if name.endswith(", falcon-h1")]
-    table = {
-        "tried": tried,
-        "oldest": {name: oldest_right(by_version) for name, by_version in results.items() if "," not in name},
-        "falcon-h1": [v for v in tried if all(by_version.get(v, {"right": False})["right"] for by_version in stock)],
-    }
-    OLDEST.write_text(json.dumps(table, indent=1) + "\n")
+    write_record(RECORD, record)
+    tried = set()
+    oldest = {}
+    stock = []
+    for name, by_version in results.items():
+        tried.update(by_version)
+        if "," not in name:  # the names of other forms have one
+            oldest[name] = oldest_right(by_version)
+        if name.endswith(", falcon-h1"):
+            stock.append(by_version)
+    versions = sorted(tried, key=release)
+    right = [v for v in versions if all(by_version.get(v, {"right": False})["right"] for by_version in stock)]
+    write_record(OLDEST, {"tried": versions, "oldest": oldest, "falcon-h1": right})
     families.write_page()
 
 

@@ -27,7 +27,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pandas as pd
-from provenance import about, write
+from records import about, write
 
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
@@ -70,12 +70,15 @@ def config(out: Path, seed: int) -> RunConfig:
 def rankings(run: RunInputs) -> dict[str, list[HeadId]]:
     """The heads in each score's order; greedy searches name as many as are kept at most."""
     path = run.paths.out / "rankings.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
+    pairs = json.loads(path.read_text()) if path.exists() else {}
     for name, rank in _scores(run).items():
-        if name not in found:
-            found[name] = rank()
-            path.write_text(json.dumps(found) + "\n")
-    return {name: [HeadId(*pair) for pair in heads] for name, heads in found.items()}
+        if name not in pairs:
+            pairs[name] = rank()
+            path.write_text(json.dumps(pairs) + "\n")
+    ranked = {}
+    for name, heads in pairs.items():
+        ranked[name] = [HeadId(*pair) for pair in heads]
+    return ranked
 
 
 def _scores(run: RunInputs) -> dict[str, Callable[[], list[HeadId]]]:

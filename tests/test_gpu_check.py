@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,111 +16,101 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
+LAUNCH_FILES = {path.name for path in (ROOT / "launch").glob("*.yaml")}
+ONE_PROCESS = {"cpu.yaml", "single_gpu.yaml"}
+
+
+def import_script(name: str) -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    yield from import_script("gpu_check")
+
+
+@pytest.fixture(scope="module")
+def attention() -> Iterator[ModuleType]:
+    yield from import_script("gpu_attention")
 
 
 @pytest.fixture
 def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The programs that rows would start; each finds its launch's two steps taken."""
+    """Record the programs that rows would start; each launch leaves the metrics of two steps."""
     started: list[list[str]] = []
 
     def record(setting: Any, name: str, *words: str, **options: Any) -> Any:
-        started.append([str(word) for word in words])
-        if "--out" in words:
-            for stage in ("1-align", "2-distill"):
-                folder = Path(words[words.index("--out") + 1]) / "stages" / stage
-                folder.mkdir(parents=True)
-                (folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+        started.append(list(words))
+        out = Path(words[words.index("--out") + 1])
+        for stage in ("1-align", "2-distill"):
+            folder = out / "stages" / stage
+            folder.mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
         return script.Outcome(script.OK)
 
     monkeypatch.setattr(script, "program", record)
     return started
 
 
-def test_without_a_gpu_it_says_so_in_a_line(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def idle(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs do nothing, and say that all went well."""
+    monkeypatch.setattr(script, "program", lambda *args, **options: script.Outcome(script.OK))
+
+
+def named(script: ModuleType, outcomes: dict[str, Any], result: str) -> set[str]:
+    """Return the launch files whose rows have this result."""
+    names = {name for name, outcome in outcomes.items() if outcome.result == result}
+    return {name.removeprefix("launch/") for name in names}
+
+
+def test_without_a_gpu_it_says_so_in_a_line(script, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_:
         script.main()
-    assert exit_.value.code == 2 and len(capsys.readouterr().out.splitlines()) == 1
+    assert exit_.value.code == 2
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_rows_are_what_a_user_runs(script: ModuleType) -> None:
     names = [row.name for row in script.rows()]
-    files = {f"launch/{path.name}" for path in (ROOT / "launch").glob("*.yaml")}
-    assert len(names) == len(set(names)) and files and files <= set(names)
-    assert {
-        "run tiny",
-        "verify of run tiny",
-        "run tiny in bfloat16",
-        "packed attention",
-        "kernels",
-    } <= set(names)
+    runs = {"run tiny", "verify of run tiny", "run tiny in bfloat16"}
+    launches = {f"launch/{name}" for name in LAUNCH_FILES}
+    assert len(names) == len(set(names))
+    assert LAUNCH_FILES
+    assert launches | runs | {"packed attention", "kernels"} <= set(names)
 
 
-def test_every_launch_file_takes_its_steps_on_two_gpus(
-    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_launch_file_takes_its_steps_on_two_gpus(script, commands, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: object())
     outcomes = script.check(script.Setting(tmp_path, False, 2), "launch/")
-    assert {outcome.result for outcome in outcomes.values()} == {"ok"}
+    assert named(script, outcomes, "ok") == LAUNCH_FILES
     started = {}
     for words in commands:
         file = Path(words[words.index("--config_file") + 1]).name
         started[file] = int(words[words.index("--num_processes") + 1])
-    files = {path.name for path in (ROOT / "launch").glob("*.yaml")}
-    assert started == {file: 1 if file in ("cpu.yaml", "single_gpu.yaml") else 2 for file in files}
+    assert started == {file: 1 if file in ONE_PROCESS else 2 for file in LAUNCH_FILES}
 
 
-def test_what_cannot_run_is_skipped_with_a_reason(
-    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_run_is_skipped_with_a_reason(script, commands, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: None)
-    one = script.check(script.Setting(tmp_path / "one", False, 1), "launch/")
-    assert {name for name, outcome in one.items() if outcome.result == "ok"} == {
-        "launch/cpu.yaml",
-        "launch/single_gpu.yaml",
-    }
-    two = script.check(script.Setting(tmp_path / "two", False, 2), "launch/")
-    skipped = {name: outcome.detail for name, outcome in two.items() if outcome.result == "skipped"}
-    assert skipped.keys() == {"launch/zero2.yaml", "launch/zero3.yaml"}
-    assert all("deepspeed" in reason for reason in skipped.values())
+    on_one = script.check(script.Setting(tmp_path / "one", False, 1), "launch/")
+    assert named(script, on_one, "ok") == ONE_PROCESS
+    on_two = script.check(script.Setting(tmp_path / "two", False, 2), "launch/")
+    assert named(script, on_two, "skipped") == {"zero2.yaml", "zero3.yaml"}
+    assert "deepspeed" in on_two["launch/zero2.yaml"].detail
 
 
-def test_a_launch_that_takes_no_step_is_wrong(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "program", lambda *args, **options: script.Outcome(script.OK))
-    outcome = script.launch("ddp.yaml", script.Setting(tmp_path, False, 2), "launch/ddp.yaml")
-    assert outcome.result == "WRONG"
+@pytest.mark.parametrize("row", ["launch/ddp.yaml", "run tiny", "verify of run tiny"])
+def test_a_row_that_leaves_nothing_is_wrong(script, idle, tmp_path, row) -> None:
+    outcomes = script.check(script.Setting(tmp_path, False, 2), f"^{row}$")
+    assert outcomes[row].result == "WRONG"
 
 
-def test_a_run_without_an_export_is_wrong(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "program", lambda *args, **options: script.Outcome(script.OK))
-    setting = script.Setting(tmp_path, False, 1)
-    outcomes = script.check(setting, "run tiny$")
-    assert {outcome.result for outcome in outcomes.values()} == {"WRONG"} and len(outcomes) == 2
-
-
-def test_one_bad_row_is_named_and_the_others_run(
-    script: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_bad_row_is_named_and_the_others_run(script, tmp_path, monkeypatch, capsys) -> None:
     def broken(setting: Any, name: str) -> Any:
         raise RuntimeError("no such thing")
 
@@ -132,64 +123,47 @@ def test_one_bad_row_is_named_and_the_others_run(
     def fine(setting: Any, name: str) -> Any:
         return script.program(setting, name, "-c", "print(3)")
 
-    made = [script.Row(run.__name__, run) for run in (broken, failing, endless, fine)]
-    monkeypatch.setattr(script, "rows", lambda: made)
+    rows = [script.Row(run.__name__, run) for run in (broken, failing, endless, fine)]
+    monkeypatch.setattr(script, "rows", lambda: rows)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as exit_:
         script.main()
+    assert exit_.value.code == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    results = [lines[name].split()[1] for name in ("broken", "failing", "endless", "fine")]
-    assert exit_.value.code == 1 and results == ["WRONG", "WRONG", "WRONG", "ok"]
-    assert "no such thing" in lines["broken"] and "it is 7" in lines["failing"]
+    results = [lines[row.name].split()[1] for row in rows]
+    assert results == ["WRONG", "WRONG", "WRONG", "ok"]
+    assert "no such thing" in lines["broken"]
+    assert "it is 7" in lines["failing"]
     assert (tmp_path / "logs" / "fine.log").read_text() == "3\n"
 
 
 @torch.no_grad()
-def test_packed_attention_is_compared_and_a_mistake_is_found(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_attention_is_compared_and_a_mistake_is_found(attention, monkeypatch) -> None:
     from hybrid_distill.model import documents
 
-    monkeypatch.setattr(
-        documents,
-        "_compiled_flex_attention",
-        lambda: torch.nn.attention.flex_attention.flex_attention,
-    )
-    assert "flex out float32" in script.compare_attention("cpu")
+    flex_attention = torch.nn.attention.flex_attention.flex_attention
+    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: flex_attention)
+    errors = attention.compare("cpu")
+    assert "flex out float32" in errors
+    assert not attention.wrong(errors)
 
-    def wrong(*heads: Any, **options: Any) -> Any:
-        return torch.nn.attention.flex_attention.flex_attention(
-            *heads, **{**options, "block_mask": None}
-        )
+    def without_mask(*heads: Any, **options: Any) -> Any:
+        return flex_attention(*heads, **{**options, "block_mask": None})
 
-    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: wrong)
-    with pytest.raises(SystemExit, match="out float32"):
-        script.compare_attention("cpu")
+    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: without_mask)
+    assert "flex out float32" in attention.wrong(attention.compare("cpu"))
 
 
 @pytest.mark.launched
 def test_a_rehearsal_runs_without_pytest(tmp_path: Path) -> None:
-    rows = "^(run tiny|verify of run tiny|launch/ddp.*|kernels)$"
+    rows = "^(run tiny|launch/ddp.*|kernels)$"
     (tmp_path / "pytest.py").write_text("raise ImportError('pytest is not installed')\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "kernels")])
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--rehearse",
-        "--only",
-        rows,
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    ran = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    script = str(ROOT / "benchmarks" / "gpu_check.py")
+    command = [sys.executable, script, "--rehearse", "--only", rows, "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "4 ok, 0 WRONG, 0 skipped" in ran.stdout
+    assert "3 ok, 0 WRONG, 0 skipped" in ran.stdout

@@ -378,8 +378,7 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
     [("align", {"target": "head"}), ("align", {"target": "layer", "train": "mixer"}), ("distill", {}), ("long", {})],
 )
 def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, name, changes):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from train_loop_worker import counted, counting_reads
+    from host_reads import counted, counting_reads
 
     with counting_reads() as reads:  # the counter sees each kind
         mask = torch.tensor([True, False])

@@ -1,0 +1,115 @@
+"""Compare attention over packed rows with the mask of all pairs: a row of `gpu_check.py`, in a process of its own.
+
+    python benchmarks/gpu_attention.py cuda    # values and gradients; on a cpu values alone
+
+Each way that this machine has is compared: FlexAttention, and flash-attn where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_distill.model import documents
+
+HEADS, WIDTH = (8, 2), 64
+"""Query and key heads, and their width."""
+ROWS_OF = {"cuda": ((2, 2048, 700), (2, 1900, 60)), "cpu": ((2, 300, 150),)}
+"""Batch, length, and mean length of the documents of these rows."""
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}  # float32 may be computed in TF32
+
+
+class Packed(NamedTuple):
+    """Random documents in rows: the first token that each token sees, [B, L]."""
+
+    dtype: torch.dtype
+    first_BL: Tensor
+    window: int | None
+
+
+def packed_rows(device: str) -> Iterator[Packed]:
+    for dtype in TOLERANCE:
+        for batch, length, mean in ROWS_OF[device]:
+            for window in (None, 200):
+                place = torch.arange(length)
+                starts = torch.rand(batch, length) < 1 / mean
+                starts[:, 0] = True
+                first_BL = torch.where(starts, place, 0).cummax(1).values
+                if window is not None:
+                    first_BL = first_BL.maximum(place - window + 1)
+                yield Packed(dtype, first_BL.to(device), window)
+
+
+def compare(device: str) -> dict[str, float]:
+    """Return the largest error of each way, tensor and dtype, relative to the largest expected entry."""
+    flash = documents._flash_attention()
+    ways = {"flex": None}
+    if flash is not None:
+        ways["flash-attn"] = flash
+    errors: dict[str, float] = {}
+    torch.manual_seed(0)
+    for rows in packed_rows(device):
+        heads = draw(rows)
+        expected = attended(heads, documents._seen(rows.first_BL).unsqueeze(1))
+        for way, function in ways.items():
+            documents._flash_attention = lambda function=function: function
+            actual = attended(heads, documents.DocumentMask.of(rows.first_BL, None, rows.window))
+            for name, tensor in expected.items():
+                error = (actual[name] - tensor).abs().max() / tensor.abs().max()
+                named = f"{way} {name} {str(rows.dtype).removeprefix('torch.')}"
+                errors[named] = max(errors.get(named, 0.0), error.item())
+    documents._flash_attention = lambda: flash
+    return errors
+
+
+def draw(rows: Packed) -> list[Tensor]:
+    """Draw queries, keys and values."""
+    batch, length = rows.first_BL.shape
+    n_queries, n_keys = HEADS
+    heads = []
+    for n_heads in (n_queries, n_keys, n_keys):
+        heads.append(torch.randn(batch, n_heads, length, WIDTH, device=rows.first_BL.device, dtype=rows.dtype))
+    return heads
+
+
+def attended(heads: list[Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Return attention's output, and on a GPU its gradients: FlexAttention has none on a CPU."""
+    has_gradients = heads[0].is_cuda
+    leaves = [t.detach().requires_grad_(has_gradients) for t in heads]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+    tensors = {"out": out.detach().float()}
+    if has_gradients:
+        weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(out.shape)
+        gradients = torch.autograd.grad((out * weights).sum(), leaves)
+        for name, gradient in zip(("dq", "dk", "dv"), gradients):
+            tensors[name] = gradient.float()
+    return tensors
+
+
+def wrong(errors: dict[str, float]) -> list[str]:
+    """Return the names of errors that are too large; NaN is."""
+    names = []
+    for name, error in errors.items():
+        dtype = getattr(torch, name.split()[-1])
+        if not error < TOLERANCE[dtype]:
+            names.append(name)
+    return names
+
+
+def main() -> None:
+    """Print the largest errors in a line; exit status 1 if one is too large."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", choices=ROWS_OF)
+    errors = compare(parser.parse_args().device)
+    text = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
+    if names := wrong(errors):
+        raise SystemExit(f"Error: packed attention differs from its mask in {names[0]}: {text}")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
