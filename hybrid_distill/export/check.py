@@ -294,12 +294,13 @@ def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]
         model_class = importlib.import_module("hybrid_distill.model").HybridForCausalLM
     else:
         from transformers import AutoModelForCausalLM as model_class
-    model, info = model_class.from_pretrained(
+    loaded: Any = model_class.from_pretrained(
         folder,
         dtype=getattr(torch, record["dtype"]),
         output_loading_info=True,
         **trust_of(record),
     )
+    model, info = loaded
     wrong = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         wrong += [f"{kind}: {name}" for name in info[kind]]

@@ -172,13 +172,14 @@ class Recurrent(nn.Module):
 
 
 def scan(
-    x: mx.array, log_a: mx.array, b: mx.array, c: mx.array, state: mx.array | None
+    x: mx.array, log_a: mx.array, b: mx.array, c: mx.array, held: mx.array | None
 ) -> tuple[mx.array, mx.array]:
     """Run S_t = a_t S_{t-1} + x_t b_t^T, y_t = S_t c_t, in float32.
 
     Returns y [B, L, H, P] and the last S [B, H, P, N].
     """
-    if state is None:
+    state: mx.array = held
+    if held is None:
         state = mx.zeros((x.shape[0], *x.shape[2:], b.shape[3]), mx.float32)
     chunks = []
     for begin in range(0, x.shape[1], CHUNK):

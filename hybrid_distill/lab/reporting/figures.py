@@ -207,7 +207,7 @@ def draw_lines(
                 axes.set(title=name or "", frame_on=name is not None)
                 if even and len(ticks) == 1:
                     axes.set(xlim=(-0.5, 0.5))  # else offset lines would be far apart
-                of_panel = row.points[row.points.panel == name]
+                of_panel = row.points.loc[row.points.panel == name]
                 _draw_panel(axes, of_panel, looks, ticks if even else None)
                 for level, value in row.levels.items():
                     color, dash = (BLACK, "solid") if level == "teacher" else (GREY, "dotted")

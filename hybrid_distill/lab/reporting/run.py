@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -193,7 +193,7 @@ def _losses(folder: Path, label: str) -> pd.DataFrame:
     return frame.assign(y=smooth)
 
 
-def _running_mean(losses: pd.Series) -> pd.Series:
+def _running_mean(losses: pd.Series) -> Any:
     window = max(len(losses) // 40, 5)
     return losses.rolling(window, center=True, min_periods=1).mean()
 
