@@ -227,7 +227,7 @@ def measure(run_folder: Path, pythons: dict[str, str], place: Path, longest: int
                         write(folder / "config.json", read(folder / "config.json") | rope)
                 else:
                     form: Any = "remote-code" if engine == "transformers" else engine
-                    export_checkpoint(model, run.tokenizer, folder, plan=heads, form=form, gate=False)
+                    export_checkpoint(model, run.tokenizer, folder, plan=heads, export_format=form, gate=False)
                 command = [python, __file__, "--worker", engine, str(folder), str(asked), str(answer), str(threads)]
                 bare = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(threads)}
                 done = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=place)

@@ -121,7 +121,7 @@ def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
         for family in ("llama", "qwen2"):
             student, plan = tiny_student(family, recurrence="mamba2")
             made[form].append(scratch / f"{family}, {form}")
-            export_checkpoint(student, byte_tokenizer(), made[form][-1], plan=plan, form=form, gate=False)
+            export_checkpoint(student, byte_tokenizer(), made[form][-1], plan=plan, export_format=form, gate=False)
     for folders in made.values():
         for folder in folders:
             forget_version(folder / "config.json")

@@ -1,7 +1,8 @@
 """Security checks on checkpoint folders from any source, made before anything in them is loaded.
 
-Weights must be safetensors with finite numbers. A student's tensors must match config.json in name, shape and dtype,
-and its code must be unchanged since the export. Code in the folder is never run here (docs/security.md).
+Weights must be safetensors with finite numbers. A student's tensors must match config.json in name,
+shape and dtype, and its code must be unchanged since the export. Code in the folder is never run
+here (docs/security.md).
 """
 
 from __future__ import annotations
@@ -24,11 +25,29 @@ INDEX = "model.safetensors.index.json"
 MARK = Path("gate") / "reference.json"  # only exports have it
 MODEL_CODE = Path(__file__).parent / "model"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
-RECORDS = "config generation_config tokenizer_config special_tokens_map plan head_scores evaluation".split()
+RECORDS = (
+    "config",
+    "generation_config",
+    "tokenizer_config",
+    "special_tokens_map",
+    "plan",
+    "head_scores",
+    "evaluation",
+)
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 FILE_NAME = r"[^/\\:.][^/\\:]*"  # cannot lead to another folder
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors name: torch name
-ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # others download code
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""torch's names of safetensors' dtypes."""
+# transformers downloads code for any other name.
+ATTENTIONS = (
+    None,
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+)
+ATTENTION_FIELDS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 
 class Entry(NamedTuple):
@@ -42,51 +61,74 @@ class Entry(NamedTuple):
 def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> None:
     """Raise ValueError if a local Hugging Face checkpoint folder is damaged or unsafe.
 
-    Runs no code from the folder and builds no model in memory; with ``numbers``, also reads every tensor, for NaN. Any
-    checkpoint is refused for links or names that lead out of the folder, damaged JSON or safetensors, or absurd sizes;
-    a student also for pickles, changed or foreign code, an invalid config, or tensors that differ from the config's.
+    Runs no code from the folder and builds no model in memory; with ``numbers``, also reads every
+    tensor, for NaN. Any checkpoint is refused for links or names that lead out of the folder,
+    damaged JSON or safetensors, or absurd sizes; a student also for pickles, changed or foreign
+    code, an invalid config, or tensors that differ from the config's.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; pass the folder of a checkpoint.")
     check_no_run(folder)
-    inside = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # the hub's cache links to its own blobs
-        inside.append(folder.resolve().parents[1] / "blobs")
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in inside):
-            raise ValueError(f"{path} is a link out of the folder; put the file itself there.")
+    _check_links(folder)
     config = read_json(folder / "config.json")
     is_hybrid = config.get("model_type") == HybridConfig.model_type
-    if strict := is_hybrid or (folder / MARK).exists():
+    is_export = is_hybrid or (folder / MARK).exists()
+    if is_export:
         _check_student_files(folder)
     else:
         _check_largest(folder, config)
-    tensors = _read_weights(folder, strict, numbers)
+    tensors = _read_weights(folder, is_export, numbers)
     if is_hybrid:
         _check_model(folder, config, tensors)
 
 
-def load_student(folder: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
-    """Load an exported student and its tokenizer with this package's own code; code in the folder is never run.
+def _check_links(folder: Path) -> None:
+    """Raise ValueError for a link that leads out of the folder."""
+    root = folder.resolve()
+    places = [root]
+    if root.parent.name == "snapshots":  # the hub's cache links to its own blobs
+        places.append(root.parents[1] / "blobs")
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            target = path.resolve()
+            if not any(target.is_relative_to(place) for place in places):
+                raise ValueError(f"{path} is a link out of the folder; put the file itself there.")
 
-    The student is in eval mode, on the CPU, in the stored dtype. Raises ValueError as `check_checkpoint` does.
+
+def load_student(
+    folder: str | Path,
+) -> tuple[HybridForCausalLM, PreTrainedTokenizerBase | None]:
+    """Load an exported student and its tokenizer with this package's own code.
+
+    Code in the folder is never run. The student is in eval mode, on the CPU, in the stored dtype.
+    Raises ValueError as `check_checkpoint` does.
     """
     folder = Path(folder)
     check_checkpoint(folder)
     config = read_json(folder / "config.json")
-    if (kind := config.get("model_type")) != HybridConfig.model_type:
+    model_type = config.get("model_type")
+    if model_type != HybridConfig.model_type:
         raise ValueError(
-            f"{folder} holds a model of type {kind!r}; pass a finished run, or an export as remote-code or safetensors."
+            f"{folder} holds a model of type {model_type!r}; pass a finished run, or an export as "
+            "remote-code or safetensors."
         )
-    options = {"dtype": getattr(torch, config["dtype"]), "use_safetensors": True, "local_files_only": True}
-    student = HybridForCausalLM.from_pretrained(folder, **options).eval()
+    student = HybridForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, config["dtype"]),
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    student = student.eval()
     if not (folder / "tokenizer_config.json").exists():
         return student, None
+    options = {"trust_remote_code": False, "local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # the tokenizers library raises plain exceptions
-        raise ValueError(f"the tokenizer of {folder} cannot be read ({_reason(error)}); copy it again.") from error
+        raise ValueError(
+            f"the tokenizer of {folder} cannot be read ({_reason(error)}); copy it again."
+        ) from error
     check_embedding(tokenizer, student.config, str(folder))
     return student, tokenizer
 
@@ -97,141 +139,258 @@ def check_no_run(folder: Path) -> None:
         return
     if (folder / "export" / "config.json").is_file():
         raise ValueError(f"{folder} is a run; pass its export, {folder / 'export'}.")
-    if below := sorted(folder.glob("*/export/config.json")):
-        raise ValueError(f"{folder} contains several runs; pass the export of one, such as {below[0].parent}.")
+    configs = sorted(folder.glob("*/export/config.json"))
+    if configs:
+        raise ValueError(
+            f"{folder} contains several runs; pass the export of one, such as {configs[0].parent}."
+        )
 
 
 def foreign_code(folder: Path) -> list[str]:
     """List the Python files next to a checkpoint's weights that differ from this package's own."""
     own = {path.name: file_hash(path) for path in MODEL_CODE.glob("*.py")}
-    return [path.name for path in sorted(folder.glob("*.py")) if own.get(path.name) != file_hash(path)]
+    files = sorted(folder.glob("*.py"))
+    return [path.name for path in files if own.get(path.name) != file_hash(path)]
 
 
 def _check_largest(folder: Path, config: Record) -> None:
-    """Raise ValueError for a size larger than in any model; fields that a family does not have are skipped."""
-    for fields in filter(lambda part: isinstance(part, dict), (config, config.get("text_config") or {})):
+    """Raise ValueError for a size larger than in any model.
+
+    Fields that a family does not have are skipped.
+    """
+    for fields in (config, config.get("text_config")):
+        if not isinstance(fields, dict):
+            continue
         for name, largest in LARGEST.items():
-            if isinstance(value := fields.get(name), int | float) and value > largest:
-                raise ValueError(f"{folder / 'config.json'} has {name} {value}; it must be at most {largest}.")
+            value = fields.get(name)
+            if isinstance(value, int | float) and value > largest:
+                raise ValueError(
+                    f"{folder / 'config.json'} has {name} {value}; it must be at most {largest}."
+                )
 
 
 def _check_student_files(folder: Path) -> None:
-    """Check the files next to a student's weights: no pickles, no adapters, known code, no outside references."""
-    if pickles := sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICKLES):
-        raise ValueError(f"{pickles[0]} may be a pickle, and reading one can run any program; remove it.")
-    if (path := folder / "adapter_config.json").exists():
-        raise ValueError(f"{path} makes transformers load another model; a student has no adapters: remove it.")
-    paths = {name: folder / f"{name}.json" for name in RECORDS}
-    records = {name: read_json(path) for name, path in paths.items() if path.exists()}
-    recorded = read_json(folder / MARK).get("code") if (folder / MARK).exists() else None
-    for name in foreign_code(folder):
-        if not (MODEL_CODE / name).is_file():
-            raise ValueError(f"{folder / name} is not part of an export; inspect it, then remove it.")
-        if isinstance(recorded, dict) and recorded.get(name) != file_hash(folder / name):
-            raise ValueError(f"{folder / name} is not the file that was exported; export the student again.")
-    if "tokenizer_config" in records and not any((folder / name).is_file() for name in VOCABULARIES):
-        raise ValueError(f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder again.")
+    """Check the files next to a student's weights.
+
+    There are no pickles, no adapters, no unknown code and no references to other places.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in PICKLES:
+            raise ValueError(
+                f"{path} may be a pickle, and reading one can run any program; remove it."
+            )
+    adapters = folder / "adapter_config.json"
+    if adapters.exists():
+        raise ValueError(
+            f"{adapters} makes transformers load another model; a student has no adapters: remove "
+            "it."
+        )
+    records = {}
+    for name in RECORDS:
+        path = folder / f"{name}.json"
+        if path.exists():
+            records[name] = read_json(path)
+    _check_code(folder)
+    has_vocabulary = any((folder / name).is_file() for name in VOCABULARIES)
+    if "tokenizer_config" in records and not has_vocabulary:
+        raise ValueError(
+            f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder "
+            "again."
+        )
     for name in ("config", "tokenizer_config"):
-        _check_references(paths[name], records.get(name, {}))
+        _check_references(folder / f"{name}.json", records.get(name, {}))
+
+
+def _check_code(folder: Path) -> None:
+    """Raise ValueError for Python files that were not exported, or not as they are."""
+    recorded = None
+    if (folder / MARK).exists():
+        recorded = read_json(folder / MARK).get("code")
+    for name in foreign_code(folder):
+        path = folder / name
+        if not (MODEL_CODE / name).is_file():
+            raise ValueError(f"{path} is not part of an export; inspect it, then remove it.")
+        # Another version's export records other hashes.
+        if isinstance(recorded, dict) and recorded.get(name) != file_hash(path):
+            raise ValueError(
+                f"{path} is not the file that was exported; export the student again."
+            )
 
 
 def _check_references(path: Path, record: Record) -> None:
     """Raise ValueError if a record points to code or files outside the folder."""
-    auto_map = record.get("auto_map") or {}
-    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
-    for entry in [entry for value in values for entry in (value if isinstance(value, list) else [value])]:
-        file = re.fullmatch(r"(\w+)\.\w+", str(entry))
+    for reference in _auto_map_entries(record.get("auto_map") or {}):
+        file = re.fullmatch(r"(\w+)\.\w+", str(reference))
         if file is None or not path.with_name(f"{file[1]}.py").is_file():
-            raise ValueError(f"{path} has the auto_map entry {entry!r}; it must be FILE.CLASS of a file in its folder.")
+            raise ValueError(
+                f"{path} has the auto_map entry {reference!r}; it must be FILE.CLASS of a file in "
+                "its folder."
+            )
     for name, value in record.items():
-        if name.endswith("_file") and value is not None and not re.fullmatch(FILE_NAME, str(value)):
-            raise ValueError(f"{path} has {name} {value!r}; it must be a plain file name in the same folder.")
+        is_file_name = name.endswith("_file") and value is not None
+        if is_file_name and not re.fullmatch(FILE_NAME, str(value)):
+            raise ValueError(
+                f"{path} has {name} {value!r}; it must be a plain file name in the same folder."
+            )
     for fields in (record, record.get("backbone")):
-        for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
-            value = fields.get(name) if isinstance(fields, dict) else None
+        if not isinstance(fields, dict):
+            continue
+        for name in ATTENTION_FIELDS:
+            value = fields.get(name)
             if not isinstance(value, str | None) or value not in ATTENTIONS:
-                raise ValueError(f"{path} has {name} {value!r}, which may be a program from the hub; remove that line.")
+                raise ValueError(
+                    f"{path} has {name} {value!r}, which may be a program from the hub; remove "
+                    "that line."
+                )
 
 
-def _read_weights(folder: Path, strict: bool, numbers: bool) -> dict[str, Entry]:
-    """Read the files that the index names, or model.safetensors; if ``strict``, refuse any others."""
-    listed: Record = {}
-    if (index := folder / INDEX).exists():
-        listed = read_json(index).get("weight_map") or {}
-        if not isinstance(listed, dict) or not listed:
+def _auto_map_entries(auto_map: object) -> list[object]:
+    """List the classes that an auto_map names; a tokenizer's names a slow and a fast one."""
+    values = list(auto_map.values()) if isinstance(auto_map, dict) else [auto_map]
+    entries: list[object] = []
+    for value in values:
+        entries += value if isinstance(value, list) else [value]
+    return entries
+
+
+def _read_weights(folder: Path, is_export: bool, numbers: bool) -> dict[str, Entry]:
+    """Read the files that the index names, or model.safetensors.
+
+    An export has no others.
+    """
+    index = folder / INDEX
+    weight_map: Record = {}
+    if index.exists():
+        weight_map = read_json(index).get("weight_map") or {}
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map of tensors to files; copy it again.")
-    there = {path.name for path in folder.glob("*.safetensors")}
-    files = set(map(str, listed.values())) or {"model.safetensors"}
-    if absent := sorted(files - there):
-        raise ValueError(f"{folder} has no {absent[0]}, which its weights need; copy it again.")
-    if strict and (unknown := sorted(there - files)):
-        raise ValueError(f"{folder / unknown[0]} does not belong to the weights ({INDEX} names them); remove it.")
+    present = {path.name for path in folder.glob("*.safetensors")}
+    named = set(map(str, weight_map.values())) or {"model.safetensors"}
+    # Names in the folder only: a name with a path in it is not among them.
+    for name in sorted(named - present):
+        raise ValueError(f"{folder} has no {name}, which its weights need; copy it again.")
+    if is_export:
+        for name in sorted(present - named):
+            raise ValueError(
+                f"{folder / name} does not belong to the weights ({INDEX} names them); remove it."
+            )
     tensors: dict[str, Entry] = {}
-    for path in [folder / name for name in sorted(files)]:
-        own = _read_file(path, numbers)
-        if twice := sorted(tensors.keys() & own.keys()):
-            raise ValueError(f"the tensor {twice[0]} is in {tensors[twice[0]].file.name} and in {path}; remove one.")
-        tensors |= own
-    if listed and (differ := sorted(listed.items() ^ {name: tensors[name].file.name for name in tensors}.items())):
-        raise ValueError(f"{index} and the files do not agree on the tensor {differ[0][0]}; copy both again.")
+    for file in sorted(named):
+        path = folder / file
+        for name, entry in _read_file(path, numbers).items():
+            if name in tensors:
+                raise ValueError(
+                    f"the tensor {name} is in {tensors[name].file.name} and in {path}; remove one."
+                )
+            tensors[name] = entry
+    if weight_map:
+        files = {name: entry.file.name for name, entry in tensors.items()}
+        for name in sorted(weight_map.keys() | files.keys()):
+            if weight_map.get(name) != files.get(name):
+                raise ValueError(
+                    f"{index} and the files do not agree on the tensor {name}; copy both again."
+                )
     return tensors
 
 
 def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
-    """Read a safetensors file's header, and its tensors if ``numbers``; safetensors itself makes all other checks."""
+    """Read a safetensors file's header, and its tensors if ``numbers``.
+
+    safetensors itself makes all other checks.
+    """
     try:
         with safe_open(path, framework="pt") as weights, path.open("rb") as file:
-            header = parse_json(file.read(int.from_bytes(file.read(8), "little")), f"the header of {path}")
+            header_size = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(header_size), f"the header of {path}")
             metadata = header.pop("__metadata__", {})
             if metadata and metadata.get("format") not in ("pt", "mlx"):
-                raise ValueError(f"the header of {path} has the metadata {metadata}, not format 'pt'; copy it again.")
+                raise ValueError(
+                    f"the header of {path} has the metadata {metadata}, not format 'pt'; copy it "
+                    "again."
+                )
             for name, fields in header.items():
                 if set(fields) != {"dtype", "shape", "data_offsets"}:
-                    raise ValueError(f"the tensor {name} of {path} has the fields {sorted(fields)}; copy it again.")
-                if not numbers or fields["dtype"] not in FLOATS or 0 in fields["shape"]:
-                    continue
-                if not torch.stack(torch.aminmax(weights.get_tensor(name))).isfinite().all():
-                    raise ValueError(f"the tensor {name} of {path} holds NaN or infinity; export the model again.")
+                    raise ValueError(
+                        f"the tensor {name} of {path} has the fields {sorted(fields)}; copy it "
+                        "again."
+                    )
+                if numbers and fields["dtype"] in FLOATS and 0 not in fields["shape"]:
+                    ends = torch.stack(torch.aminmax(weights.get_tensor(name)))
+                    if not ends.isfinite().all():  # aminmax propagates NaN
+                        raise ValueError(
+                            f"the tensor {name} of {path} holds NaN or infinity; export the model "
+                            "again."
+                        )
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({_reason(error)}); copy it again.") from error
-    return {name: Entry(fields["dtype"], tuple(fields["shape"]), path) for name, fields in header.items()}
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({_reason(error)}); copy it again."
+        ) from error
+    entries = {}
+    for name, fields in header.items():
+        entries[name] = Entry(fields["dtype"], tuple(fields["shape"]), path)
+    return entries
 
 
 def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> None:
     """Compare the tensors and plan.json with the model that the config describes."""
-    where = folder / "config.json"
+    path = folder / "config.json"
     try:
-        if isinstance(backbone := record.get("backbone"), dict):
+        backbone = record.get("backbone")
+        if isinstance(backbone, dict):
             check_sizes(backbone)  # unmodified: HybridConfig repairs some fields
         config = HybridConfig.from_dict(dict(record))
         with torch.device("meta"):
             model = HybridForCausalLM(config)
     except Exception as error:  # a bad field can raise anything in transformers and torch
-        raise ValueError(f"{where} does not describe a student ({_reason(error)}); copy it again.") from error
-    if (settings := record.get("quantization_config")) is not None:  # torchao's tensors are not compared
+        raise ValueError(
+            f"{path} does not describe a student ({_reason(error)}); copy it again."
+        ) from error
+    settings = record.get("quantization_config")
+    if settings is not None:  # torchao's tensors are not compared
         if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
-            raise ValueError(f"{where} has a quantization_config that is not torchao's; quantize the student again.")
-        return
-    if (dtype := record.get("dtype")) not in FLOATS.values():
-        raise ValueError(f"{where} has dtype {dtype!r}; it must be one of {', '.join(FLOATS.values())}.")
-    tied = model._tied_weights_keys or {} if config.tie_word_embeddings else {}
-    expected = {name: (dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name not in tied}
-    found = {name: (FLOATS.get(entry.dtype, entry.dtype), entry.shape) for name, entry in tensors.items()}
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
             raise ValueError(
-                f"the tensor {name} of {tensors[name].file if name in tensors else folder} is "
-                f"{found.get(name, 'missing')}, its config.json asks for {expected.get(name, 'no such tensor')}; "
-                "copy the whole folder again."
+                f"{path} has a quantization_config that is not torchao's; quantize the student "
+                "again."
             )
-    if (path := folder / "plan.json").exists():
-        plan = HeadPlan.load(path)
-        shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
-        kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
-        if (plan.n_layers, plan.n_heads, plan.n_kv_heads) != shape or kept != config.kept:
-            raise ValueError(f"{path} and {where} disagree on the kept heads; copy both again from the same export.")
+        return
+    dtype = record.get("dtype")
+    if dtype not in FLOATS.values():
+        names = ", ".join(FLOATS.values())
+        raise ValueError(f"{path} has dtype {dtype!r}; it must be one of {names}.")
+    expected = {name: (dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        for name in model._tied_weights_keys or {}:
+            expected.pop(name, None)
+    for name in sorted(tensors.keys() | expected.keys()):
+        stored: object = "missing"
+        place = folder
+        if name in tensors:
+            entry = tensors[name]
+            stored = (FLOATS.get(entry.dtype, entry.dtype), entry.shape)
+            place = entry.file
+        if stored != expected.get(name):
+            raise ValueError(
+                f"the tensor {name} of {place} is {stored}, its config.json asks for "
+                f"{expected.get(name, 'no such tensor')}; copy the whole folder again."
+            )
+    if (folder / "plan.json").exists():
+        _check_plan(folder / "plan.json", config)
+
+
+def _check_plan(path: Path, config: HybridConfig) -> None:
+    """Raise ValueError if a plan is not the config's."""
+    plan = HeadPlan.load(path)
+    sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+    kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
+    if (plan.n_layers, plan.n_heads, plan.n_kv_heads) != sizes or kept != config.kept:
+        raise ValueError(
+            f"{path} and config.json disagree on the kept heads; copy both again from the same "
+            "export."
+        )
 
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+    if isinstance(error, ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text}"

@@ -1,11 +1,10 @@
-"""File access: atomic writes, so that a reader finds the complete new or old file, and strict JSON."""
+"""File access: atomic writes, after which a reader finds the old or the new file, and strict JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +16,16 @@ if TYPE_CHECKING:
 Record: TypeAlias = dict[str, Any]
 """JSON object."""
 BYTE_ORDER_MARK = "\ufeff"
-LARGEST_JSON = 2**28  # bytes; ten times the tokenizer of the largest vocabularies
+LARGEST_JSON = 2**28
+"""Bytes: ten times the tokenizer of the largest vocabularies."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; when the block ends without an error, sync the file there and move it to ``path``.
+    """Yield a temporary path; after the block, sync the file there and move it to ``path``.
 
-    The temporary name is fixed, so that the next writer overwrites the leftovers of a killed process.
+    If the block raises, the file is deleted. The temporary name is fixed, so that the next writer
+    overwrites the leftovers of a killed process.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -37,7 +38,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def refused(what: str, fix: str) -> Iterator[None]:
-    """Turn an error from reading a missing, damaged or foreign file into a ValueError: WHAT (the error); FIX."""
+    """Turn an error from reading a missing, damaged or foreign file into a ValueError.
+
+    Its message is "WHAT (the error); FIX."
+    """
     try:
         yield
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -47,16 +51,18 @@ def refused(what: str, fix: str) -> Iterator[None]:
 def text_lines(file: TextIO) -> Iterator[str]:
     """Yield the lines of a text file without byte-order marks, which editors write at its start.
 
-    Files that were joined have more of them inside. A mark is text to a tokenizer, and an error to a JSON parser.
+    Files that were joined have more of them inside. A mark is text to a tokenizer, and an error to
+    a JSON parser.
     """
     for line in file:
         yield line.removeprefix(BYTE_ORDER_MARK)
 
 
 def whole_text(text: str) -> str:
-    """Return a text that UTF-8 can hold: halves of surrogate pairs are joined, or become U+FFFD where one is alone.
+    """Return a text that UTF-8 can hold.
 
-    JSON can hold such halves (``\\ud83d``), and tokenizers refuse them.
+    Halves of surrogate pairs are joined, or become U+FFFD where one is alone. JSON can hold such
+    halves (``\\ud83d``), and tokenizers refuse them.
     """
     try:
         text.encode()
@@ -88,71 +94,93 @@ def write_json(path: Path, record: Mapping[str, object], *, indent: int | None =
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file atomically, with the permissions that the user's umask gives to new files.
+    """Write a safetensors file atomically, with the permissions of the user's umask.
 
-    safetensors itself makes files that only their owner can read. Raises SafetensorError or OSError, for example if
-    the disk is full.
+    Raises SafetensorError or OSError, for example if the disk is full.
     """
     from safetensors.torch import save_file
 
     with replacing(path) as temporary:
+        # safetensors itself makes files that only their owner can read. The umask can only be read
+        # by changing it, for all threads; a new file shows what it gives.
         temporary.unlink(missing_ok=True)
         temporary.touch()
         mode = temporary.stat().st_mode
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})  # transformers refuses other formats
+        # transformers refuses other formats.
+        save_file(dict(tensors), temporary, metadata={"format": "pt"})
         temporary.chmod(mode)
 
 
 def read_json(path: Path) -> Record:
-    """Read a JSON object from a file. Raises ValueError for anything else, for NaN, and for duplicate keys."""
+    """Read a JSON object from a file.
+
+    Raises ValueError for anything else, for NaN, and for duplicate keys.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is missing; copy the whole folder again.")
-    if (size := path.stat().st_size) > LARGEST_JSON:
-        raise ValueError(f"{path} has {size} bytes; such a file has at most {LARGEST_JSON}. Copy it again.")
+    size = path.stat().st_size
+    if size > LARGEST_JSON:
+        raise ValueError(
+            f"{path} has {size} bytes; such a file has at most {LARGEST_JSON}. Copy it again."
+        )
     return parse_json(path.read_bytes(), str(path))
 
 
 def parse_json(text: bytes, where: str) -> Record:
     """Parse a JSON object as `read_json` does; error messages name it ``where``."""
     try:
-        record = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{where} is not valid JSON ({reason}); copy it again.") from error
+        record = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_without_nan
+        )
+    except RecursionError as error:
+        raise ValueError(
+            f"{where} is not valid JSON (nested too deeply); copy it again."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON ({error}); copy it again.") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where} holds a {type(record).__name__}; it must be a JSON object. Copy it again.")
+        raise ValueError(
+            f"{where} holds a {type(record).__name__}; it must be a JSON object. Copy it again."
+        )
     return record
 
 
-def _once(pairs: list[tuple[str, object]]) -> Record:
-    if len(record := dict(pairs)) < len(pairs):
-        raise ValueError(f"the key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is duplicated")
+def _unique_keys(pairs: list[tuple[str, object]]) -> Record:
+    record = {}
+    for name, value in pairs:
+        if name in record:
+            raise ValueError(f"the key {name!r} is duplicated")
+        record[name] = value
     return record
 
 
-def _constant(name: str) -> float:
+def _without_nan(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is not a number")
     return float(name)  # Infinity: some families have it in their config.json
 
 
 def differences(
-    before: Record, now: Record, leave_out: Collection[str] = (), within: Collection[str] = (), prefix: str = ""
+    before: Record,
+    now: Record,
+    leave_out: Collection[str] = (),
+    within: Collection[str] = (),
+    prefix: str = "",
 ) -> list[str]:
     """List the settings in which two records differ: ``align.steps (2 there, 3 here)``.
 
     Ignores the top-level names in ``leave_out`` and the second-level names in ``within``.
     """
-    found = []
+    lines = []
     for name, here in now.items():
         there = before.get(name)
         if name in leave_out or there == here:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
-            found += differences(there, here, within, prefix=f"{prefix}{name}.")
+            lines += differences(there, here, within, prefix=f"{prefix}{name}.")
         else:
-            found.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
-    return found
+            lines.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
+    return lines
 
 
 def file_hash(path: Path) -> str:

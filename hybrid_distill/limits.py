@@ -1,4 +1,7 @@
-"""Checks of user input: ranges of numbers, flags with several values (``0,10,all``). Uses the standard library only."""
+"""Checks of user input: ranges of numbers, flags with several values (``0,10,all``).
+
+Uses the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,25 @@ class Limits:
 
     def check(self, name: str, value: object) -> None:
         """Raise ValueError unless ``value`` is in the range."""
-        if not isinstance(value, int if self.whole else (int, float)) or not self._has(value):
+        if not self._has(value):
             raise ValueError(f"{name} is {value!r}; it must be {self}.")
 
-    def _has(self, value: float) -> bool:
-        inside = self.least < value < self.most if self.without_ends else self.least <= value <= self.most
-        return inside and math.isfinite(value)
+    def _has(self, value: object) -> bool:
+        if not isinstance(value, int if self.whole else (int, float)):
+            return False
+        if not math.isfinite(value):
+            return False
+        if self.without_ends:
+            return self.least < value < self.most
+        return self.least <= value <= self.most
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
-        if self.most == math.inf:
-            return f"{kind} {'above' if self.without_ends else 'of at least'} {self.least:g}"
-        words = ("between", "and") if self.without_ends else ("from", "to")
-        return f"{kind} {words[0]} {self.least:g} {words[1]} {self.most:g}"
+        if self.most < math.inf:
+            if self.without_ends:
+                return f"{kind} between {self.least:g} and {self.most:g}"
+            return f"{kind} from {self.least:g} to {self.most:g}"
+        return f"{kind} {'above' if self.without_ends else 'of at least'} {self.least:g}"
 
 
 COUNT = Limits(1, whole=True)
@@ -49,23 +58,30 @@ Share = Annotated[float, SHARE]
 
 
 def check_options(options: object, prefix: str) -> None:
-    """Raise ValueError for a dataclass field outside the `Limits` or Literal that it is declared with.
+    """Raise ValueError for a dataclass field outside its declared `Limits` or Literal.
 
-    The message names it by ``prefix`` and field name. Every entry of a tuple is checked; None always passes.
+    The message names it by ``prefix`` and field name. Every entry of a tuple is checked; None
+    always passes.
     """
     for name, hint in _hints_of(type(options)).items():
-        shown = f"--{name.replace('_', '-')}" if prefix == "--" else f"{prefix}{name}"
-        check_value(shown, hint, getattr(options, name))
+        label = f"{prefix}{name}"
+        if prefix == "--":
+            label = label.replace("_", "-")
+        check_value(label, hint, getattr(options, name))
 
 
 def check_value(name: str, hint: object, value: object) -> None:
     """Check one value declared as ``hint``, as `check_options` does."""
-    for entry in value if isinstance(value, tuple) else (value,):
-        for rule in _rules(hint) if entry is not None else ():
+    entries = value if isinstance(value, tuple) else (value,)
+    for rule in _rules(hint):
+        for entry in entries:
+            if entry is None:
+                continue
             if isinstance(rule, Limits):
                 rule.check(name, entry)
             elif entry not in rule:
-                raise ValueError(f"{name} is {entry!r}; pass one of {', '.join(map(str, rule))}.")
+                choices = ", ".join(map(str, rule))
+                raise ValueError(f"{name} is {entry!r}; pass one of {choices}.")
 
 
 @cache
@@ -85,32 +101,46 @@ def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's type if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of an error's message, or its type if the message is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def words(text: str) -> list[str]:
     """Split at commas and drop blanks."""
-    return [word for part in text.split(",") if (word := part.strip())]
+    parts = [part.strip() for part in text.split(",")]
+    return [part for part in parts if part]
 
 
-def numbers(flag: str, text: str, *, least: int | None = None, named: Mapping[str, T] | None = None) -> list[int | T]:
-    """Parse the comma-separated whole numbers of a flag. ``named`` maps words that are also allowed to their values.
+def numbers(
+    flag: str, text: str, *, least: int | None = None, named: Mapping[str, T] | None = None
+) -> list[int | T]:
+    """Parse the comma-separated whole numbers of a flag.
 
-    Raises ValueError, naming the flag, for anything else, a number below ``least``, or an empty list.
+    ``named`` maps words that are also allowed to their values. Raises ValueError, naming the flag,
+    for anything else, a number below ``least``, or an empty list.
     """
-    known: Mapping[str, T] = named or {}
-    found: list[int | T] = []
+    value_of: Mapping[str, T] = named or {}
+    values: list[int | T] = []
     try:
         for word in words(text):
-            found.append(known[word] if word in known else int(word))
-            if word not in known and least is not None and int(word) < least:
+            if word in value_of:
+                values.append(value_of[word])
+                continue
+            number = int(word)
+            if least is not None and number < least:
                 raise ValueError
-        if not found:
+            values.append(number)
+        if not values:
             raise ValueError
     except ValueError:
-        wanted = f"whole numbers{'' if least is None else f' of at least {least}'}"
-        wanted += "".join(f", or {name}" for name in known)
+        expected = "whole numbers"
+        if least is not None:
+            expected += f" of at least {least}"
+        for name in value_of:
+            expected += f", or {name}"
         shown = repr(text) if words(text) else "empty"
-        raise ValueError(f"--{flag} is {shown}; pass {wanted}, with commas between.") from None
-    return found
+        raise ValueError(
+            f"--{flag} is {shown}; pass {expected}, with commas between."
+        ) from None
+    return values

@@ -1,4 +1,4 @@
-"""`hybrid-distill export`: a student in a form that other software loads."""
+"""`hybrid-distill export`: a student in a format that other software loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tyro
 
 from ..evaluation.evaluate import EvalResult
 from ..export.card import on_card
-from ..export.checkpoint import Form, export_checkpoint
+from ..export.checkpoint import ExportFormat, export_checkpoint
 from ..export.gate import GateReport, check_not_quantized, check_unchanged
 from ..guard import load_student
 from ..io import read_json
@@ -21,13 +21,13 @@ from ..scoring import HeadScores
 
 @dataclass(frozen=True)
 class ExportJob:
-    """Export of a trained student in one of several forms, verified against the student."""
+    """Export of a trained student in one of several formats, verified against the student."""
 
     model: Path
     """Folder of a finished run, or of an export of it (remote-code or safetensors)."""
     out: Path
     """New folder for the export, or an export to replace."""
-    form: Form = "remote-code"
+    format: ExportFormat = "remote-code"
     """Format. ``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for any software
     that supports FalconH1ForCausalLM, without code. ``safetensors``: for this package. ``vllm``, ``gguf`` (llama.cpp),
     ``mlx``, ``onnx``: for these programs (docs/serving.md)."""
@@ -36,15 +36,16 @@ class ExportJob:
 
 
 def export_student(job: ExportJob) -> GateReport:
-    """Export a run's student, or convert an export to another form, through the gate.
+    """Export a run's student, or convert an export to another format, through the gate.
 
-    Raises ValueError for a folder without a student or a form that cannot express it; ExportError when the export
+    Raises ValueError for a folder without a student or a format that cannot express it; ExportError when the export
     does not match the student.
     """
     if is_run(job.model):
         inputs = finished_run(job.model)
         student, plan = trained_student(inputs)
-        report = export(inputs, student, plan, job.out, form=job.form, max_shard_size=job.max_shard_size)
+        options = {"export_format": job.format, "max_shard_size": job.max_shard_size}
+        report = export(inputs, student, plan, job.out, **options)
         assert report is not None, "exports are one process's work"
         return report
     if job.out.resolve() == job.model.resolve():
@@ -60,7 +61,7 @@ def export_student(job: ExportJob) -> GateReport:
         tokenizer,
         job.out,
         plan=HeadPlan.load(files["plan"]),
-        form=job.form,
+        export_format=job.format,
         results={name: EvalResult.from_dict(result) for name, result in results.items()},
         scores=HeadScores.load(files["head_scores"]) if files["head_scores"].is_file() else None,
         max_shard_size=job.max_shard_size,

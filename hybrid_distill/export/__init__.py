@@ -1,5 +1,7 @@
-"""Exports: checkpoints of a student in forms that other software loads, and the gate that verifies them."""
+"""Exports: checkpoints of a student in formats that other software loads, and the gate that verifies them."""
 
 from .card import origin
-from .checkpoint import Form, export_checkpoint
-from .gate import ExportError, GateReport, verify_export
+from .checkpoint import export_checkpoint
+from .errors import ExportError
+from .formats import ExportFormat
+from .gate import GateReport, verify_export

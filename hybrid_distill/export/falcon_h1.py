@@ -1,34 +1,55 @@
-"""Conversion of a student to a `FalconH1ForCausalLM`, which transformers and servers load without remote code.
+"""Conversion of a student to a `FalconH1ForCausalLM`, which needs no remote code anywhere.
 
-Like a student's, every Falcon-H1 layer has attention heads and Mamba-2 heads side by side. All layers have the same
-number of heads: missing ones get zero rows and columns, and zeros in the cache. Each KV head serves the same number of
-query heads: if a student shares KV heads unevenly, a KV head is stored more than once. The student's output projection
-is split between attention and Mamba-2. `obstacles` lists what cannot be expressed.
+Like a student's, every Falcon-H1 layer has attention heads and Mamba-2 heads side by side. All
+layers have the same number of heads: missing ones get zero rows and columns, and zeros in the
+cache. Each KV head serves the same number of query heads: if a student shares KV heads unevenly, a
+KV head is stored more than once. The student's output projection is split between attention and
+Mamba-2. `obstacles` lists what cannot be expressed.
 
 Shapes: P head dim, D model width, R rows of a projection, K conv width.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from ..io import Record
+from ..io import Record, write_json
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import rope_settings
 from ..model.mixer import HybridMixer
+from .weights import tied_weights, write_weights
 
-MODEL_TYPE = "falcon_h1"
 BACKBONES = ("llama", "mistral", "qwen2")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps",
-         "max_position_embeddings", "initializer_range", "tie_word_embeddings")  # fmt: skip
-_MULTIPLIERS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
-
-_BIASES = [[f"{part}_proj", "bias"] for part in "qkvo"]
+ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
+SAME_AS_BACKBONE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "initializer_range",
+    "tie_word_embeddings",
+)
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MULTIPLIERS = (
+    "embedding",
+    "lm_head",
+    "key",
+    "attention_in",
+    "attention_out",
+    "ssm_in",
+    "ssm_out",
+)
+ATTENTION_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias")
 
 
 @dataclass(frozen=True)
@@ -40,8 +61,10 @@ class Container:
 
     def parameters(self) -> int:
         """Count the stored parameters; a tied output embedding counts once."""
-        tied = {"lm_head.weight"} if self.config["tie_word_embeddings"] else set()
-        return sum(tensor.numel() for name, tensor in self.state.items() if name not in tied)
+        n_parameters = sum(tensor.numel() for tensor in self.state.values())
+        if self.config["tie_word_embeddings"]:
+            n_parameters -= self.state["lm_head.weight"].numel()
+        return n_parameters
 
 
 @dataclass(frozen=True)
@@ -56,50 +79,78 @@ class _Layout:
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why Falcon-H1 cannot express a student."""
-    found = []
+    reasons = []
     recurrence = student.config.recurrence
-    if not recurrence.startswith("mamba2") and any(mixer.ssm for mixer in student.mixers()):
-        found.append(
-            f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale what they add "
-            "by the step of which the decay is made (train one with --student.recurrence mamba2)"
+    has_recurrent_heads = any(mixer.ssm for mixer in student.mixers())
+    if has_recurrent_heads and not recurrence.startswith("mamba2"):
+        reasons.append(
+            f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale what "
+            "they add by the step of which the decay is made (train one with --student.recurrence "
+            "mamba2)"
         )
-    return found + backbone_obstacles(student)
+    return reasons + backbone_obstacles(student)
 
 
-def backbone_obstacles(student: HybridForCausalLM, backbones: Sequence[str] = BACKBONES) -> list[str]:
-    """List what Llama-like forms cannot express of a student, apart from its recurrent heads."""
-    backbone, found = student.model.config, []
+def backbone_obstacles(
+    student: HybridForCausalLM, backbones: Sequence[str] = BACKBONES
+) -> list[str]:
+    """List what Llama-like formats cannot express of a student, apart from its recurrent heads."""
+    backbone = student.model.config
     if backbone.model_type not in backbones:  # others may lack the fields below
         return [f"its backbone is {backbone.model_type}, not one of {', '.join(backbones)}"]
+    reasons = []
     if backbone.hidden_act != "silu":
-        found.append(f"its MLPs use {backbone.hidden_act}, not silu")
+        reasons.append(f"its MLPs use {backbone.hidden_act}, not silu")
     cache = student.new_cache()
-    if any(mixer.kept and cache.layer(mixer.layer).sliding_window is not None for mixer in student.mixers()):
-        found.append("some of its kept heads use sliding-window attention, which this form lacks")
-    return found
+    for mixer in student.mixers():
+        if mixer.kept and cache.layer(mixer.layer).sliding_window is not None:
+            reasons.append(
+                "some of its kept heads use sliding-window attention, which this format lacks"
+            )
+            break
+    return reasons
 
 
 def rope_kinds(student: HybridForCausalLM) -> set[str]:
     """Return the RoPE types of a student's layers."""
-    return {rope.get("rope_type") or rope.get("type") or "default" for rope in rope_settings(student.model.config)}
+    settings = rope_settings(student.model.config)
+    return {rope.get("rope_type") or rope.get("type") or "default" for rope in settings}
+
+
+def tensors(student: HybridForCausalLM) -> dict[str, Tensor]:
+    """Return the stored tensors by name, including tied ones."""
+    return container(student).state
+
+
+def write(
+    student: HybridForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    max_shard_size: int | str,
+) -> None:
+    """Write weights and configuration."""
+    stock = container(student)
+    write_weights(stock.state, folder, tied_weights(student), max_shard_size)
+    write_json(folder / "config.json", stock.config)
 
 
 def configuration(student: HybridForCausalLM) -> Record:
-    """Build config.json, with RoPE settings spelled for both transformers 4 and 5."""
+    """Build config.json."""
     layout = _layout(student)
     backbone = student.config.backbone
-    rope = {name: backbone[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if name in backbone}
+    has_attention_bias = any(name.endswith(ATTENTION_BIASES) for name in student.state_dict())
     return {
         "architectures": ["FalconH1ForCausalLM"],
-        "model_type": MODEL_TYPE,
-        **{name: getattr(student.model.config, name) for name in _SAME},
-        **{name: getattr(student.config, name, None) for name in _TOKENS},
-        **rope,
+        "model_type": "falcon_h1",
+        **{name: getattr(student.model.config, name) for name in SAME_AS_BACKBONE},
+        **{name: getattr(student.config, name, None) for name in SPECIAL_TOKENS},
+        # In transformers' spelling and the older one, which other programs read.
+        **{name: backbone[name] for name in ROPE_FIELDS if name in backbone},
         "dtype": str(student.dtype).removeprefix("torch."),
         "num_attention_heads": layout.n_kv_heads * layout.per_kv_head,
         "num_key_value_heads": layout.n_kv_heads,
         "head_dim": layout.head_dim,
-        "attention_bias": any(name.split(".")[-2:] in _BIASES for name in student.state_dict()),
+        "attention_bias": has_attention_bias,
         "mlp_bias": bool(getattr(student.model.config, "mlp_bias", False)),
         "mamba_d_ssm": layout.n_ssm_heads * layout.head_dim,
         "mamba_n_heads": layout.n_ssm_heads,
@@ -112,7 +163,7 @@ def configuration(student: HybridForCausalLM) -> Record:
         "mamba_rms_norm": False,
         "projectors_bias": True,
         # All 1, transformers' defaults; mlx-lm and llama.cpp's converter need them spelled out.
-        **dict.fromkeys([f"{name}_multiplier" for name in _MULTIPLIERS], 1.0),
+        **{f"{name}_multiplier": 1.0 for name in MULTIPLIERS},
         "mlp_multipliers": [1.0] * 2,
         "ssm_multipliers": [1.0] * 5,
     }
@@ -121,7 +172,8 @@ def configuration(student: HybridForCausalLM) -> Record:
 @torch.no_grad()
 def container(student: HybridForCausalLM) -> Container:
     """Convert a student without `obstacles` to a Falcon-H1."""
-    config, layout = configuration(student), _layout(student)
+    config = configuration(student)
+    layout = _layout(student)
     source = student.state_dict()
     state = {
         "model.embed_tokens.weight": source["model.embed_tokens.weight"],
@@ -129,104 +181,142 @@ def container(student: HybridForCausalLM) -> Container:
         "lm_head.weight": source["lm_head.weight"],
     }
     for number, mixer in enumerate(student.mixers()):
-        tensors = {
-            "input_layernorm.weight": source[f"model.layers.{number}.input_layernorm.weight"],
-            "pre_ff_layernorm.weight": source[f"model.layers.{number}.post_attention_layernorm.weight"],
-            **_attention(mixer, layout, config["attention_bias"]),
-            **_mamba(mixer, layout, student.config.d_state, student.config.conv_width),
+        layer = f"model.layers.{number}."
+        norms = {
+            "input_layernorm.weight": source[f"{layer}input_layernorm.weight"],
+            "pre_ff_layernorm.weight": source[f"{layer}post_attention_layernorm.weight"],
         }
-        mlp = f"model.layers.{number}.mlp."
-        tensors |= {"feed_forward." + n.removeprefix(mlp): t for n, t in source.items() if n.startswith(mlp)}
-        state |= {f"model.layers.{number}.{name}": tensor for name, tensor in tensors.items()}
+        attention = _attention(mixer, layout, config["attention_bias"])
+        mamba = _mamba(mixer, layout, student.config.d_state, student.config.conv_width)
+        for name, tensor in {**norms, **attention, **mamba}.items():
+            state[layer + name] = tensor
+        for name, tensor in source.items():
+            if name.startswith(f"{layer}mlp."):
+                state[name.replace(".mlp.", ".feed_forward.")] = tensor
     return Container(config, state)
 
 
 def _layout(student: HybridForCausalLM) -> _Layout:
-    """Find the layout with the fewest KV heads that holds every layer's kept heads; at least one head of each kind."""
-    groups = [kept_by_group(mixer) for mixer in student.mixers()]
-    sizes = {len(heads) for layer in groups for heads in layer} | {1}
-    needed = {size: max(sum(-(-len(heads) // size) for heads in layer) for layer in groups) for size in sizes}
-    per_kv_head = min(sizes, key=lambda size: (needed[size], size))
-    n_ssm_heads = max(len(mixer.recurrent) for mixer in student.mixers())
-    return _Layout(max(needed[per_kv_head], 1), per_kv_head, max(n_ssm_heads, 1), student.config.head_dim)
+    """Find the layout with the fewest KV heads that holds every layer's kept heads.
+
+    It has at least one head of each kind.
+    """
+    mixers = student.mixers()
+    # Numbers of kept heads that share a KV head, by layer.
+    shares = [[len(heads) for heads in kept_by_group(mixer)] for mixer in mixers]
+    needed = {}
+    for size in {1, *itertools.chain(*shares)}:
+        # A KV head with more query heads than ``size`` is stored more than once.
+        needed[size] = max(sum(-(-share // size) for share in layer) for layer in shares)
+    per_kv_head = min(needed, key=lambda size: (needed[size], size))
+    return _Layout(
+        n_kv_heads=max(needed[per_kv_head], 1),
+        per_kv_head=per_kv_head,
+        n_ssm_heads=max(1, *(len(mixer.recurrent) for mixer in mixers)),
+        head_dim=student.config.head_dim,
+    )
 
 
 def kept_by_group(mixer: HybridMixer) -> list[list[int]]:
-    """List, for each KV head that the student stores, the positions of its query heads in ``mixer.kept``."""
-    return [
-        [place for place, head in enumerate(mixer.kept) if head // mixer.group_size == group]
-        for group in mixer.kv_groups
-    ]
+    """List, for each stored KV head, the positions of its query heads in ``mixer.kept``."""
+    positions: dict[int, list[int]] = {group: [] for group in mixer.kv_groups}
+    for position, head in enumerate(mixer.kept):
+        positions[head // mixer.group_size].append(position)
+    return list(positions.values())
 
 
 def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str, Tensor]:
-    """Build ``self_attn``: blocks of ``per_kv_head`` kept heads that share a KV head, filled up with zeros."""
-    per_kv_head, head_dim = layout.per_kv_head, layout.head_dim
+    """Build ``self_attn``: blocks of kept heads that share a KV head, filled up with zeros."""
+    per_kv_head = layout.per_kv_head
     q_places: list[int | None] = []
     kv_places: list[int | None] = []
     for stored, places in enumerate(kept_by_group(mixer)):
         for start in range(0, len(places), per_kv_head):
-            shared = places[start : start + per_kv_head]
-            q_places += [*shared, *[None] * (per_kv_head - len(shared))]
+            block = places[start : start + per_kv_head]
+            q_places += _filled(block, per_kv_head)
             kv_places.append(stored)
-    kv_places += [None] * (layout.n_kv_heads - len(kv_places))
-    q_places += [None] * (layout.n_kv_heads * per_kv_head - len(q_places))
+    kv_places = _filled(kv_places, layout.n_kv_heads)
+    q_places = _filled(q_places, layout.n_kv_heads * per_kv_head)
 
-    out = mixer.o_proj.weight
+    head_dim = layout.head_dim
+    out_DR = mixer.o_proj.weight
     tensors = {}
-    for part, places in (("q", q_places), ("k", kv_places), ("v", kv_places)):
-        projection = None if mixer.attention is None else getattr(mixer.attention, f"{part}_proj")
-        weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
-        tensors[f"self_attn.{part}_proj.weight"] = placed(weight, places, head_dim)
+    for part, places in (("q_proj", q_places), ("k_proj", kv_places), ("v_proj", kv_places)):
+        if mixer.attention is None:
+            weight = out_DR.new_zeros(0, len(out_DR))
+            bias = None
+        else:
+            projection = getattr(mixer.attention, part)
+            weight = projection.weight
+            bias = projection.bias
+        tensors[f"self_attn.{part}.weight"] = placed(weight, places, head_dim)
         if has_bias:
-            bias = weight.new_zeros(len(weight)) if projection is None or projection.bias is None else projection.bias
-            tensors[f"self_attn.{part}_proj.bias"] = placed(bias, places, head_dim)
+            tensors[f"self_attn.{part}.bias"] = placed(_or_zeros(bias, weight), places, head_dim)
     heads = [None if place is None else mixer.kept[place] for place in q_places]
-    tensors["self_attn.o_proj.weight"] = placed(out.T, heads, head_dim).T
+    tensors["self_attn.o_proj.weight"] = placed(out_DR.T, heads, head_dim).T
     if has_bias:
-        bias = mixer.o_proj.bias
-        tensors["self_attn.o_proj.bias"] = out.new_zeros(len(out)) if bias is None else bias
+        tensors["self_attn.o_proj.bias"] = _or_zeros(mixer.o_proj.bias, out_DR)
     return tensors
 
 
-def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -> dict[str, Tensor]:
-    """Build ``mamba``: the rows of ``in_proj`` are gate, x, B, C and step; x, B and C go through the convolution."""
-    out = mixer.o_proj.weight
-    n_heads, head_dim = layout.n_ssm_heads, layout.head_dim
-    places = [place if place < len(mixer.recurrent) else None for place in range(n_heads)]
+def _filled(places: Sequence[int | None], size: int) -> list[int | None]:
+    return [*places, *[None] * (size - len(places))]
+
+
+def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
+    return weight.new_zeros(len(weight)) if bias is None else bias
+
+
+def _mamba(
+    mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int
+) -> dict[str, Tensor]:
+    """Build ``mamba``.
+
+    The rows of ``in_proj`` are gate, x, B, C and step; x, B and C go through the convolution.
+    """
+    ssm = mixer.ssm
+    out_DR = mixer.o_proj.weight
+    head_dim = layout.head_dim
+    places = _filled(range(len(mixer.recurrent)), layout.n_ssm_heads)
     widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
-    weights, biases = {}, {}
+    weights = {}
+    biases = {}
     for part, width in widths.items():
-        projection = None if mixer.ssm is None else getattr(mixer.ssm, f"{part}_proj")
-        weight = out.new_zeros(0, out.shape[0]) if projection is None else projection.weight
-        weights[part] = placed(weight, places, width)
+        projection = getattr(ssm, f"{part}_proj", None)
+        weight = out_DR.new_zeros(0, len(out_DR)) if projection is None else projection.weight
         bias = getattr(projection, "bias", None)
-        biases[part] = placed(weight.new_zeros(len(weight)) if bias is None else bias, places, width)
-    taps = {part: out.new_zeros(0, conv_width) for part in "xbc"}
-    if mixer.ssm is not None:
-        assert mixer.ssm.conv_bias is not None  # `obstacles` allows mamba2 alone
-        taps = dict(zip("xbc", mixer.ssm.conv_weight.split(mixer.ssm.sizes), strict=True))
-        for part, bias in zip("xbc", mixer.ssm.conv_bias.split(mixer.ssm.sizes), strict=True):
+        weights[part] = placed(weight, places, width)
+        biases[part] = placed(_or_zeros(bias, weight), places, width)
+    taps = {part: out_DR.new_zeros(0, conv_width) for part in "xbc"}
+    if ssm is not None:
+        assert ssm.conv_bias is not None, "`obstacles` allows mamba2 alone"
+        taps = dict(zip("xbc", ssm.conv_weight.split(ssm.sizes)))
+        # Mamba-2 adds the bias of x, B and C behind the convolution, not in front of it.
+        for part, bias in zip("xbc", ssm.conv_bias.split(ssm.sizes)):
             biases[part] = placed(bias, places, widths[part])
     conv_RK = torch.cat([placed(taps[part], places, widths[part]) for part in "xbc"])
-    without_gate = torch.zeros_like(torch.cat([biases[part] for part in "xbca"]))
-    skip = out.new_zeros(0) if mixer.ssm is None else mixer.ssm.D
+    conv_bias_R = torch.cat([biases["x"], biases["b"], biases["c"]])
+    no_bias = torch.zeros_like(torch.cat([conv_bias_R, biases["a"]]))
+    skip = out_DR.new_zeros(0) if ssm is None else ssm.D
     heads = [None if place is None else mixer.recurrent[place] for place in places]
     return {
-        "mamba.in_proj.weight": torch.cat([weights[part] for part in widths]),
-        "mamba.in_proj.bias": torch.cat([biases["z"], without_gate]),
+        "mamba.in_proj.weight": torch.cat(list(weights.values())),
+        "mamba.in_proj.bias": torch.cat([biases["z"], no_bias]),
         "mamba.conv1d.weight": conv_RK.unsqueeze(1),
-        "mamba.conv1d.bias": torch.cat([biases[part] for part in "xbc"]),
+        "mamba.conv1d.bias": conv_bias_R,
         "mamba.dt_bias": biases["a"],
         "mamba.A_log": torch.zeros_like(biases["a"]),
         "mamba.D": placed(skip, places, 1),
-        "mamba.out_proj.weight": placed(out.T, heads, head_dim).T,
-        "mamba.out_proj.bias": out.new_zeros(len(out)),  # vLLM has one switch for this bias and in_proj's
+        "mamba.out_proj.weight": placed(out_DR.T, heads, head_dim).T,
+        # vLLM has one switch for this bias and in_proj's.
+        "mamba.out_proj.bias": out_DR.new_zeros(len(out_DR)),
     }
 
 
 def placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
     """Gather blocks of ``width`` rows in the order of ``places``; None becomes zeros."""
     blocks = rows.reshape(len(rows) // width, width, *rows.shape[1:])
-    blocks = torch.cat([blocks, blocks.new_zeros(1, *blocks.shape[1:])])
-    return blocks[[len(blocks) - 1 if place is None else place for place in places]].flatten(0, 1)
+    nothing = blocks.new_zeros(1, *blocks.shape[1:])
+    # One block of zeros behind all others: None is its index.
+    order = [len(blocks) if place is None else place for place in places]
+    return torch.cat([blocks, nothing])[order].flatten(0, 1)

@@ -1,8 +1,9 @@
-"""Export of a student as a GGUF file: its `FalconH1ForCausalLM` with llama.cpp's tensor names and shapes.
+"""Export of a student as a GGUF file: its `FalconH1ForCausalLM` with llama.cpp's names and shapes.
 
-llama.cpp supports less than transformers: no ``in_proj`` bias (the biases of x, B, C and the step are stored elsewhere,
-the gate's nowhere), no biases of output projections, and only default RoPE. `obstacles` lists which of these a student
-needs. Every layer has as many attention heads as the fullest one, as in falcon_h1.py.
+llama.cpp supports less than transformers: no ``in_proj`` bias (the biases of x, B, C and the step
+are stored elsewhere, the gate's nowhere), no biases of output projections, and only default RoPE.
+`obstacles` lists which of these a student needs. Every layer has as many attention heads as the
+fullest one, as in falcon_h1.py.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 FILE = "model.gguf"
 ARCHITECTURE = "falcon-h1"
-_TOP = {
+TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.final_layernorm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-_LAYER = {
+LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "pre_ff_layernorm.weight": "ffn_norm",  # like A and D below, without a suffix
     "mamba.dt_bias": "ssm_dt.bias",
@@ -40,65 +41,96 @@ _LAYER = {
     "mamba.conv1d.bias": "ssm_conv1d.bias",
     "mamba.out_proj.weight": "ssm_out.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
-    **{
-        f"{module}_proj.{kind}": f"{name}.{kind}"
-        for module, name in {
-            **{f"self_attn.{part}": f"attn_{part}" for part in "qkv"},
-            **{f"feed_forward.{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
-        }.items()
-        for kind in ("weight", "bias")
-    },
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "feed_forward.gate_proj.weight": "ffn_gate.weight",
+    "feed_forward.gate_proj.bias": "ffn_gate.bias",
+    "feed_forward.up_proj.weight": "ffn_up.weight",
+    "feed_forward.up_proj.bias": "ffn_up.bias",
+    "feed_forward.down_proj.weight": "ffn_down.weight",
+    "feed_forward.down_proj.bias": "ffn_down.bias",
 }
-_UNREAD = ("mamba.in_proj.bias", "mamba.out_proj.bias", "self_attn.o_proj.bias")
+UNREAD = ("mamba.in_proj.bias", "mamba.out_proj.bias", "self_attn.o_proj.bias")
 """Biases that llama.cpp ignores or refuses; `obstacles` lets only zeros through."""
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_PRE_TOKENIZERS = {
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {
     ("ByteLevel",): "gpt-2",
     ("Digits", "ByteLevel"): "smollm",
-    (_CONTRACTIONS + r"|\p{N}{1,3}" + _REST,): "llama-bpe",
-    (_CONTRACTIONS + r"|\p{N}" + _REST,): "qwen2",
-    # The embedded teacher's pattern, which llama.cpp lacks. No token crosses its splits, so a coarser pattern gives the
-    # same tokens; bloom's never splits a word, while others split at contractions.
+    (CONTRACTIONS + r"|\p{N}{1,3}" + REST,): "llama-bpe",
+    (CONTRACTIONS + r"|\p{N}" + REST,): "qwen2",
+    # The embedded teacher's pattern, which llama.cpp lacks. No token crosses its splits, so a
+    # coarser pattern gives the same tokens; bloom's never splits a word, while others split at
+    # contractions.
     (r" ?\p{L}+|\p{N}+|[^\S\n]|\n|[^\s\p{L}\p{N}]",): "bloom",
 }
-"""llama.cpp's pre-tokenizer names, by steps: the pattern of a split, or the type of another step."""
+"""llama.cpp's pre-tokenizer names, by steps: the pattern of a split, or another step's type."""
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why llama.cpp's Falcon-H1 cannot express a student."""
-    found = falcon_h1.obstacles(student)
-    ssm = [mixer.ssm for mixer in student.mixers() if mixer.ssm is not None]
-    if any(heads.z_proj.bias is not None and heads.z_proj.bias.any() for heads in ssm):
-        found.append("the gate of its recurrent heads has a bias: train one with --student.recurrence mamba2-stock")
-    if any(mixer.o_proj.bias is not None and mixer.o_proj.bias.any() for mixer in student.mixers()):
-        found.append("its output projections have a bias")
-    if (kinds := falcon_h1.rope_kinds(student)) != {"default"}:
-        found.append(f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one only")
-    return found
+    reasons = falcon_h1.obstacles(student)
+    mixers = student.mixers()
+    if any(_has_bias(heads.z_proj) for heads in student.recurrent_heads()):
+        reasons.append(
+            "the gate of its recurrent heads has a bias: train one with --student.recurrence "
+            "mamba2-stock"
+        )
+    if any(_has_bias(mixer.o_proj) for mixer in mixers):
+        reasons.append("its output projections have a bias")
+    kinds = falcon_h1.rope_kinds(student)
+    if kinds != {"default"}:
+        reasons.append(
+            f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one "
+            "only"
+        )
+    return reasons
 
 
-def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write ``model.gguf``: matrices in the student's dtype, all else in float32, as in llama.cpp's own files.
+def _has_bias(projection: Any) -> bool:
+    return projection.bias is not None and bool(projection.bias.any())
 
-    Raises ValueError for a tokenizer that llama.cpp does not support.
+
+def write(
+    student: HybridForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    max_shard_size: int | str,
+) -> None:
+    """Write ``model.gguf``: matrices in the student's dtype, all else in float32, as llama.cpp does.
+
+    It is always one file. Raises ValueError for a tokenizer that llama.cpp does not support.
     """
     import gguf
 
-    pre_tokenizer = _pre_tokenizer(tokenizer)
+    parts = _parts_of(tokenizer)
+    pre_tokenizer = _pre_tokenizer(parts)
+    assert tokenizer is not None, "its parts have a pre-tokenizer"
     stock = falcon_h1.container(student)
     writer = gguf.GGUFWriter(folder / FILE, ARCHITECTURE)
     _add_sizes(writer, stock.config)
-    _add_tokenizer(writer, tokenizer, pre_tokenizer, stock.config)
+    _add_tokenizer(writer, tokenizer, parts, pre_tokenizer, stock.config)
     types = gguf.GGMLQuantizationType
-    matrices = {torch.bfloat16: types.BF16, torch.float16: types.F16}.get(student.dtype, types.F32)
-    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if matrices is types.F32 else 'MOSTLY'}_{matrices.name}"])
+    matrix_type = types.F32
+    file_type = gguf.LlamaFileType.ALL_F32
+    if student.dtype == torch.bfloat16:
+        matrix_type = types.BF16
+        file_type = gguf.LlamaFileType.MOSTLY_BF16
+    elif student.dtype == torch.float16:
+        matrix_type = types.F16
+        file_type = gguf.LlamaFileType.MOSTLY_F16
+    writer.add_file_type(file_type)
     for name, tensor in tensors(stock).items():
         is_matrix = name.endswith(".weight") and tensor.ndim == 2 and "ssm_conv1d" not in name
-        kind = matrices if is_matrix else types.F32
-        array = gguf.quants.quantize(tensor.detach().float().cpu().contiguous().numpy(), kind)
-        writer.add_tensor(name, array, raw_dtype=kind)
+        tensor_type = matrix_type if is_matrix else types.F32
+        values = tensor.detach().float().cpu().contiguous().numpy()
+        array = gguf.quants.quantize(values, tensor_type)
+        writer.add_tensor(name, array, raw_dtype=tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,22 +138,27 @@ def write(student: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, folder
 
 
 def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
-    """Rename a Falcon-H1's tensors; store A instead of log A, A and D as columns, conv weights as a matrix."""
-    found = {}
+    """Rename a Falcon-H1's tensors, and give them llama.cpp's shapes.
+
+    It stores A instead of log A, A and D as columns, and convolutions' weights as matrices.
+    """
+    renamed = {}
     for name, tensor in stock.state.items():
-        if name in _TOP:
+        if name in TOP_NAMES:
             if name != "lm_head.weight" or not stock.config["tie_word_embeddings"]:
-                found[_TOP[name]] = tensor
+                renamed[TOP_NAMES[name]] = tensor
             continue
-        _, _, layer, part = name.split(".", 3)
-        if part in _UNREAD:
+        _, _, layer, part = name.split(".", 3)  # model.layers.LAYER.PART
+        if part in UNREAD:
             continue
         if part == "mamba.A_log":
             tensor = -torch.exp(tensor)
         if part in ("mamba.A_log", "mamba.D"):
             tensor = tensor.unsqueeze(1)
-        found[f"blk.{layer}.{_LAYER[part]}"] = tensor.squeeze(1) if part == "mamba.conv1d.weight" else tensor
-    return found
+        if part == "mamba.conv1d.weight":
+            tensor = tensor.squeeze(1)
+        renamed[f"blk.{layer}.{LAYER_NAMES[part]}"] = tensor
+    return renamed
 
 
 def _add_sizes(writer: GGUFWriter, config: Record) -> None:
@@ -144,28 +181,38 @@ def _add_sizes(writer: GGUFWriter, config: Record) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
-def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, config: Record) -> None:
-    """Add the vocabulary (padded to the embedding's rows), merges, special tokens and the chat template."""
+def _add_tokenizer(
+    writer: GGUFWriter,
+    tokenizer: PreTrainedTokenizerBase,
+    parts: Record,
+    pre_tokenizer: str,
+    config: Record,
+) -> None:
+    """Add the vocabulary, padded to the embedding's rows, merges, special tokens, chat template."""
     from gguf import TokenType
 
-    rows = {token: name for name, token in tokenizer.get_vocab().items()}
+    name_of = {token: name for name, token in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
-    names, kinds = [], []
+    names = []
+    kinds = []
     for token in range(config["vocab_size"]):
-        names.append(rows.get(token, f"[PAD{token}]"))
-        kind = TokenType.NORMAL if token in rows else TokenType.UNUSED
+        kind = TokenType.UNUSED
         if token in added:
             kind = TokenType.CONTROL if added[token].special else TokenType.USER_DEFINED
+        elif token in name_of:
+            kind = TokenType.NORMAL
+        names.append(name_of.get(token, f"[PAD{token}]"))
         kinds.append(kind)
+    merges = parts["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in _parts(tokenizer)["model"]["merges"]]
-    )
+    # Older files of tokenizers have strings, newer ones pairs.
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     for role in ("bos", "eos", "pad", "unk"):
-        if (token := getattr(tokenizer, f"{role}_token_id")) is not None:
+        token = getattr(tokenizer, f"{role}_token_id")
+        if token is not None:
             getattr(writer, f"add_{role}_token_id")(token)
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
@@ -174,25 +221,32 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_t
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _parts(tokenizer: PreTrainedTokenizerBase | None) -> Record:
-    """Return the tokenizer.json of a fast tokenizer, or a placeholder that `_pre_tokenizer` rejects."""
-    backend: Any = tokenizer.backend_tokenizer if tokenizer is not None and tokenizer.is_fast else None
-    return {"model": {"type": "missing or slow"}} if backend is None else json.loads(backend.to_str())
-
-
-def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return llama.cpp's name for the pre-tokenizer. Raises ValueError if it has none."""
-    parts = _parts(tokenizer)
-    step = parts.get("pre_tokenizer") or {}
-    steps = [
-        one["pattern"].get("Regex") if one["type"] == "Split" else one["type"]
-        for one in step.get("pretokenizers", [step] if step else [])
-        if one["type"] != "ByteLevel" or one["use_regex"]
-    ]
-    known = _PRE_TOKENIZERS.get(tuple(steps))
-    if parts["model"]["type"] != "BPE" or parts.get("normalizer") not in (None, {"type": "NFC"}) or known is None:
+def _parts_of(tokenizer: PreTrainedTokenizerBase | None) -> Record:
+    """Return the tokenizer.json of a fast tokenizer. Raises ValueError for another or none."""
+    if tokenizer is None or not tokenizer.is_fast:
         raise ValueError(
-            f"the tokenizer is {parts['model']['type']} behind {steps or 'no pre-tokenizer'}; llama.cpp's files here "
+            "the tokenizer is missing or slow; pass a fast one, which llama.cpp's files are "
+            "written from."
+        )
+    backend: Any = tokenizer.backend_tokenizer
+    return json.loads(backend.to_str())
+
+
+def _pre_tokenizer(parts: Record) -> str:
+    """Return llama.cpp's name for the pre-tokenizer. Raises ValueError if it has none."""
+    whole = parts.get("pre_tokenizer") or {"pretokenizers": []}
+    steps = []
+    for step in whole.get("pretokenizers", [whole]):
+        if step["type"] == "Split":
+            steps.append(step["pattern"].get("Regex"))
+        elif step["type"] != "ByteLevel" or step["use_regex"]:
+            # Without its pattern, ByteLevel only spells bytes.
+            steps.append(step["type"])
+    name = PRE_TOKENIZERS.get(tuple(steps))
+    kind = parts["model"]["type"]
+    if kind != "BPE" or parts.get("normalizer") not in (None, {"type": "NFC"}) or name is None:
+        raise ValueError(
+            f"the tokenizer is {kind} behind {steps or 'no pre-tokenizer'}; llama.cpp's files here "
             "take byte-level BPE as GPT-2, SmolLM, Llama 3, Qwen2 or the embedded teacher have it."
         )
-    return known
+    return name

@@ -1,7 +1,8 @@
-"""Adapters to programs that run exports, for the gate and benchmarks/serving.py: token ids in, logits and tokens out.
+"""Adapters to programs that run exports: token ids in, logits and tokens out.
 
-Everything is computed in float32. An export for one of these programs contains this file next to check.py, so it
-imports only numpy and the program that it runs.
+The gate and benchmarks/serving.py use them. Everything is computed in float32. An export for one of
+these programs contains this file next to check.py, so it imports only numpy and the program that it
+runs.
 
 Shapes: L length, V vocabulary.
 """
@@ -10,8 +11,7 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +24,17 @@ Logits = Sequence[np.ndarray] | np.ndarray
 class Program:
     """Export loaded by a program, which runs up to ``batch`` sequences of ``context`` tokens together.
 
-    ``begin`` reads prompts, ``step`` one more token of each. Both return logits [L, V] for each prompt: of its last
-    token, or with ``every`` of all. ``threads`` is the number of cores, if the program lets us set it; 0 means all.
+    ``threads`` is the number of cores, if the program lets us set it; 0 means all.
     """
 
     batch = 8
 
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
+        """Read prompts; return logits of each one's last token, or with ``every`` of all tokens."""
         raise NotImplementedError
 
     def step(self, tokens: Sequence[int]) -> Logits:
+        """Read one more token of each prompt; return its logits."""
         raise NotImplementedError
 
     def nbytes(self) -> int:
@@ -46,14 +47,13 @@ class Program:
 
     def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
         """Continue prompts greedily, in batches of ``batch``."""
-        batches = (prompts[at : at + self.batch] for at in range(0, len(prompts), self.batch))
-        return list(chain.from_iterable(self._continued(batch, new_tokens) for batch in batches))
-
-    def _continued(self, prompts: Tokens, new_tokens: int) -> Iterator[list[int]]:
-        steps = [best(self.begin(prompts))]
-        while len(steps) < new_tokens:
-            steps.append(best(self.step(steps[-1])))
-        return map(list, zip(*steps))
+        continued = []
+        for start in range(0, len(prompts), self.batch):
+            steps = [best(self.begin(prompts[start : start + self.batch]))]
+            while len(steps) < new_tokens:
+                steps.append(best(self.step(steps[-1])))
+            continued += map(list, zip(*steps))
+        return continued
 
     def cache_bytes(self, prompt: Sequence[int]) -> int:
         """Count the cache bytes of one sequence after ``prompt``."""
@@ -68,26 +68,30 @@ def best(logits: Logits) -> list[int]:
 def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
     """Left-pad prompts into one batch; return token ids and mask."""
     longest = max(map(len, prompts))
-    ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return np.array(ids), np.array(mask)
+    ids = np.zeros((len(prompts), longest), int)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask
 
 
 class OnnxRuntime(Program):
     """ONNX Runtime, through the Session in the export's generate.py."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
-        self.session = runpy.run_path(str(folder / "generate.py"))["Session"](folder, threads)
+        runner = runpy.run_path(str(folder / "generate.py"))
+        self.session = runner["Session"](folder, threads)
 
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
         ids, self.mask = left_padded(prompts)
         self.states = self.session.first_states(len(prompts))
-        read = self._read(ids, 0 if every else 1)
-        return [logits_LV[-len(prompt) :] for logits_LV, prompt in zip(read, prompts)]
+        logits = self._read(ids, keep=0 if every else 1)
+        return [logits_LV[-len(prompt) :] for logits_LV, prompt in zip(logits, prompts)]
 
     def step(self, tokens: Sequence[int]) -> Logits:
         self.mask = np.pad(self.mask, ((0, 0), (0, 1)), constant_values=1)
-        return self._read(np.array([tokens]).T, 1)
+        return self._read(np.array([tokens]).T, keep=1)
 
     def _read(self, ids: np.ndarray, keep: int) -> np.ndarray:
         logits, self.states = self.session.run(ids, self.mask, self.states, keep=keep)
@@ -98,15 +102,19 @@ class OnnxRuntime(Program):
 
 
 class LlamaCpp(Program):
-    """llama.cpp, through its C API, which can keep keys and values in float32 instead of the default 16 bits."""
+    """llama.cpp through its C API, which can keep keys and values in float32 instead of 16 bits."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
         import llama_cpp
 
-        self.lib, self.n_context, self.threads, self.context = llama_cpp, context, threads, None
+        self.lib = llama_cpp
+        self.n_context = context
+        self.threads = threads
+        self.context = None
         self.lib.llama_backend_init()
         file = folder / "model.gguf"
-        self.model = self.lib.llama_model_load_from_file(str(file).encode(), self.lib.llama_model_default_params())
+        options = self.lib.llama_model_default_params()
+        self.model = self.lib.llama_model_load_from_file(str(file).encode(), options)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {file}")
         self.vocab = self.lib.llama_model_get_vocab(self.model)
@@ -116,11 +124,15 @@ class LlamaCpp(Program):
         if self.context is not None:
             self.lib.llama_free(self.context)
         options = self.lib.llama_context_default_params()
-        options.n_ctx, options.n_seq_max = self.n_context * len(prompts), len(prompts)
+        options.n_ctx = self.n_context * len(prompts)
+        options.n_seq_max = len(prompts)
         options.n_batch = max(sum(map(len, prompts)), len(prompts))
-        options.type_k = options.type_v = options.flash_attn_type = 0  # float32
+        options.type_k = 0  # float32
+        options.type_v = 0
+        options.flash_attn_type = 0  # off
         if self.threads:
-            options.n_threads = options.n_threads_batch = self.threads
+            options.n_threads = self.threads
+            options.n_threads_batch = self.threads
         self.context = self.lib.llama_init_from_model(self.model, options)
         self.lengths = [0] * len(prompts)
         return self._read(prompts, every)
@@ -129,31 +141,38 @@ class LlamaCpp(Program):
         return self._read([[token] for token in tokens], every=False)
 
     def _read(self, rows: Tokens, every: bool) -> Logits:
-        batch, shown = self.lib.llama_batch_init(sum(map(len, rows)), 0, 1), [list[int]() for _ in rows]
-        for n, row in enumerate(rows):
-            for at, token in enumerate(row):
+        batch = self.lib.llama_batch_init(sum(map(len, rows)), 0, 1)
+        shown: list[list[int]] = []
+        for sequence, row in enumerate(rows):
+            shown.append([])
+            for position, token in enumerate(row):
                 place = batch.n_tokens
-                batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, self.lengths[n] + at, 1
-                batch.seq_id[place][0], batch.logits[place] = n, every or at == len(row) - 1
-                batch.n_tokens += 1
+                batch.token[place] = token
+                batch.pos[place] = self.lengths[sequence] + position
+                batch.n_seq_id[place] = 1
+                batch.seq_id[place][0] = sequence
+                batch.logits[place] = every or position == len(row) - 1
                 if batch.logits[place]:
-                    shown[n].append(place)
-            self.lengths[n] += len(row)
-        if status := self.lib.llama_decode(self.context, batch):
+                    shown[-1].append(place)
+                batch.n_tokens += 1
+            self.lengths[sequence] += len(row)
+        status = self.lib.llama_decode(self.context, batch)
+        if status:
             raise RuntimeError(f"llama_decode ended with status {status}")
         self.lib.llama_batch_free(batch)
-        return [np.stack([self._logits(place) for place in places]) for places in shown]
+        return [np.stack(list(map(self._logits, places))) for places in shown]
 
     def _logits(self, place: int) -> np.ndarray:
-        return np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, place), (self.n_vocab,))
+        address = self.lib.llama_get_logits_ith(self.context, place)
+        return np.ctypeslib.as_array(address, (self.n_vocab,))
 
     def nbytes(self) -> int:
-        """Count the bytes llama.cpp writes to save the sequence, including its few metadata values."""
+        """Count the bytes llama.cpp writes to save the sequence, including its few metadata."""
         return self.lib.llama_state_seq_get_size(self.context, 0)
 
 
 class MlxLm(Program):
-    """mlx-lm, one prompt at a time. Reads all tokens except the last without logits, as mlx-lm itself does."""
+    """mlx-lm, one prompt at a time. Reads all tokens except the last without logits, as it does."""
 
     batch = 1
 
@@ -162,16 +181,22 @@ class MlxLm(Program):
         from mlx_lm.models.cache import make_prompt_cache
         from mlx_lm.utils import load_model
 
-        self.mx, self.make_cache = mx, make_prompt_cache
-        self.model, _ = load_model(folder, trust_remote_code=True)  # the model file is ours: verify_export checks it
+        self.mx = mx
+        self.make_cache = make_prompt_cache
+        # The model file is ours: verify_export checks it.
+        self.model, _ = load_model(folder, trust_remote_code=True)
         self.model.set_dtype(mx.float32)
 
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
-        self.cache, ((*first, last),) = self.make_cache(self.model), prompts
-        if first and not every:
-            self.model(self.mx.array([first]), cache=self.cache)
+        (prompt,) = prompts
+        self.cache = self.make_cache(self.model)
+        if every:
+            return self._read(prompt)
+        if len(prompt) > 1:
+            self.model(self.mx.array([prompt[:-1]]), cache=self.cache)
+            # mlx is lazy: nothing of the prompt would be computed before the last token is.
             self.mx.eval([one.state for one in self.cache])
-        return self._read([*first, last] if every else [last])
+        return self._read(prompt[-1:])
 
     def step(self, tokens: Sequence[int]) -> Logits:
         return self._read(tokens)
@@ -187,7 +212,10 @@ class Vllm(Program):
     """vLLM in this process, through its scheduler, which exposes neither logits nor states."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
         from vllm import LLM, SamplingParams  # pyright: ignore
 
         self.sampling = SamplingParams
@@ -207,15 +235,24 @@ class Vllm(Program):
         return None
 
     def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
-        asked = self.sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [list(answer.outputs[0].token_ids) for answer in self.engine.generate(given, asked, use_tqdm=False)]
+        options = self.sampling(
+            temperature=0,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers = self.engine.generate(requests, options, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
 
     def cache_bytes(self, prompt: Sequence[int]) -> int:
         """Count the bytes of pages, over all layers, that a sequence of full length takes."""
         core = self.engine.llm_engine
-        groups = core.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-        return sum(len(one.layer_names) * one.kv_cache_spec.max_memory_usage_bytes(core.vllm_config) for one in groups)
+        n_bytes = 0
+        for group in core.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups:
+            of_layer = group.kv_cache_spec.max_memory_usage_bytes(core.vllm_config)
+            n_bytes += len(group.layer_names) * of_layer
+        return n_bytes
 
 
 PROGRAMS = {"vllm": Vllm, "gguf": LlamaCpp, "mlx": MlxLm, "onnx": OnnxRuntime}

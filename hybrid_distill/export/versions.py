@@ -1,4 +1,7 @@
-"""Versions of transformers that reproduce an export's results: versions.json, written by benchmarks/versions.py."""
+"""Versions of transformers that reproduce an export's results.
+
+They are in versions.json, which benchmarks/versions.py writes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from ..io import Record, read_json
 from ..model.configuration_hybrid import release
 
 TRIED: Record = read_json(Path(__file__).with_name("versions.json"))
-"""``tried``: all tested versions, oldest first. ``oldest``: the first correct one, by backbone. ``falcon-h1``: the
-versions that are correct with that form, which cannot reject the others."""
+"""Table of ``tried``, all tested versions, oldest first; ``oldest``, the first correct one by
+backbone; and ``falcon-h1``, the versions correct with that format, which cannot reject others."""
 
 
 def checked_transformers(model_type: str) -> list[str]:
@@ -20,13 +23,14 @@ def checked_transformers(model_type: str) -> list[str]:
     The installed one is among them, unless an older one is known to be the first that is correct.
     """
     installed = ".".join(map(str, release(transformers.__version__)))
-    if model_type not in TRIED["oldest"]:
+    oldest = TRIED["oldest"].get(model_type)
+    if oldest is None:
         return [installed]
-    oldest = TRIED["oldest"][model_type]
     versions = {*TRIED["tried"], installed}
-    return sorted((v for v in versions if release(v) >= release(oldest)), key=release)
+    correct = [version for version in versions if release(version) >= release(oldest)]
+    return sorted(correct, key=release)
 
 
 def oldest_transformers(model_type: str) -> str:
-    """Return the oldest version that runs exports with this backbone correctly; if untested, the installed one."""
+    """Return the oldest version that runs exports with this backbone; untested: the installed."""
     return checked_transformers(model_type)[0]

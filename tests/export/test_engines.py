@@ -1,4 +1,4 @@
-"""Forms for other programs: refused with the reason, recorded, checked where the program is, and only there."""
+"""Formats for other programs: refused with the reason, recorded, checked only where the program is."""
 
 from __future__ import annotations
 
@@ -15,42 +15,61 @@ from students import byte_tokenizer, gate_in_this_process, only_error, tiny_stud
 from hybrid_distill.cli.app import main
 from hybrid_distill.export import ExportError, check, export_checkpoint, verify_export
 from hybrid_distill.export.check import PACKAGES, Prompts, greedy, load_program, run_checks, table
-from hybrid_distill.export.engines import WRITTEN_WITH, writer
+from hybrid_distill.export.formats import FORMATS, check_expressible
 from hybrid_distill.export.programs import PROGRAMS, Program
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import load_teacher
 
-RECURRENCE = {"onnx": "discrete", "vllm": "mamba2", "gguf": "mamba2-stock", "mlx": "mamba2-stock"}
+RECURRENCE = {
+    "onnx": "discrete",
+    "vllm": "mamba2",
+    "gguf": "mamba2-stock",
+    "mlx": "mamba2-stock",
+}
 
 
-def student_for(form: str) -> tuple[HybridForCausalLM, HeadPlan]:
-    """Build a student with heads as wide as every program takes them, and the embedded teacher's vocabulary."""
+def student_for(export_format: str) -> tuple[HybridForCausalLM, HeadPlan]:
+    """Build a student with heads of a width that every program takes, and our vocabulary."""
     teacher = make_family_model("llama", vocab_size=1900, head_dim=32)
     plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
-    return build_student(teacher, plan, d_state=16, recurrence=RECURRENCE[form])[0], plan
+    student, _ = build_student(teacher, plan, d_state=16, recurrence=RECURRENCE[export_format])
+    return student, plan
 
 
-def test_every_form_has_a_writer_and_a_program() -> None:
-    assert WRITTEN_WITH.keys() - {"falcon-h1"} == PACKAGES.keys() == PROGRAMS.keys() == RECURRENCE.keys()
-    assert all(load_program(form).__name__ == PROGRAMS[form].__name__ for form in PACKAGES)
+def test_every_format_without_tensors_of_its_own_has_a_program() -> None:
+    for_programs = {name for name, export_format in FORMATS.items() if not export_format.tensors}
+    assert for_programs == PACKAGES.keys() == PROGRAMS.keys() == RECURRENCE.keys()
+    for export_format in PACKAGES:
+        assert load_program(export_format).__name__ == PROGRAMS[export_format].__name__
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
-def test_a_student_that_a_program_cannot_run_is_refused_before_anything_is_written(family: str, tmp_path: Path) -> None:
+def test_a_student_that_a_program_cannot_run_is_refused_before_anything_is_written(
+    family: str, tmp_path: Path
+) -> None:
     student, plan = tiny_student(family)
-    for form in WRITTEN_WITH:
-        with pytest.raises(ValueError, match=rf"exported as {form}: .*its backbone is {family}.*\. Export it as"):
-            export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, form=form)
+    for export_format in FORMATS.keys() - {"remote-code", "safetensors"}:
+        with pytest.raises(ValueError, match=rf"{export_format}: .*backbone is {family}"):
+            export_checkpoint(
+                student,
+                byte_tokenizer(),
+                tmp_path / "export",
+                plan=plan,
+                export_format=export_format,
+            )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_form_whose_packages_are_absent_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_distill.export.engines.find_spec", lambda name: None)
-    for form in ("gguf", "onnx"):
-        with pytest.raises(ValueError, match=rf"not installed; pip install 'hybrid-distill\[{form}\]'"):
-            writer(form, student_for(form)[0])
+@pytest.mark.parametrize("export_format", ["gguf", "onnx"])
+def test_a_format_whose_package_is_absent_names_the_extra(
+    export_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_distill.export.formats.find_spec", lambda name: None)
+    student, _ = student_for(export_format)
+    with pytest.raises(ValueError, match=rf"hybrid-distill\[{export_format}\]"):
+        check_expressible(student, export_format)
 
 
 def test_without_the_program_files_are_checked_and_nothing_else(
@@ -61,19 +80,22 @@ def test_without_the_program_files_are_checked_and_nothing_else(
 ) -> None:
     monkeypatch.setitem(check.PACKAGES, "vllm", "no_such_program")
     student, plan = student_for("vllm")
+    tokenizer = load_teacher("tiny")[1]
     path = tmp_path / "export"
-    assert export_checkpoint(student, load_teacher("tiny")[1], path, plan=plan, form="vllm").checks == ()
-    assert "was not checked: no_such_program" in caplog.text and not (path / "gate" / "report.json").exists()
+    report = export_checkpoint(student, tokenizer, path, plan=plan, export_format="vllm")
+    assert report.checks == ()
+    assert "no_such_program" in caplog.text
+    assert not (path / "gate" / "report.json").exists()
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main(["verify", str(path)])
     assert end.value.code == 2
-    assert "no_such_program, which runs it, is not installed here (pip" in only_error(capsys.readouterr().err)
+    assert "no_such_program" in only_error(capsys.readouterr().err)
     weights = max(path.iterdir(), key=lambda file: file.stat().st_size)
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ExportError, match=rf"has changed since its export: .*{weights.name} has changed"):
+    with pytest.raises(ExportError, match=rf"{weights.name} has changed"):
         verify_export(path)
     weights.unlink()
     with pytest.raises(ExportError, match=rf"{weights.name} is missing"):
@@ -81,44 +103,56 @@ def test_without_the_program_files_are_checked_and_nothing_else(
 
 
 @pytest.mark.parametrize("fault", [None, "logits", "tokens"])
-def test_a_program_that_computes_something_else_fails(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_computes_something_else_fails(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     student, _ = tiny_student("llama")
     ids = [torch.randint(5, 300, (length,)) for length in (1, 9)]
-    out = [greedy(student, ids_L[None], None, 6) for ids_L in ids]
-    logits = [student(ids_L[None]).logits[0].detach() for ids_L in ids]
-    prompts = Prompts(torch.arange(300), ids, logits, [o.tokens_BT[0] for o in out], [o.leads_BT[0] + 1 for o in out])
+    prompts = Prompts(torch.arange(300), ids, [], [], [])
+    for ids_L in ids:
+        continued = greedy(student, ids_L[None], None, 6)
+        prompts.logits.append(student(ids_L[None]).logits[0].detach())
+        prompts.generated.append(continued.tokens_BT[0])
+        prompts.leads.append(continued.leads_BT[0] + 1)  # no token is within rounding
 
     class Answers(Program):
         def __init__(self, folder: Path, context: int) -> None:
             assert context == 9 + 6
 
         def logits(self, prompt: Sequence[int]) -> np.ndarray:
-            row = next(row for row, ids_L in zip(logits, ids) if ids_L.tolist() == list(prompt))
-            return row.numpy() + 0.01 * prompts.scale * (fault == "logits")
+            place = [ids_L.tolist() for ids_L in ids].index(list(prompt))
+            error = 0.01 * prompts.scale if fault == "logits" else 0.0
+            return prompts.logits[place].numpy() + error
 
-        def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-            assert new_tokens == 6 and prompts == [ids_L.tolist() for ids_L in ids]
-            return [(o.tokens_BT[0] + (fault == "tokens")).tolist() for o in out]
+        def generate(self, tokens: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+            assert new_tokens == 6
+            assert tokens == [ids_L.tolist() for ids_L in ids]
+            error = 1 if fault == "tokens" else 0
+            return [(tokens_T + error).tolist() for tokens_T in prompts.generated]
 
     monkeypatch.setattr(check, "load_program", {"onnx": Answers}.get)
     record = {"form": "onnx", "computes": "float32", "rounding": 0.0}
-    found = list(check.check_program(Path(), record, prompts))
-    assert [one.ok for one in found] == [fault != "logits", fault != "tokens"], table(found)
+    checks = list(check.check_program(Path(), record, prompts))
+    assert [one.ok for one in checks] == [fault != "logits", fault != "tokens"], table(checks)
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("form", PACKAGES)
+@pytest.mark.parametrize("export_format", PACKAGES)
 def test_a_program_computes_what_the_student_computes(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if absent := [name for name in (WRITTEN_WITH[form], PACKAGES[form]) if name and find_spec(name) is None]:
-        pytest.skip(f"{', '.join(absent)} is not installed here (make test-serving)")
+    for package in (FORMATS[export_format].written_with, PACKAGES[export_format]):
+        if package is not None and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed here (make test-serving)")
     gate_in_this_process(monkeypatch, tmp_path / "modules")
-    student, plan = student_for(form)
+    student, plan = student_for(export_format)
+    tokenizer = load_teacher("tiny")[1]
     path = tmp_path / "export"
-    report = export_checkpoint(student, load_teacher("tiny")[1], path, plan=plan, form=form)
-    assert report.ok and f"generated tokens, {PACKAGES[form]}" in report.table()
+    report = export_checkpoint(student, tokenizer, path, plan=plan, export_format=export_format)
+    assert report.ok
+    assert f"generated tokens, {PACKAGES[export_format]}" in report.table()
     assert verify_export(path).ok
     (path / "extra.py").write_text("")
-    checks = run_checks(path, path / "gate", device="meta")  # of models: programs choose their own
+    # The device is that of models: programs choose their own.
+    checks = run_checks(path, path / "gate", device="meta")
     assert [one.detail for one in checks if not one.ok] == ["extra.py is unknown"]

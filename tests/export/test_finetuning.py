@@ -19,9 +19,10 @@ from transformers import (
 
 from hybrid_distill import export_checkpoint, load_student
 
-TEXTS = [
-    f"The flag of town {number} is {color}." * (1 + number % 3) for number in range(8) for color in ("red", "blue")
-]
+TEXTS = []
+for number in range(8):
+    for color in ("red", "blue"):
+        TEXTS.append(f"The flag of town {number} is {color}." * (1 + number % 3))
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,
     "per_device_train_batch_size": 4,
@@ -35,27 +36,40 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_trainer_trains_a_student_padded_and_flattened_alike_and_it_exports_again(tmp_path: Path) -> None:
-    """tests/test_examples.py trains adapters with TRL."""
+def test_trainer_trains_a_student_padded_and_flattened_alike_and_it_exports_again(
+    tmp_path: Path,
+) -> None:
+    """Train the whole student; tests/test_examples.py trains adapters with TRL."""
     student, plan = tiny_student("llama")
-    tokenizer, exported = byte_tokenizer(), tmp_path / "student"
+    tokenizer = byte_tokenizer()
+    exported = tmp_path / "student"
     export_checkpoint(student, tokenizer, exported, plan=plan, gate=False)
-    before = student.state_dict()
     rows = Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS])
-    losses, collators = {}, [DataCollatorForLanguageModeling(tokenizer, mlm=False), DataCollatorWithFlattening()]
-    for collator in collators:
+    losses = []
+    for collator in (
+        DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        DataCollatorWithFlattening(),
+    ):
         model = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
-        arguments = TrainingArguments(str(tmp_path / "trainer"), gradient_checkpointing=True, **SETTINGS)
+        arguments = TrainingArguments(
+            str(tmp_path / "trainer"), gradient_checkpointing=True, **SETTINGS
+        )
         trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collator)
-        assert trainer.model_accepts_loss_kwargs, "else each micro-batch would count alike, however many tokens it has"
+        # Else each micro-batch would count alike, however many tokens it has.
+        assert trainer.model_accepts_loss_kwargs
         trainer.train()
-        losses[type(collator).__name__] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    padded, flattened = losses.values()
-    assert padded == pytest.approx(flattened, rel=1e-3) and padded[1] < padded[0]
-    changed = {
-        name.partition(".self_attn.")[2] for name in before if not torch.equal(before[name], model.state_dict()[name])
-    }
-    assert {"ssm.conv_weight", "ssm.x_proj.weight", "attention.q_proj.weight", "o_proj.weight"} <= changed
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    padded, flattened = losses
+    assert padded == pytest.approx(flattened, rel=1e-3)
+    assert padded[1] < padded[0]
+    changed = set()
+    trained = model.state_dict()
+    for name, tensor in student.state_dict().items():
+        if not torch.equal(tensor, trained[name]):
+            changed.add(name.partition(".self_attn.")[2])
+    for part in ("ssm.conv_weight", "ssm.x_proj.weight", "attention.q_proj.weight"):
+        assert part in changed
+    assert "o_proj.weight" in changed
     export_checkpoint(model, tokenizer, tmp_path / "again", plan=plan, gate=False)
     again, _ = load_student(tmp_path / "again")
     prompt = tokenizer("The flag", return_tensors="pt")

@@ -10,28 +10,26 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import keep, mixed_student
-from test_falcon_h1 import KEPT, student_keeping
+from test_falcon_h1 import KEPT, random_ids, student_keeping
 
 from hybrid_distill.export.onnx import obstacles, write
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.student.build import build_student
 
 pytest.importorskip("onnxscript", reason="onnxscript, which writes ONNX, is not installed")
-pytest.importorskip("onnxruntime", minversion="1.30", reason="ONNX Runtime 1.30, which runs it, is not installed")
+pytest.importorskip(
+    "onnxruntime", minversion="1.30", reason="ONNX Runtime 1.30, which runs it, is not installed"
+)
 from hybrid_distill.export.onnx_generate import Session, generate
 
 TOLERANCE = 1e-5  # relative to the largest logit
 
 
 def written(student: HybridForCausalLM, folder: Path) -> Session:
-    write(student, None, folder)
+    write(student, None, folder, "2GB")
     session = Session(folder, threads=1)
     session.ends = []
     return session
-
-
-def random_ids(*shape: int) -> torch.Tensor:
-    return torch.randint(5, 300, shape, generator=torch.Generator().manual_seed(1))
 
 
 def relative_error(actual: np.ndarray, expected: torch.Tensor) -> float:
@@ -56,11 +54,13 @@ def test_onnx_computes_what_the_student_computes(
     student = student_keeping(family, kept, **{"recurrence": "discrete", **options})
     session = written(student, tmp_path)
     ids_BL = random_ids(2, 37)
-    expected, mask_BL = student(ids_BL).logits, np.ones((2, 37))
+    expected = student(ids_BL).logits
+    mask_BL = np.ones((2, 37))
     logits, _ = session.run(ids_BL.numpy(), mask_BL, session.first_states(2))
     assert relative_error(logits, expected) <= TOLERANCE
 
-    states, pieces = session.first_states(2), []
+    states = session.first_states(2)
+    pieces = []
     for start, end in ((0, 9), (9, 10), (10, 11), (11, 20), (20, 37)):
         piece, states = session.run(ids_BL[:, start:end].numpy(), mask_BL[:, :end], states)
         pieces.append(piece)
@@ -69,8 +69,16 @@ def test_onnx_computes_what_the_student_computes(
     assert relative_error(last, expected[:, -3:]) <= TOLERANCE
 
     prompts = [ids_BL[0, :1], ids_BL[0, 1:6], ids_BL[1, :24]]
-    plain = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-    alone = [student.generate(ids_L[None], **plain)[0, len(ids_L) :].tolist() for ids_L in prompts]
+    alone = []
+    for ids_L in prompts:
+        continued = student.generate(
+            ids_L[None],
+            do_sample=False,
+            max_new_tokens=6,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        alone.append(continued[0, len(ids_L) :].tolist())
     assert generate(session, [ids_L.tolist() for ids_L in prompts], 6) == alone
 
 
@@ -78,43 +86,61 @@ def test_padding_changes_neither_logits_nor_states(tmp_path: Path) -> None:
     student = student_keeping("llama", KEPT["uneven"], recurrence="discrete")
     session = written(student, tmp_path)
     ids_1L = random_ids(1, 13).numpy()
-    padded, mask = np.pad(ids_1L, ((0, 0), (6, 0)), constant_values=7), np.pad(np.ones((1, 13)), ((0, 0), (6, 0)))
-    states, padded_states = session.first_states(1), session.first_states(1)
-    for end in (11, 12, 13):
-        start = 0 if end == 11 else end - 1
+    n_padding = 6
+    before = ((0, 0), (n_padding, 0))
+    padded_1L = np.pad(ids_1L, before, constant_values=7)
+    mask_1L = np.pad(np.ones((1, 13)), before)
+    states = session.first_states(1)
+    padded_states = session.first_states(1)
+    for start, end in ((0, 11), (11, 12), (12, 13)):
         logits, states = session.run(ids_1L[:, start:end], np.ones((1, end)), states)
-        beside = slice(start + 6 if start else 0, end + 6)
-        padded_logits, padded_states = session.run(padded[:, beside], mask[:, : end + 6], padded_states)
-        assert relative_error(padded_logits[:, -logits.shape[1] :], torch.tensor(logits)) <= TOLERANCE
+        padded_start = start + n_padding if start else 0
+        padded_logits, padded_states = session.run(
+            padded_1L[:, padded_start : end + n_padding],
+            mask_1L[:, : end + n_padding],
+            padded_states,
+        )
+        last = padded_logits[:, -logits.shape[1] :]
+        assert relative_error(last, torch.tensor(logits)) <= TOLERANCE
     for name, state in states.items():
-        actual = padded_states[name].numpy()
-        actual = actual[:, :, 6:] if name.endswith(("key", "value")) else actual
-        np.testing.assert_allclose(actual, state.numpy(), rtol=1e-5, atol=1e-6)
+        padded_state = padded_states[name].numpy()
+        if name.endswith(("key", "value")):
+            padded_state = padded_state[:, :, n_padding:]
+        np.testing.assert_allclose(padded_state, state.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_generation_ends_with_the_end_token_of_each_row(tmp_path: Path) -> None:
     student = student_keeping("llama", KEPT["one"], recurrence="discrete")
-    session = written(student, tmp_path)
     prompts = [[7, 8, 9], [11]]
-    first, second = generate(session, prompts, 8)
-    student.generation_config.eos_token_id = first[2]
-    write(student, None, tmp_path)
+    whole = generate(written(student, tmp_path), prompts, 8)
+    end = whole[0][2]
+    student.generation_config.eos_token_id = end
+    write(student, None, tmp_path, "2GB")
     session = Session(tmp_path, threads=1)
-    ended = [tokens[: tokens.index(first[2]) + 1] if first[2] in tokens else tokens for tokens in (first, second)]
-    assert generate(session, prompts, 8) == ended and len(ended[0]) <= 3
-    with pytest.raises(ValueError, match="a prompt has no tokens"):
+    expected = []
+    for tokens in whole:
+        n_tokens = tokens.index(end) + 1 if end in tokens else len(tokens)
+        expected.append(tokens[:n_tokens])
+    assert len(expected[0]) <= 3
+    assert generate(session, prompts, 8) == expected
+    with pytest.raises(ValueError, match="no tokens"):
         generate(session, [[1], []])
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
         ("mistral", {"sliding_window": 6}, "sliding-window attention"),
-        ("llama", {"hidden_act": "gelu"}, "its MLPs use gelu"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE is dynamic"),
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("llama", {"rope_parameters": DYNAMIC}, "RoPE is dynamic"),
     ],
 )
-def test_students_that_cannot_be_written_are_refused(family: str, options: dict[str, Any], reason: str) -> None:
+def test_students_that_cannot_be_written_are_refused(
+    family: str, options: dict[str, Any], reason: str
+) -> None:
     teacher = make_family_model(family, **options)
     student, _ = build_student(teacher, keep(teacher, (1,), (), (4,)), d_state=4)
     assert reason in obstacles(student)[0]
@@ -122,9 +148,17 @@ def test_students_that_cannot_be_written_are_refused(family: str, options: dict[
 
 @torch.no_grad()
 def test_scaled_rope_biases_and_a_half_precision_student(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 16}
-    teacher = make_family_model("llama", attention_bias=True, mlp_bias=True, rope_parameters=rope)
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    teacher = make_family_model(
+        "llama", attention_bias=True, mlp_bias=True, rope_parameters=rope
+    )
     student = mixed_student(teacher).to(torch.bfloat16)
     session = written(student, tmp_path)
     ids_BL = random_ids(2, 20) % 100

@@ -1,6 +1,7 @@
-"""The form for vLLM: larger heads that compute the same, what vLLM would leave out, and vLLM's own greedy tokens.
+"""Format for vLLM: larger heads that compute the same, what vLLM leaves out, and its own tokens.
 
-The last needs vLLM in an environment of its own (``VLLM_PYTHON=/venv/bin/python pytest tests/export/test_vllm.py``).
+The last needs vLLM in an environment of its own: with
+``VLLM_PYTHON=/venv/bin/python pytest tests/export/test_vllm.py`` it runs there.
 """
 
 from __future__ import annotations
@@ -24,22 +25,40 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import load_teacher
 
 UNEVEN = [(0, 1, 2), (), (0, 1, 2, 3, 4, 6, 7)]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+}
 
 
 def student_of(teacher: Any, *kept: tuple[int, ...], d_state: int = 5) -> HybridForCausalLM:
-    return stirred(build_student(teacher, keep(teacher, *kept), d_state=d_state, recurrence="mamba2")[0])
+    plan = keep(teacher, *kept)
+    student, _ = build_student(teacher, plan, d_state=d_state, recurrence="mamba2")
+    return stirred(student)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rope", [{}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                                       "high_freq_factor": 4.0, "original_max_position_embeddings": 32}])  # fmt: skip
-def test_heads_spread_over_larger_ones_compute_the_same(rope: dict[str, Any], tmp_path: Path) -> None:
-    parameters = {"rope_theta": 100.0, "rope_type": "default", **rope}
-    student = student_of(make_family_model("llama", vocab_size=300, rope_parameters=parameters), *UNEVEN)
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3], ids=["default", "llama3"])
+def test_heads_spread_over_larger_ones_compute_the_same(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    rope_parameters = {"rope_theta": 100.0, **rope}
+    teacher = make_family_model("llama", vocab_size=300, rope_parameters=rope_parameters)
+    student = student_of(teacher, *UNEVEN)
     assert vllm.obstacles(student) == []
-    vllm.write(student, None, tmp_path)
+    vllm.write(student, None, tmp_path, "2GB")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert stock.config.head_dim == 32 == (vllm.spacing(student.config.head_dim) or 0) * student.config.head_dim
+    head_dim = student.config.head_dim
+    assert stock.config.head_dim == 32 == vllm.spacing(head_dim) * head_dim
     ids_BL = torch.randint(5, 300, (2, 150), generator=torch.Generator().manual_seed(1))
     expected = student(ids_BL).logits
     assert (stock(ids_BL).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -47,51 +66,86 @@ def test_heads_spread_over_larger_ones_compute_the_same(rope: dict[str, Any], tm
 
 def test_heads_of_a_size_that_vllm_takes_stay_as_they_are(tmp_path: Path) -> None:
     student = student_of(make_family_model("llama", head_dim=32, vocab_size=300), *UNEVEN)
-    vllm.write(student, None, tmp_path)
+    vllm.write(student, None, tmp_path, "2GB")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     for name, tensor in falcon_h1.container(student).state.items():
         assert torch.equal(loaded[name], tensor), name
 
 
 def test_what_vllm_would_leave_out_is_refused() -> None:
-    (biases,) = vllm.obstacles(student_of(make_family_model("qwen2", vocab_size=300), *UNEVEN))
-    assert "q_proj, k_proj, v_proj" in biases
-    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    (angles,) = vllm.obstacles(student_of(make_family_model("llama", rope_parameters=yarn), *UNEVEN))
-    assert "yarn" in angles
-    assert vllm.obstacles(student_of(make_family_model("llama", rope_parameters=yarn, head_dim=32), *UNEVEN)) == []
+    biased = student_of(make_family_model("qwen2", vocab_size=300), *UNEVEN)
+    (reason,) = vllm.obstacles(biased)
+    assert "q_proj, k_proj, v_proj" in reason
+    yarn = student_of(make_family_model("llama", rope_parameters=YARN), *UNEVEN)
+    (reason,) = vllm.obstacles(yarn)
+    assert "yarn" in reason
+    wide = student_of(make_family_model("llama", rope_parameters=YARN, head_dim=32), *UNEVEN)
+    assert vllm.obstacles(wide) == []
 
 
 PROGRAM = """
 import json, sys
 from vllm import LLM, SamplingParams
 folder, prompts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-engine = LLM(folder, dtype="float32", mamba_ssm_cache_dtype="float32", max_model_len=512, max_num_seqs=16, **options,
-             enforce_eager=True, skip_tokenizer_init=True, kv_cache_memory_bytes=64 << 20)
-asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-found = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
-print("TOKENS", json.dumps([list(answer.outputs[0].token_ids) for answer in found]))
+engine = LLM(folder, dtype="float32", mamba_ssm_cache_dtype="float32", max_model_len=512,
+             max_num_seqs=16, enforce_eager=True, skip_tokenizer_init=True,
+             kv_cache_memory_bytes=64 << 20, **options)
+sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+answers = engine.generate(requests, sampling, use_tqdm=False)
+print("TOKENS", json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
 """
-# vLLM's kernel for CPUs returns the last state of a prompt alone, and its cache of prefixes asks for earlier ones.
-WHOLE, IN_PIECES = ({"enable_prefix_caching": False, "max_num_batched_tokens": size} for size in (2048, 64))
+# vLLM's kernel for CPUs returns the last state of a prompt alone, and its cache of prefixes asks
+# for earlier ones.
+WHOLE = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+IN_PIECES = {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
 
 
-@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON does not name a Python with vLLM")
-@pytest.mark.parametrize("kept, options", [(UNEVEN, WHOLE), ([(3,)] * 6, IN_PIECES)], ids=["uneven", "even"])
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python with vLLM")
+@pytest.mark.parametrize(
+    ("kept", "options"),
+    [(UNEVEN, WHOLE), ([(3,)] * 6, IN_PIECES)],
+    ids=["uneven", "even"],
+)
 def test_vllm_generates_the_tokens_of_the_student(
     kept: list[tuple[int, ...]], options: dict[str, Any], tmp_path: Path
 ) -> None:
     student: Any = student_of(load_teacher("tiny")[0], *kept, d_state=16)
-    vllm.write(student, None, tmp_path)
+    vllm.write(student, None, tmp_path, "2GB")
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(5, 1900, (1 + 37 * n % 256,), generator=generator).tolist() for n in range(64)]
-    single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}
-    command = [os.environ["VLLM_PYTHON"], "-c", PROGRAM, str(tmp_path), json.dumps(prompts), json.dumps(options)]
-    done = subprocess.run(command, env={**os.environ, **single}, capture_output=True, text=True)
-    answers = [json.loads(line.removeprefix("TOKENS ")) for line in done.stdout.splitlines() if line[:6] == "TOKENS"]
+    prompts = []
+    for number in range(64):
+        length = 1 + 37 * number % 256
+        prompts.append(torch.randint(5, 1900, (length,), generator=generator).tolist())
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": "",
+    }
+    done = subprocess.run(
+        [
+            os.environ["VLLM_PYTHON"],
+            "-c",
+            PROGRAM,
+            str(tmp_path),
+            json.dumps(prompts),
+            json.dumps(options),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    _, _, answers = done.stdout.partition("TOKENS ")
     assert answers, done.stderr[-4000:]
-    for prompt, tokens in zip(prompts, answers[0], strict=True):
+    for prompt, tokens in zip(prompts, json.loads(answers.splitlines()[0]), strict=True):
         ids = torch.tensor([prompt])
-        asked = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = student.generate(ids, attention_mask=torch.ones_like(ids), **asked)[0, len(prompt) :]
-        assert tokens == expected.tolist(), len(prompt)
+        continued = student.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert tokens == continued[0, len(prompt) :].tolist(), len(prompt)

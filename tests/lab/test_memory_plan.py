@@ -26,9 +26,7 @@ from hybrid_distill.config import PlanConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.lab.memory.plan import (
     KERNEL_CHUNK,
-    KERNEL_LOGITS,
     STRATEGIES,
-    TORCH_LOGITS,
     MemoryPlan,
     StageShape,
     memory_plan,
@@ -130,13 +128,12 @@ def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) ->
     assert kernels < 0.7 * plain
 
 
-def test_sizes_of_the_kernels_are_theirs() -> None:
+def test_the_kernels_store_states_after_as_many_tokens_as_the_plan_says() -> None:
     pytest.importorskip("triton")
-    from hybrid_kernels import loss, ssd
+    from hybrid_kernels.ssd_tiles import tile_for
 
-    assert loss.CHUNK_LOGITS == {"triton": KERNEL_LOGITS, "torch": TORCH_LOGITS}
     for dtype in (torch.bfloat16, torch.float32):
-        assert ssd.tile_for(90, dtype, 64, 64).chunk == KERNEL_CHUNK[dtype.itemsize]
+        assert tile_for(90, dtype, 64, 64).chunk == KERNEL_CHUNK[dtype.itemsize]
 
 
 @pytest.mark.launched

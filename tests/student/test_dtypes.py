@@ -129,7 +129,7 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
     else:
         monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
         monkeypatch.setattr(
-            "hybrid_distill.export.gate.write_record", lambda *_, **__: {"kernels": None}
+            "hybrid_distill.export.checkpoint.write_record", lambda *_, **__: {"kernels": None}
         )
         monkeypatch.setattr("hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None)
     out = run(two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection))

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from hybrid_kernels.loss import CHUNK_LOGITS
+from hybrid_kernels.loss_torch import CACHED_LOGITS
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -35,11 +37,13 @@ FP32, BF16 = 4, 2
 NEVER = 2**62  # longer than any row
 REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's default, which the launch files keep
 LIVE_PARAMETERS = 1_000_000_000  # elements that ZeRO-3 keeps gathered for reuse; its default
-KERNEL_CHUNK = {BF16: 32, FP32: 16}  # tokens between the states that the kernels store (on Hopper, N = P = 64)
-DELTA_CHUNK = 64  # flash-linear-attention's; it stores queries, keys, values and a row of each chunk's system
-KERNEL_LOGITS, TORCH_LOGITS = 2**29, 2**25  # per chunk of the fused loss: hybrid_kernels.loss.CHUNK_LOGITS
-CACHED_LOGITS = 2**18  # that plain torch compares at once: hybrid_kernels.loss_torch.CACHED_LOGITS
-LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}  # float32, per logit that plain torch compares at once
+# Tokens between the states that the kernels store, by bytes of a number (on Hopper, N = P = 64). A
+# copy of hybrid_kernels.ssd_tiles, which imports triton: a machine that only plans may lack it.
+KERNEL_CHUNK = {BF16: 32, FP32: 16}
+# flash-linear-attention's; it stores queries, keys, values and a row of each chunk's system.
+DELTA_CHUNK = 64
+# float32, per logit that plain torch compares at once.
+LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}
 
 
 class StageShape:
@@ -283,7 +287,7 @@ def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
         chunk = min(logits, UNFUSED_CHUNK_LOGITS)
         return (3 if chunk < logits else 2) * logits * item + chunk * LOGIT_BUFFERS[shape.kind] * FP32
     head = shape.vocabulary * shape.width
-    largest = (KERNEL_LOGITS if kernels else TORCH_LOGITS) // shape.vocabulary
+    largest = CHUNK_LOGITS["triton" if kernels else "torch"] // shape.vocabulary
     chunk = min(tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
     own = item if item < FP32 else 2 * item  # part of the buffers that the chunk's own logits cover
     buffers = 0 if kernels else min(chunk, CACHED_LOGITS) * (LOGIT_BUFFERS[shape.kind] * FP32 - own)

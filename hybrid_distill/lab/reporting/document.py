@@ -56,51 +56,79 @@ class Column(NamedTuple):
 def value_table(
     names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame, errors: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return one row per model: its ``names`` and those of its figures that were measured, grouped."""
-    table, errors = names.copy(), errors.reindex(index=values.index, columns=values.columns)
+    """Return one row per model: its ``names`` and its measured figures, grouped."""
+    table = names.copy()
+    errors = errors.reindex(index=values.index, columns=values.columns)
     for column in columns:
         if column.name in values and values[column.name].notna().any():
-            pairs = zip(values[column.name], errors[column.name])
-            table[column.group, column.header] = [with_error(*p, column.digits, scale=column.scale) for p in pairs]
+            cells = []
+            for value, error in zip(values[column.name], errors[column.name]):
+                cells.append(with_error(value, error, column.digits, scale=column.scale))
+            table[column.group, column.header] = cells
     return table
 
 
-def change_table(names: pd.DataFrame, columns: Sequence[Column], ratios: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per model: its ``names`` and the changes of its figures relative to the teacher's."""
+def change_table(
+    names: pd.DataFrame, columns: Sequence[Column], ratios: pd.DataFrame
+) -> pd.DataFrame:
+    """Return one row per model: its ``names`` and its figures' changes relative to the teacher."""
     table = names.copy()
-    for column in (column for column in columns if column.name in ratios):
-        group = f"{column.group}, change" if column.group else ""
-        table[group, column.header.rsplit(",", 1)[0]] = [percent_change(ratio) for ratio in ratios[column.name]]
+    for column in columns:
+        if column.name in ratios:
+            group = f"{column.group}, change" if column.group else ""
+            header, *_unit = column.header.rsplit(",", 1)
+            table[group, header] = list(map(percent_change, ratios[column.name]))
     return table
 
 
-def render(title: str, sections: Sequence[Section], form: Literal["md", "html"] = "md") -> str:
+def render(
+    title: str, sections: Sequence[Section], markup: Literal["md", "html"] = "md"
+) -> str:
     """Render a report; sections without blocks are left out.
 
-    The only Markdown in paragraphs is `code` and **bold**. HTML embeds the figures and needs no network.
+    The only Markdown in paragraphs is `code` and **bold**. HTML embeds the figures and needs no
+    network.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__ or "", "."), autoescape=form == "html", trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    kinds = {str: "text", pd.DataFrame: "table", Figure: "figure"}
+        loader=jinja2.PackageLoader(__package__ or "", "."),
+        autoescape=markup == "html",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
     environment.filters |= {
-        "kind": lambda block: kinds.get(type(block), "list"),
+        "kind": _kind,
         "inline": _inline,
-        "anchor": lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-"),
+        "anchor": _anchor,
         "markdown_table": markdown_table,
-        "html_table": lambda frame, text_columns: Markup(html_table(frame, text_columns=text_columns)),
+        "html_table": _safe_html_table,
         "svg": Markup,
     }
     shown = [section for section in sections if section.blocks]
-    return environment.get_template(f"report.{form}.jinja").render(title=title, sections=shown)
+    template = environment.get_template(f"report.{markup}.jinja")
+    return template.render(title=title, sections=shown)
 
 
 def write_report_files(folder: Path, title: str, sections: Sequence[Section]) -> Path:
     """Write report.md and report.html; return the path of report.md."""
-    for form in ("html", "md"):
-        write_text(folder / f"report.{form}", render(title, sections, form))
+    write_text(folder / "report.html", render(title, sections, "html"))
+    write_text(folder / "report.md", render(title, sections))
     return folder / "report.md"
+
+
+def _kind(block: Block) -> str:
+    """Name a block for the templates."""
+    kinds = {str: "text", pd.DataFrame: "table", Figure: "figure"}
+    return kinds.get(type(block), "list")
+
+
+def _anchor(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _safe_html_table(frame: pd.DataFrame, text_columns: int) -> Markup:
+    return Markup(html_table(frame, text_columns=text_columns))
 
 
 def _inline(text: str) -> Markup:
@@ -113,8 +141,11 @@ def markdown_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
 
     A group of columns (the upper of two levels) goes before the header: "group: column".
     """
-    headers = [": ".join(filter(None, name)) if isinstance(name, tuple) else str(name) for name in frame.columns]
-    rule = ["---" if place < text_columns else "---:" for place in range(len(headers))]
+    headers = []
+    for name in frame.columns:
+        headers.append(": ".join(filter(None, name)) if isinstance(name, tuple) else str(name))
+    n_numbers = len(headers) - text_columns
+    rule = ["---"] * text_columns + ["---:"] * n_numbers
     return "\n".join(f"| {' | '.join(line)} |" for line in [headers, rule, *_cells(frame)])
 
 
@@ -127,23 +158,32 @@ def html_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
 
 def text_table(frame: pd.DataFrame) -> str:
     """Render a frame without its index for a terminal, the first column aligned left."""
-    lines = [[str(name) for name in frame.columns], *_cells(frame)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    padded = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in lines)
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    rows = [[str(name) for name in frame.columns], *_cells(frame)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *others in rows:
+        padded = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def _cells(frame: pd.DataFrame) -> list[list[str]]:
-    rows = frame.itertuples(index=False, name=None)
-    return [[ABSENT if pd.isna(cell) else str(cell) for cell in row] for row in rows]
+    rows = []
+    for row in frame.itertuples(index=False, name=None):
+        rows.append([ABSENT if pd.isna(cell) else str(cell) for cell in row])
+    return rows
 
 
-def with_error(value: float | None, error: float | None = None, digits: int = 1, *, scale: float = 1.0) -> str:
+def with_error(
+    value: float | None, error: float | None = None, digits: int = 1, *, scale: float = 1.0
+) -> str:
     """Format ``value ± error`` ("97.3 ± 1.4"); None or NaN is absent."""
     if value is None or math.isnan(value):
         return ABSENT
     text = f"{scale * value:.{digits}f}"
-    return text if error is None or math.isnan(error) else f"{text} ± {scale * error:.{digits}f}"
+    if error is None or math.isnan(error):
+        return text
+    return f"{text} ± {scale * error:.{digits}f}"
 
 
 def signed(value: float, digits: int = 1) -> str:
@@ -153,36 +193,61 @@ def signed(value: float, digits: int = 1) -> str:
 
 def percent_change(ratio: float | None) -> str:
     """Format a ratio as a change: 0.9 as "−10.0 %"; None or NaN is absent."""
-    return ABSENT if ratio is None or math.isnan(ratio) else f"{signed(100 * (ratio - 1))} %"
+    if ratio is None or math.isnan(ratio):
+        return ABSENT
+    return f"{signed(100 * (ratio - 1))} %"
 
 
 def sizes(frame: pd.DataFrame, name: str) -> list[int]:
-    """List the sizes at which something was measured: 4 and 8 for columns ``kv_choice_4`` and ``kv_choice_8``."""
-    found = (re.fullmatch(rf"{name}_(\d+)", str(column)) for column in frame)
-    return sorted(int(match[1]) for match in found if match)
+    """List the sizes at which something was measured.
+
+    4 and 8 for columns ``kv_choice_4`` and ``kv_choice_8``.
+    """
+    measured = []
+    for column in frame:
+        match = re.fullmatch(rf"{name}_(\d+)", str(column))
+        if match:
+            measured.append(int(match[1]))
+    return sorted(measured)
 
 
 def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
-    """Return the dictionary size that one figure stands for: the ``stated`` one, else 16 pairs, else the largest."""
+    """Return the dictionary size that one figure stands for.
+
+    It is the ``stated`` one, else 16 pairs, else the largest.
+    """
     measured = sizes(frame, "kv_generation")
-    return next((n for n in (stated, DEFAULT_PAIRS) if n in measured), max(measured, default=DEFAULT_PAIRS))
+    for size in (stated, DEFAULT_PAIRS):
+        if size in measured:
+            return size
+    return max(measured, default=DEFAULT_PAIRS)
 
 
-def zeroed_section(names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame) -> Section:
-    """Compare the models' figures, with ``names`` as row labels, with and without zeroing all recurrent heads.
+def zeroed_section(
+    names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame
+) -> Section:
+    """Compare the models' figures with and without zeroing all recurrent heads.
 
-    Columns ``whole_NAME`` and ``zeroed_NAME`` are measured on few examples; ``recurrence_unused`` is 1 for a student
-    whose figures do not change. Empty if that was not measured.
+    Rows are labeled by ``names``. Columns ``whole_NAME`` and ``zeroed_NAME`` are measured on few
+    examples; ``recurrence_unused`` is 1 for a student whose figures do not change. Empty if that
+    was not measured.
     """
     if "recurrence_unused" not in values:
         return Section("", [])
     values = values.loc[values.recurrence_unused.notna()]
     table = names.loc[values.index].copy()
     for column in columns:
-        if f"zeroed_{column.name}" in values:
-            pairs = zip(values[f"whole_{column.name}"], values[f"zeroed_{column.name}"])
-            texts = [[with_error(x, None, column.digits, scale=column.scale) for x in pair] for pair in pairs]
-            table[column.group, column.header] = [" → ".join(pair) for pair in texts]
-    table["", "recurrence"] = ["NOT USED" if unused == 1 else "used" for unused in values.recurrence_unused]
-    note = "The student as it is → with zeros in place of what its recurrent heads write, on the same few examples."
+        if f"zeroed_{column.name}" not in values:
+            continue
+        cells = []
+        for pair in zip(values[f"whole_{column.name}"], values[f"zeroed_{column.name}"]):
+            texts = [with_error(x, None, column.digits, scale=column.scale) for x in pair]
+            cells.append(" → ".join(texts))
+        table[column.group, column.header] = cells
+    is_unused = values.recurrence_unused == 1
+    table["", "recurrence"] = ["NOT USED" if unused else "used" for unused in is_unused]
+    note = (
+        "The student as it is → with zeros in place of what its recurrent heads write, on the same "
+        "few examples."
+    )
     return Section("Without the recurrence", [table, note], names.shape[1])

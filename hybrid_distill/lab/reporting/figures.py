@@ -197,49 +197,79 @@ def draw_lines(
     if not rows or not has_matplotlib():
         return []
     panels = [list(row.points.panel.unique()) for row in rows]
-    n, ticks = max(map(len, panels)), sorted({x for row in rows for x in row.points.x})
-    limits = {"xlim": (-0.5, 0.5)} if even and len(ticks) == 1 else {}  # else offset lines would be far apart
-    size = (max(2.9 * n + 0.9, 7.0), (2.9 if n > 1 else 3.6) * len(rows) + 0.7)
-    with figure(path, len(rows), n, size=size, sharex=True, sharey="row") as grid:
+    n_columns = max(map(len, panels))
+    ticks = sorted(set(pd.concat([row.points.x for row in rows])))
+    height = 2.9 if n_columns > 1 else 3.6
+    size = (max(2.9 * n_columns + 0.9, 7.0), height * len(rows) + 0.7)
+    with figure(path, len(rows), n_columns, size=size, sharex=True, sharey="row") as grid:
         for row, names, axes_row in zip(rows, panels, grid):
-            every = row.points.assign(error=row.points.get("error", math.nan)).astype({"y": float, "error": float})
             for name, axes in zip_longest(names, axes_row):
-                axes.set(title=name or "", frame_on=name is not None, **limits)
-                for number, (line, style) in enumerate(looks.items()):
-                    found = every[(every.panel == name) & (every.line == line)]
-                    if found.empty:
-                        continue
-                    drawn = axes.errorbar(
-                        [ticks.index(x) + DODGE * number for x in found.x] if even else found.x, found.y,
-                        yerr=found.error if found.error.notna().any() else None, elinewidth=1.0, label=line,
-                        color=style.color, marker=style.marker, linestyle=style.dash,
-                    )  # fmt: skip
-                    errors = [f" ± {error:.2g}" if error > 0 else "" for error in found.error]
-                    points = zip(found.x, found.y, errors)
-                    name_points(drawn[0], [f"{line}: {y:.4g}{error} at {x:,}" for x, y, error in points])
-                for level, height in row.levels.items():
+                axes.set(title=name or "", frame_on=name is not None)
+                if even and len(ticks) == 1:
+                    axes.set(xlim=(-0.5, 0.5))  # else offset lines would be far apart
+                of_panel = row.points.loc[row.points.panel == name]
+                _draw_panel(axes, of_panel, looks, ticks if even else None)
+                for level, value in row.levels.items():
                     color, dash = (BLACK, "solid") if level == "teacher" else (GREY, "dotted")
-                    axes.axhline(height, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level)
+                    axes.axhline(
+                        value, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level
+                    )
                 if even:
                     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
-            axes_row[0].set_ylabel(row.label, fontsize=9)
+            first = axes_row[0]
+            first.set_ylabel(row.label, fontsize=9)
             if row.percent:
-                percent_axis(axes_row[0])
+                percent_axis(first)
             if log:
-                axes_row[0].set_yscale("log")
-                axes_row[0].yaxis.set_major_formatter("{x:g}")
-                axes_row[0].yaxis.set_minor_formatter("{x:g}")
+                first.set_yscale("log")
+                first.yaxis.set_major_formatter("{x:g}")
+                first.yaxis.set_minor_formatter("{x:g}")
         legend(grid)
         grid[0, 0].figure.supxlabel(xlabel, fontsize=10)
     return [as_block(path, caption, grid)]
 
 
+def _draw_panel(
+    axes: Axes, points: pd.DataFrame, looks: Mapping[str, Look], ticks: list[float] | None
+) -> None:
+    """Draw the lines of a panel; with ``ticks``, at their places instead of at their values."""
+    points = points.assign(error=points.get("error", math.nan))
+    points = points.astype({"y": float, "error": float})
+    for number, (line, style) in enumerate(looks.items()):
+        of_line = points[points.line == line]
+        if of_line.empty:
+            continue
+        places = list(of_line.x)
+        if ticks is not None:
+            places = [ticks.index(x) + DODGE * number for x in of_line.x]
+        drawn = axes.errorbar(
+            places,
+            of_line.y,
+            yerr=of_line.error if of_line.error.notna().any() else None,
+            elinewidth=1.0,
+            label=line,
+            color=style.color,
+            marker=style.marker,
+            linestyle=style.dash,
+        )
+        titles = []
+        for x, y, error in zip(of_line.x, of_line.y, of_line.error):
+            margin = f" ± {error:.2g}" if error > 0 else ""
+            titles.append(f"{line}: {y:.4g}{margin} at {x:,}")
+        name_points(drawn[0], titles)
+
+
 def legend(grid: np.ndarray) -> None:
     """Draw one legend above all panels, with each line once."""
-    found = [axes.get_legend_handles_labels() for axes in grid.flat]
-    entries = {label: handle for handles, labels in found for handle, label in zip(handles, labels)}
-    ncols = max(1, min(len(entries), 7, 110 // (6 + max(map(len, entries)))))
-    grid[0, 0].figure.legend(entries.values(), entries, loc="outside upper left", ncols=ncols)
+    handle_of = {}
+    for axes in grid.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            handle_of[label] = handle
+    widest = max(map(len, handle_of))
+    ncols = max(1, min(len(handle_of), 7, 110 // (6 + widest)))
+    grid[0, 0].figure.legend(
+        handle_of.values(), handle_of, loc="outside upper left", ncols=ncols
+    )
 
 
 def percent_axis(axes: Axes) -> None:

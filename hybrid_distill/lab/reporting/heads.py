@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -53,45 +53,69 @@ def score_table(scores: HeadScores, *, top: int = 10, kept: Collection[HeadId] =
 
 
 def score_map(
-    scores: HeadScores, path: Path, *, kept: Collection[tuple[int, int]] = (), label: str = "kept heads"
+    scores: HeadScores,
+    path: Path,
+    *,
+    kept: Collection[tuple[int, int]] = (),
+    label: str = "kept heads",
 ) -> list[Figure]:
-    """Draw heat maps of layers (rows) by heads (columns): retrieval, and the plain-text control. Outlines ``kept``.
+    """Draw heat maps of layers (rows) by heads (columns): retrieval, and the plain-text control.
 
-    Returns the figure, or nothing without matplotlib.
+    Outlines the heads in ``kept``. Returns the figure, or nothing without matplotlib.
     """
     if not has_matplotlib():
         return []
+    panels = [measure for measure in (ACCURACY, CONTROL) if measure.is_in(scores)]
+    cell = _cell_size(scores)
+    size = (len(panels) * (scores.n_heads * cell + 1.3), scores.n_layers * cell + 1.3)
+    notes = [f"outlined: {label}"] if kept else []
+    caption = "; ".join(["What each head is worth, for KV retrieval and for plain text", *notes])
+    if scores.accuracy_drop_LH.isnan().any():
+        notes.append("grey: no attention head")
+    with figure(path, 1, len(panels), size=size) as grid:
+        for axes, measure in zip(grid[0], panels):
+            _draw_map(axes, scores, measure, kept)
+        color = VERMILION if kept else GREY
+        grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=color)
+    return [as_block(path, f"{caption}.", grid)]
+
+
+def _cell_size(scores: HeadScores) -> float:
+    """Return the width of a cell in inches; cells of few heads have room for a number."""
+    return 0.44 if scores.n_heads <= 16 else 0.19
+
+
+def _draw_map(
+    axes: Any, scores: HeadScores, measure: Measure, kept: Collection[tuple[int, int]]
+) -> None:
+    """Draw one measure of all heads."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    panels = [measure for measure in (ACCURACY, CONTROL) if measure.is_in(scores)]
-    is_small, n_heads = scores.n_heads <= 16, scores.n_heads
-    cell = 0.44 if is_small else 0.19
-    size = (len(panels) * (n_heads * cell + 1.3), scores.n_layers * cell + 1.3)
-    with figure(path, 1, len(panels), size=size) as grid:
-        for axes, measure in zip(grid[0], panels):
-            value_LH = measure.of(scores, "drop_LH")
-            top = max(np.nanmax(value_LH, initial=0.0), 1e-9)
-            colors = LinearSegmentedColormap.from_list(measure.name, ["#FFFFFF", measure.color])
-            image = axes.imshow(value_LH, cmap=colors.with_extremes(bad="#DDDDDD"), vmin=0, vmax=top, aspect="equal")
-            axes.grid(False)
-            axes.set(xlabel="head", ylabel="layer", title=measure.title)
-            axes.set_xticks(range(0, n_heads, 1 if is_small else 4))
-            axes.set_yticks(range(0, scores.n_layers, 1 if scores.n_layers <= 16 else 4))
-            for (layer, head), value in np.ndenumerate(value_LH) if is_small else ():
-                digits, color = 0 if measure is ACCURACY else 2, "white" if value > 0.6 * top else "#444444"
-                text = "" if np.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"
-                axes.text(head, layer, text, color=color, fontsize=7, ha="center", va="center")
-            places = list(np.ndindex(value_LH.shape))
-            layers, heads = zip(*places)
-            points = axes.scatter(heads, layers, s=(60 * cell) ** 2, marker="s", alpha=0, linewidths=0)
-            titles = (f"{HeadId(*p)}: {value_LH[p]:.{measure.digits}f} {measure.unit}" for p in places)
-            name_points(points, titles)
-            for layer, head in kept:
-                axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=VERMILION, linewidth=2))
-            axes.figure.colorbar(image, ax=axes, shrink=0.9, label=measure.unit)
-        outlined = [f"outlined: {label}"] if kept else []
-        notes = [*outlined, *(["grey: no attention head"] if scores.accuracy_drop_LH.isnan().any() else [])]
-        grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=VERMILION if kept else GREY)
-    worth = "What each head is worth, for KV retrieval and for plain text"
-    return [as_block(path, "; ".join([worth, *outlined]) + ".", grid)]
+    has_numbers = scores.n_heads <= 16
+    value_LH = measure.of(scores, "drop_LH")
+    top = max(np.nanmax(value_LH, initial=0.0), 1e-9)
+    colors = LinearSegmentedColormap.from_list(measure.name, ["#FFFFFF", measure.color])
+    colors = colors.with_extremes(bad="#DDDDDD")
+    image = axes.imshow(value_LH, cmap=colors, vmin=0, vmax=top, aspect="equal")
+    axes.grid(False)
+    axes.set(xlabel="head", ylabel="layer", title=measure.title)
+    axes.set_xticks(range(0, scores.n_heads, 1 if has_numbers else 4))
+    axes.set_yticks(range(0, scores.n_layers, 1 if scores.n_layers <= 16 else 4))
+    digits = 0 if measure is ACCURACY else 2
+    titles = []
+    for (layer, head), value in np.ndenumerate(value_LH):
+        titles.append(f"{HeadId(layer, head)}: {value:.{measure.digits}f} {measure.unit}")
+        if has_numbers and not np.isnan(value):
+            text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no "-0"
+            color = "white" if value > 0.6 * top else "#444444"
+            axes.text(head, layer, text, color=color, fontsize=7, ha="center", va="center")
+    # Invisible points, whose titles browsers show: an image has none of its own.
+    layers, heads = np.indices(value_LH.shape)
+    area = (60 * _cell_size(scores)) ** 2
+    points = axes.scatter(heads, layers, s=area, marker="s", alpha=0, linewidths=0)
+    name_points(points, titles)
+    for layer, head in kept:
+        corner = (head - 0.5, layer - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=VERMILION, linewidth=2))
+    axes.figure.colorbar(image, ax=axes, shrink=0.9, label=measure.unit)

@@ -16,11 +16,12 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from ...evaluation.evaluate import EvalResult
+from ...export.card import binomial_error
 from ...io import Record, read_json
 from ...plan import HeadPlan
 from ...scoring import HeadScores
@@ -138,29 +139,36 @@ def _comparison(directory: Path) -> Record:
 def all_figures(result: EvalResult) -> dict[str, float]:
     """Return an evaluation's figures, with and without the recurrent heads (`zeroed_section`)."""
     figures = result.figures()
-    if left := result.recurrent_heads_zeroed:
-        for name, measured in left["figures"].items():
-            figures |= {f"{state}_{name}": measured[state] for state in ("whole", "zeroed")}
-        figures["recurrence_unused"] = float(left["unused"])
+    zeroed = result.recurrent_heads_zeroed
+    if zeroed:
+        for name, measured in zeroed["figures"].items():
+            figures[f"whole_{name}"] = measured["whole"]
+            figures[f"zeroed_{name}"] = measured["zeroed"]
+        figures["recurrence_unused"] = float(zeroed["unused"])
     return figures
 
 
 def standard_errors(result: EvalResult) -> dict[str, float]:
-    """Return binomial standard errors at (k + 1/2) / (n + 1), which are never zero, not even at 0 % and 100 %."""
-    asked = {f"{name}_{n}": result.n_examples for name in ("kv_choice", "kv_generation") for n in result.kv_choice}
-    asked["knowledge"] = result.n_knowledge
+    """Return the binomial standard errors of an evaluation's accuracies."""
+    n_questions = {"knowledge": result.n_knowledge}
+    for size in result.kv_choice:
+        n_questions[f"kv_choice_{size}"] = result.n_examples
+        n_questions[f"kv_generation_{size}"] = result.n_examples
     figures = result.figures()
-    smoothed = {name: (figures[name] * n + 0.5) / (n + 1) for name, n in asked.items() if n and name in figures}
-    return {name: math.sqrt(share * (1 - share) / asked[name]) for name, share in smoothed.items()}
+    errors = {}
+    for name, n in n_questions.items():
+        if n and name in figures:
+            errors[name] = binomial_error(figures[name], n)
+    return errors
 
 
 def metrics(path: Path) -> list[Record]:
     """Read the complete lines of a metrics.jsonl; a killed process may have left a partial one."""
-    found = []
+    records = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            records.append(json.loads(line))
+    return records
 
 
 def _losses(folder: Path, label: str) -> pd.DataFrame:
@@ -170,17 +178,24 @@ def _losses(folder: Path, label: str) -> pd.DataFrame:
     """
     points = []
     for path in sorted((folder / "stages").glob("*/metrics.jsonl")):
+        stage = path.parent.name
         for record in metrics(path):
-            if "step" in record and "skipped" not in record:
-                losses = {"loss": record.get("loss"), **record.get("per_layer", {})}
-                points += [(label, path.parent.name, record["step"], *loss) for loss in losses.items()]
+            if "step" not in record or "skipped" in record:
+                continue
+            losses = {"loss": record.get("loss"), **record.get("per_layer", {})}
+            for line, loss in losses.items():
+                points.append((label, stage, record["step"], line, loss))
     frame = pd.DataFrame(points, columns=["panel", "stage", "x", "line", "y"]).dropna()
-    frame = frame.drop_duplicates(["stage", "x", "line"], keep="last").sort_values(["stage", "x"], kind="stable")
+    frame = frame.drop_duplicates(["stage", "x", "line"], keep="last")
+    frame = frame.sort_values(["stage", "x"], kind="stable")
     frame = frame.loc[(frame.y > 0) & (frame.y < math.inf)]
-    smooth = frame.groupby(["stage", "line"]).y.transform(
-        lambda y: y.rolling(max(len(y) // 40, 5), center=True, min_periods=1).mean()
-    )
+    smooth = frame.groupby(["stage", "line"]).y.transform(_running_mean)
     return frame.assign(y=smooth)
+
+
+def _running_mean(losses: pd.Series) -> Any:
+    window = max(len(losses) // 40, 5)
+    return losses.rolling(window, center=True, min_periods=1).mean()
 
 
 def with_means(models: pd.DataFrame, errors: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:

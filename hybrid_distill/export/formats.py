@@ -1,0 +1,88 @@
+"""Table of the export formats: what each can express, how it is written, and what that needs.
+
+Three formats are for transformers: ``remote-code``, the student with its Python files;
+``safetensors``, the student for this package to reload; ``falcon-h1``, the same function as a stock
+`FalconH1ForCausalLM`. The others are for other programs. Each has a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..model import HybridForCausalLM
+from . import falcon_h1, gguf, mlx, native, onnx, vllm
+from .check import PACKAGES
+
+ExportFormat = Literal["remote-code", "falcon-h1", "safetensors", "vllm", "gguf", "mlx", "onnx"]
+
+
+class Write(Protocol):
+    """Writer of a student's files for one format; assumes that nothing stands in its way."""
+
+    def __call__(
+        self,
+        student: HybridForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None,
+        folder: Path,
+        max_shard_size: int | str,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Format:
+    """Export format: how it is written, and what to expect of it."""
+
+    write: Write
+    obstacles: Callable[[HybridForCausalLM], list[str]] = lambda student: []
+    """Lister of the reasons why the format cannot express a student."""
+    tensors: Callable[[HybridForCausalLM], dict[str, Tensor]] | None = None
+    """Getter of the tensors it stores, tied ones included; None if another program reads it."""
+    written_with: str | None = None
+    """Package needed to write it; the extra that installs it is named after the format."""
+    extra: str | None = None
+    """Extra that installs the program that runs it, if it is not named after the format."""
+
+
+FORMATS = {
+    "remote-code": Format(native.write_with_code, tensors=native.tensors),
+    "safetensors": Format(native.write, tensors=native.tensors),
+    "falcon-h1": Format(falcon_h1.write, falcon_h1.obstacles, falcon_h1.tensors),
+    "vllm": Format(vllm.write, vllm.obstacles),
+    "gguf": Format(gguf.write, gguf.obstacles, written_with="gguf", extra="llama-cpp"),
+    "mlx": Format(mlx.write, mlx.obstacles),
+    "onnx": Format(onnx.write, onnx.obstacles, written_with="onnxscript"),
+}
+
+
+def check_expressible(student: HybridForCausalLM, export_format: str) -> None:
+    """Raise ValueError, with all reasons, if a format cannot express a student or be written."""
+    reasons = FORMATS[export_format].obstacles(student)
+    if reasons:
+        raise ValueError(
+            f"this student cannot be exported as {export_format}: {'; '.join(reasons)}. Export it "
+            "as remote-code, which takes every student, or train one that fits (docs/export.md)."
+        )
+    package = FORMATS[export_format].written_with
+    if package is not None and find_spec(package) is None:
+        raise ValueError(
+            f"--format {export_format} is written with {package}, which is not installed; pip "
+            f"install 'hybrid-distill[{export_format}]'."
+        )
+
+
+def missing_program(export_format: str) -> str | None:
+    """Return how to install the program that runs a format; None if nothing is missing."""
+    package = PACKAGES.get(export_format)
+    if package is None or find_spec(package) is not None:
+        return None
+    extra = FORMATS[export_format].extra or export_format
+    return (
+        f"{package}, which runs it, is not installed here (pip install 'hybrid-distill[{extra}]')"
+    )

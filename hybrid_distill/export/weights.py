@@ -1,0 +1,57 @@
+"""Weight files of an export, and the fields of a student's configuration that travel with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from ..guard import INDEX
+from ..io import Record, save_tensors, write_json
+from ..model import HybridForCausalLM
+from .errors import ExportError
+
+MAX_SHARD_SIZE = "2GB"
+
+
+def tied_weights(student: HybridForCausalLM) -> Mapping[str, str]:
+    """Map the name of each tied tensor, which is not stored, to the name it is stored under."""
+    if not student.config.tie_word_embeddings:
+        return {}
+    return student._tied_weights_keys
+
+
+def student_config(student: HybridForCausalLM) -> Record:
+    """Return the student's configuration as JSON, without references to the place it came from."""
+    config = json.loads(student.config.to_json_string())
+    config.pop("_name_or_path", None)
+    config.pop("auto_map", None)
+    return config
+
+
+def write_weights(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    tied: Mapping[str, str],
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Write safetensors files and, if there are several, their index.
+
+    Raises ExportError for an empty tensor.
+    """
+    state = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    empty = [name for name, tensor in state.items() if tensor.numel() == 0]
+    if empty:
+        raise ExportError(
+            f"empty tensors: {', '.join(empty[:5])}; gather a sharded model (ZeRO-3, FSDP) first."
+        )
+    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: state[name].detach().cpu().contiguous() for name in names}
+        save_tensors(folder / file, shard)
+    if split.is_sharded:
+        weight_map = dict(sorted(split.tensor_to_filename.items()))
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": weight_map})
