@@ -454,7 +454,7 @@ class HybridMixer(nn.Module):
             if hasattr(attention, name):
                 setattr(self, name, getattr(attention, name))
         self._cache_argument = cache_argument(attention.forward)
-        self._handed_out: list[int] | None = None
+        self.kv_index: list[int] | None = None
         self.row: dict[str, Any] = {}  # `ROW_ARGUMENTS` that the decoder layer received, while it runs
         self.attention = self._cut_down(attention) if self.kept else None
         sizes = config.hidden_size, len(self.recurrent), self.head_dim, config.d_state, config.conv_width
@@ -483,7 +483,7 @@ class HybridMixer(nn.Module):
         stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
         if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:
             n_rep = 1
-            self._handed_out = stored_for_kept  # otherwise the backbone's own KV repeat is right
+            self.kv_index = stored_for_kept  # otherwise the backbone's own KV repeat is right
         # Head counts that forwards read, under the names that the families use.
         counts = {"num_heads": n_kept, "num_attention_heads": n_kept, "num_key_value_heads": n_stored}
         for name, count in {**counts, "num_key_value_groups": n_rep}.items():
@@ -526,8 +526,8 @@ class HybridMixer(nn.Module):
         recurred = None
         if self.attention is not None and attended is None:
             store = None
-            if layer_cache is not None or self._handed_out is not None:
-                store = _KVStore(layer_cache, self._handed_out)
+            if layer_cache is not None or self.kv_index is not None:
+                store = _KVStore(layer_cache, self.kv_index)
             y_BLD, _ = self.attention(
                 hidden_states,
                 position_embeddings=position_embeddings,

@@ -36,7 +36,7 @@ from ...teacher import (
     HeadKind,
     HeadSite,
     ablate_heads,
-    asked_for,
+    as_head_kind,
     head_kinds,
     head_sites,
     load_teacher,
@@ -149,7 +149,7 @@ class ZeroedRecurrence(ModelExperiment):
         Raises ValueError for a model without recurrent heads.
         """
         model = bench.model
-        sites = [site for kind in head_kinds(model) for site in head_sites(model, asked_for(kind))]
+        sites = [site for kind in head_kinds(model) for site in head_sites(model, as_head_kind(kind))]
         layers: dict[int, list[HeadSite]] = {}
         for site in sites:
             if _recurrent_heads(site):
@@ -176,7 +176,7 @@ def _without_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> It
     """Zero all recurrent heads of these sites."""
     with ExitStack() as zeroed:
         for site in sites:
-            zeroed.enter_context(ablate_heads(model, _recurrent_heads(site), kind=asked_for(site.kind)))
+            zeroed.enter_context(ablate_heads(model, _recurrent_heads(site), kind=as_head_kind(site.kind)))
         yield
 
 
@@ -218,7 +218,7 @@ class HybridHeadRanking(ModelExperiment):
             )
         score = partial(score_heads, model, tokenizer, probe, n_examples=n_examples, race_k=self.k)
         score = partial(score, min_accuracy=self.min_accuracy, control_texts=texts)
-        scores = {kind: score(kind=asked_for(kind)) for kind in kinds}
+        scores = {kind: score(kind=as_head_kind(kind)) for kind in kinds}
         ranking = rank_together(model, scores)
         rows = [Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking]
         title = f"{model.name_or_path}: what is lost without a head, by {self.probe}"
@@ -257,7 +257,7 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
     """
     ranked = []
     for kind, found in scores.items():
-        sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
+        sites = {site.layer: site for site in head_sites(model, as_head_kind(kind))}
         for head in found.ranking():
             control = math.nan if found.control_drop_LH is None else found.control_drop_LH[head].item()
             lost = (100 * found.accuracy_drop_LH[head].item(), found.logprob_drop_LH[head].item(), control)
@@ -270,5 +270,5 @@ def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[No
     with ExitStack() as removed:
         for kind in head_kinds(model):
             own = [ranked.head for ranked in heads if kind in (ranked.kind, "hybrid")]
-            removed.enter_context(ablate_heads(model, own, kind=asked_for(kind)))
+            removed.enter_context(ablate_heads(model, own, kind=as_head_kind(kind)))
         yield
