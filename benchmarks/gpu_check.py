@@ -212,9 +212,9 @@ def compare_attention(device: str) -> str:
 
     Return the largest errors. Raise SystemExit with them if one is too large.
     """
-    from hybrid_distill.model import documents
+    from hybrid_distill.model import document_kernels, document_mask
 
-    flash = documents._flash_attention()
+    flash = document_kernels.flash_function()
     ways = {"flex": None} if flash is None else {"flex": None, "flash-attn": flash}
     errors: dict[str, float] = {}
     wrong: list[str] = []
@@ -223,17 +223,17 @@ def compare_attention(device: str) -> str:
         batch, length = first.shape
         sizes = [(batch, n, length, WIDTH) for n in (HEADS[0], HEADS[1], HEADS[1])]
         heads = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
-        expected = attended(heads, documents._seen(first).unsqueeze(1))
+        expected = attended(heads, document_mask.visible(first).unsqueeze(1))
         for way, function in ways.items():
-            documents._flash_attention = lambda function=function: function
-            found = attended(heads, documents.DocumentMask.of(first, None, window))
+            document_kernels.flash_function = lambda function=function: function
+            found = attended(heads, document_mask.DocumentMask.of(first, None, window))
             for what, actual, wanted in zip(("out", "dq", "dk", "dv"), found, expected):
                 error = ((actual - wanted).abs().max() / wanted.abs().max()).item()
                 name = f"{way} {what} {str(dtype).removeprefix('torch.')}"
                 errors[name] = max(errors.get(name, 0.0), error)
                 if not error < TOLERANCE[dtype]:
                     wrong.append(name)
-    documents._flash_attention = lambda: flash
+    document_kernels.flash_function = lambda: flash
     text = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
     if wrong:
         raise SystemExit(f"Error: packed attention differs from its mask in {wrong[0]}: {text}")

@@ -150,11 +150,11 @@ def test_one_bad_row_is_named_and_the_others_run(
 def test_packed_attention_is_compared_and_a_mistake_is_found(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybrid_distill.model import documents
+    from hybrid_distill.model import document_kernels
 
     monkeypatch.setattr(
-        documents,
-        "_compiled_flex_attention",
+        document_kernels,
+        "compiled_flex_attention",
         lambda: torch.nn.attention.flex_attention.flex_attention,
     )
     assert "flex out float32" in script.compare_attention("cpu")
@@ -164,7 +164,7 @@ def test_packed_attention_is_compared_and_a_mistake_is_found(
             *heads, **{**options, "block_mask": None}
         )
 
-    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: wrong)
+    monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: wrong)
     with pytest.raises(SystemExit, match="out float32"):
         script.compare_attention("cpu")
 
