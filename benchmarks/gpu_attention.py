@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_distill.model import documents
+from hybrid_distill.model import document_kernels, document_mask
 
 HEADS, WIDTH = (8, 2), 64
 """Query and key heads, and their width."""
@@ -46,7 +46,7 @@ def packed_rows(device: str) -> Iterator[Packed]:
 
 def compare(device: str) -> dict[str, float]:
     """Return the largest error of each way, tensor and dtype, relative to the largest expected entry."""
-    flash = documents._flash_attention()
+    flash = document_kernels.flash_function()
     ways = {"flex": None}
     if flash is not None:
         ways["flash-attn"] = flash
@@ -54,15 +54,15 @@ def compare(device: str) -> dict[str, float]:
     torch.manual_seed(0)
     for rows in packed_rows(device):
         heads = draw(rows)
-        expected = attended(heads, documents._seen(rows.first_BL).unsqueeze(1))
+        expected = attended(heads, document_mask.visible(rows.first_BL).unsqueeze(1))
         for way, function in ways.items():
-            documents._flash_attention = lambda function=function: function
-            actual = attended(heads, documents.DocumentMask.of(rows.first_BL, None, rows.window))
+            document_kernels.flash_function = lambda function=function: function
+            actual = attended(heads, document_mask.DocumentMask.of(rows.first_BL, None, rows.window))
             for name, tensor in expected.items():
                 error = (actual[name] - tensor).abs().max() / tensor.abs().max()
                 named = f"{way} {name} {str(rows.dtype).removeprefix('torch.')}"
                 errors[named] = max(errors.get(named, 0.0), error.item())
-    documents._flash_attention = lambda: flash
+    document_kernels.flash_function = lambda: flash
     return errors
 
 

@@ -141,10 +141,10 @@ def test_one_bad_row_is_named_and_the_others_run(script, tmp_path, monkeypatch, 
 
 @torch.no_grad()
 def test_packed_attention_is_compared_and_a_mistake_is_found(attention, monkeypatch) -> None:
-    from hybrid_distill.model import documents
+    from hybrid_distill.model import document_kernels
 
     flex_attention = torch.nn.attention.flex_attention.flex_attention
-    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: flex_attention)
     errors = attention.compare("cpu")
     assert "flex out float32" in errors
     assert not attention.wrong(errors)
@@ -152,7 +152,7 @@ def test_packed_attention_is_compared_and_a_mistake_is_found(attention, monkeypa
     def without_mask(*heads: Any, **options: Any) -> Any:
         return flex_attention(*heads, **{**options, "block_mask": None})
 
-    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: without_mask)
+    monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: without_mask)
     assert "flex out float32" in attention.wrong(attention.compare("cpu"))
 
 

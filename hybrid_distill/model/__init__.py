@@ -4,10 +4,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig
-from .documents import layer_windows, packed_inputs
+from .documents import packed_inputs
 from .mixer import HybridMixer, SSMHeads
 from .modeling_hybrid import HybridForCausalLM, HybridForSequenceClassification, HybridModel
 from .ssd import causal_conv, log_decay, mixing_matrix, ssd_scan, ssd_step
+from .windows import layer_windows
 
 __all__ = [
     "HybridCache", "HybridConfig", "HybridForCausalLM", "HybridForSequenceClassification", "HybridLayerCache",

@@ -69,7 +69,8 @@ class HybridLayerCache(DynamicLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return (length, offset) of the keys that `update` will return; transformers 4 passes the new positions."""
+        """Return (length, offset) of the keys that `update` will return."""
+        # transformers before 5.5 passes the positions of the new tokens.
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
         held = self.seen if self.sliding_window is None else min(self.seen, self.sliding_window - 1)

@@ -21,7 +21,6 @@ from .cache import HybridCache, HybridLayerCache, StaticLayerCache
 from .configuration_hybrid import HybridConfig
 from .documents import (
     CACHE_WITH_PACKING,
-    layer_windows,
     packed_inputs,
     packs_by_itself,
     seq_idx_of_borders,
@@ -29,6 +28,7 @@ from .documents import (
 )
 from .layout import CACHE_NAMES, attention_name, cache_argument, given_cache
 from .mixer import ROW_ARGUMENTS, HybridMixer
+from .windows import layer_windows
 
 
 def put_mixers(decoder: Any, config: HybridConfig) -> None:

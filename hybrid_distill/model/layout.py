@@ -119,8 +119,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 def head_norm(attention: nn.Module, part: Part) -> nn.Module | None:
     """Return the norm after an attention module's query or key projection, if it has one."""
     norms = [getattr(attention, name, None) for name in HEAD_NORMS.get(part, ())]
-    found = [norm for norm in norms if norm is not None]  # torch 2.6 cannot compile next() with a default
-    return found[0] if found else None
+    return next((norm for norm in norms if norm is not None), None)
 
 
 def is_over_all_heads(norm: nn.Module | None, head_dim: int) -> bool:

@@ -32,16 +32,16 @@ OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1: as the bias of a gate with
 class _KVStore:
     """Cache adapter for kept attention: stores each KV head once and repeats it for every head that reads it."""
 
-    def __init__(self, layer: HybridLayerCache | None, handed_out: list[int] | None) -> None:
+    def __init__(self, layer: HybridLayerCache | None, kv_index: list[int] | None) -> None:
         self.layer = layer
-        self.handed_out = handed_out
+        self.kv_index = kv_index
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.layer is not None:
             key_states, value_states = self.layer.update(key_states, value_states)
-        if self.handed_out is None:
+        if self.kv_index is None:
             return key_states, value_states
-        return _pick_heads(key_states, self.handed_out), _pick_heads(value_states, self.handed_out)
+        return _pick_heads(key_states, self.kv_index), _pick_heads(value_states, self.kv_index)
 
     def get_seq_length(self, *args: Any) -> int:
         return 0 if self.layer is None else self.layer.get_seq_length()
@@ -259,15 +259,23 @@ class SSMHeads(nn.Module):
         size: Any = self.segment_len
         ys = []
         for begin in range(0, hidden_BLD.shape[1], size):
-            hidden, token_mask, seq_idx = (
-                None if t is None else t[:, begin : begin + size] for t in (hidden_BLD, token_mask_BL, seq_idx_BL)
-            )
+            segment = slice(begin, begin + size)
             if seq_idx_BL is not None and begin:
                 conv_state_BCK, state_BRPN = _of_document(seq_idx_BL, begin, conv_state_BCK, state_BRPN)
-            states = conv_state_BCK, state_BRPN
-            y, *states = cast(Any, checkpoint(self._run, hidden, token_mask, seq_idx, *states, use_reentrant=False))
-            conv_state_BCK, state_BRPN = (state.clone() for state in states)  # cloned: slices of larger tensors
-            ys.append(y)
+            outputs: Any = checkpoint(
+                self._run,
+                hidden_BLD[:, segment],
+                None if token_mask_BL is None else token_mask_BL[:, segment],
+                None if seq_idx_BL is None else seq_idx_BL[:, segment],
+                conv_state_BCK,
+                state_BRPN,
+                use_reentrant=False,
+            )
+            y_BLRP, conv_state_BCK, state_BRPN = outputs
+            # Cloned: slices would keep the segment's larger tensors in memory.
+            conv_state_BCK = conv_state_BCK.clone()
+            state_BRPN = state_BRPN.clone()
+            ys.append(y_BLRP)
         return torch.cat(ys, dim=1), conv_state_BCK, state_BRPN
 
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
@@ -361,18 +369,25 @@ class SSMHeads(nn.Module):
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate x, B and C, each padded with zeros to a multiple of ALIGNED."""
-    filled = []
+    pieces = []
     for part in parts:
+        pieces.append(part)
         shape = list(part.shape)
         shape[dim] = -shape[dim] % ALIGNED
-        filled += [part, part.new_zeros(shape)] if shape[dim] else [part]
-    return torch.cat(filled, dim)
+        if shape[dim]:
+            pieces.append(part.new_zeros(shape))
+    return torch.cat(pieces, dim)
 
 
 def _parts(row: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
     """Return x, B and C of a row, padded or not, as views."""
-    widths = sizes if row.shape[dim] == sum(sizes) else [size + -size % ALIGNED for size in sizes]
-    return tuple(part.narrow(dim, 0, size) for part, size in zip(row.split(widths, dim), sizes, strict=True))
+    widths = sizes
+    if row.shape[dim] != sum(sizes):
+        widths = [size + -size % ALIGNED for size in sizes]
+    parts = []
+    for part, size in zip(row.split(widths, dim), sizes, strict=True):
+        parts.append(part.narrow(dim, 0, size))
+    return tuple(parts)
 
 
 class _Parts(torch.autograd.Function):
@@ -385,15 +400,17 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        first, (batch, length, width) = grad_outputs[0], ctx.shape
+        first = grad_outputs[0]
+        batch, length, width = ctx.shape
         n_bytes = batch * length * width * first.itemsize
         if not torch.compiler.is_compiling() and first.untyped_storage().nbytes() == n_bytes:
             row_BLC = first.as_strided(ctx.shape, (length * width, width, 1), 0)
             places = [(t.data_ptr(), t.stride()) for t in _parts(row_BLC, ctx.sizes, -1)]
             if places == [(t.data_ptr(), t.stride()) for t in grad_outputs]:
                 return row_BLC, None
-        is_padded = width > sum(ctx.sizes)
-        return _join(grad_outputs, -1) if is_padded else torch.cat(grad_outputs, -1), None
+        if width > sum(ctx.sizes):
+            return _join(grad_outputs, -1), None
+        return torch.cat(grad_outputs, -1), None
 
 
 def _tokens_first(token_mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -454,7 +471,8 @@ class HybridMixer(nn.Module):
             if hasattr(attention, name):
                 setattr(self, name, getattr(attention, name))
         self._cache_argument = cache_argument(attention.forward)
-        self._handed_out: list[int] | None = None
+        # Stored KV head of each kept head; None if the backbone repeats KV heads itself.
+        self.kv_index: list[int] | None = None
         self.row: dict[str, Any] = {}  # `ROW_ARGUMENTS` that the decoder layer received, while it runs
         self.attention = self._cut_down(attention) if self.kept else None
         sizes = config.hidden_size, len(self.recurrent), self.head_dim, config.d_state, config.conv_width
@@ -479,14 +497,20 @@ class HybridMixer(nn.Module):
                 setattr(attention, name, nn.Linear(full.in_features, n_rows, bias=full.bias is not None))
         delattr(attention, self.layout.output)
         setattr(attention, self.layout.output, _unprojected)
-        n_rep = n_kept // n_stored
-        stored_for_kept = [self.kv_groups.index(head // self.group_size) for head in self.kept]
-        if stored_for_kept != [row for row in range(n_stored) for _ in range(n_rep)]:
-            n_rep = 1
-            self._handed_out = stored_for_kept  # otherwise the backbone's own KV repeat is right
+        n_repeats = n_kept // n_stored
+        kv_index = [self.kv_groups.index(head // self.group_size) for head in self.kept]
+        repeated = [place // n_repeats for place in range(n_stored * n_repeats)]
+        if kv_index != repeated:
+            n_repeats = 1
+            self.kv_index = kv_index
         # Head counts that forwards read, under the names that the families use.
-        counts = {"num_heads": n_kept, "num_attention_heads": n_kept, "num_key_value_heads": n_stored}
-        for name, count in {**counts, "num_key_value_groups": n_rep}.items():
+        counts = {
+            "num_heads": n_kept,
+            "num_attention_heads": n_kept,
+            "num_key_value_heads": n_stored,
+            "num_key_value_groups": n_repeats,
+        }
+        for name, count in counts.items():
             if hasattr(attention, name):
                 setattr(attention, name, count)
         attention.config = _CutConfig(attention.config, n_kept, n_stored)
@@ -518,16 +542,16 @@ class HybridMixer(nn.Module):
         if cache is None:
             cache = given_cache(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        token_mask, seq_idx = (
-            self.row.get(name) if given is None else given
-            for name, given in zip(ROW_ARGUMENTS, (token_mask, seq_idx), strict=True)
-        )
+        if token_mask is None:
+            token_mask = self.row.get("token_mask")
+        if seq_idx is None:
+            seq_idx = self.row.get("seq_idx")
         layer_cache = None if cache is None else cache.layer(self.layer)
         recurred = None
         if self.attention is not None and attended is None:
             store = None
-            if layer_cache is not None or self._handed_out is not None:
-                store = _KVStore(layer_cache, self._handed_out)
+            if layer_cache is not None or self.kv_index is not None:
+                store = _KVStore(layer_cache, self.kv_index)
             y_BLD, _ = self.attention(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -552,10 +576,18 @@ class HybridMixer(nn.Module):
         """Merge [B, L, kept, P] and [B, L, recurrent, P] by runs of consecutive heads of one kind."""
         if attended is None or recurred is None:
             return cast(Tensor, recurred if attended is None else attended)
-        kinds = [head in self.kept for head in range(self.n_heads)]  # torch 2.9 cannot compile groupby of a generator
-        runs = [(kept, len(list(run))) for kept, run in itertools.groupby(kinds)]
-        parts = {
-            kept: iter(heads.split([length for kept_, length in runs if kept_ == kept], dim=2))
-            for kept, heads in ((True, attended), (False, recurred))
-        }
-        return torch.cat([next(parts[kept]) for kept, _ in runs], dim=2)
+        # Runs, because a slice per head would be many small copies, and an index tensor one more
+        # transfer to the device.
+        is_kept = [head in self.kept for head in range(self.n_heads)]  # torch 2.9 cannot compile groupby of a generator
+        n_attended = 0
+        n_recurred = 0
+        runs = []
+        for kept, run in itertools.groupby(is_kept):
+            length = len(list(run))
+            if kept:
+                runs.append(attended.narrow(2, n_attended, length))
+                n_attended += length
+            else:
+                runs.append(recurred.narrow(2, n_recurred, length))
+                n_recurred += length
+        return torch.cat(runs, dim=2)

@@ -29,14 +29,17 @@ from transformers.utils.generic import can_return_tuple
 from .cache import HybridCache
 from .configuration_hybrid import HybridConfig, release, rope_settings
 from .decoder import make_cache, put_mixers
-from .documents import layer_windows  # noqa: F401  # see below
+from .document_kernels import flash_runs  # noqa: F401  # see below
+from .document_mask import DocumentMask  # noqa: F401  # see below
+from .documents import packed_inputs  # noqa: F401  # see below
 from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
 from .mixer import HybridMixer, SSMHeads
 
-# Keep every import: transformers 4 and 5.0 load only those files of an export that this file imports directly.
+# Keep every import: transformers up to 5.8 loads only those files of an export that this file imports directly.
 from .self_check import check_new_version
 from .ssd import check_implementation
+from .windows import layer_windows  # noqa: F401  # see above
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
 OUTPUT_CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)})
@@ -299,12 +302,12 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if prompt is not None:
             length += prompt.shape[1]
         if isinstance(cache, HybridCache) and switch is not None and 0 < cache.get_seq_length() <= switch < length:
-            anew = {
-                GENERATION_CACHE: self.new_cache(cache.layer(0).kv_dtype),
-                "next_sequence_length": None,  # transformers 5: all tokens
-                "cache_position": torch.arange(length, device=input_ids.device),  # transformers 4
-            }
-            kwargs |= {name: value for name, value in anew.items() if name in kwargs}
+            kwargs[GENERATION_CACHE] = self.new_cache(cache.layer(0).kv_dtype)
+            # All tokens are new. transformers before 5.5 cuts the input by `cache_position`.
+            if "next_sequence_length" in kwargs:
+                kwargs["next_sequence_length"] = None
+            if "cache_position" in kwargs:
+                kwargs["cache_position"] = torch.arange(length, device=input_ids.device)
             if prompt is not None:
                 written = self.get_input_embeddings()(input_ids)
                 kwargs["inputs_embeds"] = torch.cat([prompt, written.to(prompt.dtype)], dim=1)

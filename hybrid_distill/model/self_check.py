@@ -21,8 +21,9 @@ from transformers import PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .configuration_hybrid import HybridConfig, release
-from .documents import LIMITED, PACKING, packed_inputs
+from .documents import PACKING, packed_inputs
 from .layout import cache_argument, cache_of, decoder_of, text_config
+from .windows import LIMITED
 
 BESIDE = 5
 """Number of tokens before the tested document: another document, or padding."""

@@ -32,7 +32,7 @@ from ..teacher import (
     HeadSite,
     ablate_heads,
     ablate_heads_by_row,
-    asked_for,
+    as_head_kind,
     decoder_blocks,
     record_heads,
     replaced_forward,
@@ -53,7 +53,7 @@ class Forwards:
 
     def __post_init__(self) -> None:
         self.site_of = {site.layer: site for site in self.sites}
-        self.kind: HeadKind | None = asked_for(self.sites[0].kind)
+        self.kind: HeadKind | None = as_head_kind(self.sites[0].kind)
         self.blocks = [block for _, block in decoder_blocks(self.model)]
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ from .sites import (
     AttentionSite,
     HeadKind,
     HeadSite,
-    asked_for,
+    as_head_kind,
     attention_sites,
     check_exists,
     decoder_blocks,

@@ -114,7 +114,7 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
     return sites
 
 
-def asked_for(kind: str) -> HeadKind | None:
+def as_head_kind(kind: str) -> HeadKind | None:
     """Convert a `HeadSite.kind` to the ``kind`` argument of `head_sites`; None for "hybrid"."""
     return next((known for known in get_args(HeadKind) if known == kind), None)
 

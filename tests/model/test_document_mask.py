@@ -21,8 +21,8 @@ from training import small_config, small_models
 from transformers import PreTrainedModel
 
 from hybrid_distill.data import Batch, cu_seqlens, pick_rows
-from hybrid_distill.model import HybridForCausalLM, documents, packed_inputs
-from hybrid_distill.model.documents import DocumentMask
+from hybrid_distill.model import HybridForCausalLM, document_kernels, documents, packed_inputs
+from hybrid_distill.model.document_mask import DocumentMask
 from hybrid_distill.train.stages import make_stage
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -63,8 +63,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """``as_on_a_gpu(function)``: packed rows run it, or FlexAttention with None, from now on."""
 
     def choose(function: Any) -> None:
-        monkeypatch.setattr(documents, "_has_document_attention", lambda device: True)
-        monkeypatch.setattr(documents, "_flash_attention", lambda: function)
+        monkeypatch.setattr(documents, "has_document_attention", lambda device: True)
+        monkeypatch.setattr(document_kernels, "flash_function", lambda: function)
 
     return choose
 
@@ -146,7 +146,7 @@ def test_a_row_of_8192_tokens_costs_no_mask(as_on_a_gpu):
     assert peaks[1] < MANY**2 < peaks[0] - peaks[1]
 
 
-BLOCK = documents.FLEX_BLOCK
+BLOCK = document_kernels.FLEX_BLOCK
 REACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "documents": ("llama", {}),
     "short windows": ("mistral", {"sliding_window": 40}),
@@ -216,7 +216,7 @@ def test_flex_attention_and_its_backward(
 ):
     """Values and gradients of the additive mask. FlexAttention refuses only at its border to train on a CPU."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *args: None)
-    monkeypatch.setattr(documents, "_compiled_flex_attention", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: flex_attention.flex_attention)
     for mask, numbers in masks_of(reach, length, 150, family_model, as_on_a_gpu):
         heads = [torch.randn(2, n, length, 16, requires_grad=True) for n in (n_heads, n_kv_heads, n_kv_heads)]
         weights = torch.randn(2, n_heads, length, 16)
@@ -266,7 +266,7 @@ def test_flex_attention_compiles_each_shape_once_and_static(as_on_a_gpu, monkeyp
         return graph.forward
 
     real = torch.compile
-    documents._compiled_flex_attention.cache_clear()
+    document_kernels.compiled_flex_attention.cache_clear()
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=record, **options))
     config = small_models()[1].config
     as_on_a_gpu(None)
@@ -279,7 +279,7 @@ def test_flex_attention_compiles_each_shape_once_and_static(as_on_a_gpu, monkeyp
         found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q, attn_mask=numbers))
         counts.append(len(graphs))
-    documents._compiled_flex_attention.cache_clear()
+    document_kernels.compiled_flex_attention.cache_clear()
     assert counts == [0, 1, 1, 2, 2, 2, 2]
     sizes = [size for inputs in graphs for t in inputs if isinstance(t, Tensor) for size in t.shape]
     assert all(type(size) is int for size in sizes) and not any(isinstance(t, torch.SymInt) for g in graphs for t in g)

@@ -363,7 +363,8 @@ def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel
         # Same tensors at other addresses: a matrix product may round its last bit differently.
         close(logits(loaded, ids), logits(student, ids))
     code = {path.stem for path in tmp_path.glob("*.py")}
-    parts = {"cache", "decoder", "documents", "gated_delta", "layout", "mixer", "self_check", "ssd"}
+    parts = {"cache", "decoder", "documents", "document_kernels", "document_mask"}
+    parts |= {"gated_delta", "layout", "mixer", "self_check", "ssd", "windows"}
     assert code == {"configuration_hybrid", "modeling_hybrid", *parts}
 
 

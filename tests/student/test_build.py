@@ -22,7 +22,8 @@ from hybrid_distill.model.configuration_hybrid import release
 from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, share_frozen_weights, unshare_weights
-from hybrid_distill.student.init import INITS, LayerTrace, _gains, init_ssm
+from hybrid_distill.student.init import INITS, LayerTrace, init_ssm
+from hybrid_distill.student.score_factors import norm_gains
 from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, load_teacher, trace_mixers
 
 FamilyModel = Callable[..., PreTrainedModel]
@@ -176,7 +177,7 @@ def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
 def test_gains_of_norms_that_add_one_to_their_weight(family: str, offset: int, family_model: FamilyModel) -> None:
     attention, block = (getattr(attention_sites(family_model(family))[0], name) for name in ("module", "block"))
     for norm in (block.input_layernorm, getattr(attention, "q_norm", block.input_layernorm)):
-        assert torch.equal(_gains(norm), norm.weight + offset)
+        assert torch.equal(norm_gains(norm), norm.weight + offset)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from ...teacher import (
     HeadKind,
     HeadSite,
     ablate_heads,
-    asked_for,
+    as_head_kind,
     head_kinds,
     head_sites,
     load_teacher,
@@ -163,7 +163,7 @@ class ZeroedRecurrence(ModelExperiment):
         # A layer has several sites if its attention and its SSM are side by side (Falcon-H1).
         sites: list[HeadSite] = []
         for kind in head_kinds(model):
-            sites += head_sites(model, asked_for(kind))
+            sites += head_sites(model, as_head_kind(kind))
         layers: dict[int, list[HeadSite]] = {}
         for site in sites:
             if _recurrent_heads(site):
@@ -193,7 +193,7 @@ def _without_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> It
     with ExitStack() as zeroed:
         for site in sites:
             zeroed.enter_context(
-                ablate_heads(model, _recurrent_heads(site), kind=asked_for(site.kind))
+                ablate_heads(model, _recurrent_heads(site), kind=as_head_kind(site.kind))
             )
         yield
 
@@ -271,7 +271,7 @@ class HybridHeadRanking(ModelExperiment):
                 race_k=self.k,
                 min_accuracy=self.min_accuracy,
                 control_texts=texts,
-                kind=asked_for(kind),
+                kind=as_head_kind(kind),
             )
         return scores
 
@@ -312,7 +312,7 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
     """
     ranked = []
     for kind, of_kind in scores.items():
-        sites = {site.layer: site for site in head_sites(model, asked_for(kind))}
+        sites = {site.layer: site for site in head_sites(model, as_head_kind(kind))}
         for head in of_kind.ranking():
             accuracy = 100 * of_kind.accuracy_drop_LH[head].item()
             logprob = of_kind.logprob_drop_LH[head].item()
@@ -335,5 +335,5 @@ def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[No
         for kind in head_kinds(model):
             # The sites of a student hold heads of both kinds.
             own = [ranked.head for ranked in heads if kind in (ranked.kind, "hybrid")]
-            removed.enter_context(ablate_heads(model, own, kind=asked_for(kind)))
+            removed.enter_context(ablate_heads(model, own, kind=as_head_kind(kind)))
         yield

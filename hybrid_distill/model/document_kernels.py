@@ -1,0 +1,135 @@
+"""Attention kernels for packed documents: flash-attn for variable lengths, and FlexAttention.
+
+Shapes: B batch, L length, H heads, P head dim, K blocks, T tokens of all rows concatenated.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+FLEX_BLOCK = 128  # tokens per block of FlexAttention's masks
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_WIDTH = 256  # widest head of flash-attn's kernels
+
+
+def has_document_attention(device: torch.device) -> bool:
+    """Return True if a device has kernels that are faster than a materialized mask."""
+    return device.type == "cuda"
+
+
+@lru_cache
+def flash_function() -> Any:
+    """Return FlashAttention for variable-length sequences; None if flash-attn is not installed."""
+    try:
+        return importlib.import_module("flash_attn").flash_attn_varlen_func
+    except (ImportError, AttributeError):
+        return None
+
+
+def flash_runs(*qkv_BHLP: Tensor) -> bool:
+    """Return True if flash-attn is installed and takes these queries, keys and values."""
+    if flash_function() is None:
+        return False
+    width = qkv_BHLP[0].shape[-1]
+    return width <= FLASH_WIDTH and all(
+        t.dtype in FLASH_DTYPES and t.shape[-1] == width for t in qkv_BHLP
+    )
+
+
+def flash_attend(
+    query_BHLP: Tensor,
+    key_BHLP: Tensor,
+    value_BHLP: Tensor,
+    borders: Tensor,
+    window: int | None,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Attend within documents; ``borders``, int32, are their ends in all rows concatenated, 0 first."""
+    batch, _, length, _ = query_BHLP.shape
+    out_THP = flash_function()(
+        query_BHLP.transpose(1, 2).flatten(0, 1),
+        key_BHLP.transpose(1, 2).flatten(0, 1),
+        value_BHLP.transpose(1, 2).flatten(0, 1),
+        borders,
+        borders,
+        # An upper bound of a document's length. The longest one would cost a synchronization.
+        length,
+        length,
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=True,
+        # flash-attn counts the tokens before the current one; -1 is no limit.
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return out_THP.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def flex_runs(query_BHLP: Tensor) -> bool:
+    """Return True if FlexAttention is able to run these queries and worth its compilation."""
+    length, width = query_BHLP.shape[-2:]
+    # A row within one block skips nothing; compiling for it would cost more than its mask.
+    if length <= FLEX_BLOCK or width < 16:
+        return False
+    return query_BHLP.device.type == "cpu" or find_spec("triton") is not None
+
+
+def flex_function() -> Any:
+    """Return FlexAttention, compiled unless a compiler traces it already."""
+    if torch.compiler.is_compiling():
+        return flex_attention.flex_attention
+    return compiled_flex_attention()
+
+
+@lru_cache
+def compiled_flex_attention() -> Any:
+    """Compile FlexAttention for static shapes, once per process."""
+    config: Any = torch._dynamo.config
+    # Each head count compiles anew; past the limit, FlexAttention falls back to its dense form.
+    config.recompile_limit = max(64, config.recompile_limit)
+    # By default, a second shape recompiles with symbolic sizes: slower kernels, for rows whose
+    # length never changes.
+    return torch.compile(flex_attention.flex_attention, dynamic=False)
+
+
+def block_mask(first_BL: Tensor) -> flex_attention.BlockMask:
+    """Make FlexAttention's mask: the blocks of keys that a block of queries sees in part or whole.
+
+    ``first_BL`` is the first token that each token sees. Only blocks seen in part evaluate the mask. What is seen
+    begins no earlier for a later token, so the first query of a block knows its first visible block, and the last
+    query knows from where on all of them see everything.
+    """
+    length = first_BL.shape[1]
+    first_seen_BK = first_BL[:, ::FLEX_BLOCK] // FLEX_BLOCK
+    n_blocks = first_seen_BK.shape[1]
+    block_K = torch.arange(n_blocks, device=first_BL.device)
+    last_query_K = (block_K * FLEX_BLOCK + FLEX_BLOCK - 1).clamp(max=length - 1)
+    # Rounded up. The diagonal block is never whole: its first query does not see its last key.
+    first_whole_BK = -(-first_BL[:, last_query_K] // FLEX_BLOCK)
+    first_whole_BK = first_whole_BK.minimum(block_K)
+    n_partial_BK = first_whole_BK - first_seen_BK + 1
+    n_whole_BK = block_K - first_whole_BK
+
+    # Columns beyond a row's count are not read, but must be valid blocks.
+    partial_BKK = first_seen_BK.unsqueeze(2) + block_K
+    is_diagonal_BKK = block_K >= n_partial_BK.unsqueeze(2) - 1
+    partial_BKK = torch.where(is_diagonal_BKK, block_K.unsqueeze(1), partial_BKK)
+    whole_BKK = (first_whole_BK.unsqueeze(2) + block_K).clamp(max=n_blocks - 1)
+    options: dict[str, Any] = {"seq_lengths": (length, length)} if length % FLEX_BLOCK else {}
+    return flex_attention.BlockMask.from_kv_blocks(
+        n_partial_BK.unsqueeze(1).int(),
+        partial_BKK.unsqueeze(1).int(),
+        n_whole_BK.unsqueeze(1).int(),
+        whole_BKK.unsqueeze(1).int(),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda b, h, q, kv: (kv >= first_BL[b, q]) & (kv <= q),
+        **options,
+    )
