@@ -63,7 +63,7 @@ def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokeniz
 
     Never runs code from the folder. Raises ValueError if the folder is damaged or holds no student.
     """
-    from . import guard
+    from . import safe_loading
     from .pipeline import finished_run, is_run, trained_student
 
     folder = Path(path)
@@ -71,7 +71,7 @@ def load_student(path: str | Path) -> tuple[HybridForCausalLM, PreTrainedTokeniz
         inputs = finished_run(folder)
         student, _ = trained_student(inputs)
         return student, inputs.tokenizer
-    return guard.load_student(folder)
+    return safe_loading.load_student(folder)
 
 
 def __getattr__(name: str) -> object:

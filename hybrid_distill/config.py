@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record, refused
 from .kernels import Kernels
-from .limits import Count, CountOrZero, Positive, Share, check_options
 from .plan import Unit
 from .probes.prompt_formats import check_prompt_format
 from .student.init import Init
@@ -33,6 +32,7 @@ from .train.config import (
     TeacherConfig,
 )
 from .tunable import Tunable
+from .validation import Count, CountOrZero, Positive, Share, check_options
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from .limits import first_line
+from .validation import first_line
 
 CPU_ASKED = "ACCELERATE_USE_CPU"
 """accelerate's variable for computing on the CPU, set from a launch file's ``use_cpu``."""

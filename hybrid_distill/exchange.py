@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from .limits import first_line
+from .validation import first_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

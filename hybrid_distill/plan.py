@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from .io import refused, write_json
-from .limits import COUNT, Limits
+from .validation import COUNT, Limits
 
 FORMAT = "hybrid-distill/head-plan/1"
 BF16_BYTES = 2

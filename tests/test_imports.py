@@ -15,11 +15,11 @@ from transformers.dynamic_module_utils import get_imports
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     (
-        "io", "limits", "tunable", "locking", "provenance", "devices", "exchange", "distributed", "progress",
+        "io", "validation", "tunable", "locking", "provenance", "devices", "exchange", "distributed", "progress",
         "vocabulary",
     ),
     ("assets", "model", "plan"),
-    ("guard", "kernels"),
+    ("safe_loading", "kernels"),
     ("teacher",),
     ("student", "probes"),
     ("data",),

@@ -16,7 +16,6 @@ from ..data import preparations
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, StageShape, memory_plan
 from ..lab.memory.timing import training_time
 from ..lab.reporting import text_table
-from ..limits import first_line
 from ..model import HybridForCausalLM, layer_windows
 from ..pipeline import RunInputs, RunPaths
 from ..pipeline.checks import check_teachers, checks_of
@@ -27,6 +26,7 @@ from ..plan import HeadPlan, cache_bytes
 from ..student.build import empty_student
 from ..teacher import head_dim_of, load_config
 from ..train.config import StageConfig
+from ..validation import first_line
 
 MB = 1e6
 LENGTHS = (128, 2048, 4096)

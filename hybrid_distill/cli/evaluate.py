@@ -11,7 +11,7 @@ import tyro
 
 from ..distributed import alone_in, is_launched_main, on_main_process, own_device
 from ..lab.suite_job import RESULTS, SuiteJob
-from ..limits import Count
+from ..validation import Count
 
 if TYPE_CHECKING:
     from ..io import Record

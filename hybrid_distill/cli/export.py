@@ -11,11 +11,11 @@ from ..evaluation.evaluate import EvalResult
 from ..export.card import on_card
 from ..export.checkpoint import ExportFormat, export_checkpoint
 from ..export.gate import GateReport, check_not_quantized, check_unchanged
-from ..guard import load_student
 from ..io import read_json
 from ..pipeline import finished_run, is_run, trained_student
 from ..pipeline.run import export
 from ..plan import HeadPlan
+from ..safe_loading import load_student
 from ..scoring import HeadScores
 
 

@@ -13,10 +13,10 @@ import tyro
 from ..data import PackedRows, open_tokens, write_logits
 from ..data.config import TokensOfARow
 from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
-from ..limits import Count, check_options
 from ..locking import locked
 from ..student.teachers import check_teacher
 from ..teacher import load_on_own_device, read_teacher
+from ..validation import Count, check_options
 from ..vocabulary import vocabulary_size
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}

@@ -11,11 +11,11 @@ import tyro
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..io import file_hash, write_json
-from ..limits import first_line
 from ..locking import locked
 from ..provenance import now, versions
 from ..student.teachers import check_teacher
 from ..teacher.loading import DTYPES, IMPORTED
+from ..validation import first_line
 
 
 def command(

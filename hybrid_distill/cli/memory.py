@@ -20,12 +20,12 @@ import tyro
 
 from ..io import write_text
 from ..lab.reporting import text_table
-from ..limits import Count, check_options, numbers
 from ..model import layer_windows
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..student.teachers import check_teacher
 from ..teacher import head_dim_of, load_config
+from ..validation import Count, check_options, numbers
 
 MB = 1e6
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

@@ -10,9 +10,9 @@ import tyro
 
 from ..data import write_tokens
 from ..data.folder import SHARD_TOKENS
-from ..limits import Count, check_options
 from ..locking import locked
 from ..teacher import load_tokenizer
+from ..validation import Count, check_options
 
 
 @dataclass(frozen=True)

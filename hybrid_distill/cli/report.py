@@ -10,7 +10,7 @@ from ..lab.reporting.run import write_report
 from ..lab.sweep.measured import CONTEXT
 from ..lab.sweep.report import write_sweep_report
 from ..lab.sweep.results import FILE
-from ..limits import Count
+from ..validation import Count
 
 
 def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None) -> None:

@@ -15,7 +15,6 @@ from ..data import read_held_out
 from ..distributed import agree_on, alone_in, connect, is_launched_main, on_main_process
 from ..lab.reporting import can_draw, text_table
 from ..lab.reporting.heads import score_map, score_table
-from ..limits import Count, CountOrZero, Share, check_options, numbers
 from ..model import HybridConfig
 from ..probes import queries_of
 from ..probes.checks import check_answerable
@@ -30,6 +29,7 @@ from ..probes.registry import make_probe
 from ..scoring import HeadScores, score_heads
 from ..student.teachers import check_teacher
 from ..teacher import TINY, head_sites, load_on_own_device, longest_context, read_teacher
+from ..validation import Count, CountOrZero, Share, check_options, numbers
 
 SHOWN = 20
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from ..io import write_json
-from ..limits import first_line
+from ..validation import first_line
 
 
 def command(

@@ -11,7 +11,7 @@ from typing import Annotated
 from transformers import PreTrainedTokenizerBase
 
 from ..distributed import agree_on, is_launched_with_others, on_main_process
-from ..limits import Count, CountOrZero, Limits, Positive, check_options
+from ..validation import Count, CountOrZero, Limits, Positive, check_options
 from .chat import check_template
 from .documents import is_embedded
 from .files import source_files

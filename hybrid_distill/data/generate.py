@@ -20,10 +20,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..assets import prompts_path
 from ..io import Record, read_json
-from ..limits import Count, Positive, Share
 from ..probes.answering import left_pad
 from ..probes.encoding import tokenize
 from ..teacher import eval_mode, fingerprint, generated, longest_context
+from ..validation import Count, Positive, Share
 from .chat import check_template, rendered
 from .documents import SourcePlace
 from .folder import TokenHeader

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..distributed import agree_on, on_main_process
 from ..io import Record, read_json, refused, write_json
-from ..limits import first_line
 from ..provenance import now
 from ..teacher import hub_error
+from ..validation import first_line
 from .tokens import hash_of
 
 if TYPE_CHECKING:

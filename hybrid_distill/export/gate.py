@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from ..guard import MARK, check_checkpoint, check_no_run, foreign_code
 from ..io import Record, file_hash, read_json
 from ..progress import Phase
+from ..safe_loading import MARK, check_checkpoint, check_no_run, foreign_code
 from . import check as program
 from .check import Check
 from .errors import ExportError

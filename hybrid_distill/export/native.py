@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from ..guard import MODEL_CODE
 from ..io import Record, write_json
 from ..model import HybridForCausalLM
 from ..model.configuration_hybrid import ATTENTION
+from ..safe_loading import MODEL_CODE
 from .versions import checked_transformers
 from .weights import student_config, tied_weights, write_weights
 

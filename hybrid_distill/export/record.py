@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..guard import MARK
 from ..io import Record, file_hash, save_tensors, write_json
 from ..model import HybridForCausalLM
 from ..model.self_check import rounded_once_more
+from ..safe_loading import MARK
 from ..teacher import eval_mode
 from . import check as program
 from .check import Prompts, greedy, tensor_hash

@@ -9,9 +9,9 @@ from pathlib import Path
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from ..guard import INDEX
 from ..io import Record, save_tensors, write_json
 from ..model import HybridForCausalLM
+from ..safe_loading import INDEX
 from .errors import ExportError
 
 MAX_SHARD_SIZE = "2GB"

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import alone_in, limit_collectives, make_accelerator
 from ..io import Record, write_json, write_text
-from ..limits import first_line
 from ..probes.ruler import load_generators
 from ..scoring import describe_run
 from ..teacher import fingerprint, longest_context
+from ..validation import first_line
 from .probe_tasks import RULER, Untyped, own_task
 from .reporting import markdown_table, percent_change, with_error
 from .suite_job import PROBES, RESULTS, SUITES, SuiteJob

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..kernels import Kernels
-from ..limits import Count, CountOrZero, Limits, check_options, numbers, words
+from ..validation import Count, CountOrZero, Limits, check_options, numbers, words
 
 PROBES = (
     "kv",

@@ -25,7 +25,6 @@ from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import ExportError, GateReport, export_checkpoint, origin
 from ..io import write_json, write_text
 from ..kernels import check_kernels
-from ..limits import first_line
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..model.ssd import check_implementation
 from ..plan import HeadPlan
@@ -40,6 +39,7 @@ from ..train.config import Align, StageConfig
 from ..train.loop import train_stage
 from ..train.stages import make_stage
 from ..train.tracking import TrackedRun, log_figures
+from ..validation import first_line
 from ..vocabulary import vocabulary_size
 from .building import build_and_save, made_for, new_student
 from .built import built_weights, load_built

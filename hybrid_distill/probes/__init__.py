@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
-from ..limits import COUNT, check_options
+from ..validation import COUNT, check_options
 
 
 @dataclass(frozen=True)

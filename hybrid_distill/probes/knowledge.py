@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..assets import facts_path
 from ..io import Record, refused, text_lines, whole_strings
-from ..limits import Limits
+from ..validation import Limits
 from . import Example, SeededProbe, digest
 
 Item = TypeVar("Item")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, NamedTuple
 
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
-from ..limits import Count, Limits
+from ..validation import Count, Limits
 from . import Example, SeededProbe, as_tuple, check_queries, checked_words
 
 Pairs = Annotated[int, Limits(1, N_VALUES, whole=True)]

@@ -25,7 +25,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..assets.filler import filler_sentences
-from ..limits import Count, check_options
+from ..validation import Count, check_options
 from . import Example
 from .checks import missing_words
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from transformers import PreTrainedModel
 
-from ..limits import first_line
 from ..probes.plain_text import LOGITS_AT_ONCE
 from ..teacher import text_config
+from ..validation import first_line
 from .probe_batch import ProbeBatch
 
 # Larger batches are not faster: they overflow a CPU's caches, and a GPU is already saturated.

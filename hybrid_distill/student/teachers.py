@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..limits import first_line
 from ..model import HybridConfig
 from ..plan import HeadPlan
 from ..teacher import attention_sites
+from ..validation import first_line
 from ..vocabulary import check_embedding
 from .build import checked_sites
 from .init import DEFAULT_INIT

@@ -24,12 +24,12 @@ from transformers import (
 
 from ..assets import tiny_teacher_path
 from ..distributed import own_device, warn_of_emulation
-from ..guard import check_checkpoint, check_no_run
 from ..io import read_json
-from ..limits import first_line
 from ..model.configuration_hybrid import rope_settings
 from ..model.layout import text_config
 from ..progress import Phase
+from ..safe_loading import check_checkpoint, check_no_run
+from ..validation import first_line
 from .llamba import is_llamba, llamba_config, load_llamba
 
 TINY = "tiny"

@@ -15,9 +15,9 @@ import tyro
 from ..data import DataConfig
 from ..data.config import TokensOfARow
 from ..io import Record
-from ..limits import Count, CountOrZero, Limits, Positive, Share, check_options
 from ..teacher import TINY
 from ..tunable import Tunable, fixed_fields
+from ..validation import Count, CountOrZero, Limits, Positive, Share, check_options
 
 T = TypeVar("T")
 Fixed = Annotated[T, tyro.conf.Suppress]

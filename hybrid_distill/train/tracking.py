@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from ..distributed import make_accelerator
 from ..io import Record
-from ..limits import first_line
+from ..validation import first_line
 
 PROJECT = "hybrid-distill"
 

@@ -26,10 +26,10 @@ from hybrid_distill.export import ExportError, GateReport, export_checkpoint, or
 from hybrid_distill.export.check import Check, left_padded, run_checks, table, weight_files
 from hybrid_distill.export.native import checked_attention
 from hybrid_distill.export.versions import checked_transformers
-from hybrid_distill.guard import MODEL_CODE, foreign_code
 from hybrid_distill.model import HybridForCausalLM, configuration_hybrid, self_check
 from hybrid_distill.model.configuration_hybrid import check_version
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.safe_loading import MODEL_CODE, foreign_code
 from hybrid_distill.student.build import build_student
 
 FAMILIES = {

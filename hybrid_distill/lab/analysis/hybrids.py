@@ -20,12 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
 from ...distributed import own_device
-from ...guard import load_student
 from ...kernels import Kernels, use_kernels
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run, is_run, trained_student
 from ...plan import HeadId
 from ...probes import check_counts
+from ...safe_loading import load_student
 from ...scoring import HeadScores, score_heads
 from ...scoring.head_scores import heads_of
 from ...scoring.restoration import restore_heads, restore_layers

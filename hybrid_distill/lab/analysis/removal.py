@@ -19,7 +19,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.chat import check_template
-from ...limits import words
 from ...plan import HeadId
 from ...probes import Probe
 from ...probes.knowledge import AnswerFormat, LetterChoice
@@ -29,6 +28,7 @@ from ...scoring import HeadScores, describe_run
 from ...scoring.head_scores import heads_of
 from ...scoring.resume_log import ResumeLog
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
+from ...validation import words
 from .experiment import Bench, Experiment, ModelExperiment, Subject, Variant
 from .figures import draw_bars, draw_lines
 from .tables import Table

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
 from ...evaluation.measure import compare_on_text
-from ...limits import words
 from ...probes import Example, Probe
 from ...probes.answering import answer_choices, answer_generation
 from ...probes.checks import check_answerable
@@ -20,6 +19,7 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...teacher import TINY, longest_context
+from ...validation import words
 from ..suite import by_name, headline, load_tasks, prepare
 from ..suite_job import SuiteJob
 from .tables import Column

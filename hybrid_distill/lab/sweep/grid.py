@@ -7,8 +7,8 @@ from itertools import product
 from typing import Literal
 
 from ...config import Selection
-from ...limits import COUNT, numbers, words
 from ...plan import HeadPlan
+from ...validation import COUNT, numbers, words
 
 ALL: Literal["all"] = "all"
 NONE: Literal["none"] = "none"

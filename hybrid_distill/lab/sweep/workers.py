@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...limits import COUNT, COUNT_OR_NONE
+from ...validation import COUNT, COUNT_OR_NONE
 from .cells import perform
 from .jobs import Here, Jobs, executor, job_options, visible_gpus
 

@@ -11,7 +11,7 @@ import pytest
 from training import small_run
 
 from hybrid_distill.cli.score import ScoreJob
-from hybrid_distill.limits import numbers
+from hybrid_distill.validation import numbers
 
 OPTIONAL = {"min_accuracy": 0.5, "batch_size": 1, "stated_pairs": 4, "prefilter": 1, "segment_len": 1}
 
