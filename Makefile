@@ -19,7 +19,7 @@ help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
 
 demo: $(VENV)/demo.stamp ## the whole method on the embedded tiny teacher; the report goes to runs/demo/report.md
-	HF_HUB_OFFLINE=1 $(BIN)/hybrid-distill demo --out runs/demo
+	HF_HUB_OFFLINE=1 $(BIN)/hybrid-distill sweep recipes/sweep_demo.py --out runs/demo
 
 test: $(VENV)/test.stamp ## run the tests, several at a time
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 25 --ignore tests/peers

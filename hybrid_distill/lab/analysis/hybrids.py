@@ -62,7 +62,7 @@ class ReplaceLayer(Experiment):
     NAME = "replace-layer"
 
     student: Path
-    """Folder of a run with its alignment (for a demo: OUT/aligned), or a student's checkpoint."""
+    """Folder of a run with its alignment (of a sweep: OUT/shared/*/aligned), or a student's checkpoint."""
     teacher: str | None = None
     """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
     kernels: Kernels = "auto"

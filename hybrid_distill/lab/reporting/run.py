@@ -132,7 +132,7 @@ def _comparison(directory: Path) -> Record:
         return {"students": [{"label": "student", "dir": ".", "selection": "student"}]}
     raise ValueError(
         f"{directory} is neither a run nor a comparison nor a sweep: it has no config.json, compare.json or "
-        "results.csv. Pass the --out of `hybrid-distill run`, `demo` or `sweep`."
+        "results.csv. Pass the --out of `hybrid-distill run` or `sweep`."
     )
 
 
