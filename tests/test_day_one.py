@@ -42,7 +42,7 @@ def test_the_table_follows_from_its_milliseconds() -> None:
     assert [name for name, _ in rows] == ["align", "distill"]
     for name, row in rows:
         micro_batch, ms, step, speed, mfu, hours = row.split(" | ")
-        stage = getattr(config, name)
+        stage = config.stage(name)
         assert micro_batch == f"{stage.micro_batch_size} x {config.data.seq_len:,}"
         seconds = float(ms) / 1000
         n_micro_batches = stage.batch_size // (N_GPUS * stage.micro_batch_size)

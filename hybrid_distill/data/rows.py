@@ -195,8 +195,11 @@ class PackedRows:
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Batch:
         """Read rows by number."""
         rows = [self._row(int(row_id)) for row_id in row_ids]
-        input_ids, seq_idx, mask = [torch.from_numpy(np.stack(column)) for column in zip(*rows)]
-        lengths = seq_idx.new_zeros(len(seq_idx), int(seq_idx.max()) + 1)
+        columns = [np.stack(column) for column in zip(*rows)]
+        # By NumPy: reading a tensor's value would count as a wait for the device (tests/train/test_loop.py).
+        n_documents = int(columns[1].max()) + 1
+        input_ids, seq_idx, mask = map(torch.from_numpy, columns)
+        lengths = seq_idx.new_zeros(len(seq_idx), n_documents)
         lengths.scatter_add_(1, seq_idx, torch.ones_like(seq_idx))
         return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask, "lengths": lengths}
 

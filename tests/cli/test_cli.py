@@ -322,7 +322,7 @@ def test_recipes_are_listed_printed_and_found_by_name(
 ) -> None:
     main(["recipes"])
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    assert listed == {"llama_1b", "qwen2_1_5b", "smollm2_135m", "tiny", "sweep_llama_1b", "sweep_tiny"}
+    assert listed == {"llama_1b", "qwen2_1_5b", "smollm2_135m", "tiny", "sweep_llama_1b", "sweep_tiny", "sweep_demo"}
     main(["recipes", "tiny"])
     assert capsys.readouterr().out == (RECIPES / "hybrid_tiny.py").read_text()
     monkeypatch.chdir(tmp_path)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from test_post import chat_tokenizer, conversations, save_model
-from training import refusal, small_run, word_texts, word_tokenizer
+from training import ALIGN, DISTILL, QUICK, refusal, small_run, word_texts, word_tokenizer
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.data import write_tokens
+from hybrid_distill.config import RunConfig
+from hybrid_distill.data import DataConfig, write_tokens
+from hybrid_distill.train.config import Distill
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,13 @@ def inputs(tmp_path: Path) -> Path:
     write_tokens(tmp_path / "chat", [str(tmp_path / "chat.jsonl")], chat_tokenizer(), name="chat", text_column=None)
     save_model(tmp_path / "model", chat_tokenizer())
     return tmp_path
+
+
+def run_of_all_stages(out: Path) -> RunConfig:
+    """A run that also lists longer rows and conversations."""
+    long = Distill(name="long", **QUICK)
+    post = Distill(name="post", data=DataConfig(chat=True), **QUICK)
+    return small_run(out, stages=(ALIGN, DISTILL, long, post))
 
 
 @pytest.mark.parametrize(
@@ -54,13 +63,16 @@ def inputs(tmp_path: Path) -> Path:
 def test_data_and_teachers_that_do_not_go_together(
     inputs: Path, capsys: pytest.CaptureFixture[str], flags: str, found: str
 ) -> None:
-    assert found in refusal(capsys, small_run(inputs / "run"), *flags.format(inputs).split())
+    run = small_run(inputs / "run")
+    if "post" in flags or "long" in flags:
+        run = run_of_all_stages(inputs / "run")
+    assert found in refusal(capsys, run, *flags.format(inputs).split())
     assert not (inputs / "run").exists()
 
 
 @pytest.mark.parametrize("flag", ["--teacher", "--teacher.path", "--post.teacher"])
 def test_no_teacher(capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert "is ''; name a" in refusal(capsys, small_run(), flag, "")
+    assert "is ''; name a" in refusal(capsys, run_of_all_stages(Path("runs/small")), flag, "")
 
 
 def test_a_config_file_without_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
