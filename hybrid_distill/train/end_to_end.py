@@ -181,7 +181,7 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 def _is_product(model: PreTrainedModel) -> bool:
     """Check whether logits are a plain product with the head's weight, and this process holds the whole weight."""
     head = _head(model)
-    # A subclass may compute something else; FSDP2's DTensor is a shard, other tensors are quantized.
+    # A subclass may compute something else. FSDP2's DTensor is a shard; others are quantized.
     if type(head) is not nn.Linear or type(head.weight.data) is not Tensor:
         return False
     if head.bias is not None:

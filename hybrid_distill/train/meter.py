@@ -41,8 +41,11 @@ class Meter:
         self.waited += time.perf_counter() - begun
 
     def read(self, tokens: int) -> dict[str, float]:
-        """Measure since the last reading: tokens per second over all processes, share of time spent waiting for data,
-        and MFU of the matrix products (if the devices' peak is known). Also return the process's peak memory in bytes.
+        """Measure since the last reading.
+
+        Returns tokens per second over all processes, the share of time spent waiting for data, the
+        process's peak memory in bytes, and the MFU of the matrix products if the devices' peak is
+        known.
         """
         now = time.perf_counter()
         elapsed = now - self._since
@@ -80,9 +83,9 @@ def flops_per_token(
 ) -> float:
     """Count the FLOPs per token of the matrix products in a training step.
 
-    Per weight: 2 in the forward pass, 2 for the gradient of its input, 2 for its own if it is trained. Attention, scans
-    and recomputation are not counted. ``teacher_forced`` stages run the teacher and only the mixers of the student;
-    other stages run the whole student.
+    Per weight: 2 in the forward pass, 2 for the gradient of its input, 2 for its own if it is
+    trained. Attention, scans and recomputation are not counted. ``teacher_forced`` stages run the
+    teacher and only the mixers of the student; other stages run the whole student.
     """
     flops = 0
     for teacher in teachers:

@@ -14,9 +14,10 @@ PROFILED = range(3, 6)
 
 @contextmanager
 def profiler(path: Path | None) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after every step; it writes a trace of the steps in `PROFILED` to ``path``, if given.
+    """Yield a function to call after every step.
 
-    Open the file with chrome://tracing or ui.perfetto.dev.
+    It writes a trace of the steps in `PROFILED` to ``path``, if given. Open the file with
+    chrome://tracing or ui.perfetto.dev.
     """
     if path is None:
         yield lambda: None

@@ -41,7 +41,8 @@ class SpikeDetector:
         if len(self.recent) == WINDOW:
             usual = statistics.median(self.recent)
         if loss > self.factor * usual:
-            description = f"loss {loss:.4g} is more than {self.factor:g} times the usual {usual:.4g}"
+            description = f"loss {loss:.4g} is more than {self.factor:g} times the usual "
+            description += f"{usual:.4g}"
             if layers:
                 highest = max(layers, key=lambda name: layers[name])
                 description += f", highest in {highest}"
