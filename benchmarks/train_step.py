@@ -35,8 +35,8 @@ from torch import Tensor
 from hybrid_distill.data import Batch
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import l2_norm_loss
+from hybrid_distill.train.meter import flops_per_token, peak_flops
 from hybrid_distill.train.optimizer import make_adamw
-from hybrid_distill.train.spikes import flops_per_token, peak_flops
 from hybrid_distill.train.stage import Stage
 
 RECORD = RESULTS / "train_step.json"

@@ -18,7 +18,7 @@ from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import config_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import empty_student
-from hybrid_distill.train.spikes import PEAK_FLOPS, flops_per_token
+from hybrid_distill.train.meter import PEAK_FLOPS, flops_per_token
 
 ROOT = Path(__file__).parents[1]
 DAY = (ROOT / "docs/training.md").read_text().partition("## Day one")[2].partition("\n## ")[0]

@@ -27,42 +27,79 @@ class LayerAlignment(TeacherForced[Align]):
     teacher's head does.
     """
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: Align) -> None:
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel,
+        config: Align,
+    ) -> None:
         super().__init__(student, teacher, config)
-        self.entry = "heads" if config.target == "head" else "forward"
+        if config.target == "head":
+            self.entry = "heads"
+        # A student's layer runs the teacher's own MLP and norms, which must then be whole.
         self.teacher_shardable = config.target != "layer"
         self.train_only(mixer_parameters(student, config.train))
 
     def watched(self, site: AttentionSite) -> nn.Module:
-        return site.block if self.config.target == "layer" else site.module
+        if self.config.target == "layer":
+            return site.block
+        return site.module
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
         """Extend `Stage.totals`; for ``nmse``, also run the teacher to get the power of each layer's target."""
         totals = super().totals(batch)
-        if self.config.loss == "nmse":
-            with self.autocast(batch):
-                totals |= self.run_teacher(batch, lambda *of_layer: power(self._target(*of_layer), batch["mask"]))
-        return totals
+        if self.config.loss != "nmse":
+            return totals
 
-    def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:
-        output, target = self._output(layer, call, batch["seq_idx"]), self._target(layer, call)
+        def target_power(layer: int, call: MixerCall) -> Tensor:
+            return power(self._target(layer, call), batch["mask"])
+
+        # As in `forward`: the power must be of the target that the loss gets.
+        with self.autocast(batch):
+            powers = self.run_teacher(batch, target_power)
+        return totals | powers
+
+    def layer_loss(
+        self,
+        layer: int,
+        call: MixerCall,
+        batch: Batch,
+        totals: Totals,
+    ) -> Tensor:
+        output = self._output(layer, call, batch["seq_idx"])
+        target = self._target(layer, call)
         if self.config.loss == "nmse":
-            return normalized_mse(output, target, batch["mask"], totals.get(f"layer.{layer}"))
-        return l2_norm_loss(output, target, batch["mask"], totals.get("tokens"))
+            target_power = totals.get(f"layer.{layer}")
+            return normalized_mse(output, target, batch["mask"], target_power)
+        n_tokens = totals.get("tokens")
+        return l2_norm_loss(output, target, batch["mask"], n_tokens)
 
     def _target(self, layer: int, call: MixerCall) -> Tensor:
-        return self._recurrent(layer, call.heads_BLHP) if self.config.target == "head" else call.output[0]
+        """Return the teacher's output: [B, L, D], or [B, L, R, P] for the target ``head``."""
+        if self.config.target == "head":
+            return self._recurrent(layer, call.heads_BLHP)
+        return call.output[0]
 
     def _output(self, layer: int, call: MixerCall, seq_idx_BL: Tensor) -> Tensor:
-        mixer, arguments = self.student.mixers()[layer], {**call.kwargs, "seq_idx": seq_idx_BL}
+        """Return the student's output for the input of the teacher's ``call``; shaped as `_target`."""
+        mixer = self.student.mixers()[layer]
+        # Attention modules do not accept seq_idx, so the call lacks it.
+        arguments = {**call.kwargs, "seq_idx": seq_idx_BL}
         if self.config.target == "layer":
             output = self.student.model.layers[layer](*call.args, **arguments)
-            return output[0] if isinstance(output, tuple) else output
-        if self.config.train == "ssm" and mixer.kept:  # frozen: same output as the teacher's heads
+            # Some families' decoder layers return a tuple.
+            if isinstance(output, tuple):
+                return output[0]
+            return output
+        if self.config.train == "ssm" and mixer.kept:
+            # Kept heads are frozen: the teacher's heads have computed their output already.
             arguments["attended"] = pick_heads(call.heads_BLHP, mixer.kept, dim=2)
         if self.config.target == "head":
-            return self._recurrent(layer, mixer.heads(*call.args, **arguments))
+            heads_BLHP = mixer.heads(*call.args, **arguments)
+            return self._recurrent(layer, heads_BLHP)
         return mixer(*call.args, **arguments)[0]
 
     def _recurrent(self, layer: int, heads_BLHP: Tensor) -> Tensor:
-        return pick_heads(heads_BLHP, self.student.mixers()[layer].recurrent, dim=2)
+        """Select the heads that are recurrent in the student, [B, L, R, P]."""
+        mixer = self.student.mixers()[layer]
+        return pick_heads(heads_BLHP, mixer.recurrent, dim=2)

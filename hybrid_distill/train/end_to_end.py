@@ -33,7 +33,13 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def keep_activations(model: PreTrainedModel) -> None:
     """Undo `checkpoint_activations`."""
-    getattr(model, f"{_CHECKPOINTING}_disable")()
+    disable = getattr(model, f"{_CHECKPOINTING}_disable")
+    disable()
+
+
+def _checkpoints_activations(model: HybridForCausalLM) -> bool:
+    layers = model.model.layers
+    return any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
 
 
 class EndToEnd(Stage[Distill]):
@@ -46,22 +52,33 @@ class EndToEnd(Stage[Distill]):
     other". Stored logits are valid only for the ``temperature`` and ``vocab_size`` that they were computed with.
     """
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: Distill) -> None:
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel | None,
+        config: Distill,
+    ) -> None:
         super().__init__(student, teacher, config)
         unshare_weights(student)
         student.set_segment_len(config.segment_len)
         self.model = student
-        every = config.train == "all"
-        self.train_only(dict(student.named_parameters()) if every else mixer_parameters(student, config.train))
+        if config.train == "all":
+            chosen = dict(student.named_parameters())
+        else:
+            chosen = mixer_parameters(student, config.train)
+        self.train_only(chosen)
         if config.gradient_checkpointing:
             checkpoint_activations(student)
-        elif any(getattr(part, "gradient_checkpointing", False) for part in self.parts()):  # set by an earlier stage
+        elif _checkpoints_activations(student):
+            # An earlier stage of the same student has set it.
             keep_activations(student)
 
     @property
     def is_fused(self) -> bool:
         """True if the loss is computed from hidden states: both models' logits are then plain products."""
-        return self.config.fused and all(_is_product(model) for model in (self.model, *self.teachers))
+        if not self.config.fused:
+            return False
+        return all(_is_product(model) for model in (self.model, *self.teachers))
 
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)
@@ -70,46 +87,89 @@ class EndToEnd(Stage[Distill]):
         """Count as `Stage.n_tokens` does; for a loss on the text alone, only tokens whose next one has a label."""
         if self.config.hard_weight < 1:
             return super().n_tokens(batch)
-        return (next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"]) != IGNORE).sum()
+        return _n_labels(batch)
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
         """Extend `Stage.totals` by the number of tokens that have a hard label."""
-        labels_BL = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
-        return super().totals(batch) | {"labels": (labels_BL != IGNORE).sum()}
+        return super().totals(batch) | {"labels": _n_labels(batch)}
 
     def loss(self, batch: Batch, totals: Totals) -> StageLoss:
-        input_ids, seq_idx, config = batch["input_ids"], batch["seq_idx"], self.config
+        config = self.config
         options: dict[str, Any] = {
-            "kind": config.kind, "temperature": config.temperature, "beta": config.beta, "vocab_size": self.vocab_size,
-            "n_tokens": totals.get("tokens"), "n_labels": totals.get("labels"),
-        }  # fmt: skip
+            "kind": config.kind,
+            "temperature": config.temperature,
+            "beta": config.beta,
+            "vocab_size": self.vocab_size,
+            "n_tokens": totals.get("tokens"),
+            "n_labels": totals.get("labels"),
+        }
         if config.hard_weight:
-            labels_BL = next_token_labels(input_ids, seq_idx, batch["mask"])
-            options |= {"hard_weight": config.hard_weight, "labels_BL": labels_BL}
-        if self.teachers:
-            theirs = teacher_hidden(self.teacher, batch)
-        else:
-            taught = cast(TaughtBatch, batch)
-            theirs = TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
-        packed = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens(batch)}
-        ours_BLD = self.model.model(input_ids=input_ids, use_cache=False, **packed)[0]
-        return StageLoss(self._compare(ours_BLD, theirs, batch["mask"], options), {})
-
-    def _compare(
-        self, ours_BLD: Tensor, theirs: Tensor | TeacherTopK, mask_BL: Tensor, options: dict[str, Any]
-    ) -> Tensor:
-        """Compute the loss; ``theirs`` is the teacher's hidden states, [B, L, E], or its likeliest tokens."""
+            options["hard_weight"] = config.hard_weight
+            options["labels_BL"] = _labels(batch)
+        teacher_output = self._teacher_output(batch)
+        decoder = self.model.model
+        student_BLD = decoder(
+            input_ids=batch["input_ids"],
+            use_cache=False,
+            seq_idx=batch["seq_idx"],
+            cu_seq_lens_q=cu_seqlens(batch),
+        )[0]
         if self.is_fused:
-            options |= {"impl": loss_implementation(self.model)}
-            known = theirs
-            if isinstance(theirs, Tensor):
-                known = TeacherHead(theirs, _head(self.teacher).weight)
-            assert not isinstance(known, Tensor)
-            return fused_distillation_loss(ours_BLD, _head(self.model).weight, known, mask_BL, **options)
-        if isinstance(theirs, Tensor):
+            total = self._fused_loss(student_BLD, teacher_output, batch["mask"], options)
+        else:
+            total = self._loss_of_logits(student_BLD, teacher_output, batch["mask"], options)
+        return StageLoss(total, {})
+
+    def _teacher_output(self, batch: Batch) -> Tensor | TeacherTopK:
+        """Return the teacher's hidden states, [B, L, E], or its stored likeliest tokens."""
+        if self.teachers:
+            return teacher_hidden(self.teacher, batch)
+        taught = cast(TaughtBatch, batch)
+        return TeacherTopK(taught["teacher_ids_BLK"], taught["teacher_log_probs_BLK"])
+
+    def _fused_loss(
+        self,
+        student_BLD: Tensor,
+        teacher_output: Tensor | TeacherTopK,
+        mask_BL: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Compute the loss chunk by chunk from hidden states."""
+        if isinstance(teacher_output, Tensor):
+            head_WE = _head(self.teacher).weight
+            teacher: TeacherHead | TeacherTopK = TeacherHead(teacher_output, head_WE)
+        else:
+            teacher = teacher_output
+        return fused_distillation_loss(
+            student_BLD,
+            _head(self.model).weight,
+            teacher,
+            mask_BL,
+            impl=loss_implementation(self.model),
+            **options,
+        )
+
+    def _loss_of_logits(
+        self,
+        student_BLD: Tensor,
+        teacher_output: Tensor | TeacherTopK,
+        mask_BL: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Compute the loss from the logits of all tokens, [B, L, V]."""
+        if isinstance(teacher_output, Tensor):
             with torch.no_grad():
-                theirs = logits_of(self.teacher, theirs)
-        return distillation_loss(logits_of(self.model, ours_BLD), theirs, mask_BL, **options)
+                teacher_output = logits_of(self.teacher, teacher_output)
+        student_logits_BLV = logits_of(self.model, student_BLD)
+        return distillation_loss(student_logits_BLV, teacher_output, mask_BL, **options)
+
+
+def _labels(batch: Batch) -> Tensor:
+    return next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
+
+
+def _n_labels(batch: Batch) -> Tensor:
+    return (_labels(batch) != IGNORE).sum()
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:
@@ -121,9 +181,13 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 def _is_product(model: PreTrainedModel) -> bool:
     """Check whether logits are a plain product with the head's weight, and this process holds the whole weight."""
     head = _head(model)
-    whole = type(head) is nn.Linear and head.bias is None and type(head.weight.data) is Tensor
-    return (
-        whole
-        and head.weight.numel() == head.in_features * head.out_features
-        and not finishes_logits(decoder_of(model).config)
-    )
+    # A subclass may compute something else. FSDP2's DTensor is a shard; others are quantized.
+    if type(head) is not nn.Linear or type(head.weight.data) is not Tensor:
+        return False
+    if head.bias is not None:
+        return False
+    # ZeRO-3 leaves an empty weight between calls of its module.
+    if head.weight.numel() != head.in_features * head.out_features:
+        return False
+    # Some families scale or cap the product.
+    return not finishes_logits(decoder_of(model).config)

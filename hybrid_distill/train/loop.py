@@ -39,8 +39,10 @@ from .checkpoint import Checkpoints, Snapshot, StageManifest
 from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
 from .kernels import agree_on_kernels
+from .meter import Meter, flops_per_token
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
 from .parallel.strategy import Strategy
+from .profiling import profiler
 from .resume import (
     METRICS,
     Interrupted,
@@ -52,7 +54,7 @@ from .resume import (
     set_rng_state,
     stop_requests,
 )
-from .spikes import Meter, SpikeDetector, flops_per_token, profiler
+from .spikes import SpikeDetector
 from .stage import Stage, Totals, add_totals
 from .tracking import TrackedRun
 

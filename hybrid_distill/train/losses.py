@@ -6,7 +6,7 @@ denominator of a larger batch, the losses of its parts add up to its loss. Sums 
 inputs).
 
 Shapes: B batch, L length, S source length, H head, P head dim, D model width, V vocabulary,
-M tokens of one chunk.
+M tokens of one chunk, K likeliest tokens of a teacher; X is V, K, or K and one more.
 """
 
 from __future__ import annotations
@@ -47,8 +47,19 @@ def jsd(student_MV: Tensor, teacher_MV: Tensor, beta: float = 0.5) -> Tensor:
     ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``,
     0 < beta < 1.
     """
-    mixture_MV = torch.logaddexp(teacher_MV + math.log(beta), student_MV + math.log1p(-beta))
-    return beta * forward_kl(mixture_MV, teacher_MV) + (1.0 - beta) * forward_kl(mixture_MV, student_MV)
+    weighted_teacher_MV = teacher_MV + math.log(beta)
+    weighted_student_MV = student_MV + math.log1p(-beta)
+    mixture_MV = torch.logaddexp(weighted_teacher_MV, weighted_student_MV)
+    from_teacher_M = forward_kl(mixture_MV, teacher_MV)
+    from_student_M = forward_kl(mixture_MV, student_MV)
+    return beta * from_teacher_M + (1.0 - beta) * from_student_M
+
+
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+}
 
 
 def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor) -> Tensor:
@@ -56,8 +67,10 @@ def next_token_labels(input_ids_BL: Tensor, seq_idx_BL: Tensor, mask_BL: Tensor)
 
     Padding counts as another document. The next token may itself be masked: then no prediction is made from it.
     """
-    same_document = (seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]) & mask_BL[:, :-1]
-    return F.pad(input_ids_BL[:, 1:].where(same_document, IGNORE), (0, 1), value=IGNORE)
+    continues = seq_idx_BL[:, 1:] == seq_idx_BL[:, :-1]
+    is_predicted = continues & mask_BL[:, :-1]
+    next_ids = input_ids_BL[:, 1:].where(is_predicted, IGNORE)  # [B, L - 1]
+    return F.pad(next_ids, (0, 1), value=IGNORE)
 
 
 def distillation_loss(
@@ -85,69 +98,112 @@ def distillation_loss(
     (`Stage.totals`). ``vocab_size`` is the number of real tokens; entries beyond it are padding, which may differ
     between teacher and student. By default it is the smaller of the two widths.
     """
-    known = teacher if isinstance(teacher, TeacherTopK) else (teacher,)
-    compared: Callable[..., tuple[Tensor, Tensor]] = _outcomes if isinstance(teacher, TeacherTopK) else _tokens
-    width = min(x.shape[-1] for x in (student_logits_BLV, teacher) if isinstance(x, Tensor))
-    n_real = width if vocab_size is None else vocab_size
-    if not 0 < n_real <= width:
-        raise ValueError(f"vocab_size is {n_real}; it must be from 1 to {width}, the number of logits.")
-    divergence = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": partial(jsd, beta=beta)}[kind]
+    if isinstance(teacher, TeacherTopK):
+        teacher_parts: tuple[Tensor, ...] = tuple(teacher)
+        log_probs_of: Callable[..., tuple[Tensor, Tensor]] = _top_log_probs
+    else:
+        teacher_parts = (teacher,)
+        log_probs_of = _all_log_probs
+    divergence = DIVERGENCES[kind]
+    if kind == "jsd":
+        divergence = partial(jsd, beta=beta)
+    n_real = _real_vocabulary(student_logits_BLV, teacher, vocab_size)
+
     shape = student_logits_BLV.shape[:-1]
-    mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
-    labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long) if labels_BL is None else labels_BL
+    if mask_BL is None:
+        mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool)
+    mask_BL = mask_BL.bool()
+    if labels_BL is None:
+        labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long)
     labels_BL = labels_BL.where(mask_BL, IGNORE)
-    dtype = _wide(student_logits_BLV).dtype
-    soft_scale = (1.0 - hard_weight) * temperature**2 / _count(mask_BL, n_tokens, dtype)
+
+    dtype = _wide_dtype(student_logits_BLV)
+    soft_weight = (1.0 - hard_weight) * temperature**2
+    soft_scale = soft_weight / _count(mask_BL, n_tokens, dtype)
     hard_scale = hard_weight / _count(labels_BL != IGNORE, n_labels, dtype)
 
-    def chunk_loss(mask_M: Tensor, labels_M: Tensor, student_MV: Tensor, *known_MX: Tensor) -> Tensor:
-        student_MV, *theirs = (_real(x, mask_M, n_real) for x in (student_MV, *known_MX))
-        loss = soft_scale * divergence(*compared(student_MV, *theirs, temperature)).where(mask_M, 0.0).sum()
+    def chunk_loss(
+        mask_M: Tensor,
+        labels_M: Tensor,
+        student_MV: Tensor,
+        *teacher_MX: Tensor,
+    ) -> Tensor:
+        """Compute the share of a chunk; ``teacher_MX`` holds its M rows of each teacher part."""
+        student_MV = _real(student_MV, mask_M, n_real)
+        teacher_MX = tuple(_real(part_MX, mask_M, n_real) for part_MX in teacher_MX)
+        log_q_MX, log_p_MX = log_probs_of(student_MV, *teacher_MX, temperature)
+        divergence_M = divergence(log_q_MX, log_p_MX)
+        loss = soft_scale * divergence_M.where(mask_M, 0.0).sum()
         if hard_weight:
-            log_q_MV = student_MV.log_softmax(-1)
-            loss = loss + hard_scale * F.nll_loss(log_q_MV, labels_M, ignore_index=IGNORE, reduction="none").sum()
+            cross_entropy_M = F.nll_loss(
+                student_MV.log_softmax(-1),
+                labels_M,
+                ignore_index=IGNORE,
+                reduction="none",
+            )
+            loss = loss + hard_scale * cross_entropy_M.sum()
         return loss
 
-    of_tokens = (mask_BL.flatten(), labels_BL.flatten(), *(x.flatten(0, -2) for x in (student_logits_BLV, *known)))
     size = chunk_size or max(1, CHUNK_LOGITS // n_real)
-    chunks = list(zip(*(x.split(size) for x in of_tokens)))
+    splits = [mask_BL.flatten().split(size), labels_BL.flatten().split(size)]
+    for logits_BLX in (student_logits_BLV, *teacher_parts):
+        splits.append(logits_BLX.flatten(0, -2).split(size))
+    chunks = list(zip(*splits))
     if len(chunks) == 1:
         return chunk_loss(*chunks[0])
-    return torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+    # Without checkpoints, autograd would keep the float32 copies of all chunks.
+    losses = [checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(losses).sum()
 
 
 def l2_norm_loss(
-    pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
+    pred_BLD: Tensor,
+    target_BLD: Tensor,
+    mask_BL: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """Compute the mean over tokens of ``||pred - target||_2`` (arXiv 2408.10189, layer-to-layer stage).
 
     Inputs may have more dimensions (BLHP); all but the last count as tokens. ``total`` is the number of tokens in a
     larger batch.
     """
-    error_BL, mask_BL = _per_token(_root((_wide(pred_BLD) - _wide(target_BLD)).square().sum(-1)), mask_BL)
-    return error_BL.where(mask_BL, 0.0).sum() / _count(mask_BL, total, error_BL.dtype)
+    error_BLD = _wide(pred_BLD) - _wide(target_BLD)
+    norm = _root(error_BLD.square().sum(-1))
+    norm_BL = _mean_per_token(norm)
+    mask_BL = _mask_like(norm_BL, mask_BL)
+    return norm_BL.where(mask_BL, 0.0).sum() / _count(mask_BL, total, norm_BL.dtype)
 
 
 def normalized_mse(
-    pred_BLD: Tensor, target_BLD: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
+    pred_BLD: Tensor,
+    target_BLD: Tensor,
+    mask_BL: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """Divide the squared error by the squared target: 1 for a prediction of zero, at any scale.
 
     ``total`` is the `power` of a larger batch's target.
     """
     error = power(_wide(pred_BLD) - _wide(target_BLD), mask_BL)
-    total = power(target_BLD, mask_BL) if total is None else total.to(error.dtype)
+    if total is None:
+        total = power(target_BLD, mask_BL)
+    total = total.to(error.dtype)
+    # A target of zeros, such as a fully masked batch, must not make the loss NaN.
     return error / total.clamp_min(torch.finfo(error.dtype).tiny)
 
 
 def power(x_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
     """Sum the mean square over tokens; this is the denominator of `normalized_mse`."""
-    square_BL, mask_BL = _per_token(_wide(x_BLD).square(), mask_BL)
+    square_BL = _mean_per_token(_wide(x_BLD).square())
+    mask_BL = _mask_like(square_BL, mask_BL)
     return square_BL.where(mask_BL, 0.0).sum()
 
 
 def frobenius_loss(
-    pred_BHLS: Tensor, target_BHLS: Tensor, mask_BL: Tensor | None = None, total: Tensor | None = None
+    pred_BHLS: Tensor,
+    target_BHLS: Tensor,
+    mask_BL: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """Compute the mean over rows and heads of ``||pred - target||_F``; masked query rows count as equal.
 
@@ -155,49 +211,106 @@ def frobenius_loss(
     """
     error_BHLS = _wide(pred_BHLS) - _wide(target_BHLS)
     if mask_BL is not None:
-        error_BHLS = error_BHLS.masked_fill(~mask_BL.bool()[:, None, :, None], 0.0)
-    norm_B = _root(error_BHLS.square().sum((-2, -1))).mean(1)
-    return norm_B.mean() if total is None else norm_B.sum() / total.to(norm_B.dtype)
+        masked_B1L1 = ~mask_BL.bool()[:, None, :, None]
+        error_BHLS = error_BHLS.masked_fill(masked_B1L1, 0.0)
+    norm_BH = _root(error_BHLS.square().sum((-2, -1)))
+    norm_B = norm_BH.mean(1)
+    if total is None:
+        return norm_B.mean()
+    return norm_B.sum() / total.to(norm_B.dtype)
 
 
-def _per_token(x: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean of ``x`` [B, L, ...] over the dimensions after L, and the mask of the tokens that count."""
-    x_BL = x.reshape(*x.shape[:2], -1).mean(-1)
-    return x_BL, x_BL.new_ones(x_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
+def _real_vocabulary(
+    student_logits_BLV: Tensor,
+    teacher: Tensor | TeacherTopK,
+    vocab_size: int | None,
+) -> int:
+    """Return the number of tokens to compare. Raises ValueError if a model has fewer logits."""
+    width = student_logits_BLV.shape[-1]
+    # A top K's last dimension is K, which limits nothing.
+    if isinstance(teacher, Tensor):
+        width = min(width, teacher.shape[-1])
+    n_real = vocab_size
+    if n_real is None:
+        n_real = width
+    if not 0 < n_real <= width:
+        raise ValueError(
+            f"vocab_size is {n_real}; it must be from 1 to {width}, the number of logits."
+        )
+    return n_real
 
 
-def _tokens(student_MV: Tensor, teacher_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _mean_per_token(x: Tensor) -> Tensor:
+    """Average ``x`` [B, L, ...] over all dimensions after L."""
+    return x.reshape(*x.shape[:2], -1).mean(-1)
+
+
+def _mask_like(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+    """Return the mask of the tokens that count; without one, all of them."""
+    if mask_BL is None:
+        return x_BL.new_ones(x_BL.shape, dtype=torch.bool)
+    return mask_BL.bool()
+
+
+def _all_log_probs(
+    student_MV: Tensor,
+    teacher_MV: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of all tokens, first the student's, then the teacher's."""
-    return (student_MV / temperature).log_softmax(-1), (teacher_MV / temperature).log_softmax(-1)
+    log_q_MV = (student_MV / temperature).log_softmax(-1)
+    log_p_MV = (teacher_MV / temperature).log_softmax(-1)
+    return log_q_MV, log_p_MV
 
 
-def _outcomes(student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Do as `_tokens` for the teacher's K tokens and "any other", which is left out if K is the whole vocabulary."""
+def _top_log_probs(
+    student_MV: Tensor,
+    ids_MK: Tensor,
+    log_p_MK: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Do as `_all_log_probs` for the teacher's K tokens and "any other".
+
+    The latter is left out if K is the whole vocabulary.
+    """
     log_q_MV = (student_MV / temperature).log_softmax(-1)
     log_q_MK = log_q_MV.gather(1, ids_MK)
     if ids_MK.shape[1] == student_MV.shape[1]:
-        return log_q_MK, log_probs_MK
-    rest_M1 = log_q_MV.scatter(1, ids_MK, -math.inf).logsumexp(-1, keepdim=True)
-    tail_M1 = (1.0 - log_probs_MK.exp().sum(-1, keepdim=True)).clamp_min(SMALLEST_TAIL).log()
-    return torch.cat([log_q_MK, rest_M1], -1), torch.cat([log_probs_MK, tail_M1], -1)
+        return log_q_MK, log_p_MK
+    log_q_rest_M1 = log_q_MV.scatter(1, ids_MK, -math.inf).logsumexp(-1, keepdim=True)
+    p_top_M1 = log_p_MK.exp().sum(-1, keepdim=True)
+    log_p_rest_M1 = (1.0 - p_top_M1).clamp_min(SMALLEST_TAIL).log()
+    log_q_MX = torch.cat([log_q_MK, log_q_rest_M1], -1)
+    log_p_MX = torch.cat([log_p_MK, log_p_rest_M1], -1)
+    return log_q_MX, log_p_MX
 
 
-def _real(x_MV: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
+def _real(x_MX: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
     """Drop vocabulary padding, in float32; zero masked tokens, so that NaN there affects neither value nor gradient."""
-    x_MV = x_MV[:, :n_real]
-    return (_wide(x_MV) if x_MV.is_floating_point() else x_MV).masked_fill(~mask_M[:, None], 0)
+    x_MX = x_MX[:, :n_real]
+    # A top K's token ids stay integers: they index.
+    if x_MX.is_floating_point():
+        x_MX = _wide(x_MX)
+    return x_MX.masked_fill(~mask_M[:, None], 0)
 
 
 def _root(square: Tensor) -> Tensor:
     """Take the square root, with a gradient of 0 at 0, where the gradient of a norm is 0/0."""
-    zero = square == 0
-    return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+    is_zero = square == 0
+    # The inner fill is for the gradient, which would be 0 * (1 / 0); the outer restores the value.
+    return square.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(_wide_dtype(x))
 
 
 def _count(mask_BL: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Count the unmasked tokens, or take ``total``; return 1 instead of 0, as the sum over no tokens is 0."""
-    return (mask_BL.sum() if total is None else total).to(dtype).clamp_min(1)
+    if total is None:
+        total = mask_BL.sum()
+    return total.to(dtype).clamp_min(1)

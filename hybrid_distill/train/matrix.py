@@ -26,7 +26,12 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
 
     shardable = False
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: AlignMatrix) -> None:
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel,
+        config: AlignMatrix,
+    ) -> None:
         implementation = teacher.config._attn_implementation
         if implementation != "eager":
             raise ValueError(
@@ -34,8 +39,9 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
                 "load the teacher with --teacher.attn-implementation eager."
             )
         super().__init__(student, teacher, config)
-        parameters = mixer_parameters(student, "ssm").items()
-        self.train_only({name: p for name, p in parameters if not any(part in name for part in UNUSED)})
+        parameters = mixer_parameters(student, "ssm")
+        chosen = {name: p for name, p in parameters.items() if not _is_unused(name)}
+        self.train_only(chosen)
 
     def watched(self, site: AttentionSite) -> nn.Module:
         return site.module
@@ -44,8 +50,20 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
         """Extend `Stage.totals` by the number of rows."""
         return super().totals(batch) | {"rows": n_rows(batch["mask"])}
 
-    def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:
+    def layer_loss(
+        self,
+        layer: int,
+        call: MixerCall,
+        batch: Batch,
+        totals: Totals,
+    ) -> Tensor:
         mixer = self.student.mixers()[layer]
         mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
-        maps_BRLS = pick_heads(call.output[1], mixer.recurrent, dim=1)
-        return frobenius_loss(mixing_BRLS, maps_BRLS, batch["mask"], totals.get("rows"))
+        maps_BHLS = call.output[1]
+        maps_BRLS = pick_heads(maps_BHLS, mixer.recurrent, dim=1)
+        n_rows_of_step = totals.get("rows")
+        return frobenius_loss(mixing_BRLS, maps_BRLS, batch["mask"], n_rows_of_step)
+
+
+def _is_unused(name: str) -> bool:
+    return any(part in name for part in UNUSED)

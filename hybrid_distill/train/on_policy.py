@@ -41,66 +41,122 @@ class OnPolicy(EndToEnd):
 
     shardable = False
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: DistillOnPolicy) -> None:
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel,
+        config: DistillOnPolicy,
+    ) -> None:
         super().__init__(student, teacher, config)
         self.writing = config
 
-    def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
-        """Split as `Stage.micro_batches` does, with the student's text. Rows of a kind are grouped, so that many are
-        generated in one batch."""
-        writes = [random.Random(seed).random() < self.writing.share for seed in seeds]
-        order = sorted(range(len(seeds)), key=lambda row: writes[row])
-        return [self._mixed(batch, order[first : first + size], writes, seeds) for first in range(0, len(order), size)]
+    def micro_batches(
+        self,
+        batch: Batch,
+        size: int,
+        seeds: Sequence[int],
+    ) -> list[Batch]:
+        """Split as `Stage.micro_batches` does, with the student's text.
 
-    def _mixed(self, batch: Batch, rows: Sequence[int], writes: Sequence[bool], seeds: Sequence[int]) -> MixedBatch:
-        given, written = ([row for row in rows if writes[row] == own] for own in (False, True))
+        Rows of a kind are grouped, so that many are generated in one batch.
+        """
+        writes = [random.Random(seed).random() < self.writing.share for seed in seeds]
+        rows = range(len(seeds))
+        given_rows = [row for row in rows if not writes[row]]
+        own_rows = [row for row in rows if writes[row]]
+        order = given_rows + own_rows
+        n_given = len(given_rows)
+
+        micro_batches: list[Batch] = []
+        for first in range(0, len(order), size):
+            end = first + size
+            given = order[first : min(end, n_given)]
+            own = order[max(first, n_given) : end]
+            micro_batches.append(self._mixed(batch, given, own, seeds))
+        return micro_batches
+
+    def _mixed(
+        self,
+        batch: Batch,
+        given: list[int],
+        own: list[int],
+        seeds: Sequence[int],
+    ) -> MixedBatch:
+        """Pick the ``given`` rows as they are, and let the student continue the ``own`` ones."""
         mixed: MixedBatch = {**pick_rows(batch, given)}
-        if written:
-            mixed["own"] = self.own_text(pick_rows(batch, written), [seeds[row] for row in written])
+        if own:
+            own_seeds = [seeds[row] for row in own]
+            mixed["own"] = self.own_text(pick_rows(batch, own), own_seeds)
         return mixed
 
     def n_tokens(self, batch: Batch) -> Tensor:
         """Count as `Stage.n_tokens` does, over both kinds of rows."""
-        return torch.stack([_kind_of(batch, kind)["mask"].sum() for kind in KINDS_OF_ROWS]).sum()
+        counts = [_kind_of(batch, kind)["mask"].sum() for kind in KINDS_OF_ROWS]
+        return torch.stack(counts).sum()
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
         """Extend `Stage.totals` by the rows and tokens of each kind."""
-        masks = {kind: _kind_of(batch, kind)["mask"] for kind in KINDS_OF_ROWS}
-        rows = {f"{kind}_rows": n_rows(mask) for kind, mask in masks.items()}
-        tokens = {f"{kind}_tokens": mask.sum() for kind, mask in masks.items()}
-        return Stage.totals(self, batch) | rows | tokens
+        # Not those of `EndToEnd`, which counts labels: a student's own text is not a label.
+        totals = Stage.totals(self, batch)
+        for kind in KINDS_OF_ROWS:
+            mask_BL = _kind_of(batch, kind)["mask"]
+            totals[f"{kind}_rows"] = n_rows(mask_BL)
+            totals[f"{kind}_tokens"] = mask_BL.sum()
+        return totals
 
     def loss(self, batch: Batch, totals: Totals) -> StageLoss:
         totals = totals or self.totals(batch)
+        n_all_rows = totals["given_rows"] + totals["own_rows"]
         losses = []
         for kind in KINDS_OF_ROWS:
             part = _kind_of(batch, kind)
-            if len(part["mask"]):
-                share = totals[f"{kind}_rows"] / (totals["given_rows"] + totals["own_rows"])
-                loss = super().loss(part, {"tokens": totals[f"{kind}_tokens"]}).total
-                losses.append(share.to(loss.dtype) * loss)
+            if len(part["mask"]) == 0:
+                continue
+            n_tokens = totals[f"{kind}_tokens"]
+            loss = super().loss(part, {"tokens": n_tokens}).total
+            share = totals[f"{kind}_rows"] / n_all_rows
+            losses.append(share.to(loss.dtype) * loss)
         return StageLoss(torch.stack(losses).sum(), {})
 
     @torch.no_grad()
     def own_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:
         """Let the student continue prompts from the batch; the mask keeps the positions that predict its tokens."""
-        prompt = slice(0, min(self.writing.prompt_tokens, batch["input_ids"].shape[1]))
-        seq_idx, ids = batch["seq_idx"][:, prompt], batch["input_ids"][:, prompt]
-        prompt_mask = seq_idx == seq_idx[:, -1:]
+        n_prompt = min(self.writing.prompt_tokens, batch["input_ids"].shape[1])
+        prompt_BL = batch["input_ids"][:, :n_prompt]
+        seq_idx_BL = batch["seq_idx"][:, :n_prompt]
+        # From the last document that begins in the prompt; the ones before are hidden as padding.
+        in_prompt_BL = seq_idx_BL == seq_idx_BL[:, -1:]
         with self.autocast(batch):
-            written = self._continued(ids, prompt_mask, seeds)
-        n_prompt, eos = ids.shape[1], self.model.generation_config.eos_token_id
-        own = written[:, n_prompt:]
-        ends = torch.isin(own, torch.as_tensor(-1 if eos is None else eos, device=own.device))
-        valid = ends.cumsum(1) - ends.long() == 0  # up to and including the first end token
-        is_text = torch.cat([prompt_mask, valid], dim=1)
-        # Padding before and after the text counts as other documents.
-        after = torch.cat([torch.zeros_like(prompt_mask), ~valid], dim=1)
-        predicts = torch.zeros_like(is_text)
-        predicts[:, n_prompt - 1 : -1] = valid & batch["mask"][:, n_prompt - 1 : n_prompt]
-        return {"input_ids": written, "seq_idx": is_text.long() + 2 * after.long(), "mask": predicts}
+            text_BL = self._continued(prompt_BL, in_prompt_BL, seeds)
+
+        # Up to and including the first end token; rows that end early are filled up to the longest.
+        is_end = self._is_end(text_BL[:, n_prompt:])
+        n_ends_before = is_end.cumsum(1) - is_end.long()
+        is_own = n_ends_before == 0
+        is_text_BL = torch.cat([in_prompt_BL, is_own], dim=1)
+        is_after_BL = torch.cat([torch.zeros_like(in_prompt_BL), ~is_own], dim=1)
+
+        # The position before a token predicts it, so the mask begins at the prompt's last one.
+        # If that one is masked, none of the row's text counts.
+        counts = batch["mask"][:, n_prompt - 1 : n_prompt]
+        mask_BL = torch.zeros_like(is_text_BL)
+        mask_BL[:, n_prompt - 1 : -1] = is_own & counts
+        return {
+            "input_ids": text_BL,
+            # Padding before and after the text counts as other documents: 0, 1 for the text, 2.
+            "seq_idx": is_text_BL.long() + 2 * is_after_BL.long(),
+            "mask": mask_BL,
+        }
+
+    def _is_end(self, ids_BL: Tensor) -> Tensor:
+        """Find end tokens, of which a model may have none, one or several."""
+        end_ids = self.model.generation_config.eos_token_id
+        if end_ids is None:
+            return torch.zeros_like(ids_BL, dtype=torch.bool)
+        return torch.isin(ids_BL, torch.as_tensor(end_ids, device=ids_BL.device))
 
     def _continued(self, ids_BL: Tensor, mask_BL: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Return the prompts with the student's text after them, [B, L + at most ``new_tokens``]."""
         sample = _SampleByRow(seeds, self.writing.sampling_temperature, ids_BL.device)
         with eval_mode(self.model):
             return generated(
@@ -108,6 +164,8 @@ class OnPolicy(EndToEnd):
                 input_ids=ids_BL,
                 attention_mask=mask_BL.long(),
                 max_new_tokens=self.writing.new_tokens,
+                # transformers samples all rows with one generator; a row's text would then depend
+                # on the others. Greedy decoding of noisy logits samples with one per row.
                 do_sample=False,
                 logits_processor=LogitsProcessorList([sample]),
                 temperature=None,
@@ -123,17 +181,33 @@ class _SampleByRow(LogitsProcessor):
     A row's noise depends only on its seed and the token's position, not on other rows in the batch.
     """
 
-    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        temperature: float,
+        device: torch.device,
+    ) -> None:
         self._temperature = temperature
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        empty = (torch.empty_like(scores[0], dtype=torch.float64) for _ in scores)
-        waits_BV = torch.stack([x_V.exponential_(generator=g) for x_V, g in zip(empty, self._generators, strict=True)])
-        return scores / self._temperature - waits_BV.log()
+        waits = []
+        for scores_V, generator in zip(scores, self._generators, strict=True):
+            empty_V = torch.empty_like(scores_V, dtype=torch.float64)
+            waits.append(empty_V.exponential_(generator=generator))
+        # Gumbel noise is minus the logarithm of exponential waiting times.
+        noise_BV = -torch.stack(waits).log()
+        return scores / self._temperature + noise_BV
 
 
 def _kind_of(batch: Batch, kind: str) -> Batch:
     """Return the given rows of a `MixedBatch`, or the generated ones, possibly none."""
-    given: Batch = {"input_ids": batch["input_ids"], "seq_idx": batch["seq_idx"], "mask": batch["mask"]}
-    return given if kind == "given" else cast(MixedBatch, batch).get("own", pick_rows(given, slice(0)))
+    given: Batch = {
+        "input_ids": batch["input_ids"],
+        "seq_idx": batch["seq_idx"],
+        "mask": batch["mask"],
+    }
+    if kind == "given":
+        return given
+    no_rows = pick_rows(given, slice(0))
+    return cast(MixedBatch, batch).get("own", no_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,9 @@ def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
     """
     rising = math.ceil(warmup * steps)
     falling = math.ceil(decay * steps)
-    return min(1.0, (step + 1) / max(rising, 1), (steps - step) / max(falling, 1))
+    rise = (step + 1) / max(rising, 1)
+    fall = (steps - step) / max(falling, 1)
+    return min(1.0, rise, fall)
 
 
 def make_adamw(
@@ -41,24 +44,62 @@ def make_adamw(
 
     ``lr_scale`` holds learning rate multipliers for kept attention, recurrent heads and the rest.
     """
-    attention, recurrent, rest = lr_scale or (1.0, 1.0, 1.0)
-    mixers = [part for part in module.modules() if isinstance(part, HybridMixer)]
-    scales = {p: attention for mixer in mixers if mixer.attention for p in mixer.attention.parameters()}
-    scales |= {p: recurrent for mixer in mixers if mixer.ssm for p in mixer.ssm.parameters()}
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    if lr_scale is None:
+        lr_scale = (1.0, 1.0, 1.0)
+    scales = _scales(module, *lr_scale)
+    members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in trainable(module).items():
-        decays = parameter.ndim >= 2 and not any(part in name for part in NO_DECAY)
-        groups.setdefault((decays, scales.get(parameter, rest)), []).append(parameter)
-    fused = all(p.device.type in ("cpu", "cuda") for p in module.parameters())
+        decays = _decays(name, parameter)
+        group = (decays, scales[parameter])
+        members.setdefault(group, []).append(parameter)
+
+    groups: list[dict[str, Any]] = []
+    # Sorted, so that the order of the groups does not depend on that of the parameters.
+    for decays, scale in sorted(members, reverse=True):
+        decay = 0.0
+        if decays:
+            decay = weight_decay
+        groups.append(
+            {
+                "params": members[decays, scale],
+                "weight_decay": decay,
+                "lr_scale": scale,
+            }
+        )
+
+    # AdamW raises if it has no fused kernel for a parameter's device.
+    devices = {parameter.device.type for parameter in module.parameters()}
+    fused = devices <= {"cpu", "cuda"}
     return AdamW(
-        [
-            {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_scale": scale}
-            for (decays, scale), parameters in sorted(groups.items(), key=lambda group: group[0], reverse=True)
-        ],
+        groups,
         lr=learning_rate,
         betas=betas,
         fused=fused,
     )
+
+
+def _scales(
+    module: nn.Module,
+    attention: float,
+    recurrent: float,
+    rest: float,
+) -> dict[nn.Parameter, float]:
+    """Return each parameter's learning rate multiplier."""
+    scales = dict.fromkeys(module.parameters(), rest)
+    for part in module.modules():
+        if not isinstance(part, HybridMixer):
+            continue
+        if part.attention:
+            scales |= dict.fromkeys(part.attention.parameters(), attention)
+        if part.ssm:
+            scales |= dict.fromkeys(part.ssm.parameters(), recurrent)
+    return scales
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    if parameter.ndim < 2:
+        return False
+    return not any(part in name for part in NO_DECAY)
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
@@ -68,7 +109,8 @@ def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient, by name."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters = module.named_parameters()
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
 def load_trainable_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

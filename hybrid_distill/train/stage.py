@@ -61,14 +61,21 @@ class Stage(nn.Module, ABC, Generic[Config]):
     vocab_size: int | None = None
     """Vocabulary size of the tokenizer, for models that pad theirs."""
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel | None, config: Config) -> None:
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel | None,
+        config: Config,
+    ) -> None:
         super().__init__()
         self.config = config
         self.bf16 = config.precision == "bf16"
         """True to compute in bfloat16 where that is safe (autocast); weights and sums keep their dtype."""
-        # Tuples: neither model becomes a submodule.
+        # In tuples, neither model becomes a submodule.
         self._student = (student,)
-        self.teachers: tuple[PreTrainedModel, ...] = () if teacher is None else (teacher.eval(),)
+        self.teachers: tuple[PreTrainedModel, ...] = ()
+        if teacher is not None:
+            self.teachers = (teacher.eval(),)
 
     @property
     def student(self) -> HybridForCausalLM:
@@ -78,13 +85,19 @@ class Stage(nn.Module, ABC, Generic[Config]):
     def teacher(self) -> PreTrainedModel:
         return self.teachers[0]
 
-    def micro_batches(self, batch: Batch, size: int, seeds: Sequence[int]) -> list[Batch]:
+    def micro_batches(
+        self,
+        batch: Batch,
+        size: int,
+        seeds: Sequence[int],
+    ) -> list[Batch]:
         """Split a process's rows of a step into parts of ``size`` rows, ready for `totals` and `forward`.
 
         ``seeds``, one per row, are for stages that draw random numbers: a row's numbers then depend neither on the
         split nor on the number of processes.
         """
-        return [pick_rows(batch, slice(first, first + size)) for first in range(0, len(batch["mask"]), size)]
+        firsts = range(0, len(batch["mask"]), size)
+        return [pick_rows(batch, slice(first, first + size)) for first in firsts]
 
     def n_tokens(self, batch: Batch) -> Tensor:
         """Count the tokens of a micro-batch that the loss covers."""
@@ -112,15 +125,20 @@ class Stage(nn.Module, ABC, Generic[Config]):
         """Return the modules of the student, one per layer, that run in sequence: FSDP2 gathers them one by one."""
 
     def autocast(self, batch: Batch) -> torch.autocast:
-        return torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16)
+        device = batch["input_ids"].device
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
 
     def place(self, device: torch.device) -> None:
-        """Move student and teacher to a device; frozen weights that they share stay shared. With a sharded teacher,
-        parts of the student that the stage does not run stay where they are.
+        """Move student and teacher to a device; frozen weights that they share stay shared.
+
+        With a sharded teacher, parts of the student that the stage does not run stay where they are.
         """
         if self.bf16:
             warn_of_emulation(device, f"--{self.config.name}.precision fp32")
-        for model in (self if self.teacher_is_sharded else self.student, *self.teachers):
+        student: nn.Module = self.student
+        if self.teacher_is_sharded:
+            student = self
+        for model in (student, *self.teachers):
             nn.Module.to(model, device)
 
     def train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
@@ -139,18 +157,31 @@ class TeacherForced(Stage[Config]):
     outside the student's mixers are shared with the teacher. Layers that keep all their heads are skipped.
     """
 
-    def __init__(self, student: HybridForCausalLM, teacher: PreTrainedModel, config: Config) -> None:
+    def __init__(
+        self,
+        student: HybridForCausalLM,
+        teacher: PreTrainedModel,
+        config: Config,
+    ) -> None:
         super().__init__(student, teacher, config)
         share_frozen_weights(student, teacher)
+        # Registered, unlike the student, whose other weights are the teacher's.
         self.mixers = nn.ModuleList(student.mixers())
-        self._sites = [site for site in attention_sites(teacher) if student.mixers()[site.layer].recurrent]
+        mixers = student.mixers()
+        self._sites = [site for site in attention_sites(teacher) if mixers[site.layer].recurrent]
 
     @abstractmethod
     def watched(self, site: AttentionSite) -> nn.Module:
         """Return the teacher's module whose calls are repeated with the student's weights."""
 
     @abstractmethod
-    def layer_loss(self, layer: int, call: MixerCall, batch: Batch, totals: Totals) -> Tensor:
+    def layer_loss(
+        self,
+        layer: int,
+        call: MixerCall,
+        batch: Batch,
+        totals: Totals,
+    ) -> Tensor:
         """Compare the student with one call of the watched module."""
 
     def parts(self) -> list[nn.Module]:
@@ -158,56 +189,80 @@ class TeacherForced(Stage[Config]):
 
     def loss(self, batch: Batch, totals: Totals) -> StageLoss:
         def compare(layer: int, call: MixerCall) -> Tensor:
+            arguments = (layer, call, batch, totals)
+            # The hook runs inside the teacher's forward, which records no graph.
             with torch.enable_grad():
                 if self.config.gradient_checkpointing:
-                    return checkpoint(self.layer_loss, layer, call, batch, totals, use_reentrant=False)
-                return self.layer_loss(layer, call, batch, totals)
+                    return checkpoint(self.layer_loss, *arguments, use_reentrant=False)
+                return self.layer_loss(*arguments)
 
         losses = self.run_teacher(batch, compare)
+        total = torch.stack(list(losses.values())).sum()
         per_layer = {name: loss.detach() for name, loss in losses.items()}
-        return StageLoss(torch.stack(list(losses.values())).sum(), per_layer)
+        return StageLoss(total, per_layer)
 
-    def run_teacher(self, batch: Batch, visit: Callable[[int, MixerCall], Tensor]) -> dict[str, Tensor]:
+    def run_teacher(
+        self,
+        batch: Batch,
+        visit: Callable[[int, MixerCall], Tensor],
+    ) -> dict[str, Tensor]:
         """Run the teacher on a batch; return the results of ``visit`` on each watched call, by layer name."""
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
 
-        def note(layer: int, call: MixerCall) -> None:
-            found[f"layer.{layer}"] = visit(layer, call)
+        def record(layer: int, call: MixerCall) -> None:
+            results[f"layer.{layer}"] = visit(layer, call)
 
         with torch.no_grad(), ExitStack() as hooks:
             for site in self._sites:
-                hooks.enter_context(watch_calls(site, self.watched(site), partial(note, site.layer)))
+                record_layer = partial(record, site.layer)
+                hooks.enter_context(watch_calls(site, self.watched(site), record_layer))
             teacher_hidden(self.teacher, batch)
-        return found
+        return results
 
 
 @torch.no_grad()
 def teacher_hidden(teacher: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the teacher's last hidden states, [B, L, E], with the documents of a row kept separate."""
-    packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
-    return decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
+    packed = packed_inputs(
+        batch["seq_idx"],
+        teacher.dtype,
+        teacher.config,
+        cu_seqlens=cu_seqlens(batch),
+    )
+    decoder = decoder_of(teacher)
+    return decoder(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
 
 
 def add_totals(parts: Iterable[Totals]) -> dict[str, Tensor]:
     """Sum the totals of all parts, in float64."""
-    found = list(parts)
-    return {name: torch.stack([part[name].double() for part in found]).sum() for name in found[0]}
+    totals_of_parts = list(parts)
+    sums: dict[str, Tensor] = {}
+    for name in totals_of_parts[0]:
+        values = [totals[name].double() for totals in totals_of_parts]
+        sums[name] = torch.stack(values).sum()
+    return sums
 
 
 def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Parameter]:
     """Select parameters in layers with recurrent heads: only of those heads (``ssm``), or of the whole ``mixer``."""
     chosen: dict[str, nn.Parameter] = {}
     for layer, mixer in enumerate(student.mixers()):
-        if mixer.ssm is not None:
-            module = mixer.ssm if train == "ssm" else mixer
-            chosen |= {f"{layer}.{name}": parameter for name, parameter in module.named_parameters()}
+        if mixer.ssm is None:
+            continue
+        trained: nn.Module = mixer
+        if train == "ssm":
+            trained = mixer.ssm
+        for name, parameter in trained.named_parameters():
+            chosen[f"{layer}.{name}"] = parameter
     return chosen
 
 
 def n_rows(mask_BL: Tensor) -> Tensor:
+    """Count the rows, as a scalar on the mask's device: totals are summed over processes there."""
     return mask_BL.new_full((), len(mask_BL), dtype=torch.long)
 
 
 def pick_heads(t: Tensor, heads: Sequence[int], dim: int) -> Tensor:
     """Select heads along ``dim``, without the host-device sync that ``t[:, list(heads)]`` causes."""
-    return t.index_select(dim, torch.tensor(heads).to(t.device, non_blocking=True))
+    index = torch.tensor(heads).to(t.device, non_blocking=True)
+    return t.index_select(dim, index)

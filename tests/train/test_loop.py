@@ -22,8 +22,10 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.train import checkpoint, loop, resume, tracking
 from hybrid_distill.train.checkpoint import StageManifest, weights_hash
 from hybrid_distill.train.loop import Diverged, Interrupted, StageParentError, train_stage
+from hybrid_distill.train.meter import flops_per_token
 from hybrid_distill.train.optimizer import make_adamw, wsd
-from hybrid_distill.train.spikes import PROFILED, WINDOW, SpikeDetector, flops_per_token
+from hybrid_distill.train.profiling import PROFILED
+from hybrid_distill.train.spikes import WINDOW, SpikeDetector
 from hybrid_distill.train.stages import make_stage
 
 NAMES = ("align", "distill")
