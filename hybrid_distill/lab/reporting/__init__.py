@@ -2,7 +2,7 @@
 
 A table is a data frame whose cells are text (or numbers that need no rounding); two levels of columns make groups. A
 figure is a grid of matplotlib axes, saved when the block ends; matplotlib is imported only then.
-`run` reports on runs and comparisons, `heads` draws head scores.
+`run` reports on a run, from what `record` reads; `heads` draws head scores.
 """
 
 from .document import (

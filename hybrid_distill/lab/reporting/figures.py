@@ -100,10 +100,9 @@ _LOOK_OF = {
 }
 
 
-def look(selection: str, *, hollow: bool = False) -> Look:
-    """Return the look of a way of choosing heads; rankings share one, and a control is dashed."""
-    found = _LOOK_OF.get(selection, LOOKS[0])
-    return found._replace(dash=DASHED) if hollow else found
+def look(selection: str) -> Look:
+    """Return the look of a way of choosing heads; rankings share one."""
+    return _LOOK_OF.get(selection, LOOKS[0])
 
 
 def shades_of(n: int) -> list[Look]:
