@@ -7,7 +7,6 @@ figure is a grid of matplotlib axes, saved when the block ends; matplotlib is im
 
 from .document import (
     ABSENT,
-    Figure,
     Section,
     html_table,
     markdown_table,
@@ -17,4 +16,4 @@ from .document import (
     text_table,
     with_error,
 )
-from .figures import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure, look
+from .figures import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -48,7 +48,8 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run, finished or not. Raises ValueError for a folder that holds none."""
     folder = folder.resolve()  # "." has no name, and the name is the title
     paths = RunPaths(folder)
-    if not any(path.exists() for path in (paths.config, paths.plan, paths.evaluation, paths.stages)):
+    signs = (paths.config, paths.plan, paths.evaluation, paths.stages)
+    if not any(path.exists() for path in signs):
         raise ValueError(
             f"{folder} is neither a run nor a sweep: it has no {paths.config.name} or results.csv. "
             "Pass the --out of `hybrid-distill run` or `sweep`."
@@ -76,7 +77,7 @@ def read_run(folder: Path) -> RunRecord:
         title=folder.name,
         models=_frame(models),
         errors=_frame(errors),
-        # A run with a `restoration` plan aligned all heads in a run of its own, before the plan was known.
+        # For a `restoration` plan all heads align in a run of its own: the plan comes after it.
         losses=pd.concat([_losses(paths.aligned, SHARED), losses]),
         plan=plan,
         scores=scores,
@@ -101,7 +102,7 @@ def _frame(rows: dict[str, dict[str, float]]) -> pd.DataFrame:
 
 
 def _chances(result: EvalResult) -> dict[str, float]:
-    """Return the accuracies of guessing: naming one of a dictionary's values, or one of a question's choices."""
+    """Return the accuracies of naming any of a dictionary's values, or of a question's choices."""
     chances = {}
     for name in result.figures():
         if name.startswith("kv_"):
@@ -112,7 +113,8 @@ def _chances(result: EvalResult) -> dict[str, float]:
 
 
 def _questions(result: EvalResult) -> str:
-    return f"Questions: {result.n_examples} for each dictionary size, {result.n_knowledge} on knowledge."
+    by_size = f"{result.n_examples} for each dictionary size"
+    return f"Questions: {by_size}, {result.n_knowledge} on knowledge."
 
 
 def all_figures(result: EvalResult) -> dict[str, float]:
@@ -153,8 +155,8 @@ def metrics(path: Path) -> list[Record]:
 def _losses(paths: RunPaths, panel: str) -> pd.DataFrame:
     """Return the losses of a run's stages and of every layer as running means, one row per point.
 
-    Columns: ``panel``, ``stage``, ``x`` (step), ``line`` ("loss" or a layer), ``y``. Leaves out skipped steps; a step
-    repeated after a resume counts once.
+    Columns: ``panel``, ``stage``, ``x`` (step), ``line`` ("loss" or a layer), ``y``. Leaves out
+    skipped steps; a step repeated after a resume counts once.
     """
     points = []
     for path in sorted(paths.stages.glob(f"*/{METRICS}")):
@@ -174,6 +176,6 @@ def _losses(paths: RunPaths, panel: str) -> pd.DataFrame:
     return frame.assign(y=smooth)
 
 
-def _running_mean(losses: pd.Series) -> pd.Series:
+def _running_mean(losses: pd.Series) -> Any:
     window = max(len(losses) // 40, 5)
     return losses.rolling(window, center=True, min_periods=1).mean()

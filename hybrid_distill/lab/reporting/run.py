@@ -26,10 +26,11 @@ from .heads import score_map, score_table
 from .record import STUDENT, TEACHER, RunRecord, read_run
 
 NOTE = (
-    "± is one standard error: binomial, or over the draws for a mean. Perplexity: per token of held-out text. "
-    "Agreement: share of its tokens where student and teacher expect the same next token. Cache: keys and values of "
-    "one sequence in 16-bit numbers, states in 32-bit, 1 MB = 1e6 bytes; the few inputs that the convolutions remember "
-    "do not grow and stand beside it."
+    "± is one standard error: binomial, or over the draws for a mean. "
+    "Perplexity: per token of held-out text. "
+    "Agreement: share of its tokens where student and teacher expect the same next token. "
+    "Cache: keys and values of one sequence in 16-bit numbers, states in 32-bit, 1 MB = 1e6 bytes; "
+    "the few inputs that the convolutions remember do not grow and stand beside it."
 )
 
 
@@ -111,7 +112,8 @@ def _retrieval(record: RunRecord, names: pd.DataFrame, folder: Path) -> list[Blo
     blocks: list[Block] = [
         *draw_lines(
             folder / "kv_retrieval.png",
-            "Accuracy by generation, by the number of pairs in the dictionary; bars: one standard error.",
+            "Accuracy by generation, by the number of pairs in the dictionary; "
+            "bars: one standard error.",
             [Row(points, "KV retrieval by generation", percent=True)],
             _looks(record),
             "pairs in the dictionary",
@@ -148,7 +150,7 @@ def _head_blocks(record: RunRecord, folder: Path) -> list[Block]:
 def _training(losses: pd.DataFrame, folder: Path) -> list[Figure]:
     """Draw the losses of alignment by layer, and the loss of distillation."""
     is_total = losses.line == "loss"
-    by_layer = losses[losses.stage.str.contains("align") & ~is_total]
+    by_layer = losses.loc[losses.stage.str.contains("align") & ~is_total]
     layers = sorted(by_layer.line.unique(), key=lambda name: int(name.rpartition(".")[2]))
     alignment = draw_lines(
         folder / "alignment_loss.png",
@@ -159,7 +161,7 @@ def _training(losses: pd.DataFrame, folder: Path) -> list[Figure]:
         even=False,
         log=True,
     )
-    total = losses[losses.stage.str.contains("distill") & is_total]
+    total = losses.loc[losses.stage.str.contains("distill") & is_total]
     distillation = draw_lines(
         folder / "distillation_loss.png",
         "End-to-end distillation: loss against the teacher's predictions (running mean).",
@@ -186,12 +188,13 @@ def _cache(record: RunRecord, folder: Path) -> list[Figure]:
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
     """Return a figure measured at several sizes as points; empty if it was not measured."""
-    measured = sizes(record.models, name)
+    # Sizes of caches are exact.
+    errors_of_all = record.errors.reindex(columns=record.models.columns)
     points = []
-    for size in measured:
+    for size in sizes(record.models, name):
         column = f"{name}_{size}"
         values = scale * record.models[column]
-        errors = scale * record.errors.get(column, pd.Series(math.nan, values.index))
+        errors = scale * errors_of_all[column]
         part = pd.DataFrame({"x": size, "y": values, "error": errors, "line": values.index})
         points.append(part.assign(panel=""))
     return pd.concat(points).dropna(subset="y") if points else pd.DataFrame()
