@@ -14,7 +14,15 @@ from head_tables import whole_scores
 from PIL import Image
 
 from hybrid_distill.evaluation.evaluate import EvalResult
-from hybrid_distill.lab.reporting import Section, html_table, markdown_table, render, signed, text_table, with_error
+from hybrid_distill.lab.reporting import (
+    Section,
+    html_table,
+    markdown_table,
+    render,
+    signed,
+    text_table,
+    with_error,
+)
 from hybrid_distill.lab.reporting.heads import score_map
 from hybrid_distill.lab.reporting.record import SHARED, STUDENT, read_run
 from hybrid_distill.lab.reporting.run import write_report
@@ -30,12 +38,15 @@ TOP = HeadPlan.from_pairs(SHAPE, PLANTED)
 
 
 def test_a_table_in_three_forms() -> None:
-    columns = pd.MultiIndex.from_tuples([("", "model"), ("text", "perplexity"), ("text", "agreement, %")])
-    frame = pd.DataFrame([["a < b", 4.5, with_error(97.32, 1.4)], ["c", None, None]], columns=columns)
-    rule = "| --- | ---: | ---: |"
+    names = [("", "model"), ("text", "perplexity"), ("text", "agreement, %")]
+    rows = [["a < b", 4.5, with_error(97.32, 1.4)], ["c", None, None]]
+    frame = pd.DataFrame(rows, columns=pd.MultiIndex.from_tuples(names))
     assert markdown_table(frame).splitlines() == [
-        "| model | text: perplexity | text: agreement, % |", rule, "| a < b | 4.5 | 97.3 ± 1.4 |", "| c | – | – |"
-    ]  # fmt: skip
+        "| model | text: perplexity | text: agreement, % |",
+        "| --- | ---: | ---: |",
+        "| a < b | 4.5 | 97.3 ± 1.4 |",
+        "| c | – | – |",
+    ]
     html = html_table(frame)
     assert 'colspan="2"' in html and "a &lt; b" in html and html.count("<tr") == 4
     frame.columns = ["model", "perplexity", "agreement, %"]
@@ -44,20 +55,25 @@ def test_a_table_in_three_forms() -> None:
 
 
 def test_a_report_in_both_forms() -> None:
-    sections = [Section("", ["`a` is **b** & c."]), Section("List", [["one", "two"]]), Section("Empty", [])]
+    sections = [
+        Section("", ["`a` is **b** & c."]),
+        Section("List", [["one", "two"]]),
+        Section("Empty", []),
+    ]
     assert render("T", sections) == "# T\n\n`a` is **b** & c.\n\n## List\n\n- one\n- two\n"
     page = render("T", sections, "html")
-    assert "<p><code>a</code> is <strong>b</strong> &amp; c.</p>" in page and '<h2 id="list">' in page
+    assert "<p><code>a</code> is <strong>b</strong> &amp; c.</p>" in page
+    assert '<h2 id="list">' in page
     assert "Empty" not in page
 
 
-def evaluation(generation: tuple[float, ...], *, knowledge: float = 0.9, kv_heads: int = 6) -> EvalResult:
+def evaluation(generation: tuple[float, ...], *, kv_heads: int = 6) -> EvalResult:
     """Accuracies at each of SIZES; ``kv_heads`` KV heads of dimension 16 that are stored."""
     return EvalResult(
         kv_choice=dict(zip(SIZES, generation)),
         kv_generation=dict(zip(SIZES, generation)),
         n_examples=400,
-        knowledge=knowledge,
+        knowledge=0.9,
         knowledge_chance=0.25,
         n_knowledge=100,
         perplexity=9.5,
@@ -139,7 +155,8 @@ def test_nothing_is_missing_and_both_alignments_are_shown(run: RunPaths) -> None
 
 def test_figures_are_there_readable_in_print_and_named_in_the_report(run: RunPaths) -> None:
     shown = set(re.findall(r"\]\((.*?)\)", run.report.read_text()))
-    names = {"kv_retrieval.png", "heads.png", "alignment_loss.png", "distillation_loss.png", "cache.png"}
+    stems = ("kv_retrieval", "heads", "alignment_loss", "distillation_loss", "cache")
+    names = {f"{stem}.png" for stem in stems}
     assert shown == names
     assert {path.name for path in run.out.glob("*.png")} == names
     for name in names:
@@ -162,14 +179,17 @@ def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
     write_student(run)
     text = write_report(run.out).read_text()
     assert "- the teacher's evaluation (`teacher/evaluation.json`: not there)" in text
-    assert "- head scores (`run/scores.json`: not there)" in text and "- the figures: matplotlib" in text
-    assert "| student | 4 of 48 |" in text and not list(run.out.glob("*.png"))
+    assert "- head scores (`run/scores.json`: not there)" in text
+    assert "- the figures: matplotlib" in text
+    assert "| student | 4 of 48 |" in text
+    assert not list(run.out.glob("*.png"))
 
 
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
     RunPaths(tmp_path).evaluation.write_text("{")
     text = write_report(tmp_path).read_text()
     missing = text.split("## Missing")[1]
-    for what in ("the teacher's evaluation", "evaluation of 'student'", "the plan of", "head scores", "loss curves"):
-        assert what in missing
+    for file in ("evaluation.json", "plan.json", "scores.json", "stages/*/metrics.jsonl"):
+        assert f"`{tmp_path.name}/{file}" in missing
+    assert "`teacher/evaluation.json" in missing
     assert "| student | – |" in text

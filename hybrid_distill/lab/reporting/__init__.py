@@ -1,8 +1,8 @@
-"""One kit for every report: tables from data frames, figures in one style, one template each for Markdown and HTML.
+"""One kit for every report: tables, figures in one style, a template each for Markdown and HTML.
 
-A table is a data frame whose cells are text (or numbers that need no rounding); two levels of columns make groups. A
-figure is a grid of matplotlib axes, saved when the block ends; matplotlib is imported only then.
-`run` reports on a run, from what `record` reads; `heads` draws head scores.
+A table is a data frame whose cells are text (or numbers that need no rounding); two levels of
+columns make groups. A figure is a grid of matplotlib axes, saved when the block ends; matplotlib
+is imported only then. `run` reports on a run, from what `record` reads; `heads` draws head scores.
 """
 
 from .document import (
