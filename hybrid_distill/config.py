@@ -128,8 +128,8 @@ class EvaluationConfig:
     n_pairs: tuple[Count, ...] = (4, 8, 16, 32)
     """Dictionary sizes in pairs, each measured by choice and by generation."""
     stated_pairs: Tunable[int | None] = None
-    """Dictionary size, one of ``n_pairs``, for the table and finding of a comparison; by default the size that heads
-    are ranked with. The report always shows the curve over all sizes."""
+    """Dictionary size, one of ``n_pairs``, by which a sweep's report compares students; by default the size that heads
+    are ranked with. Reports also show all sizes."""
     n_examples: Count = 128
     """Dictionaries per size."""
     batch_size: Tunable[Count] = 32

@@ -1,4 +1,4 @@
-"""`hybrid-distill report`: rebuild the report of a run, a comparison or a sweep."""
+"""`hybrid-distill report`: rebuild the report of a run or a sweep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..validation import Count
 
 
 def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None) -> None:
-    """Rebuild PATH/report.md from the results in the folder of a run, a comparison or a sweep.
+    """Rebuild PATH/report.md from the results in the folder of a run or a sweep.
 
     Args:
         path: The folder. A sweep may be unfinished.

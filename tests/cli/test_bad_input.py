@@ -54,7 +54,7 @@ CASES = """
     sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow
     sweep README.md: is not a recipe
-    report nowhere: nowhere is neither a run nor a comparison nor a sweep
+    report nowhere: nowhere is neither a run nor a sweep
     analyze prune-layers --last-layer 6: layer 6 does not exist: this model has layers 0..5
     analyze prune-layers --tasks sudoku: unknown task 'sudoku'; pass one of kv
     analyze keep-heads --keep 5:8: head L5H8 does not exist

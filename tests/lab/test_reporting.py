@@ -1,10 +1,9 @@
-"""Reports show what the files say: the kit's tables and pages, and the report of a run or a comparison."""
+"""Reports show what the files say: the kit's tables and pages, and the report of a run."""
 
 import json
 import math
 import random
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,19 @@ from head_tables import whole_scores
 from PIL import Image
 
 from hybrid_distill.evaluation.evaluate import EvalResult
-from hybrid_distill.lab.reporting import Section, html_table, markdown_table, render, signed, text_table, with_error
+from hybrid_distill.lab.reporting import (
+    Section,
+    html_table,
+    markdown_table,
+    render,
+    signed,
+    text_table,
+    with_error,
+)
 from hybrid_distill.lab.reporting.heads import score_map
-from hybrid_distill.lab.reporting.run import RunRecord, write_report
+from hybrid_distill.lab.reporting.record import SHARED, STUDENT, read_run
+from hybrid_distill.lab.reporting.run import write_report
+from hybrid_distill.pipeline import RunPaths
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 
@@ -25,15 +34,19 @@ N_LAYERS, N_HEADS, N_KV_HEADS = 6, 8, 4
 SIZES = (4, 8, 16, 32)
 SHAPE = HeadPlan(N_LAYERS, N_HEADS, N_KV_HEADS, kept=())
 PLANTED = [(1, 3), (3, 5), (3, 2), (4, 7)]
+TOP = HeadPlan.from_pairs(SHAPE, PLANTED)
 
 
 def test_a_table_in_three_forms() -> None:
-    columns = pd.MultiIndex.from_tuples([("", "model"), ("text", "perplexity"), ("text", "agreement, %")])
-    frame = pd.DataFrame([["a < b", 4.5, with_error(97.32, 1.4)], ["c", None, None]], columns=columns)
-    rule = "| --- | ---: | ---: |"
+    names = [("", "model"), ("text", "perplexity"), ("text", "agreement, %")]
+    rows = [["a < b", 4.5, with_error(97.32, 1.4)], ["c", None, None]]
+    frame = pd.DataFrame(rows, columns=pd.MultiIndex.from_tuples(names))
     assert markdown_table(frame).splitlines() == [
-        "| model | text: perplexity | text: agreement, % |", rule, "| a < b | 4.5 | 97.3 ± 1.4 |", "| c | – | – |"
-    ]  # fmt: skip
+        "| model | text: perplexity | text: agreement, % |",
+        "| --- | ---: | ---: |",
+        "| a < b | 4.5 | 97.3 ± 1.4 |",
+        "| c | – | – |",
+    ]
     html = html_table(frame)
     assert 'colspan="2"' in html and "a &lt; b" in html and html.count("<tr") == 4
     frame.columns = ["model", "perplexity", "agreement, %"]
@@ -42,20 +55,25 @@ def test_a_table_in_three_forms() -> None:
 
 
 def test_a_report_in_both_forms() -> None:
-    sections = [Section("", ["`a` is **b** & c."]), Section("List", [["one", "two"]]), Section("Empty", [])]
+    sections = [
+        Section("", ["`a` is **b** & c."]),
+        Section("List", [["one", "two"]]),
+        Section("Empty", []),
+    ]
     assert render("T", sections) == "# T\n\n`a` is **b** & c.\n\n## List\n\n- one\n- two\n"
     page = render("T", sections, "html")
-    assert "<p><code>a</code> is <strong>b</strong> &amp; c.</p>" in page and '<h2 id="list">' in page
+    assert "<p><code>a</code> is <strong>b</strong> &amp; c.</p>" in page
+    assert '<h2 id="list">' in page
     assert "Empty" not in page
 
 
-def evaluation(generation: tuple[float, ...], *, knowledge: float = 0.9, kv_heads: int = 6) -> EvalResult:
+def evaluation(generation: tuple[float, ...], *, kv_heads: int = 6) -> EvalResult:
     """Accuracies at each of SIZES; ``kv_heads`` KV heads of dimension 16 that are stored."""
     return EvalResult(
         kv_choice=dict(zip(SIZES, generation)),
         kv_generation=dict(zip(SIZES, generation)),
         n_examples=400,
-        knowledge=knowledge,
+        knowledge=0.9,
         knowledge_chance=0.25,
         n_knowledge=100,
         perplexity=9.5,
@@ -80,76 +98,69 @@ def write_scores(path: Path) -> None:
     ).save(path)  # fmt: skip
 
 
-def write_stage(folder: Path, *, layers: int = 0, start: float = 1.0) -> None:
+def write_stage(folder: Path, *, layers: int = 0) -> None:
     folder.mkdir(parents=True)
     draw = random.Random(str(folder))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(0, 400, 4):
-            loss = start * math.exp(-step / 100) + 0.1 + 0.02 * draw.random()
+            loss = math.exp(-step / 100) + 0.1 + 0.02 * draw.random()
             per_layer = {f"layer.{i}": loss * (i + 1) for i in range(layers)}
             file.write(json.dumps({"step": step, "loss": loss, "per_layer": per_layer}) + "\n")
         file.write('{"step": 400, "lo')
 
 
-def write_run(folder: Path, plan: HeadPlan, result: EvalResult, *, start: float) -> None:
-    folder.mkdir(parents=True)
-    plan.save(folder / "plan.json")
-    result.save(folder / "evaluation.json")
-    write_stage(folder / "stages" / "1-align", layers=N_LAYERS, start=start)
-    write_stage(folder / "stages" / "2-distill", start=start)
-
-
-TEACHER = evaluation((1.0, 1.0, 0.99, 0.93), kv_heads=24)
-TOP = HeadPlan.from_pairs(SHAPE, PLANTED)
-STUDENTS = [
-    ("none", "0 heads", "none", SHAPE, (0.6, 0.4, 0.2, 0.1), ""),
-    ("random-0", "4 random heads (seed 0)", "random", HeadPlan.random(SHAPE, 4, 0), (0.7, 0.5, 0.3, 0.12), ""),
-    ("random-1", "4 random heads (seed 1)", "random", HeadPlan.random(SHAPE, 4, 1), (0.8, 0.6, 0.4, 0.2), ""),
-    ("top", "top 4 heads", "top", TOP, (1.0, 0.99, 0.97, 0.9), ""),
-    ("probe", "top 4 heads", "top", TOP, (1.0, 1.0, 0.98, 0.95), "with probe"),
-]
+def write_student(paths: RunPaths) -> None:
+    paths.out.mkdir(parents=True)
+    TOP.save(paths.plan)
+    evaluation((1.0, 0.99, 0.97, 0.9)).save(paths.evaluation)
+    write_stage(paths.stages / "1-align", layers=N_LAYERS)
+    write_stage(paths.stages / "2-distill")
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("tiny")
-    (out / "teacher").mkdir()
-    TEACHER.save(out / "teacher" / "evaluation.json")
-    write_scores(out / "scores.json")
-    entries = []
-    for name, label, selection, plan, generation, data in STUDENTS:
-        write_run(out / name, plan, evaluation(generation), start=2 - generation[2])
-        entry = {"name": name, "label": label, "dir": name, "selection": selection, "k": plan.k, "data": data}
-        entries.append(entry)
-    (out / "compare.json").write_text(json.dumps({"students": entries, "teacher": "teacher/evaluation.json"}))
-    write_report(out)
-    return out
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """A finished run whose heads aligned in a run of their own, with its report."""
+    paths = RunPaths(tmp_path_factory.mktemp("tiny") / "run")
+    write_student(paths)
+    write_stage(paths.aligned.stages / "1-align", layers=N_LAYERS)
+    paths.teacher_evaluation.parent.mkdir()
+    evaluation((1.0, 1.0, 0.99, 0.93), kv_heads=24).save(paths.teacher_evaluation)
+    write_scores(paths.scores)
+    write_report(paths.out)
+    return paths
 
 
-def test_report_of_a_comparison(comparison: Path) -> None:
-    text = (comparison / "report.md").read_text()
-    for line in (
+@pytest.mark.parametrize(
+    "line",
+    [
         "| teacher | 48 of 48 | 90.0 ± 3.1 | 99.0 ± 0.5 | 99.0 ± 0.5 | 9.500 |",
-        "| top 4 heads | 4 of 48 | 90.0 ± 3.1 | 97.0 ± 0.9 |",
-        "| 4 random heads (mean of 2) | 4 of 48 | 90.0 | 35.0 ± 5.0 |",
-        "| top 4 heads (with probe) | 4 of 48 |",
+        "| student | 4 of 48 | 90.0 ± 3.1 | 97.0 ± 0.9 | 97.0 ± 0.9 |",
         "| 1.583 | 6.0 |",  # 64 x 6 bytes a token x 4096 + 10000 = 1,582,864 bytes
-        "| 0 heads | +0.0 % | −79.8 % | −79.8 % |",
+        "| student | +0.0 % | −2.0 % | −2.0 % |",
         "| guessing | – | 25.0 | 6.2 | 6.2 |",
         "Questions: 400 for each dictionary size, 100 on knowledge.",
         "| 1 | L1H3 | yes | 62.0 ± 1.0 |",
         "| guessing | 25.0 | 12.5 | 6.2 | 3.1 |",
-    ):
-        assert line in text
-    assert "## Missing" not in text
+    ],
+)
+def test_numbers_of_the_report(run: RunPaths, line: str) -> None:
+    assert line in run.report.read_text()
 
 
-def test_figures_are_there_readable_in_print_and_named_in_the_report(comparison: Path) -> None:
-    text = (comparison / "report.md").read_text()
-    names = {"kv_retrieval.png", "heads.png", "alignment_loss.png", "distillation_loss.png", "cache.png"}
-    assert {path.name for path in comparison.glob("*.png")} == names == set(re.findall(r"\]\((.*?)\)", text))
+def test_nothing_is_missing_and_both_alignments_are_shown(run: RunPaths) -> None:
+    record = read_run(run.out)
+    assert record.missing == () and "## Missing" not in run.report.read_text()
+    assert list(record.losses.panel.unique()) == [SHARED, STUDENT]
+
+
+def test_figures_are_there_readable_in_print_and_named_in_the_report(run: RunPaths) -> None:
+    shown = set(re.findall(r"\]\((.*?)\)", run.report.read_text()))
+    stems = ("kv_retrieval", "heads", "alignment_loss", "distillation_loss", "cache")
+    names = {f"{stem}.png" for stem in stems}
+    assert shown == names
+    assert {path.name for path in run.out.glob("*.png")} == names
     for name in names:
-        with Image.open(comparison / name) as image:
+        with Image.open(run.out / name) as image:
             assert image.width >= 1200 and round(image.info["dpi"][0]) == 200
 
 
@@ -164,27 +175,21 @@ def test_a_map_of_heads_of_which_some_do_not_exist(tmp_path: Path, change: dict[
 
 def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_distill.lab.reporting.figures.find_spec", lambda name: None)
-    write_run(tmp_path / "run", TOP, evaluation((1, 1, 0.97, 0.9)), start=1.0)
-    text = write_report(tmp_path / "run").read_text()
+    run = RunPaths(tmp_path / "run")
+    write_student(run)
+    text = write_report(run.out).read_text()
     assert "- the teacher's evaluation (`teacher/evaluation.json`: not there)" in text
-    assert "- head scores (`run/scores.json`: not there)" in text and "- the figures: matplotlib" in text
-    assert "| student | 4 of 48 |" in text and not list((tmp_path / "run").glob("*.png"))
+    assert "- head scores (`run/scores.json`: not there)" in text
+    assert "- the figures: matplotlib" in text
+    assert "| student | 4 of 48 |" in text
+    assert not list(run.out.glob("*.png"))
 
 
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
-    (tmp_path / "top").mkdir()
-    (tmp_path / "top" / "evaluation.json").write_text("{")
-    entry = {"name": "top", "label": "top 4 heads", "dir": "top", "selection": "top", "k": 4}
-    (tmp_path / "compare.json").write_text(json.dumps({"students": [entry]}))
+    RunPaths(tmp_path).evaluation.write_text("{")
     text = write_report(tmp_path).read_text()
     missing = text.split("## Missing")[1]
-    for what in ("the teacher's evaluation", "the evaluation of 'top 4", "the plan of", "head scores", "loss curves"):
-        assert what in missing
-    assert "| top 4 heads | 4 |" in text
-
-
-def test_dictionary_size_of_the_results(comparison: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(comparison, tmp_path / "copy")
-    record = json.loads((copy / "compare.json").read_text())
-    (copy / "compare.json").write_text(json.dumps({**record, "n_pairs": 8}))
-    assert RunRecord(copy).n_pairs == 8
+    for file in ("evaluation.json", "plan.json", "scores.json", "stages/*/metrics.jsonl"):
+        assert f"`{tmp_path.name}/{file}" in missing
+    assert "`teacher/evaluation.json" in missing
+    assert "| student | – |" in text

@@ -1,13 +1,12 @@
-"""One kit for every report: tables from data frames, figures in one style, one template each for Markdown and HTML.
+"""One kit for every report: tables, figures in one style, a template each for Markdown and HTML.
 
-A table is a data frame whose cells are text (or numbers that need no rounding); two levels of columns make groups. A
-figure is a grid of matplotlib axes, saved when the block ends; matplotlib is imported only then.
-`run` reports on runs and comparisons, `heads` draws head scores.
+A table is a data frame whose cells are text (or numbers that need no rounding); two levels of
+columns make groups. A figure is a grid of matplotlib axes, saved when the block ends; matplotlib
+is imported only then. `run` reports on a run, from what `record` reads; `heads` draws head scores.
 """
 
 from .document import (
     ABSENT,
-    Figure,
     Section,
     html_table,
     markdown_table,
@@ -17,4 +16,4 @@ from .document import (
     text_table,
     with_error,
 )
-from .figures import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure, look
+from .figures import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure

@@ -23,7 +23,7 @@ NO_FIGURES = "the figures: matplotlib is not installed (`pip install matplotlib`
 
 @dataclass(frozen=True)
 class Figure:
-    """Image file in the report's folder, its caption, and the same figure as SVG with point titles, for HTML."""
+    """Image file in the report's folder, its caption, and an SVG with titles of points, for HTML."""
 
     file: str
     caption: str
@@ -35,7 +35,7 @@ Block = str | Sequence[str] | pd.DataFrame | Figure
 
 @dataclass(frozen=True)
 class Section:
-    """Title (empty for the part above all sections) and blocks: paragraphs, lists, tables, figures."""
+    """Title (empty for the part above all sections), and paragraphs, lists, tables, figures."""
 
     title: str
     blocks: Sequence[Block]
@@ -137,7 +137,7 @@ def _inline(text: str) -> Markup:
 
 
 def markdown_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
-    """Render a frame without its index; the first ``text_columns`` are aligned left, the others right.
+    """Render a frame without its index; ``text_columns`` are aligned left, the others right.
 
     A group of columns (the upper of two levels) goes before the header: "group: column".
     """
@@ -150,7 +150,7 @@ def markdown_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
 
 
 def html_table(frame: pd.DataFrame, *, text_columns: int = 1) -> str:
-    """Render a frame without its index, one line per row; headers of column groups span their columns."""
+    """Render a frame without its index, one line per row; a group's header spans its columns."""
     shown = pd.DataFrame(_cells(frame), columns=frame.columns)
     html = shown.to_html(index=False, border=0, classes=f"text-{text_columns}")
     return re.sub(r"\n *", "", html).replace("<tr", "\n<tr")

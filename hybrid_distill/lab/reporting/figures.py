@@ -1,7 +1,8 @@
 """Style of all figures; matplotlib is imported only when one is drawn.
 
-Colors are Okabe and Ito's (readable with every common color blindness). Each stands for a way of choosing heads, so a
-student looks the same in every figure; markers and dashes repeat the distinction for printing without color.
+Colors are Okabe and Ito's (readable with every common color blindness). Each stands for a way of
+choosing heads, so a student looks the same in every figure; markers and dashes repeat the
+distinction for printing without color.
 """
 
 from __future__ import annotations
@@ -100,10 +101,9 @@ _LOOK_OF = {
 }
 
 
-def look(selection: str, *, hollow: bool = False) -> Look:
-    """Return the look of a way of choosing heads; rankings share one, and a control is dashed."""
-    found = _LOOK_OF.get(selection, LOOKS[0])
-    return found._replace(dash=DASHED) if hollow else found
+def look(selection: str) -> Look:
+    """Return the look of a way of choosing heads; rankings share one."""
+    return _LOOK_OF.get(selection, LOOKS[0])
 
 
 def shades_of(n: int) -> list[Look]:
@@ -132,7 +132,7 @@ def figure(
     sharex: bool = False,
     sharey: bool | Literal["row"] = False,
 ) -> Iterator[np.ndarray]:
-    """Yield a 2D array of axes in the project's style; save it to ``path`` (PNG, SVG) when the block ends."""
+    """Yield a 2D array of axes in the project's style; save to ``path`` (PNG, SVG) at the end."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Drawing
 
@@ -149,25 +149,30 @@ def name_points(artist: Artist, titles: Iterable[str]) -> None:
 
 
 def as_block(path: Path, caption: str, grid: np.ndarray) -> Figure:
-    """Return a saved figure for a report, with an SVG on one line that includes the titles of its points."""
+    """Return a saved figure for a report, with an SVG on one line that has its points' titles."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
     with rc_context({**STYLE, "svg.fonttype": "none"}):
-        grid[0, 0].figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        # Without a date or a version, the same figure gives the same file.
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        grid[0, 0].figure.savefig(buffer, format="svg", metadata=no_metadata)
     ET.register_namespace("", SVG)
     ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
-    root = ET.fromstring(re.sub(r"(\.\d\d)\d{3,}", r"\1", buffer.getvalue()))  # hundredths of a point are enough
+    # Hundredths of a point are enough.
+    svg = re.sub(r"(\.\d\d)\d{3,}", r"\1", buffer.getvalue())
+    root = ET.fromstring(svg)
     for group in root.iter(f"{{{SVG}}}g"):
         titles = group.attrib.pop("id", "").split(TITLE)[1:]
         for point, title in zip(group.iter(f"{{{SVG}}}use"), titles):
             ET.SubElement(point, f"{{{SVG}}}title").text = title
-    return Figure(path.name, caption, re.sub(r"\s*\n\s*", "", ET.tostring(root, encoding="unicode")))
+    on_one_line = re.sub(r"\s*\n\s*", "", ET.tostring(root, encoding="unicode"))
+    return Figure(path.name, caption, on_one_line)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Row of panels: points with columns ``panel``, ``line``, ``x``, ``y`` and optionally ``error``.
+    """Row of panels: points with columns ``panel``, ``line``, ``x``, ``y``, optionally ``error``.
 
     ``percent`` sets the y axis to 0 to 100 %. ``levels`` are horizontal lines.
     """
@@ -190,8 +195,8 @@ def draw_lines(
 ) -> list[Figure]:
     """Draw panels of the lines named in ``looks``, with error bars.
 
-    ``even`` spaces the x values evenly and offsets the lines slightly; ``log`` makes the y axis logarithmic. Returns
-    the figure, or nothing without points or without matplotlib.
+    ``even`` spaces the x values evenly and offsets the lines slightly; ``log`` makes the y axis
+    logarithmic. Returns the figure, or nothing without points or without matplotlib.
     """
     rows = [row for row in rows if len(row.points)]
     if not rows or not has_matplotlib():

@@ -12,7 +12,17 @@ import pandas as pd
 from ...plan import HeadId
 from ...scoring import HeadScores
 from .document import Figure, with_error
-from .figures import BLUE, GREEN, GREY, SKY, VERMILION, as_block, figure, has_matplotlib, name_points
+from .figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    SKY,
+    VERMILION,
+    as_block,
+    figure,
+    has_matplotlib,
+    name_points,
+)
 
 
 class Measure(NamedTuple):
@@ -35,20 +45,30 @@ class Measure(NamedTuple):
 
 
 ACCURACY = Measure("accuracy", "Accuracy lost", "points", "accuracy, points", BLUE, 1, 100.0)
-LOGPROB = Measure("logprob", "Log-probability lost", "nats", "answer's log-probability, nats", SKY, 3)
-CONTROL = Measure("control", "Control: plain text", "nats per token", "plain text, nats per token", GREEN, 4)
+LOGPROB = Measure(
+    "logprob", "Log-probability lost", "nats", "answer's log-probability, nats", SKY, 3
+)
+CONTROL = Measure(
+    "control", "Control: plain text", "nats per token", "plain text, nats per token", GREEN, 4
+)
 
 
-def score_table(scores: HeadScores, *, top: int = 10, kept: Collection[HeadId] = ()) -> pd.DataFrame:
+def score_table(
+    scores: HeadScores, *, top: int = 10, kept: Collection[HeadId] = ()
+) -> pd.DataFrame:
     """Return the ``top`` heads of the ranking, each number with its standard error."""
     heads = scores.ranking()[:top]
     table = pd.DataFrame({"rank": range(1, len(heads) + 1), "head": map(str, heads)})
     table["kept"] = ["yes" if head in kept else "" for head in heads]
     for measure in (ACCURACY, LOGPROB, CONTROL):
-        if measure.is_in(scores):
-            drop_LH, error_LH = measure.of(scores, "drop_LH"), measure.of(scores, "se_LH")
-            cells = [with_error(drop_LH[head], error_LH[head] or None, measure.digits) for head in heads]
-            table[measure.header] = cells
+        if not measure.is_in(scores):
+            continue
+        drop_LH = measure.of(scores, "drop_LH")
+        error_LH = measure.of(scores, "se_LH")
+        cells = []
+        for head in heads:
+            cells.append(with_error(drop_LH[head], error_LH[head] or None, measure.digits))
+        table[measure.header] = cells
     return table
 
 

@@ -14,7 +14,7 @@ from ...pipeline import RunPaths
 from ...plan import HeadPlan
 from ..memory.timing import duration
 from ..reporting import markdown_table
-from ..reporting.run import all_figures, metrics
+from ..reporting.record import all_figures, metrics
 from .folder import Outcome, Sweep
 from .grid import ALL, Cell
 

@@ -1,0 +1,181 @@
+"""Read what the report of a run shows, from the files on disk alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from ...evaluation.evaluate import EvalResult
+from ...export.card import binomial_error
+from ...io import Record
+from ...pipeline.paths import RunPaths
+from ...plan import HeadPlan
+from ...scoring import HeadScores
+from ...train.resume import METRICS
+
+T = TypeVar("T")
+TEACHER, STUDENT, GUESSING = "teacher", "student", "guessing"
+SHARED = "all heads, once for every student"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything that the report of a run shows."""
+
+    title: str
+    models: pd.DataFrame
+    """Figures of the teacher (if it was evaluated), the student, and guessing: one row each."""
+    errors: pd.DataFrame
+    """Standard errors of ``models``, as far as there are any."""
+    losses: pd.DataFrame
+    """Points of the training curves; see `_losses`."""
+    plan: HeadPlan | None
+    scores: HeadScores | None
+    questions: str
+    """Number of questions behind the accuracies; empty if the teacher was not evaluated."""
+    missing: tuple[str, ...]
+    """Files that could not be read."""
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run, finished or not. Raises ValueError for a folder that holds none."""
+    folder = folder.resolve()  # "." has no name, and the name is the title
+    paths = RunPaths(folder)
+    signs = (paths.config, paths.plan, paths.evaluation, paths.stages)
+    if not any(path.exists() for path in signs):
+        raise ValueError(
+            f"{folder} is neither a run nor a sweep: it has no {paths.config.name} or results.csv. "
+            "Pass the --out of `hybrid-distill run` or `sweep`."
+        )
+    missing: list[str] = []
+    teacher = _load(EvalResult.load, paths.teacher_evaluation, "the teacher's evaluation", missing)
+    student = _load(EvalResult.load, paths.evaluation, "the evaluation of 'student'", missing)
+    plan = _load(HeadPlan.load, paths.plan, "the plan of 'student'", missing)
+    losses = _losses(paths, STUDENT)
+    if losses.empty:
+        pattern = f"{folder.name}/{paths.stages.name}/*/{METRICS}"
+        missing.append(f"the loss curves of 'student' (`{pattern}`)")
+    scores = _load(HeadScores.load, paths.scores, "head scores", missing)
+
+    models: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
+    if teacher is not None:
+        models[TEACHER] = all_figures(teacher)
+        errors[TEACHER] = standard_errors(teacher)
+    models[STUDENT] = all_figures(student) if student else {}
+    errors[STUDENT] = standard_errors(student) if student else {}
+    models[GUESSING] = _chances(teacher) if teacher else {}
+    errors[GUESSING] = {}
+    return RunRecord(
+        title=folder.name,
+        models=_frame(models),
+        errors=_frame(errors),
+        # For a `restoration` plan all heads align in a run of its own: the plan comes after it.
+        losses=pd.concat([_losses(paths.aligned, SHARED), losses]),
+        plan=plan,
+        scores=scores,
+        questions=_questions(teacher) if teacher else "",
+        missing=tuple(missing),
+    )
+
+
+def _load(load: Callable[[Path], T], path: Path, what: str, missing: list[str]) -> T | None:
+    """Load a file, or note in ``missing`` why not."""
+    try:
+        return load(path)
+    except ValueError as error:
+        is_absent = isinstance(error.__cause__, FileNotFoundError)
+        reason = "not there" if is_absent else error
+        missing.append(f"{what} (`{path.parent.name}/{path.name}`: {reason})")
+        return None
+
+
+def _frame(rows: dict[str, dict[str, float]]) -> pd.DataFrame:
+    return pd.DataFrame(list(rows.values()), index=list(rows), dtype=float)
+
+
+def _chances(result: EvalResult) -> dict[str, float]:
+    """Return the accuracies of naming any of a dictionary's values, or of a question's choices."""
+    chances = {}
+    for name in result.figures():
+        if name.startswith("kv_"):
+            chances[name] = 1 / int(name.rpartition("_")[2])
+    if result.knowledge_chance:
+        chances["knowledge"] = result.knowledge_chance
+    return chances
+
+
+def _questions(result: EvalResult) -> str:
+    by_size = f"{result.n_examples} for each dictionary size"
+    return f"Questions: {by_size}, {result.n_knowledge} on knowledge."
+
+
+def all_figures(result: EvalResult) -> dict[str, float]:
+    """Return an evaluation's figures, with and without the recurrent heads (`zeroed_section`)."""
+    figures = result.figures()
+    zeroed = result.recurrent_heads_zeroed
+    if zeroed:
+        for name, measured in zeroed["figures"].items():
+            figures[f"whole_{name}"] = measured["whole"]
+            figures[f"zeroed_{name}"] = measured["zeroed"]
+        figures["recurrence_unused"] = float(zeroed["unused"])
+    return figures
+
+
+def standard_errors(result: EvalResult) -> dict[str, float]:
+    """Return the binomial standard errors of an evaluation's accuracies."""
+    n_questions = {"knowledge": result.n_knowledge}
+    for size in result.kv_choice:
+        n_questions[f"kv_choice_{size}"] = result.n_examples
+        n_questions[f"kv_generation_{size}"] = result.n_examples
+    figures = result.figures()
+    errors = {}
+    for name, n in n_questions.items():
+        if n and name in figures:
+            errors[name] = binomial_error(figures[name], n)
+    return errors
+
+
+def metrics(path: Path) -> list[Record]:
+    """Read the complete lines of a metrics.jsonl; a killed process may have left a partial one."""
+    records = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def _losses(paths: RunPaths, panel: str) -> pd.DataFrame:
+    """Return the losses of a run's stages and of every layer as running means, one row per point.
+
+    Columns: ``panel``, ``stage``, ``x`` (step), ``line`` ("loss" or a layer), ``y``. Leaves out
+    skipped steps; a step repeated after a resume counts once.
+    """
+    points = []
+    for path in sorted(paths.stages.glob(f"*/{METRICS}")):
+        stage = path.parent.name
+        for record in metrics(path):
+            if "step" not in record or "skipped" in record:
+                continue
+            losses = {"loss": record.get("loss"), **record.get("per_layer", {})}
+            for line, loss in losses.items():
+                points.append((panel, stage, record["step"], line, loss))
+    frame = pd.DataFrame(points, columns=["panel", "stage", "x", "line", "y"]).dropna()
+    frame = frame.drop_duplicates(["stage", "x", "line"], keep="last")
+    frame = frame.sort_values(["stage", "x"], kind="stable")
+    # Only these have a place on a logarithmic axis.
+    frame = frame.loc[(frame.y > 0) & (frame.y < math.inf)]
+    smooth = frame.groupby(["stage", "line"]).y.transform(_running_mean)
+    return frame.assign(y=smooth)
+
+
+def _running_mean(losses: pd.Series) -> Any:
+    window = max(len(losses) // 40, 5)
+    return losses.rolling(window, center=True, min_periods=1).mean()
