@@ -66,7 +66,7 @@ def flash_attend(
         dropout_p=dropout_p,
         softmax_scale=scale,
         causal=True,
-        # flash-attn counts the tokens before the current one; -1 is no limit.
+        # flash-attn counts the tokens before the current one; -1 stands for no limit.
         window_size=(-1, -1) if window is None else (window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

@@ -33,7 +33,7 @@ def varlen_reference(
     """Compute what `flash_attn_varlen_func` documents, for q [T, H, P] and k, v [T, KV heads, P].
 
     Query i of a sequence of n queries and m keys sees the keys from i + m - n - window_size[0] to
-    i + m - n + window_size[1], where -1 is no limit; ``causal`` sets the right limit to 0.
+    i + m - n + window_size[1], where -1 stands for no limit; ``causal`` sets the right limit to 0.
     Query head h reads KV head h // (H / KV heads).
     """
     assert q.dtype == k.dtype == v.dtype
