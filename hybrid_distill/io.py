@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
@@ -160,24 +160,15 @@ def _without_nan(name: str) -> float:
     return float(name)  # Infinity: some families have it in their config.json
 
 
-def differences(
-    before: Record,
-    now: Record,
-    leave_out: Collection[str] = (),
-    within: Collection[str] = (),
-    prefix: str = "",
-) -> list[str]:
-    """List the settings in which two records differ: ``align.steps (2 there, 3 here)``.
-
-    Ignores the top-level names in ``leave_out`` and the second-level names in ``within``.
-    """
+def differences(before: Record, now: Record, prefix: str = "") -> list[str]:
+    """List the settings in which two records differ: ``align.steps (2 there, 3 here)``."""
     lines = []
     for name, here in now.items():
         there = before.get(name)
-        if name in leave_out or there == here:
+        if there == here:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
-            lines += differences(there, here, within, prefix=f"{prefix}{name}.")
+            lines += differences(there, here, prefix=f"{prefix}{name}.")
         else:
             lines.append(f"{prefix}{name} ({there!r} there, {here!r} here)")
     return lines

@@ -46,9 +46,20 @@ def assert_same_results(one: Path, other: Path, *files: str) -> None:
         assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
 
 
-def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path: Path) -> None:
+def test_a_plan_by_restoration_aligns_once_and_plans_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small_run(tmp_path / "run", plan=PlanConfig(selection="restoration", k=2))
+    prepared: list[Path] = []
+
+    def noted(inputs: RunInputs) -> None:
+        prepared.append(inputs.paths.out)
+        prepare(inputs)
+
+    monkeypatch.setattr(steps, "prepare", noted)
     out = run(config)
+    # Once, under the lock that cells of a sweep take for it: a second start would write its files at any time.
+    assert prepared == [out, out / "aligned"]
     assert list(weights(out)) == ["aligned/stages/1-align", "stages/1-distill"]
     plan = HeadPlan.load(out / "plan.json")
     assert plan.k == 2 and plan == HeadPlan.load(out / "restoration-2.json")

@@ -50,8 +50,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     cannot be, one line reports that. Raises ValueError, with all reasons, for a run that would not start.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
-    stages = ", ".join(config.stage_names)
-    heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {stages}; into {config.out}"
+    names = ", ".join(config.stage_names)
+    heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {names}; into {config.out}"
     try:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:

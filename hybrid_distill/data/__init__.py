@@ -12,7 +12,7 @@ from .caching import write_logits
 from .config import DataConfig, check_launch, check_sources, open_rows, preparations
 from .documents import read_documents, read_held_out
 from .folder import TokenHeader, open_tokens
-from .hub import PINS, Pin, Pins, pinned, read_pins, write_pins
+from .hub import Pin, Pins, pinned, read_pins, write_pins
 from .logits import CachedLogitsDataset, LogitHeader, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch, cu_seqlens, on_device, pick_rows, read_ahead
 from .token_cache import cache_root

@@ -1,6 +1,6 @@
 """Data sets on the hub: asked for once, pinned to a commit, then read at that commit without asking again.
 
-A run writes its pins into its folder (`PINS`), a token folder into its header, and the token cache keeps the last pin
+A run writes its pins into its folder, a token folder into its header, and the token cache keeps the last pin
 of each source for a start without a network. So a launch of many processes asks once, and a later one not at all.
 """
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from huggingface_hub import DatasetInfo
 
 HUB = "hf:"
-PINS = "sources.json"
-"""File in a run's folder with the pins of its sources."""
 
 log = logging.getLogger(__name__)
 

@@ -60,17 +60,15 @@ def check_data(inputs: RunInputs) -> None:
     """Check sources, vocabularies, and that rows fit into the teachers' contexts; read no text."""
     check_sources(inputs.config.data, inputs.tokenizer)
     for stage in inputs.config.stages:
-        _, tokenizer = inputs.stage_shape_and_tokenizer(stage)
+        shape, tokenizer = inputs.stage_shape_and_tokenizer(stage)
         if inputs.has_own_teacher(stage):
             check_same_vocabulary(inputs.tokenizer, tokenizer)
         check_sources(inputs.config.data_of(stage), tokenizer)
-        _check_context(inputs, stage)
+        _check_context(inputs, stage, longest_context(shape))
 
 
-def _check_context(inputs: RunInputs, stage: StageConfig) -> None:
-    """Raise ValueError if a row of the stage is longer than its teacher's context."""
-    shape, _ = inputs.stage_shape_and_tokenizer(stage)
-    longest = longest_context(shape)
+def _check_context(inputs: RunInputs, stage: StageConfig, longest: int | None) -> None:
+    """Raise ValueError if a row of the stage is longer than the ``longest`` that its teacher can read."""
     seq_len = inputs.config.data_of(stage).seq_len
     if longest is None or seq_len <= longest:
         return

@@ -47,6 +47,8 @@ class RunInputs:
         self.paths = RunPaths(config.out)
         self.given_teacher = teacher
         self._given_pins = pins
+        self.aligned: RunInputs | None = None
+        """Run in ``aligned/``, once `align_all_heads` has completed it; it holds the teacher too."""
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -89,6 +91,7 @@ class RunInputs:
             nn.Module.to(self.given_teacher[0], "cpu")
             return
         self.__dict__.pop("teacher_and_tokenizer", None)
+        self.aligned = None
         gc.collect()
 
     # A stage's teacher and data

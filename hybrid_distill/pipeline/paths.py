@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data import PINS
 from ..train.config import StageConfig
 from ..train.tracking import PROJECT
 
@@ -25,7 +24,7 @@ class RunPaths:
     @property
     def sources(self) -> Path:
         """Commits of the data sources on the hub."""
-        return self.out / PINS
+        return self.out / "sources.json"
 
     @property
     def scores(self) -> Path:

@@ -23,7 +23,7 @@ from ..devices import computes_on_gpu
 from ..distributed import agree_on, alone_in, connect, device_summary, from_main, on_main_process, own_device
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import ExportError, GateReport, export_checkpoint, origin
-from ..io import write_json, write_text
+from ..io import Record, write_json, write_text
 from ..kernels import check_kernels
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..model.ssd import check_implementation
@@ -221,7 +221,9 @@ def restoration_plan(inputs: RunInputs, k: int) -> HeadPlan:
 
 
 def align_all_heads(inputs: RunInputs) -> RunInputs:
-    """Return the run in ``aligned/`` that aligns every head, independent of the final plan, after completing it."""
+    """Return the run in ``aligned/`` that aligns every head, independent of the final plan; completed on first use."""
+    if inputs.aligned is not None:
+        return inputs.aligned
     config = inputs.config
     stages = []
     for stage in config.head_stages:
@@ -239,6 +241,7 @@ def align_all_heads(inputs: RunInputs) -> RunInputs:
     folders = aligned.paths.stage_folders(stages)
     if not agree_on(lambda: all(StageManifest.read(folder) for folder in folders)):
         train(aligned, choose_heads(aligned))
+    inputs.aligned = aligned
     return aligned
 
 
@@ -250,7 +253,8 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
     processes and all later starts load it. build.json lists the source of every tensor."""
     nn.Module.to(inputs.teacher, connect().device)
     config = inputs.config
-    if weights_of_built(inputs, plan) is None:
+    requirements = made_for(inputs, plan)
+    if weights_of_built(inputs, requirements) is None:
         # All processes align together, and all open the rows, before one of them builds alone.
         aligned = config.student.aligned
         if config.plan.selection == "restoration":
@@ -258,7 +262,6 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
         rows = None
         if aligned is None and config.student.init == "fitted":
             rows = inputs.calibration_rows()
-        requirements = made_for(inputs, plan)
         built: list[HybridForCausalLM] = []
         on_main_process(lambda: built.append(build_and_save(inputs, plan, aligned, rows, requirements)))
         if built:
@@ -267,9 +270,8 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
     return student
 
 
-def weights_of_built(inputs: RunInputs, plan: HeadPlan) -> str | None:
-    """Return the hash of the weights that the run's student was built with, None if it is not built yet."""
-    requirements = made_for(inputs, plan)
+def weights_of_built(inputs: RunInputs, requirements: Record) -> str | None:
+    """Return the hash of the weights of the student that was built for these `made_for`, None if there is none."""
     return from_main(lambda: built_weights(inputs.paths, requirements))
 
 
@@ -285,7 +287,7 @@ def train(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
     if plan.keeps_all:
         log.info("every head is kept: the student is the teacher, and there is nothing to train")
         return student
-    parent = weights_of_built(inputs, plan) or ""
+    parent = weights_of_built(inputs, made_for(inputs, plan)) or ""
     steps = 0
     for stage, folder in zip(inputs.stages, inputs.paths.stage_folders(inputs.stages)):
         manifest = _train_stage(inputs, student, stage, folder, parent, steps)
@@ -436,7 +438,7 @@ def export(
 # Runs beside one another
 
 
-def run_beside(shared: RunInputs, config: RunConfig) -> tuple[RunInputs, HybridForCausalLM, HeadPlan]:
+def run_beside(shared: RunInputs, config: RunConfig) -> None:
     """Train and measure a student in a separate run that copies the teacher's evaluation from ``shared``.
 
     If every head is kept, the student is the teacher and has the same figures.
@@ -453,6 +455,4 @@ def run_beside(shared: RunInputs, config: RunConfig) -> tuple[RunInputs, HybridF
             write_text(inputs.paths.evaluation, measured)
 
     on_main_process(copy)
-    student = train(inputs, plan)
-    evaluate_run(inputs, student)
-    return inputs, student, plan
+    evaluate_run(inputs, train(inputs, plan))

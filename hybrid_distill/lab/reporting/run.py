@@ -26,7 +26,7 @@ from .heads import score_map, score_table
 from .record import STUDENT, TEACHER, RunRecord, read_run
 
 NOTE = (
-    "± is one standard error: binomial, or over the draws for a mean. "
+    "± is one standard error: binomial. "
     "Perplexity: per token of held-out text. "
     "Agreement: share of its tokens where student and teacher expect the same next token. "
     "Cache: keys and values of one sequence in 16-bit numbers, states in 32-bit, 1 MB = 1e6 bytes; "
