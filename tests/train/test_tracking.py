@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from training import small_config, small_rows, small_run, small_stage
 
-from hybrid_distill.pipeline import run
+from hybrid_distill.pipeline.run import run
 from hybrid_distill.train.loop import train_stage
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
