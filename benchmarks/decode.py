@@ -60,7 +60,7 @@ def costs(context: int) -> dict[str, Cost]:
     with torch.device("meta"):
         teacher = LlamaForCausalLM(LLAMA_1B)
     plan = HeadPlan.random(teacher, N_KEPT, seed=0)
-    student = empty_student(teacher, plan, D_STATE, 4)
+    student = empty_student(teacher, plan, d_state=D_STATE, conv_width=4)
     shape = {"length": context, "head_dim": LLAMA_1B.head_dim, "d_state": D_STATE}
     by_model = {}
     for name, model, heads in (("teacher", teacher, HeadPlan.all(teacher)), ("hybrid", student, plan)):

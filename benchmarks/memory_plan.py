@@ -166,7 +166,7 @@ def predict(case: Case, device: str = "cpu", **options: Any) -> MemoryPlan:
     """Plan from the meta device; by default for one process."""
     teacher = make_teacher(case, "meta")
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    student = empty_student(teacher, plan, case.d_state, 4, case.recurrence)
+    student = empty_student(teacher, plan, d_state=case.d_state, conv_width=4, recurrence=case.recurrence)
     shape = StageShape(case.config, student, teacher)
     settings = {"world": 1, "strategy": "ddp", "micro_batch": case.rows, "seq_len": case.length, "device": device}
     return memory_plan(shape, **{**settings, **options})

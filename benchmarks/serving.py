@@ -190,7 +190,7 @@ def said_bytes(engine: str, student: Any, plan: Any, folder: Path) -> int:
     keys = container_bytes(plan, **sizes) - states
     if engine == "vllm":  # spreads small heads over larger ones
         keys *= json.loads((folder / "config.json").read_text())["head_dim"] // config.head_dim
-    n_ssm = max(1, *(len(plan.recurrent_in(layer)) for layer in range(plan.n_layers)))
+    n_ssm = max(1, *(len(plan.replaced_in(layer)) for layer in range(plan.n_layers)))
     conv = n_ssm * (config.head_dim + 2 * config.d_state) * (config.conv_width - 1) * 4
     return keys + states + plan.n_layers * conv
 

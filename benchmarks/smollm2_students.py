@@ -137,7 +137,7 @@ def measure_one(out: Path, name: str) -> None:
         record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
         recurrent = []
         for n, mixer in enumerate(model.mixers()):
-            recurrent += [HeadId(n, head) for head in mixer.recurrent]
+            recurrent += [HeadId(n, head) for head in mixer.replaced]
         few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
         with ablate_heads(model, recurrent):
             record["perplexity without recurrence"] = measure(model, few_texts)["perplexity"]

@@ -166,9 +166,9 @@ def _recurrent(run: RunInputs, plan: HeadPlan, some: HeadPlan, align: StageConfi
             train_stage(make_stage(align, student, run.teacher), rows, out, progress=False)
     weights = []
     for layer, mixer in enumerate(student.mixers()):
-        picked = [mixer.recurrent.index(head) for head in some.recurrent_in(layer)]
+        picked = [mixer.replaced.index(head) for head in some.replaced_in(layer)]
         for name in ("x_proj", "b_proj", "c_proj", "z_proj"):
-            weight = getattr(mixer.ssm, name).weight.detach().unflatten(0, (len(mixer.recurrent), -1))
+            weight = getattr(mixer.ssm, name).weight.detach().unflatten(0, (len(mixer.replaced), -1))
             weights.append(weight[picked].clone())
     return weights
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record, refused
 from .kernels import Kernels
+from .model.configuration_hybrid import check_windows
 from .plan import Unit
 from .probes.prompt_formats import check_prompt_format
 from .student.init import Init
@@ -98,8 +99,13 @@ class PlanConfig:
 class StudentConfig:
     """Recurrent heads of the student."""
 
-    d_state: Count = 64
-    """State size N of each head."""
+    d_state: CountOrZero = 64
+    """State size N of each recurrent head, 4 to 128; 0 leaves replaced heads with their window alone."""
+    window: CountOrZero = 0
+    """Latest tokens that replaced heads attend to, beside their recurrence, with the teacher's own weights; 0 for
+    recurrence alone, as in the paper."""
+    sinks: CountOrZero = 0
+    """First tokens of a document that replaced heads attend to beside their ``window``."""
     conv_width: Count = 4
     """Width of the causal convolution before each head, in tokens."""
     recurrence: Literal["discrete", "mamba2", "mamba2-stock", "gdn"] = "discrete"
@@ -119,6 +125,14 @@ class StudentConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "student.")
+        names = {name: f"student.{name}" for name in ("window", "sinks", "d_state", "recurrence")}
+        check_windows(self.window, self.sinks, self.d_state, self.recurrence, names)
+
+    @property
+    def head_options(self) -> dict[str, Any]:
+        """Options of the replaced heads, as `build_student` and `empty_student` take them."""
+        names = ("d_state", "conv_width", "recurrence", "window", "sinks")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

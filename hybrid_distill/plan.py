@@ -113,7 +113,7 @@ class HeadPlan:
         """Return the kept query heads of a layer, ascending."""
         return tuple(head_id.head for head_id in self.kept if head_id.layer == layer)
 
-    def recurrent_in(self, layer: int) -> tuple[int, ...]:
+    def replaced_in(self, layer: int) -> tuple[int, ...]:
         """Return the query heads of a layer that become recurrent, ascending."""
         kept = set(self.kept_in(layer))
         return tuple(head for head in range(self.n_heads) if head not in kept)
@@ -384,7 +384,7 @@ def container_bytes(
     layers = range(plan.n_layers)
     # Falcon-H1 cannot have a layer without attention or without an SSM.
     n_kv_heads = max(1, *(len(plan.kv_groups_in(layer)) for layer in layers))
-    n_ssm_heads = max(1, *(len(plan.recurrent_in(layer)) for layer in layers))
+    n_ssm_heads = max(1, *(len(plan.replaced_in(layer)) for layer in layers))
     kv = 2 * n_kv_heads * head_dim * length * bytes_per_element
     ssm = n_ssm_heads * head_dim * d_state * STATE_BYTES
     return plan.n_layers * (kv + ssm)

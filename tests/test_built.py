@@ -142,8 +142,8 @@ def test_an_alignment_is_grafted_once(before, tmp_path, monkeypatch):
     built = build(this, choose_heads(this))
     donor = trained_student(RunInputs(none))[0]
     for mixer, source in zip(built.mixers(), donor.mixers()):
-        for place, head in enumerate(mixer.recurrent):
-            assert torch.equal(mixer.ssm.D[place], source.ssm.D[source.recurrent.index(head)])
+        for place, head in enumerate(mixer.replaced):
+            assert torch.equal(mixer.ssm.D[place], source.ssm.D[source.replaced.index(head)])
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
     assert weights_hash(build(RunInputs(config), choose_heads(this))) == weights_hash(built)
 

@@ -37,7 +37,7 @@ def test_the_table_follows_from_its_milliseconds() -> None:
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(LLAMA)
     plan = HeadPlan.random(teacher, config.plan.k, 0)
-    student = empty_student(teacher, plan, config.student.d_state, 4, config.student.recurrence)
+    student = empty_student(teacher, plan, **config.student.head_options)
     rows = re.findall(r"^\| (align|distill) \| (.*) \|$", DAY, re.MULTILINE)
     assert [name for name, _ in rows] == ["align", "distill"]
     for name, row in rows:

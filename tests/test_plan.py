@@ -72,9 +72,9 @@ def test_whole_layers_all_and_none() -> None:
 def test_kept_and_recurrent_heads_partition_a_layer() -> None:
     plan = HeadPlan.from_pairs(SHAPE, [(1, 5), (1, 0), (2, 7), (0, 6), (0, 7), (0, 2)])
     assert plan.kept_in(1) == (0, 5)
-    assert plan.recurrent_in(1) == (1, 2, 3, 4, 6, 7)
+    assert plan.replaced_in(1) == (1, 2, 3, 4, 6, 7)
     for layer in range(N_LAYERS):
-        heads = plan.kept_in(layer) + plan.recurrent_in(layer)
+        heads = plan.kept_in(layer) + plan.replaced_in(layer)
         assert sorted(heads) == list(range(N_HEADS))
     # Two query heads share a KV head: 2 // 2 = 1, 6 // 2 = 7 // 2 = 3.
     assert plan.kv_groups_in(0) == (1, 3)

@@ -155,7 +155,7 @@ def _plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> _Plann
 
 
 def _student(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> HybridForCausalLM:
-    return empty_student(teacher, plan, config.student.d_state, config.student.conv_width, config.student.recurrence)
+    return empty_student(teacher, plan, **config.student.head_options)
 
 
 def _launch(config: RunConfig, stages: list[_PlannedStage], command: str) -> str:

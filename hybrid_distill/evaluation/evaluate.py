@@ -90,7 +90,7 @@ def without_recurrence(model: PreTrainedModel, inputs: EvalInputs) -> Record | N
     # A student that keeps all heads has nothing to zero.
     recurrent: list[HeadId] = []
     for layer in range(config.num_hidden_layers):
-        recurrent += [HeadId(layer, head) for head in config.recurrent_in(layer)]
+        recurrent += [HeadId(layer, head) for head in config.replaced_in(layer)]
     if not recurrent:
         return None
     # A whole evaluation would double its time for one row of the report.

@@ -212,7 +212,7 @@ def _layout(student: HybridForCausalLM) -> _Layout:
     return _Layout(
         n_kv_heads=max(needed[per_kv_head], 1),
         per_kv_head=per_kv_head,
-        n_ssm_heads=max(1, *(len(mixer.recurrent) for mixer in mixers)),
+        n_ssm_heads=max(1, *(len(mixer.replaced) for mixer in mixers)),
         head_dim=student.config.head_dim,
     )
 
@@ -277,7 +277,7 @@ def _mamba(
     ssm = mixer.ssm
     out_DR = mixer.o_proj.weight
     head_dim = layout.head_dim
-    places = _filled(range(len(mixer.recurrent)), layout.n_ssm_heads)
+    places = _filled(range(len(mixer.replaced)), layout.n_ssm_heads)
     widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
     weights = {}
     biases = {}
@@ -298,7 +298,7 @@ def _mamba(
     conv_bias_R = torch.cat([biases["x"], biases["b"], biases["c"]])
     no_bias = torch.zeros_like(torch.cat([conv_bias_R, biases["a"]]))
     skip = out_DR.new_zeros(0) if ssm is None else ssm.D
-    heads = [None if place is None else mixer.recurrent[place] for place in places]
+    heads = [None if place is None else mixer.replaced[place] for place in places]
     return {
         "mamba.in_proj.weight": torch.cat(list(weights.values())),
         "mamba.in_proj.bias": torch.cat([biases["z"], no_bias]),

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..model import HybridForCausalLM
-from ..model.mixer import HybridMixer, SSMHeads
+from ..model.mixer import HybridMixer
+from ..model.recurrent_heads import SSMHeads
 from .falcon_h1 import backbone_obstacles, kept_by_group, placed, rope_kinds
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class GraphWriter:
             outputs.append(self._attention(mixer.attention, mixer.layer, projected, *n_heads))
         joined = outputs[0] if len(outputs) == 1 else self.op.Concat(*outputs, axis=-1)
         kept = [None if place is None else mixer.kept[place] for place in queries]
-        weight = placed(mixer.o_proj.weight.T, [*mixer.recurrent, *kept], self.head_dim).T
+        weight = placed(mixer.o_proj.weight.T, [*mixer.replaced, *kept], self.head_dim).T
         return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
 
     def _recurrent_parts(self, heads: SSMHeads) -> dict[str, Projection]:

@@ -5,8 +5,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig
 from .documents import packed_inputs
-from .mixer import HybridMixer, SSMHeads
+from .mixer import HybridMixer
 from .modeling_hybrid import HybridForCausalLM, HybridForSequenceClassification, HybridModel
+from .recurrent_heads import SSMHeads
 from .ssd import causal_conv, log_decay, mixing_matrix, ssd_scan, ssd_step
 from .windows import layer_windows
 

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .ring import TokenRing
+from .rows import static
+
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,6 +40,7 @@ class HybridLayerCache(DynamicLayer):
         self.values: Tensor | None = None
         self.conv_state: Tensor | None = None
         self.ssm_state: Tensor | None = None
+        self.ring: TokenRing | None = None
         self.seen = 0
 
     def advance(self, n_tokens: int) -> None:
@@ -65,6 +69,12 @@ class HybridLayerCache(DynamicLayer):
         if ssm_state is not None:
             self.ssm_state = ssm_state.clone(memory_format=torch.contiguous_format)
 
+    def ring_of(self, window: int, sinks: int) -> TokenRing:
+        """Return the ring of the windowed heads; the first call makes an empty one."""
+        if self.ring is None:
+            self.ring = TokenRing(window, sinks, is_static=self.is_compileable)
+        return self.ring
+
     def get_seq_length(self) -> int:
         return self.seen
 
@@ -92,14 +102,21 @@ class HybridLayerCache(DynamicLayer):
         raise ValueError("a recurrent state cannot be rolled back; copy the cache before the tokens to try out.")
 
     def nbytes(self) -> dict[str, int]:
-        """Count the bytes in use: ``kv``, ``ssm``, ``conv``."""
+        """Count the bytes in use: ``kv``, ``window``, ``ssm``, ``conv``."""
         held = {"kv": (self.keys, self.values), "ssm": (self.ssm_state,), "conv": (self.conv_state,)}
-        return {name: sum(t.nbytes for t in tensors if t is not None) for name, tensors in held.items()}
+        n_bytes = {}
+        for name, tensors in held.items():
+            n_bytes[name] = sum(t.nbytes for t in tensors if t is not None)
+        n_bytes["window"] = 0 if self.ring is None else self.ring.nbytes()
+        return n_bytes
 
     def _map(self, fn: Any) -> None:
         for name in ("keys", "values", "conv_state", "ssm_state"):
             if getattr(self, name) is not None:
                 setattr(self, name, fn(getattr(self, name)))
+        if self.ring is not None:
+            for name, tensor in self.ring.tensors().items():
+                setattr(self.ring, name, fn(tensor))
 
 
 class StaticLayerCache(HybridLayerCache):
@@ -117,8 +134,11 @@ class StaticLayerCache(HybridLayerCache):
 
     def advance(self, n_tokens: int) -> None:
         if self.n_seen is None:
-            held = next(t for t in (self.keys, self.ssm_state) if t is not None)
-            self.n_seen = _static(torch.zeros((), dtype=torch.long, device=held.device))
+            held = [self.keys, self.ssm_state]
+            if self.ring is not None:
+                held.append(self.ring.keys)
+            device = next(t.device for t in held if t is not None)
+            self.n_seen = static(torch.zeros((), dtype=torch.long, device=device))
         self.n_seen += n_tokens
         self.is_initialized = True
 
@@ -128,7 +148,7 @@ class StaticLayerCache(HybridLayerCache):
         if self.keys is None or self.values is None:
             (batch, heads, _, width), kind = key_states.shape, self.kv_dtype or dtype
             shape = batch, heads, self.max_length, width
-            self.keys, self.values = (_static(key_states.new_zeros(shape, dtype=kind)) for _ in range(2))
+            self.keys, self.values = (static(key_states.new_zeros(shape, dtype=kind)) for _ in range(2))
         place_L = torch.arange(key_states.shape[2], device=key_states.device)
         place_L = place_L if self.n_seen is None else place_L + self.n_seen
         for held, new in ((self.keys, key_states), (self.values, value_states)):
@@ -140,7 +160,7 @@ class StaticLayerCache(HybridLayerCache):
             if new is not None and getattr(self, name) is not None:
                 getattr(self, name).copy_(new)
             elif new is not None:
-                setattr(self, name, _static(new.clone(memory_format=torch.contiguous_format)))
+                setattr(self, name, static(new.clone(memory_format=torch.contiguous_format)))
 
     def get_seq_length(self) -> Any:
         return 0 if self.n_seen is None else self.n_seen
@@ -154,14 +174,10 @@ class StaticLayerCache(HybridLayerCache):
             held = getattr(self, name)
             if held is not None:
                 held.zero_()
+        if self.ring is not None:
+            for tensor in self.ring.tensors().values():
+                tensor.zero_()
         self.is_initialized = False
-
-
-def _static(tensor: Tensor) -> Tensor:
-    """Mark a tensor's address as static for torch.compile."""
-    if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(tensor)
-    return tensor
 
 
 class HybridCache(Cache):
@@ -175,6 +191,6 @@ class HybridCache(Cache):
         return cast(HybridLayerCache, self.layers[index])
 
     def nbytes(self) -> dict[str, int]:
-        """Count the bytes in use by all layers: ``kv``, ``ssm``, ``conv``."""
+        """Count the bytes in use by all layers: ``kv``, ``window``, ``ssm``, ``conv``."""
         layers = [self.layer(index).nbytes() for index in range(len(self.layers))]
-        return {name: sum(layer[name] for layer in layers) for name in ("kv", "ssm", "conv")}
+        return {name: sum(layer[name] for layer in layers) for name in layers[0]}

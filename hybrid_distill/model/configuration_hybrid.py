@@ -59,7 +59,12 @@ _RULES: dict[str, Rule] = {
     "rope_parameters": (lambda value: isinstance(value, Mapping), "a dictionary, or null"),
 }
 _OWN_RULES: dict[str, Rule] = {
-    "d_state": _whole(4, 128),
+    "d_state": (
+        lambda value: type(value) is int and (value == 0 or 4 <= value <= 128),
+        "a whole number from 4 to 128, or 0 for windows alone",
+    ),
+    "window": _whole(0, LARGEST["max_position_embeddings"]),
+    "sinks": _whole(0, LARGEST["max_position_embeddings"]),
     "conv_width": _whole(1, 16),
     "conv_bias": _SWITCH,
     "recurrence": (lambda value: value in RECURRENCES, f"one of {', '.join(RECURRENCES)}"),
@@ -98,7 +103,8 @@ class HybridConfig(PretrainedConfig):
 
     ``backbone`` is the teacher's ``config.to_dict()``. ``kept`` lists, per layer and ascending, the query heads that
     stay attention; every other head is recurrent with state size ``d_state``, in one of the `RECURRENCES` (see
-    `SSMHeads`). Only Llamba sets ``conv_bias``. An export records how it was checked: ``checked_attention``, the
+    `SSMHeads`). With a ``window``, these heads also attend to the last ``window`` tokens of a document and its first
+    ``sinks``; with ``d_state`` 0, they do nothing else. Only Llamba sets ``conv_bias``. An export records how it was checked: ``checked_attention``, the
     default attention implementation, and ``checked_transformers``, the versions of transformers under which exports of
     its family computed the same, oldest first. An older version is refused, an unknown one makes the model check itself
     when it is loaded. Raises ValueError for invalid fields, before any tensor is allocated.
@@ -121,6 +127,8 @@ class HybridConfig(PretrainedConfig):
         conv_width: int = 4,
         conv_bias: bool = False,
         recurrence: str = "discrete",
+        window: int = 0,
+        sinks: int = 0,
         checked_attention: str | None = None,
         checked_transformers: list[str] | None = None,
         **kwargs: Any,
@@ -131,10 +139,13 @@ class HybridConfig(PretrainedConfig):
         self.conv_width = conv_width
         self.conv_bias = conv_bias
         self.recurrence = recurrence
+        self.window = window
+        self.sinks = sinks
         self.checked_attention = checked_attention
         self.checked_transformers = checked_transformers
         for name, rule in _OWN_RULES.items():
             _check(name, getattr(self, name), rule)
+        check_windows(window, sinks, d_state, recurrence)
         if conv_bias and recurrence != "discrete":
             raise ValueError(f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out.")
         shared = None
@@ -181,8 +192,8 @@ class HybridConfig(PretrainedConfig):
         """Store the backbone's fields in ``config``, the one that a decoder reads."""
         self._backbone = config
 
-    def recurrent_in(self, layer: int) -> tuple[int, ...]:
-        """Return the recurrent query heads of a layer, ascending."""
+    def replaced_in(self, layer: int) -> tuple[int, ...]:
+        """Return the query heads of a layer that are not kept, ascending."""
         kept = set(self.kept[layer])
         return tuple(head for head in range(self.num_attention_heads) if head not in kept)
 
@@ -246,6 +257,29 @@ class HybridConfig(PretrainedConfig):
     def _fields_of_backbone(self) -> dict[str, Any]:
         stored = self.shared_backbone().to_dict()
         return {name: value for name, value in stored.items() if name not in _OWN and not name.startswith("_")}
+
+
+def check_windows(
+    window: int, sinks: int, d_state: int, recurrence: str, names: Mapping[str, str] | None = None
+) -> None:
+    """Raise ValueError for a window that no student can have; ``names`` are those of the caller's options."""
+    own = {name: name for name in ("window", "sinks", "d_state", "recurrence")}
+    name = {**own, **(names or {})}
+    if sinks > window:
+        raise ValueError(
+            f"{name['sinks']} is {sinks} and {name['window']} {window}; sinks are further tokens beside a window: pass "
+            f"at most {window}."
+        )
+    if not window and not d_state:
+        raise ValueError(
+            f"{name['d_state']} is 0, which leaves replaced heads with a window alone, and {name['window']} is 0; "
+            f"pass a {name['window']} of at least 1, or a {name['d_state']} of at least 4."
+        )
+    if window and recurrence == "mamba2-stock":
+        raise ValueError(
+            f"{name['recurrence']} is 'mamba2-stock', whose output gate cannot start closed, and {name['window']} is "
+            f"{window}; pass {name['window']} 0, or discrete, mamba2 or gdn."
+        )
 
 
 def check_version(checked: Any) -> None:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from .document_kernels import has_document_attention
 from .document_mask import DocumentMask, visible
+from .rows import document_begins
 from .windows import FULL, kinds_and_windows
 
 CACHE_WITH_PACKING = (
@@ -60,6 +61,12 @@ def seq_idx_of_positions(
     return starts_BL.cumsum(dim=1)
 
 
+def positions_in_documents(seq_idx_BL: Tensor) -> Tensor:
+    """Return positions that restart at 0 with each document."""
+    index_L = torch.arange(seq_idx_BL.shape[1], device=seq_idx_BL.device)
+    return index_L - document_begins(seq_idx_BL)
+
+
 def packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batch: int) -> bool:
     """Return True if the backbone's attention separates documents by `forward`'s own arguments, without a mask."""
     implementation = getattr(config, "_attn_implementation", None) or ""
@@ -97,11 +104,9 @@ def packed_inputs(
     check_packs(implementation)
     device = seq_idx_BL.device
     index_L = torch.arange(seq_idx_BL.shape[1], device=device)
-    starts_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
-    starts_BL[:, 1:] = seq_idx_BL[:, 1:] != seq_idx_BL[:, :-1]
-    begin_BL = torch.where(starts_BL, index_L, 0).cummax(dim=1).values
+    begin_BL = document_begins(seq_idx_BL)
     position_ids = index_L - begin_BL
-    is_token_BL = torch.ones_like(starts_BL) if mask_BL is None else mask_BL.bool()
+    is_token_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
     place_BL = is_token_BL.cumsum(dim=1)  # windows count tokens, not padding
     without_elements = (
         implementation == "sdpa" and mask_BL is None and has_document_attention(device)

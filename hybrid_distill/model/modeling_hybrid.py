@@ -34,11 +34,16 @@ from .document_mask import DocumentMask  # noqa: F401  # see below
 from .documents import packed_inputs  # noqa: F401  # see below
 from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
-from .mixer import HybridMixer, SSMHeads
+from .local_attention import attend_locally  # noqa: F401  # see below
+from .mixer import HybridMixer
+from .recurrent_heads import SSMHeads
+from .ring import TokenRing  # noqa: F401  # see below
+from .rows import TokensFirst  # noqa: F401  # see below
 
 # Keep every import: transformers up to 5.8 loads only those files of an export that this file imports directly.
 from .self_check import check_new_version
 from .ssd import check_implementation
+from .windowed_heads import WindowedAttention  # noqa: F401  # see above
 from .windows import layer_windows  # noqa: F401  # see above
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.

@@ -31,6 +31,8 @@ PIECES = (5, 1, 1, 4)
 """Lengths of the pieces that fill the cache, in tokens."""
 WINDOW = 4
 """Largest window and chunk during the check, shorter than the document."""
+SINKS = 2
+"""Largest number of sinks during the check: with the window, fewer tokens than the document."""
 MARGIN = 16
 """Tolerance of the logits, as a multiple of the effect of one extra rounding after every layer."""
 TF32_EPS = 2**-10
@@ -184,11 +186,20 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     config = decoder_of(model).config if _is_student(model) else text_config(model)
     sizes = {field: getattr(config, field, None) for field in LIMITED.values()}
     longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
+    windowed = []
+    if _is_student(model):
+        mixers: Any = model.mixers()
+        windowed = [mixer.windowed for mixer in mixers if mixer.windowed is not None]
+    reaches = [heads.reach for heads in windowed]
     try:
         for field in longer:
             setattr(config, field, WINDOW)
+        for heads, reach in zip(windowed, reaches, strict=True):
+            heads.reach = reach.shrunk(WINDOW, SINKS)
         yield
     finally:
+        for heads, reach in zip(windowed, reaches, strict=True):
+            heads.reach = reach
         for field, size in longer.items():
             setattr(config, field, size)
 

@@ -73,9 +73,7 @@ def new_student(
     student, report = build_student(
         inputs.teacher,
         plan,
-        d_state=options.d_state,
-        conv_width=options.conv_width,
-        recurrence=options.recurrence,
+        **options.head_options,
         init=init,
         calibration=calibration,
         recurrent=recurrent,
@@ -107,6 +105,6 @@ def _donor(inputs: RunInputs, stage: Path) -> HybridForCausalLM:
     weights: a second copy of a large model would not fit."""
     options = inputs.config.student
     none = HeadPlan.none(inputs.teacher)
-    donor = empty_student(inputs.teacher, none, options.d_state, options.conv_width, options.recurrence)
+    donor = empty_student(inputs.teacher, none, **options.head_options)
     load_recurrent_heads(donor, stage_tensors(stage), str(stage))
     return donor

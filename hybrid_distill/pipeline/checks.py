@@ -121,7 +121,7 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
         heads = known_plan(inputs, teacher, plan)
     heads = heads or HeadPlan.none(teacher)
     checked_sites(teacher, heads, options.init)
-    empty_student(teacher, heads, options.d_state, options.conv_width, options.recurrence)
-    check_family(teacher, options.recurrence)  # else a new transformers is found out after hours of scoring
+    empty_student(teacher, heads, **options.head_options)
+    check_family(teacher, options.recurrence, options.window)  # else a new transformers is found out after hours of scoring
     if options.aligned is not None and not StageManifest.read(options.aligned):
         raise ValueError(f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one.")

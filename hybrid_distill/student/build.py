@@ -14,15 +14,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import HEAD_NORMS, decoder_of
-from ..model.mixer import SSMHeads
+from ..model.mixer import silence
+from ..model.recurrent_heads import SSMHeads
 from ..model.self_check import check_rows
 from ..plan import HeadPlan
-from ..teacher import SUPPORTED, AttentionSite, attention_sites, eval_mode, fingerprint, trace_mixers
+from ..teacher import SUPPORTED, AttentionSite, MixerCall, attention_sites, eval_mode, fingerprint, trace_mixers
 from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 
 log = logging.getLogger(__name__)
 SMALL = 256
 """Vocabulary and MLP width of the student that `check_family` makes."""
+SHORT_WINDOW = 3
+"""Largest window of that student, shorter than the document that it is checked on."""
 Action = Literal["copied", "sliced", "initialized", "dropped"]
 _REFUSED = "Its heads can be scored and ablated, but not replaced: take a teacher of another family (docs/heads.md)."
 _OTHER_TEACHER = (
@@ -61,6 +64,8 @@ def build_student(
     d_state: int,
     conv_width: int = 4,
     recurrence: str = "discrete",
+    window: int = 0,
+    sinks: int = 0,
     init: Init = DEFAULT_INIT,
     calibration: Mapping[str, object] | None = None,
     recurrent: Mapping[str, Tensor] | None = None,
@@ -68,6 +73,10 @@ def build_student(
     kernels: str = "auto",
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Copy the teacher, in its dtype, and replace every head outside the plan by a recurrent head.
+
+    With a ``window``, a replaced head also attends to the last ``window`` tokens of a document and its first ``sinks``,
+    with the teacher's own weights. Its recurrent part is fitted to what that leaves over, and starts behind a closed
+    gate: the new student computes what the teacher would under these windows. ``d_state`` 0 leaves the windows alone.
 
     ``init`` initializes the recurrent heads; ``fitted`` needs ``calibration``, a batch of ordinary text:
     ``input_ids`` and optionally ``seq_idx``, both [B, L]. ``recurrence`` is the form of the recurrent heads
@@ -79,16 +88,31 @@ def build_student(
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
-    student = empty_student(teacher, plan, d_state, conv_width, recurrence)
+    student = empty_student(
+        teacher,
+        plan,
+        d_state=d_state,
+        conv_width=conv_width,
+        recurrence=recurrence,
+        window=window,
+        sinks=sinks,
+    )
     student.set_ssm_implementation(kernels)  # before the student checks itself
     check_teacher_rows(teacher)
-    traces = _trace(teacher, calibration, init) if recurrent is None else [None] * len(sites)
-    with torch.no_grad():
-        made = list(_tensors(student, teacher, sites, init, traces, seed, recurrent))
-    tensors = {record.name: tensor.clone(memory_format=torch.contiguous_format) for record, tensor in made}
-    student.load_state_dict(tensors, strict=True, assign=True)
+    made = list(_copied_tensors(student, teacher, sites))
+    _load(student, made)
     _copy_buffers(student, teacher)
     student.tie_weights()
+    if recurrent is not None:
+        started = list(_known_tensors(student, recurrent, teacher.device))
+    else:
+        traces: Sequence[LayerTrace | None] = [None] * len(sites)
+        if d_state:
+            traces = _trace(teacher, student, calibration, init)
+        with torch.no_grad():
+            started = list(_initialized_tensors(student, sites, init, traces, seed))
+    _load(student, started)
+    made += started
     student.generation_config = copy.deepcopy(teacher.generation_config)
     check_rows(student, _OTHER_TEACHER)
     records = [record for record, _ in made]
@@ -117,7 +141,7 @@ def check_teacher_rows(teacher: PreTrainedModel) -> None:
     check_rows(teacher, _OTHER_TEACHER)
 
 
-def check_family(teacher: PreTrainedModel, recurrence: str = "discrete") -> None:
+def check_family(teacher: PreTrainedModel, recurrence: str = "discrete", window: int = 0) -> None:
     """Check a small random student of the teacher's family with `check_rows`, before anything is computed.
 
     It has the teacher's config, but few layers (one of each type), a small vocabulary and narrow MLPs. The teacher may
@@ -138,7 +162,15 @@ def check_family(teacher: PreTrainedModel, recurrence: str = "discrete") -> None
         return
     first_heads = [(layer, 0) for layer in range(config.num_hidden_layers)]
     plan = HeadPlan.from_pairs(small, first_heads)
-    build_student(small, plan, d_state=4, recurrence=recurrence, init="random")
+    build_student(
+        small,
+        plan,
+        d_state=4,
+        recurrence=recurrence,
+        window=min(window, SHORT_WINDOW),
+        sinks=min(window, 1),
+        init="random",
+    )
 
 
 def _small_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -158,7 +190,14 @@ def _small_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def empty_student(
-    teacher: PreTrainedModel, plan: HeadPlan, d_state: int, conv_width: int, recurrence: str = "discrete"
+    teacher: PreTrainedModel,
+    plan: HeadPlan,
+    *,
+    d_state: int,
+    conv_width: int,
+    recurrence: str = "discrete",
+    window: int = 0,
+    sinks: int = 0,
 ) -> HybridForCausalLM:
     """Make a student on the meta device: shapes without values. The teacher may be on the meta device too."""
     config = HybridConfig(
@@ -167,6 +206,8 @@ def empty_student(
         d_state=d_state,
         conv_width=conv_width,
         recurrence=recurrence,
+        window=window,
+        sinks=sinks,
         dtype=teacher.dtype,
     )
     config._attn_implementation = teacher.config._attn_implementation
@@ -221,66 +262,117 @@ def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
             )
 
 
+Made = tuple[TensorRecord, Tensor]
+
+
+def _load(student: HybridForCausalLM, made: Sequence[Made]) -> None:
+    """Give the student these tensors, as copies. Raises RuntimeError for a tensor that it does not have."""
+    tensors = {}
+    for record, tensor in made:
+        tensors[record.name] = tensor.clone(memory_format=torch.contiguous_format)
+    unexpected = student.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    if unexpected:
+        raise RuntimeError(f"the student has no tensors {', '.join(unexpected)}")
+
+
 @torch.no_grad()
 def _trace(
-    teacher: PreTrainedModel, calibration: Mapping[str, object] | None, init: Init
+    teacher: PreTrainedModel,
+    student: HybridForCausalLM,
+    calibration: Mapping[str, object] | None,
+    init: Init,
 ) -> Sequence[LayerTrace | None]:
-    """Record the inputs and outputs of every layer's heads on the calibration batch, if ``init`` needs them."""
+    """Record what the recurrent heads of every layer are fitted to, if ``init`` needs it.
+
+    That is the teacher's heads on the calibration batch; beside a window, what the window leaves over.
+    """
     if init != "fitted":
         return [None] * teacher.config.num_hidden_layers
     if calibration is None:
         raise ValueError(f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'.")
-    input_ids, seq_idx = (calibration.get(name) for name in ("input_ids", "seq_idx"))
+    input_ids = calibration.get("input_ids")
+    seq_idx = calibration.get("seq_idx")
     if not isinstance(input_ids, Tensor):
         raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
-    seq_idx = (seq_idx if isinstance(seq_idx, Tensor) else torch.zeros_like(input_ids)).to(teacher.device)
+    if not isinstance(seq_idx, Tensor):
+        seq_idx = torch.zeros_like(input_ids)
+    seq_idx = seq_idx.to(teacher.device)
     with eval_mode(teacher), trace_mixers(teacher) as calls:
         packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
         decoder_of(teacher)(input_ids=input_ids.to(teacher.device), use_cache=False, **packed)
-    return [LayerTrace(call.hidden_BLD, call.heads_BLHP, seq_idx) for call in calls.values()]
+    traces = []
+    for mixer, call in zip(student.mixers(), calls.values(), strict=True):
+        target_BLHP = call.heads_BLHP
+        if mixer.windowed is not None:
+            target_BLHP = target_BLHP - _windowed_heads(mixer, call, seq_idx)
+        traces.append(LayerTrace(call.hidden_BLD, target_BLHP, seq_idx))
+    return traces
 
 
-def _tensors(
+def _windowed_heads(mixer: HybridMixer, call: MixerCall, seq_idx_BL: Tensor) -> Tensor:
+    """Return what a layer's heads compute without recurrence, [B, L, H, P], on the teacher's input to the layer."""
+    attended = call.heads_BLHP[:, :, list(mixer.kept)]
+    arguments = {**call.kwargs, "seq_idx": seq_idx_BL, "attended": attended}
+    with silence([mixer], "recurrence"):
+        return mixer.heads(*call.args, **arguments)
+
+
+def _copied_tensors(
+    student: HybridForCausalLM, teacher: PreTrainedModel, sites: Sequence[AttentionSite]
+) -> Iterator[Made]:
+    """Yield every tensor that the student takes from the teacher, with its record."""
+    source = teacher.state_dict()
+
+    def copied(name: str, action: Action, tensor: Tensor, original: str) -> Made:
+        return TensorRecord(name, action, tuple(tensor.shape), (original,)), tensor
+
+    mixer_names = _mixer_names(student)
+    for site, own, mixer in zip(sites, mixer_names, student.mixers(), strict=True):
+        assert site.layout is not None
+        for name, tensor in _kept_tensors(site, mixer).items():
+            original = f"{site.name}.{name}"
+            action = "copied" if tensor.shape == source[original].shape else "sliced"
+            yield copied(f"{own}.attention.{name}", action, tensor, original)
+        for name, tensor in site.o_proj.state_dict().items():
+            original = f"{site.name}.{site.layout.output}.{name}"
+            yield copied(f"{own}.o_proj.{name}", "copied", tensor, original)
+    named = _teacher_names(teacher)
+    inside = tuple(f"{name}." for name in mixer_names)
+    for name in student.state_dict():
+        if not name.startswith(inside):
+            yield copied(name, "copied", source[named(name)], named(name))
+
+
+def _known_tensors(
+    student: HybridForCausalLM, recurrent: Mapping[str, Tensor], device: torch.device
+) -> Iterator[Made]:
+    """Yield the given tensors of all recurrent heads, with their records."""
+    for name in recurrent_tensors(student):
+        tensor = recurrent[name].to(device)
+        yield TensorRecord(name, "initialized", tuple(tensor.shape)), tensor
+
+
+def _initialized_tensors(
     student: HybridForCausalLM,
-    teacher: PreTrainedModel,
     sites: Sequence[AttentionSite],
     init: Init,
     traces: Sequence[LayerTrace | None],
     seed: int,
-    recurrent: Mapping[str, Tensor] | None,
-) -> Iterator[tuple[TensorRecord, Tensor]]:
-    """Yield every student tensor with its record."""
+) -> Iterator[Made]:
+    """Yield new tensors of all recurrent heads, with their records."""
     generator = torch.Generator().manual_seed(seed)
     config = student.config
     assert isinstance(config, HybridConfig)
-    source, inside = teacher.state_dict(), list[str]()
-
-    def made(name: str, action: Action, tensor: Tensor, *made_from: str) -> tuple[TensorRecord, Tensor]:
-        return TensorRecord(name, action, tuple(tensor.shape), made_from), tensor
-
-    for site, own, mixer, trace in zip(sites, _mixer_names(student), student.mixers(), traces, strict=True):
-        assert site.layout is not None
-        inside.append(f"{own}.")
-        for name, tensor in _kept_tensors(site, mixer).items():
-            original = f"{site.name}.{name}"
-            action = "copied" if tensor.shape == source[original].shape else "sliced"
-            yield made(f"{own}.attention.{name}", action, tensor, original)
-        for name, tensor in site.o_proj.state_dict().items():
-            yield made(f"{own}.o_proj.{name}", "copied", tensor, f"{site.name}.{site.layout.output}.{name}")
-        if mixer.ssm is not None and recurrent is not None:
-            for name in mixer.ssm.state_dict():
-                whole_name = f"{own}.ssm.{name}"
-                yield made(whole_name, "initialized", recurrent[whole_name].to(teacher.device))
-        elif mixer.ssm is not None:
-            like = mixer.ssm.state_dict()
-            started = init_ssm(init, site, mixer.recurrent, config, generator, trace)
-            for name, (tensor, used) in started.items():
-                original = (f"{site.name}.{n}" for n in used)
-                yield made(f"{own}.ssm.{name}", "initialized", tensor.to(like[name].dtype), *original)
-    named = _teacher_names(teacher)
-    for name in student.state_dict():
-        if not name.startswith(tuple(inside)):
-            yield made(name, "copied", source[named(name)], named(name))
+    mixer_names = _mixer_names(student)
+    for site, own, mixer, trace in zip(sites, mixer_names, student.mixers(), traces, strict=True):
+        if mixer.ssm is None:
+            continue
+        like = mixer.ssm.state_dict()
+        started = init_ssm(init, site, mixer.replaced, config, generator, trace)
+        for name, (tensor, used) in started.items():
+            originals = tuple(f"{site.name}.{original}" for original in used)
+            record = TensorRecord(f"{own}.ssm.{name}", "initialized", tuple(tensor.shape), originals)
+            yield record, tensor.to(like[name].dtype)
 
 
 def recurrent_tensors(student: HybridForCausalLM) -> dict[str, Tensor]:
@@ -403,13 +495,13 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
         ours, theirs = mixer.ssm, source.ssm
         if ours is None:
             continue
-        missing = sorted(set(mixer.recurrent) - set(source.recurrent))
+        missing = sorted(set(mixer.replaced) - set(source.replaced))
         if missing or theirs is None or (theirs.d_state, theirs.recurrence) != (ours.d_state, ours.recurrence):
             raise ValueError(
                 f"layer {mixer.layer} of the donor has no recurrent heads {missing or 'of this form'}; "
                 "align a student that keeps no head, with the same d_state, conv_width and recurrence."
             )
-        _copy_heads(ours, theirs, [source.recurrent.index(head) for head in mixer.recurrent])
+        _copy_heads(ours, theirs, [source.replaced.index(head) for head in mixer.replaced])
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.gated_delta import delta_scan, unit_keys
-from ..model.mixer import spread_half_lives
+from ..model.recurrent_heads import spread_half_lives
 from ..model.ssd import causal_conv, ssd_scan
 from .score_factors import RIDGE, Factors, LayerTrace
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..model import HybridConfig
 from ..model.layout import HEAD_NORMS
-from ..model.mixer import FORMS, OPEN_GATE
+from ..model.recurrent_heads import CLOSED_GATE, FORMS, OPEN_GATE
 from ..model.ssd import raw_decay
 from ..teacher import AttentionSite
 from .fit import WRITE, Coefficients, fit_coefficients, guess_coefficients
@@ -119,7 +119,9 @@ def init_ssm(
         tensors["c_proj.bias"] = (c_bias, from_qk)
     if form.has_gate_bias:
         tensors["z_proj.weight"] = (torch.zeros_like(x_weight), ())
-        tensors["z_proj.bias"] = (torch.full_like(x_bias, OPEN_GATE), ())
+        # Beside a window, the heads start as zeros.
+        gate = CLOSED_GATE if config.window else OPEN_GATE
+        tensors["z_proj.bias"] = (torch.full_like(x_bias, gate), ())
     else:
         # Open at the mean input, if calibration data provides it.
         noise = small_noise(generator, *x_weight.shape, like=x_weight)

@@ -102,4 +102,4 @@ class LayerAlignment(TeacherForced[Align]):
     def _recurrent(self, layer: int, heads_BLHP: Tensor) -> Tensor:
         """Select the heads that are recurrent in the student, [B, L, R, P]."""
         mixer = self.student.mixers()[layer]
-        return pick_heads(heads_BLHP, mixer.recurrent, dim=2)
+        return pick_heads(heads_BLHP, mixer.replaced, dim=2)

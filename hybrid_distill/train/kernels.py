@@ -15,7 +15,7 @@ from hybrid_kernels import loss as fused_loss
 
 from ..distributed import WorldError, compute_everywhere
 from ..kernels import loss_implementation
-from ..model.mixer import SSMHeads
+from ..model.recurrent_heads import SSMHeads
 from ..model.ssd import KERNEL_WIDTHS, implementation_of
 from .end_to_end import EndToEnd
 from .on_policy import OnPolicy

@@ -60,7 +60,7 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
         mixer = self.student.mixers()[layer]
         mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
         maps_BHLS = call.output[1]
-        maps_BRLS = pick_heads(maps_BHLS, mixer.recurrent, dim=1)
+        maps_BRLS = pick_heads(maps_BHLS, mixer.replaced, dim=1)
         n_rows_of_step = totals.get("rows")
         return frobenius_loss(mixing_BRLS, maps_BRLS, batch["mask"], n_rows_of_step)
 

@@ -168,7 +168,7 @@ class TeacherForced(Stage[Config]):
         # Registered, unlike the student, whose other weights are the teacher's.
         self.mixers = nn.ModuleList(student.mixers())
         mixers = student.mixers()
-        self._sites = [site for site in attention_sites(teacher) if mixers[site.layer].recurrent]
+        self._sites = [site for site in attention_sites(teacher) if mixers[site.layer].replaced]
 
     @abstractmethod
     def watched(self, site: AttentionSite) -> nn.Module:

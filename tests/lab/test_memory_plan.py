@@ -152,7 +152,7 @@ def meta_models(config: Any, dtype: torch.dtype, kept: int = 20, d_state: int = 
     """Student and teacher without values."""
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return empty_student(teacher, HeadPlan.random(config, kept, seed=0), d_state, 4), teacher
+    return empty_student(teacher, HeadPlan.random(config, kept, seed=0), d_state=d_state, conv_width=4), teacher
 
 
 def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:

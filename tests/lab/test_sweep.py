@@ -243,7 +243,7 @@ def test_cells_take_over_the_heads_of_one_alignment(finished: Path) -> None:
     student = RunInputs(cell_config(this, cell), this.teacher)
     donor, _ = trained_student(finished_run(finished / "shared/n4-s0/aligned"))
     for mixer, source in zip(build(student, choose_heads(student)).mixers(), donor.mixers()):
-        picked = [source.recurrent.index(head) for head in mixer.recurrent]
+        picked = [source.replaced.index(head) for head in mixer.replaced]
         torch.testing.assert_close(mixer.ssm.D, source.ssm.D[picked], rtol=0, atol=0)
 
 

@@ -15,7 +15,7 @@ from test_ssd import delta_inputs as inputs
 
 from hybrid_distill.model import gated_delta
 from hybrid_distill.model.gated_delta import delta_scan, delta_step
-from hybrid_distill.model.mixer import SSMHeads
+from hybrid_distill.model.recurrent_heads import SSMHeads
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 

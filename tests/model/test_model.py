@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hybrid_distill.model import HybridCache, HybridConfig, HybridForCausalLM, configuration_hybrid, packed_inputs
 from hybrid_distill.model.layout import cache_of
-from hybrid_distill.model.mixer import SSMHeads
+from hybrid_distill.model.recurrent_heads import SSMHeads
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, trace_mixers

@@ -207,7 +207,7 @@ def own_parameter(site: HeadSite, head: int) -> Tensor:
         case "HybridMixer" if site.kind_of(head) == "attention":
             return mixer.attention.q_proj.weight.unflatten(0, (len(mixer.kept), -1))[mixer.kept.index(head)]
         case "HybridMixer":
-            return mixer.ssm.D[mixer.recurrent.index(head)]
+            return mixer.ssm.D[mixer.replaced.index(head)]
     return mixer.q_proj.weight[rows] if site.kind == "attention" else mixer.D[head]
 
 

@@ -55,7 +55,7 @@ def test_the_target_is_the_output_of_the_teachers_own_module(family_model, famil
     teacher_states = states.hidden_states
     for layer, call in enumerate(traced(teacher, batch)):
         mixer, block = student.mixers()[layer], teacher.base_model.layers[layer]
-        recurrent = list(mixer.recurrent)
+        recurrent = list(mixer.replaced)
         with torch.no_grad():
             kwargs = {**call.kwargs, "seq_idx": batch["seq_idx"]}
             heads = mixer.heads(*call.args, **kwargs)
@@ -235,7 +235,7 @@ def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
         mixer = student.mixers()[layer]
         with torch.no_grad():
             mixing = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
-        error = (mixing - maps[layer][:, list(mixer.recurrent)]) * batch["mask"][:, None, :, None]
+        error = (mixing - maps[layer][:, list(mixer.replaced)]) * batch["mask"][:, None, :, None]
         torch.testing.assert_close(found.per_layer[f"layer.{layer}"], torch.linalg.matrix_norm(error).mean())
     found.total.backward()
     for name, parameter in stage.named_parameters():

@@ -75,7 +75,7 @@ def read_mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterato
             continue
         if scan is None:  # made once for a layer's heads, and only if one of them is recurrent
             scan = SCANS[site.kind](mixer, calls)
-        index = mixer.recurrent.index(head.head) if site.kind == "hybrid" else head.head
+        index = mixer.replaced.index(head.head) if site.kind == "hybrid" else head.head
         yield HeadMix(head, kind, *scan(index))
 
 

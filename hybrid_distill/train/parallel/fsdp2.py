@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ...distributed import rank_and_world
 from ...model.layout import decoder_of
-from ...model.mixer import SSMHeads
+from ...model.recurrent_heads import SSMHeads
 from ...teacher import decoder_blocks
 from ..optimizer import trainable
 from ..stage import Stage

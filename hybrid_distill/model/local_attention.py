@@ -1,0 +1,229 @@
+"""Attention of replaced heads within a window: the last W tokens of a document, and its first S (sinks).
+
+No part grows with the square of the length: queries run in blocks, each against its own near keys and
+the sinks of one document.
+
+Shapes: B batch, L length, H windowed query heads, G KV heads that they read, P head dim, W window,
+S sinks, T tokens (earlier ones and the row's), Q queries per block, N blocks, K keys per block,
+R = S + W slots of a ring.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128  # queries per block: each block also reads W - 1 + S keys of earlier tokens
+
+
+class Reach(NamedTuple):
+    """What a windowed head sees of its document, in tokens."""
+
+    window: int
+    """Latest tokens, the current one included."""
+    sinks: int
+    """First tokens of the document."""
+    limit: int | None = None
+    """Sliding window of the layer itself, beyond which the teacher sees nothing, not even the sinks."""
+
+    def shrunk(self, window: int, sinks: int) -> Reach:
+        """Return this reach with at most that window and those sinks, also where the layer limits it."""
+        limit = self.limit
+        if limit is not None:
+            limit = min(limit, window)
+        return Reach(min(self.window, window), min(self.sinks, sinks), limit)
+
+    def sees(self, distance: Tensor, place: Tensor) -> Tensor:
+        """Return where a token of this ``place`` in the document is seen from this ``distance``."""
+        seen = (distance < self.window) | (place < self.sinks)
+        seen = seen & (distance >= 0) & (place >= 0)
+        if self.limit is not None:
+            seen = seen & (distance < self.limit)
+        return seen
+
+
+class Earlier(NamedTuple):
+    """Tokens before a row, from a ring: the last W - 1 in order, the first S, and their number."""
+
+    near_keys: Tensor
+    near_values: Tensor
+    sink_keys: Tensor
+    sink_values: Tensor
+    n_tokens_B: Tensor
+
+
+class Scoring(NamedTuple):
+    """How a family turns products of queries and keys into attention weights."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+def attend_locally(
+    query_BHLP: Tensor,
+    key_BGLP: Tensor,
+    value_BGLP: Tensor,
+    begin_BL: Tensor,
+    reach: Reach,
+    scoring: Scoring,
+    earlier: Earlier | None = None,
+) -> Tensor:
+    """Compute windowed attention of a row, [B, H, L, P].
+
+    ``begin_BL`` is the index of the first token of each token's document; with ``earlier`` tokens,
+    which belong to the row's only document, it is not read. Consecutive query heads share a KV head.
+    """
+    length = query_BHLP.shape[2]
+    n_past = reach.window - 1
+    size = min(BLOCK, length)
+    n_blocks = -(-length // size)
+    padding = n_blocks * size - length
+
+    # Indices count from the first of W - 1 earlier tokens, real or not: query i is token n_past + i.
+    if earlier is None:
+        key_BGTP = F.pad(key_BGLP, (0, 0, n_past, padding))
+        value_BGTP = F.pad(value_BGLP, (0, 0, n_past, padding))
+        begin_BL = begin_BL + n_past
+    else:
+        key_BGTP = torch.cat([earlier.near_keys, key_BGLP], dim=2)
+        value_BGTP = torch.cat([earlier.near_values, value_BGLP], dim=2)
+        key_BGTP = F.pad(key_BGTP, (0, 0, 0, padding))
+        value_BGTP = F.pad(value_BGTP, (0, 0, 0, padding))
+        # Negative for a document that began before these tokens.
+        begin_BL = (n_past - earlier.n_tokens_B).unsqueeze(1).expand(-1, length)
+    begin_BNQ = F.pad(begin_BL, (0, padding)).unflatten(1, (n_blocks, size))
+
+    key_BNGKP = _near_blocks(key_BGTP, n_past + size, size)
+    value_BNGKP = _near_blocks(value_BGTP, n_past + size, size)
+    seen_BNQK = _seen_near(begin_BNQ, reach)
+    if reach.sinks and (n_blocks > 1 or earlier is not None):
+        # Only one document can have sinks before a block's near keys: that of its first query.
+        sink_keys = None if earlier is None else earlier.sink_keys
+        sink_values = None if earlier is None else earlier.sink_values
+        begin_BN = begin_BNQ[:, :, 0]
+        key_BNGSP = _sinks(key_BGTP, begin_BN, reach.sinks, sink_keys)
+        value_BNGSP = _sinks(value_BGTP, begin_BN, reach.sinks, sink_values)
+        key_BNGKP = torch.cat([key_BNGSP, key_BNGKP], dim=3)
+        value_BNGKP = torch.cat([value_BNGSP, value_BNGKP], dim=3)
+        seen_BNQK = torch.cat([_seen_sinks(begin_BNQ, reach), seen_BNQK], dim=3)
+
+    query_BHTP = F.pad(query_BHLP, (0, 0, 0, padding))
+    query_BNHQP = query_BHTP.unflatten(2, (n_blocks, size)).transpose(1, 2)
+    out_NHQP = attend(
+        query_BNHQP.flatten(0, 1),
+        key_BNGKP.flatten(0, 1),
+        value_BNGKP.flatten(0, 1),
+        seen_BNQK.flatten(0, 1),
+        scoring,
+    )
+    out_BNHQP = out_NHQP.unflatten(0, (-1, n_blocks))
+    return out_BNHQP.transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def attend_ring(
+    query_BH1P: Tensor,
+    key_BGRP: Tensor,
+    value_BGRP: Tensor,
+    place_BR: Tensor,
+    last_place_B: Tensor,
+    reach: Reach,
+    scoring: Scoring,
+) -> Tensor:
+    """Compute windowed attention of one token per row, the last in its ring, [B, H, 1, P]."""
+    distance_BR = last_place_B.unsqueeze(1) - place_BR
+    seen_BR = reach.sees(distance_BR, place_BR)
+    # A sink that is still in the window is read there.
+    is_sink_R = torch.arange(place_BR.shape[1], device=place_BR.device) < reach.sinks
+    seen_BR = seen_BR & ~(is_sink_R & (distance_BR < reach.window))
+    return attend(query_BH1P, key_BGRP, value_BGRP, seen_BR.unsqueeze(1), scoring)
+
+
+def attend(
+    query_BHQP: Tensor,
+    key_BGKP: Tensor,
+    value_BGKP: Tensor,
+    seen_BQK: Tensor,
+    scoring: Scoring,
+) -> Tensor:
+    """Attend under a boolean mask; H / G consecutive query heads read each KV head."""
+    n_groups = key_BGKP.shape[1]
+    n_queries = query_BHQP.shape[2]
+    # The heads of a KV head become more queries of one head: no key is copied for them.
+    group_size = query_BHQP.shape[1] // n_groups
+    query_BGQP = query_BHQP.unflatten(1, (n_groups, group_size)).flatten(2, 3)
+    seen_B1QK = seen_BQK.repeat(1, group_size, 1).unsqueeze(1)
+    if scoring.softcap is None:
+        out_BGQP = F.scaled_dot_product_attention(
+            query_BGQP,
+            key_BGKP,
+            value_BGKP,
+            attn_mask=seen_B1QK,
+            dropout_p=scoring.dropout,
+            scale=scoring.scale,
+        )
+    else:
+        scale = query_BHQP.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+        scores = query_BGQP @ key_BGKP.mT * scale
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        scores = scores.masked_fill(~seen_B1QK, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(query_BHQP.dtype)
+        out_BGQP = F.dropout(weights, scoring.dropout) @ value_BGKP
+    return out_BGQP.unflatten(2, (group_size, n_queries)).flatten(1, 2)
+
+
+def _near_blocks(t_BGTP: Tensor, n_keys: int, step: int) -> Tensor:
+    """Return overlapping blocks of keys, [B, N, G, K, P]."""
+    blocks_BGNPK = t_BGTP.unfold(2, n_keys, step)
+    return blocks_BGNPK.permute(0, 2, 1, 4, 3)
+
+
+def _seen_near(begin_BNQ: Tensor, reach: Reach) -> Tensor:
+    """Return which near keys each query sees."""
+    _, n_blocks, size = begin_BNQ.shape
+    n_past = reach.window - 1
+    device = begin_BNQ.device
+    in_block_K = torch.arange(n_past + size, device=device)
+    query_Q = n_past + torch.arange(size, device=device)
+    distance_QK = query_Q.unsqueeze(1) - in_block_K
+    block_N = torch.arange(n_blocks, device=device) * size
+    key_NK = block_N.unsqueeze(1) + in_block_K
+    place_BNQK = key_NK.unsqueeze(1) - begin_BNQ.unsqueeze(3)
+    return reach.sees(distance_QK, place_BNQK)
+
+
+def _sinks(
+    t_BGTP: Tensor, begin_BN: Tensor, n_sinks: int, stored_BGSP: Tensor | None
+) -> Tensor:
+    """Return the sinks of the document that begins at each index, [B, N, G, S, P]."""
+    n_blocks = begin_BN.shape[1]
+    sink_S = torch.arange(n_sinks, device=begin_BN.device)
+    index_BNS = begin_BN.unsqueeze(2) + sink_S
+    index = index_BNS.clamp(0, t_BGTP.shape[2] - 1).flatten(1)[:, None, :, None]
+    batch, n_groups, _, width = t_BGTP.shape
+    picked_BGTP = t_BGTP.gather(2, index.expand(batch, n_groups, -1, width))
+    sinks_BNGSP = picked_BGTP.unflatten(2, (n_blocks, n_sinks)).transpose(1, 2)
+    if stored_BGSP is None:
+        return sinks_BNGSP
+    is_stored_BN1S1 = (index_BNS < 0)[:, :, None, :, None]
+    return torch.where(is_stored_BN1S1, stored_BGSP.unsqueeze(1), sinks_BNGSP)
+
+
+def _seen_sinks(begin_BNQ: Tensor, reach: Reach) -> Tensor:
+    """Return which sinks of a block each query sees: those of its own document before the near keys."""
+    _, n_blocks, size = begin_BNQ.shape
+    device = begin_BNQ.device
+    first_key_N = torch.arange(n_blocks, device=device) * size
+    begin_BN = begin_BNQ[:, :, 0]
+    index_BNS = begin_BN.unsqueeze(2) + torch.arange(reach.sinks, device=device)
+    is_before_BNS = index_BNS < first_key_N[:, None]
+    is_same_BNQ = begin_BNQ == begin_BN.unsqueeze(2)
+    seen_BNQS = is_same_BNQ.unsqueeze(3) & is_before_BNS.unsqueeze(2)
+    if reach.limit is not None:
+        query_NQ = reach.window - 1 + first_key_N.unsqueeze(1) + torch.arange(size, device=device)
+        distance_BNQS = query_NQ.unsqueeze(2) - index_BNS.unsqueeze(2)
+        seen_BNQS = seen_BNQS & (distance_BNQS < reach.limit)
+    return seen_BNQS

@@ -1,0 +1,457 @@
+"""Recurrent heads of a layer: SSMs and the gated delta rule, with their projections and convolution.
+
+Shapes: B batch, L length, S source length, P head dim, N state size, D model width, C conv channels,
+K conv width (minus 1 in a stored state), R recurrent heads, G gates per head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .cache import HybridLayerCache
+from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
+from .rows import TokensFirst
+from .ssd import (
+    causal_conv,
+    gated_ssd_scan,
+    gated_ssd_step,
+    log_decay,
+    mixing_matrix,
+    raw_decay,
+    step_in_place,
+)
+
+ALIGNED = 16
+"""Alignment, in elements, of rows and of x, B and C in them: kernels can then load 16 bytes at once."""
+OPEN_GATE = 1.278464542761074
+"""Bias at which a gate with zero weights passes everything: silu(OPEN_GATE) = 1."""
+CLOSED_GATE = 0.0
+"""Bias at which a gate with zero weights passes nothing, but still gets a gradient: silu(0) = 0."""
+
+
+def is_plain(projection: nn.Module, device: torch.device) -> bool:
+    """Return True if a projection is its plain weight on ``device``: not quantized, no adapter (LoRA), not offloaded.
+
+    Offloading (accelerate) brings a weight to the device only while its own module runs.
+    """
+    return (
+        type(projection) is nn.Linear
+        and type(projection.weight) is nn.Parameter
+        and projection.weight.device == device
+    )
+
+
+class _DecayProjection(nn.Linear):
+    """Linear that adds its bias in fp32: near a = 1, a bf16 sum would shift half-lives by several percent."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        raw = F.linear(input, self.weight)
+        return raw.to(torch.promote_types(raw.dtype, torch.float32)) + self.bias
+
+
+def spread_half_lives(n_heads: int, shortest: float = 2.0, longest: float = 256.0) -> Tensor:
+    """Return distinct half-lives in tokens, log-spaced over a layer's heads; a single head gets the geometric mean."""
+    places = (torch.arange(n_heads) + 0.5) / n_heads
+    return shortest * (longest / shortest) ** places
+
+
+def _ssd_matrix(
+    raw_BLR: Tensor, b_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None
+) -> Tensor:
+    return mixing_matrix(log_decay(raw_BLR), b_BLRN, c_BLRN, seq_idx_BL)
+
+
+def _delta_matrix(
+    raw_BLRG: Tensor, k_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None
+) -> Tensor:
+    return delta_mixing_matrix(*gates(raw_BLRG), k_BLRN, c_BLRN, seq_idx_BL)
+
+
+class Recurrence(NamedTuple):
+    """Everything in which the `RECURRENCES` differ.
+
+    ``scan``, ``step`` and ``matrix`` read the raw gates ([B, L, R], or [B, L, R, G] for several gates) and the keys,
+    which ``keys`` computes from B and the raw gates.
+    """
+
+    scan: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_scan
+    step: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_step
+    matrix: Callable[..., Tensor] = _ssd_matrix
+    keys: Callable[[Tensor, Tensor], Tensor] = lambda b, raw: b
+    n_gates: int = 1
+    """Rows of ``a_proj`` per head: the raw decay, and any further gates of the recurrence."""
+    has_silu: bool = False
+    """Hold the biases of x, B and C in the convolution, and apply a SiLU after it."""
+    has_gate_bias: bool = True
+    steps_in_place: bool = False
+    """Decoding step may run in one kernel."""
+
+
+_MAMBA2 = Recurrence(
+    keys=lambda b, raw: b * -log_decay(raw).unsqueeze(-1).to(b.dtype), has_silu=True
+)
+FORMS = {
+    "discrete": Recurrence(steps_in_place=True),
+    "mamba2": _MAMBA2,
+    "mamba2-stock": _MAMBA2._replace(has_gate_bias=False),
+    "gdn": Recurrence(
+        scan=gated_delta_scan,
+        step=gated_delta_step,
+        matrix=_delta_matrix,
+        keys=lambda b, raw: unit_keys(b),
+        n_gates=2,
+    ),
+}
+"""Forms of the recurrent heads, by name (`RECURRENCES`)."""
+
+
+class SSMHeads(nn.Module):
+    """Recurrent heads of one layer (discrete Mamba-2), in the order of the mixer's ``recurrent``.
+
+        x, B, C = conv(x_proj u), conv(b_proj u), conv(c_proj u)        a = exp(-softplus(a_proj u))
+        S_t = a_t S_{t-1} + x_t B_t^T        out = (S_t C_t + D x_t) silu(z_proj u)
+
+    Every projection has a bias: x inherits the teacher's value bias; the others hold a constant feature, a decay and
+    a gate. B and C are per head. ``conv_bias`` adds a bias after the convolution, as in Llamba.
+
+    This is the ``discrete`` recurrence. ``mamba2`` uses the heads of Mamba-2 (arXiv 2405.21060, A = -1), which other
+    programs support: the biases of x, B and C are those of the convolution, a SiLU follows, and the step size scales
+    the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no gate bias, like published
+    models.
+
+    ``gdn`` follows the gated delta rule (`gated_delta`): x is the value, B scaled to unit length the key, C the query.
+    ``a_proj`` has a second row per head, the write gate, after its decay. Everything else is as in ``discrete``.
+
+    With ``starts_closed``, `reset_parameters` closes the output gate: the heads then start as zeros beside a window.
+
+    ``segment_len``, if set, splits a row into segments of that many tokens and carries the states across. The backward
+    pass recomputes each segment, so that memory grows with the segment, not with the row.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        n_heads: int,
+        head_dim: int,
+        d_state: int,
+        conv_width: int,
+        conv_bias: bool = False,
+        recurrence: str = "discrete",
+        starts_closed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.recurrence = recurrence
+        self.impl = "auto"
+        self.segment_len: int | None = None
+        self.starts_closed = starts_closed
+        self.n_heads = n_heads
+        self.head_dim = head_dim
+        self.d_state = d_state
+        self.conv_width = conv_width  # ZeRO-3 empties the weights, and with them their shapes
+        # A bias of x, B and C is either the projection's or, before a SiLU, the convolution's: adapters merge their own
+        # bias into the projection's, which adds it before the convolution.
+        has_bias = not self.form.has_silu
+        self.x_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=has_bias)
+        self.b_proj = nn.Linear(hidden_size, n_heads * d_state, bias=has_bias)
+        self.c_proj = nn.Linear(hidden_size, n_heads * d_state, bias=has_bias)
+        self.z_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=self.form.has_gate_bias)
+        self.a_proj = _DecayProjection(hidden_size, n_heads * self.form.n_gates)
+        self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
+        n_channels = sum(self.sizes)
+        self.conv_weight = nn.Parameter(torch.empty(n_channels, conv_width))
+        self.conv_bias = None
+        if conv_bias or self.form.has_silu:
+            self.conv_bias = nn.Parameter(torch.empty(n_channels))
+        self.D = nn.Parameter(torch.empty(n_heads))
+
+    @property
+    def form(self) -> Recurrence:
+        """Functions of this recurrence; a property, because an attribute would have to be pickled."""
+        return FORMS[self.recurrence]
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draw random projections; set an identity convolution, an open gate and half-lives spread over the heads."""
+        for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
+            projection.weight.normal_(std=std)
+            if projection.bias is not None:
+                projection.bias.zero_()
+        if self.z_proj.bias is None:
+            self.z_proj.weight.normal_(std=std)
+        else:
+            self.z_proj.weight.zero_()
+            self.z_proj.bias.fill_(CLOSED_GATE if self.starts_closed else OPEN_GATE)
+        self.conv_weight.zero_()
+        self.conv_weight[:, -1] = 1.0
+        if self.conv_bias is not None:
+            self.conv_bias.zero_()
+        self.D.fill_(1.0)
+        self.a_proj.bias.zero_()
+        self.a_proj.bias.view(self.n_heads, -1)[:, 0] = raw_decay(spread_half_lives(self.n_heads))
+
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        token_mask_BL: Tensor | None = None,
+        seq_idx_BL: Tensor | None = None,
+        cache: HybridLayerCache | None = None,
+    ) -> Tensor:
+        """Compute the outputs of the recurrent heads, y_BLRP.
+
+        ``token_mask_BL`` is 0 at padding, which may be anywhere in a row and affects neither outputs nor states.
+        """
+        if hidden_BLD.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
+            return self._step(hidden_BLD, token_mask_BL, cache)
+        rows = None
+        if token_mask_BL is not None:
+            rows = TokensFirst.of(token_mask_BL)
+            token_mask_BL = rows.mask_BL
+            hidden_BLD = rows.apply(hidden_BLD)
+            if seq_idx_BL is not None:
+                seq_idx_BL = rows.documents(seq_idx_BL)
+        conv_state = None
+        ssm_state = None
+        if cache is not None:
+            conv_state = cache.conv_state
+            ssm_state = cache.ssm_state
+        run = self._run
+        if self.segment_len is not None and hidden_BLD.shape[1] > self.segment_len:
+            run = self._run_in_segments
+        y_BLRP, conv_state, ssm_state = run(
+            hidden_BLD, token_mask_BL, seq_idx_BL, conv_state, ssm_state
+        )
+        if cache is not None:
+            cache.remember(conv_state=conv_state, ssm_state=ssm_state)
+        return y_BLRP if rows is None else rows.undo(y_BLRP)
+
+    def _run(
+        self,
+        hidden_BLD: Tensor,
+        token_mask_BL: Any,
+        seq_idx_BL: Any,
+        conv_state_BCK: Any,
+        state_BRPN: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (y_BLRP, conv state, SSM state) after these tokens, given the states before them."""
+        xbc_BLC, raw = self._projections(hidden_BLD)
+        x, b, c, raw, conv_state_BCK = self._convolved(
+            xbc_BLC, raw, token_mask_BL, seq_idx_BL, conv_state_BCK
+        )
+        options: dict[str, Any] = {
+            "state_BHPN": state_BRPN,
+            "seq_idx_BL": seq_idx_BL,
+            "impl": self.impl,
+        }
+        y_BLRP, state_BRPN = self.form.scan(x, raw, b, c, self.D, self._gate(hidden_BLD), **options)
+        return y_BLRP, conv_state_BCK, state_BRPN
+
+    def _run_in_segments(
+        self,
+        hidden_BLD: Tensor,
+        token_mask_BL: Any,
+        seq_idx_BL: Any,
+        conv_state_BCK: Any,
+        state_BRPN: Any,
+    ) -> tuple[Tensor, Any, Any]:
+        """Run `_run` on segments of ``segment_len`` tokens. A document that begins with a segment starts from zero."""
+        size: Any = self.segment_len
+        ys = []
+        for begin in range(0, hidden_BLD.shape[1], size):
+            segment = slice(begin, begin + size)
+            if seq_idx_BL is not None and begin:
+                conv_state_BCK, state_BRPN = _of_document(
+                    seq_idx_BL, begin, conv_state_BCK, state_BRPN
+                )
+            outputs: Any = checkpoint(
+                self._run,
+                hidden_BLD[:, segment],
+                None if token_mask_BL is None else token_mask_BL[:, segment],
+                None if seq_idx_BL is None else seq_idx_BL[:, segment],
+                conv_state_BCK,
+                state_BRPN,
+                use_reentrant=False,
+            )
+            y_BLRP, conv_state_BCK, state_BRPN = outputs
+            # Cloned: slices would keep the segment's larger tensors in memory.
+            conv_state_BCK = conv_state_BCK.clone()
+            state_BRPN = state_BRPN.clone()
+            ys.append(y_BLRP)
+        return torch.cat(ys, dim=1), conv_state_BCK, state_BRPN
+
+    def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
+        """Return T_BRLS with y = T x, D on the diagonal included, the output gate left out."""
+        x, raw, b, c, _ = self.scan_inputs(hidden_BLD, seq_idx_BL)
+        mixing = self.form.matrix(raw, b, c, seq_idx_BL)
+        return mixing + torch.diag_embed(
+            self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1])
+        )
+
+    def scan_inputs(
+        self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the scan's inputs x_BLRP, raw gates, B_BLRN and C_BLRN, and the output gate silu(z)_BLRP."""
+        x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
+        return x, raw, b, c, F.silu(self._gate(hidden_BLD))
+
+    def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x, B and C of all heads before the convolution, [B, L, C], and the raw gates, [B, L, R G]."""
+        projections = (self.x_proj, self.b_proj, self.c_proj)
+        batch, length, width = hidden_BLD.shape
+        on_kernels = hidden_BLD.is_cuda or self.impl == "triton"
+        are_plain = all(is_plain(projection, hidden_BLD.device) for projection in projections)
+        if on_kernels and length > 1 and batch * length >= width and are_plain:
+            # The weights are joined, because they are smaller than the activations. Padding makes
+            # the rows longer than `sizes`.
+            weight = _join([projection.weight for projection in projections])
+            bias = None
+            if not self.form.has_silu:
+                bias = _join([projection.bias for projection in projections])
+            xbc_BLC = F.linear(hidden_BLD, weight, bias)
+        else:
+            xbc_BLC = torch.cat([projection(hidden_BLD) for projection in projections], dim=-1)
+        return xbc_BLC, self.a_proj(hidden_BLD)
+
+    def _gate(self, hidden_BLD: Tensor) -> Tensor:
+        return self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
+
+    def _step(
+        self, hidden_BLD: Tensor, token_mask_BL: Tensor | None, cache: HybridLayerCache
+    ) -> Tensor:
+        """Compute the next token after the cached ones; if possible, one kernel updates the states in place."""
+        xbc_BLC, raw_BLR = self._projections(hidden_BLD)
+        z_BLRP = self._gate(hidden_BLD)
+        conv_state = cast(Tensor, cache.conv_state)
+        ssm_state = cast(Tensor, cache.ssm_state)
+        has_kernel = self.form.steps_in_place and self.conv_bias is None
+        y_BRP = step_in_place(
+            xbc_BLC[:, 0],
+            raw_BLR[:, 0],
+            z_BLRP[:, 0],
+            self.conv_weight.to(xbc_BLC.dtype),
+            self.D,
+            conv_state,
+            ssm_state,
+            token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
+            impl=self.impl if has_kernel else "torch",
+        )
+        if y_BRP is None:
+            *parts, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
+            x, b, c, raw = (t[:, 0] for t in parts)
+            y_BRP, ssm_state = self.form.step(x, raw, b, c, self.D, z_BLRP[:, 0], ssm_state)
+            cache.remember(conv_state=conv_state, ssm_state=ssm_state)
+        return y_BRP.unsqueeze(1)
+
+    def _convolved(
+        self,
+        xbc_BLC: Tensor,
+        raw_BLR: Tensor,
+        token_mask_BL: Any,
+        seq_idx_BL: Any,
+        conv_state_BCK: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return x_BLRP, B_BLRN, C_BLRN after the convolution, the raw gates, and the conv state.
+
+        Padding, at the end of its row, adds nothing to the state and does not decay it.
+        """
+        token_BL1 = None
+        n_tokens_B = None
+        if token_mask_BL is not None:
+            token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
+            n_tokens_B = token_mask_BL.long().sum(dim=1)
+            raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
+        is_padded = xbc_BLC.shape[-1] > sum(self.sizes)
+
+        def in_row(t: Tensor, dim: int = 0) -> Tensor:
+            return _join(t.split(self.sizes, dim), dim) if is_padded else t
+
+        if conv_state_BCK is not None:
+            conv_state_BCK = in_row(conv_state_BCK, 1)
+        xbc_BLC, conv_state_BCK = causal_conv(
+            xbc_BLC,
+            in_row(self.conv_weight).to(xbc_BLC.dtype),
+            state_BCK=conv_state_BCK,
+            seq_idx_BL=seq_idx_BL,
+            n_tokens_B=n_tokens_B,
+            impl=self.impl,
+        )
+        if is_padded:
+            conv_state_BCK = torch.cat(_parts(conv_state_BCK, self.sizes, 1), dim=1)
+        if self.conv_bias is not None:
+            xbc_BLC = xbc_BLC + in_row(self.conv_bias).to(xbc_BLC.dtype)
+        if self.form.has_silu:
+            xbc_BLC = F.silu(xbc_BLC)
+        x, b, c = (
+            part.unflatten(-1, (self.n_heads, -1)) for part in _Parts.apply(xbc_BLC, self.sizes)
+        )
+        raw = raw_BLR
+        if self.form.n_gates > 1:
+            raw = raw_BLR.unflatten(-1, (self.n_heads, -1))
+        if token_BL1 is not None:
+            x = x * token_BL1.unsqueeze(-1)
+        return x, self.form.keys(b, raw), c, raw, conv_state_BCK
+
+
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate x, B and C, each padded with zeros to a multiple of ALIGNED."""
+    pieces = []
+    for part in parts:
+        pieces.append(part)
+        shape = list(part.shape)
+        shape[dim] = -shape[dim] % ALIGNED
+        if shape[dim]:
+            pieces.append(part.new_zeros(shape))
+    return torch.cat(pieces, dim)
+
+
+def _parts(row: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+    """Return x, B and C of a row, padded or not, as views."""
+    widths = sizes
+    if row.shape[dim] != sum(sizes):
+        widths = [size + -size % ALIGNED for size in sizes]
+    parts = []
+    for part, size in zip(row.split(widths, dim), sizes, strict=True):
+        parts.append(part.narrow(dim, 0, size))
+    return tuple(parts)
+
+
+class _Parts(torch.autograd.Function):
+    """`_parts` of the last dimension; the gradient is one row, without a copy if a kernel wrote it as one."""
+
+    @staticmethod
+    def forward(ctx: Any, row_BLC: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.sizes = row_BLC.shape, sizes
+        return _parts(row_BLC, sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        first = grad_outputs[0]
+        batch, length, width = ctx.shape
+        n_bytes = batch * length * width * first.itemsize
+        if not torch.compiler.is_compiling() and first.untyped_storage().nbytes() == n_bytes:
+            row_BLC = first.as_strided(ctx.shape, (length * width, width, 1), 0)
+            places = [(t.data_ptr(), t.stride()) for t in _parts(row_BLC, ctx.sizes, -1)]
+            if places == [(t.data_ptr(), t.stride()) for t in grad_outputs]:
+                return row_BLC, None
+        if width > sum(ctx.sizes):
+            return _join(grad_outputs, -1), None
+        return torch.cat(grad_outputs, -1), None
+
+
+def _of_document(
+    seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN: Any
+) -> tuple[Tensor, Tensor]:
+    """Zero the parts of the states before token ``begin`` that belong to an earlier document."""
+    n_past = conv_state_BCK.shape[-1]
+    own_BK = (
+        F.pad(seq_idx_BL[:, :begin], (n_past, 0), value=-1)[:, begin:]
+        == seq_idx_BL[:, begin : begin + 1]
+    )
+    continues_B = seq_idx_BL[:, begin - 1] == seq_idx_BL[:, begin]
+    return conv_state_BCK * own_BK.unsqueeze(1), state_BRPN * continues_B[:, None, None, None]

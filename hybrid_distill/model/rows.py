@@ -1,0 +1,74 @@
+"""Order of the tokens in padded rows, and tensors that stay where they are.
+
+Shapes: B batch, L length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TokensFirst(NamedTuple):
+    """Order that puts each row's tokens before its padding. Indices are into all rows concatenated."""
+
+    order: Tensor
+    back: Tensor
+    """Inverse of ``order``."""
+    mask_BL: Tensor
+    """True at tokens, once reordered."""
+
+    @classmethod
+    def of(cls, token_mask_BL: Tensor) -> TokensFirst:
+        """Find the order. Neither sorts nor synchronizes with the device."""
+        is_token = token_mask_BL != 0
+        n_tokens_B1 = is_token.sum(dim=1, keepdim=True)
+        padding_place = n_tokens_B1 + (~is_token).cumsum(1)
+        place_BL = torch.where(is_token, is_token.cumsum(1), padding_place) - 1
+        index_BL = torch.arange(place_BL.numel(), device=place_BL.device).view_as(place_BL)
+        back = (place_BL + index_BL[:, :1]).flatten()
+        order = torch.empty_like(back).scatter_(0, back, index_BL.flatten())
+        return cls(order, back, index_BL[:1] < n_tokens_B1)
+
+    def apply(self, t: Tensor) -> Tensor:
+        """Reorder the tokens of [B, L, ...]."""
+        return _Reordered.apply(t, self.order, self.back)
+
+    def undo(self, t: Tensor) -> Tensor:
+        """Return the tokens of [B, L, ...] to their places."""
+        return _Reordered.apply(t, self.back, self.order)
+
+    def documents(self, seq_idx_BL: Tensor) -> Tensor:
+        """Reorder document numbers; the padding, now at the end, gets the last document's."""
+        return self.apply(seq_idx_BL).cummax(dim=1).values
+
+
+class _Reordered(torch.autograd.Function):
+    """Reorder tokens [B, L, ..] by ``index`` into the flattened rows; ``back`` reorders the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(index, back)
+        return t.flatten(0, 1).index_select(0, index).view(t.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        index, back = ctx.saved_tensors
+        return _Reordered.apply(*grad_outputs, back, index), None, None
+
+
+def document_begins(seq_idx_BL: Tensor) -> Tensor:
+    """Return the index of the first token of each token's document."""
+    index_L = torch.arange(seq_idx_BL.shape[1], device=seq_idx_BL.device)
+    starts_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
+    starts_BL[:, 1:] = seq_idx_BL[:, 1:] != seq_idx_BL[:, :-1]
+    return torch.where(starts_BL, index_L, 0).cummax(dim=1).values
+
+
+def static(tensor: Tensor) -> Tensor:
+    """Mark a tensor's address as static for torch.compile."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor

@@ -1,0 +1,352 @@
+"""Attention of a layer in which kept heads see everything and replaced heads a window.
+
+The backbone's own attention module computes queries, keys and values, with its norms and positions. In
+place of its attention function it calls `HeadCall.attend`, which runs each kind of head its own way.
+
+Shapes: B batch, L length, H heads, G KV heads, P head dim, R slots of a ring, S source length.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cache import HybridLayerCache
+from .configuration_hybrid import HybridConfig
+from .local_attention import Earlier, Reach, Scoring, attend_locally, attend_ring
+from .ring import TokenRing, pick_tokens
+from .rows import TokensFirst, document_begins
+from .windows import kinds_and_windows
+
+IMPLEMENTATION = "hybrid_distill_windows"
+"""Name under which transformers finds `_attend`."""
+CALL = "head_call"
+"""Argument by which a mixer passes its `HeadCall` through the backbone's attention module."""
+
+
+def _attend(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, None]:
+    call: HeadCall = options.pop(CALL)
+    return call.attend(*module_and_inputs, **options), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
+
+
+class _WindowConfig:
+    """Backbone config for an attention module with windows: only the attention function differs."""
+
+    _attn_implementation = IMPLEMENTATION
+
+    def __init__(self, backbone: PretrainedConfig) -> None:
+        self._backbone = backbone
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_backbone":  # copy and pickle read it before it is set
+            raise AttributeError(name)
+        return getattr(self._backbone, name)
+
+
+class _KeptAttention:
+    """Attention module as the attention functions of transformers see it, with the kept heads alone."""
+
+    def __init__(self, module: nn.Module, config: PretrainedConfig, n_repeats: int) -> None:
+        self._module = module
+        self.config = config
+        self.num_key_value_groups = n_repeats
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class WindowedAttention:
+    """Heads of a layer by what they see, and how each reads keys. Not a module: it has no weights."""
+
+    def __init__(self, attention: Any, config: HybridConfig, layer: int) -> None:
+        n_heads = config.num_attention_heads
+        group_size = n_heads // config.num_key_value_heads
+        kind, limit = kinds_and_windows(config.shared_backbone())[layer]
+        if kind == "chunked_attention":
+            raise ValueError(
+                f"{type(attention).__name__} attends in chunks, within which a window would end; "
+                "pass window 0 for this family."
+            )
+        window = config.window if limit is None else min(config.window, limit)
+        self.reach = Reach(window, config.sinks, limit)
+        self.kept = list(config.kept[layer])
+        self.replaced = list(config.replaced_in(layer))
+        self.kept_groups = sorted({head // group_size for head in self.kept})
+        self.ring_groups = [
+            group
+            for group in range(config.num_key_value_heads)
+            if group not in self.kept_groups
+        ]
+        self.kept_index = _reading(self.kept, self.kept_groups, group_size)
+        groups = sorted({head // group_size for head in self.replaced})
+        self.window_groups = groups
+        self.window_index = _reading(self.replaced, groups, group_size)
+        self.backbone_config: PretrainedConfig = attention.config
+        # Each family has an eager attention function of its own, beside its module's class.
+        namespace = inspect.unwrap(type(attention).forward).__globals__
+        self._eager: Any = namespace.get("eager_attention_forward")
+        attention.config = _WindowConfig(attention.config)
+
+    def call(
+        self,
+        cache: HybridLayerCache | None,
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        runs_kept: bool,
+    ) -> HeadCall:
+        """Prepare one call of the attention module."""
+        return HeadCall(self, cache, token_mask_BL, seq_idx_BL, runs_kept)
+
+    def attend_kept(
+        self,
+        attention: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Attend with the backbone's own attention function, [B, L, kept, P]."""
+        n_repeats = len(self.kept) // len(self.kept_groups)
+        if self.kept_index is not None:
+            key = _pick(key, self.kept_index)
+            value = _pick(value, self.kept_index)
+            n_repeats = 1
+        implementation: Any = self.backbone_config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
+        module: Any = _KeptAttention(attention, self.backbone_config, n_repeats)
+        return attend(module, query, key, value, mask, **options)[0]
+
+
+def _reading(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
+    """Return the place among ``groups`` that each head reads; None if all are read equally often, in order."""
+    index = [groups.index(head // group_size) for head in heads]
+    n_repeats = len(heads) // max(1, len(groups))
+    if index == [place // n_repeats for place in range(len(groups) * n_repeats)]:
+        return None
+    return index
+
+
+def _pick(t_BHLP: Tensor, heads: list[int]) -> Tensor:
+    """Pick heads by slicing: an index tensor would be copied to the device at every call."""
+    if heads == list(range(t_BHLP.shape[1])):
+        return t_BHLP
+    if not heads:
+        return t_BHLP[:, :0]
+    return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
+
+
+class HeadCall:
+    """One call of an attention module: its cache, its rows, and whether kept heads run."""
+
+    def __init__(
+        self,
+        heads: WindowedAttention,
+        cache: HybridLayerCache | None,
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        runs_kept: bool,
+    ) -> None:
+        self.heads = heads
+        self.cache = cache
+        self.token_mask_BL = token_mask_BL
+        self.seq_idx_BL = seq_idx_BL
+        self.runs_kept = runs_kept and bool(heads.kept)
+        self._was_used = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the argument that brings this call to `_attend`."""
+        return {CALL: self}
+
+    def check_used(self, attention: nn.Module) -> None:
+        """Raise ValueError if the attention module computed its heads without this call."""
+        if not self._was_used:
+            raise ValueError(
+                f"{type(attention).__name__} does not pass its arguments to the attention "
+                "function, so its heads cannot be limited to a window; pass window 0 for this family."
+            )
+
+    def attend(
+        self,
+        attention: nn.Module,
+        query_BHLP: Tensor,
+        key_BGLP: Tensor,
+        value_BGLP: Tensor,
+        mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Compute the kept heads, if they run, then the replaced ones, [B, L, H, P]."""
+        self._was_used = True
+        heads = self.heads
+        outputs = []
+        full = None
+        if heads.kept and (self.runs_kept or self.cache is not None):
+            full_keys = _pick(key_BGLP, heads.kept_groups)
+            full_values = _pick(value_BGLP, heads.kept_groups)
+            offset = 0
+            if self.cache is not None:
+                _, offset = self.cache.get_mask_sizes(query_BHLP.shape[2])
+                full_keys, full_values = self.cache.update(full_keys, full_values)
+            full = (full_keys, full_values, offset)
+        if self.runs_kept and full is not None:
+            if softcap is not None:
+                options["softcap"] = softcap
+            outputs.append(
+                heads.attend_kept(
+                    attention,
+                    _pick(query_BHLP, heads.kept),
+                    full[0],
+                    full[1],
+                    mask,
+                    scaling=scaling,
+                    dropout=dropout,
+                    **options,
+                )
+            )
+        scoring = Scoring(scaling, softcap, dropout)
+        query = _pick(query_BHLP, heads.replaced)
+        near_BHLP = self._attend_near(query, key_BGLP, value_BGLP, full, scoring)
+        outputs.append(near_BHLP.transpose(1, 2))
+        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+
+    def _attend_near(
+        self,
+        query_BHLP: Tensor,
+        key_BGLP: Tensor,
+        value_BGLP: Tensor,
+        full: tuple[Tensor, Tensor, Any] | None,
+        scoring: Scoring,
+    ) -> Tensor:
+        """Compute the windowed heads, [B, H, L, P], and store the keys that later tokens will see."""
+        heads = self.heads
+        length = query_BHLP.shape[2]
+        rows = None
+        if self.token_mask_BL is not None and length > 1:
+            rows = TokensFirst.of(self.token_mask_BL)
+            query_BHLP = _reordered(query_BHLP, rows.apply)
+            key_BGLP = _reordered(key_BGLP, rows.apply)
+            value_BGLP = _reordered(value_BGLP, rows.apply)
+
+        earlier = None
+        if self.cache is not None:
+            ring = self.cache.ring_of(heads.reach.window, heads.reach.sinks)
+            if ring.n_tokens_B is not None:
+                if length == 1:
+                    self._store(ring, key_BGLP, value_BGLP, rows)
+                    return self._attend_ring(ring, query_BHLP, full, scoring)
+                earlier = self._earlier(ring, full)
+            self._store(ring, key_BGLP, value_BGLP, rows)
+        near_keys = _pick(key_BGLP, heads.window_groups)
+        near_values = _pick(value_BGLP, heads.window_groups)
+        if heads.window_index is not None:
+            near_keys = _pick(near_keys, heads.window_index)
+            near_values = _pick(near_values, heads.window_index)
+        begin_BL = self._begins(query_BHLP, rows)
+        out_BHLP = attend_locally(
+            query_BHLP, near_keys, near_values, begin_BL, heads.reach, scoring, earlier
+        )
+        return out_BHLP if rows is None else _reordered(out_BHLP, rows.undo)
+
+    def _begins(self, query_BHLP: Tensor, rows: TokensFirst | None) -> Tensor:
+        batch, _, length, _ = query_BHLP.shape
+        seq_idx_BL = self.seq_idx_BL
+        if seq_idx_BL is None:
+            return torch.zeros(batch, length, dtype=torch.long, device=query_BHLP.device)
+        if rows is not None:
+            seq_idx_BL = rows.documents(seq_idx_BL)
+        return document_begins(seq_idx_BL)
+
+    def _store(
+        self, ring: TokenRing, key_BGLP: Tensor, value_BGLP: Tensor, rows: TokensFirst | None
+    ) -> None:
+        """Write the row's tokens, already in the order of ``rows``, into the ring."""
+        assert self.cache is not None
+        batch, _, length, _ = key_BGLP.shape
+        device = key_BGLP.device
+        column_BL = torch.arange(length, device=device).expand(batch, -1)
+        column_BL = column_BL + self.cache.get_seq_length()
+        if self.token_mask_BL is None:
+            n_new_B = torch.full((batch,), length, device=device)
+        else:
+            n_new_B = (self.token_mask_BL != 0).sum(dim=1)
+        if rows is not None:
+            column_BL = rows.apply(column_BL)
+        dtype = self.cache.kv_dtype or key_BGLP.dtype
+        key_BGLP = _pick(key_BGLP, self.heads.ring_groups).to(dtype)
+        value_BGLP = _pick(value_BGLP, self.heads.ring_groups).to(dtype)
+        ring.write(key_BGLP, value_BGLP, column_BL, n_new_B)
+
+    def _attend_ring(
+        self,
+        ring: TokenRing,
+        query_BH1P: Tensor,
+        full: tuple[Tensor, Tensor, Any] | None,
+        scoring: Scoring,
+    ) -> Tensor:
+        """Compute the windowed heads of one token per row, which is in the ring already."""
+        key_BHRP, value_BHRP = self._ring_keys(ring, full, query_BH1P.dtype)
+        assert ring.n_tokens_B is not None
+        place_BR = ring.places_BR()
+        # Padding gets the output of the last token, which nobody reads.
+        last_place_B = (ring.n_tokens_B - 1).clamp_min(0)
+        return attend_ring(
+            query_BH1P, key_BHRP, value_BHRP, place_BR, last_place_B, self.heads.reach, scoring
+        )
+
+    def _earlier(self, ring: TokenRing, full: tuple[Tensor, Tensor, Any] | None) -> Earlier:
+        """Return the tokens before a row of several tokens, in their order."""
+        assert ring.n_tokens_B is not None and ring.keys is not None
+        dtype = ring.keys.dtype if full is None else full[0].dtype
+        key_BHRP, value_BHRP = self._ring_keys(ring, full, dtype)
+        n_tokens_B1 = ring.n_tokens_B.unsqueeze(1)
+        n_near = ring.window - 1
+        place_BN = n_tokens_B1 - n_near + torch.arange(n_near, device=n_tokens_B1.device)
+        slot_BN = ring.sinks + place_BN % ring.window
+        return Earlier(
+            near_keys=pick_tokens(key_BHRP, slot_BN),
+            near_values=pick_tokens(value_BHRP, slot_BN),
+            sink_keys=key_BHRP[:, :, : ring.sinks],
+            sink_values=value_BHRP[:, :, : ring.sinks],
+            # A copy: a static ring counts on in place.
+            n_tokens_B=ring.n_tokens_B.clone(),
+        )
+
+    def _ring_keys(
+        self, ring: TokenRing, full: tuple[Tensor, Tensor, Any] | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all slots, for each windowed head or each KV head that they read.
+
+        KV heads that a kept head stores whole have none in the ring: they are read from there.
+        """
+        heads = self.heads
+        assert ring.keys is not None and ring.values is not None and ring.column_BR is not None
+        keys = [ring.keys.to(dtype)]
+        values = [ring.values.to(dtype)]
+        groups = list(heads.ring_groups)
+        if full is not None:
+            full_keys, full_values, offset = full
+            index_BR = (ring.column_BR - offset).clamp_min(0)
+            keys.append(pick_tokens(full_keys, index_BR))
+            values.append(pick_tokens(full_values, index_BR))
+            groups += heads.kept_groups
+        order = [groups.index(group) for group in heads.window_groups]
+        if heads.window_index is not None:
+            order = [order[place] for place in heads.window_index]
+        return _pick(torch.cat(keys, dim=1), order), _pick(torch.cat(values, dim=1), order)
+
+
+def _reordered(t_BHLP: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:
+    """Reorder the tokens of [B, H, L, P]."""
+    return order(t_BHLP.transpose(1, 2)).transpose(1, 2)

@@ -1,0 +1,227 @@
+"""Windowed heads: equal to the masked teacher, in every family and in every way that a row is computed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model.mixer import silence
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+from tests.conftest import FAMILIES, make_family_model
+from tests.model.windows import masked_teacher
+
+LENGTH = 48
+PLANS = {
+    "heads in some groups": [(0, 0), (0, 3), (2, 5)],
+    "whole groups": [(0, 0), (0, 1), (1, 6), (1, 7)],
+    "no head": [],
+}
+
+
+def ids_of(model: PreTrainedModel, n_rows: int = 2, length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, model.config.vocab_size, (n_rows, length), generator=generator)
+
+
+def windowed_student(
+    teacher: PreTrainedModel,
+    plan: HeadPlan,
+    window: int = 7,
+    sinks: int = 2,
+    d_state: int = 4,
+    **options: object,
+) -> HybridForCausalLM:
+    student, _ = build_student(
+        teacher, plan, d_state=d_state, window=window, sinks=sinks, init="random", **options
+    )
+    return student.eval()
+
+
+def opened(student: HybridForCausalLM) -> HybridForCausalLM:
+    """Open the gates of the recurrent heads: both parts of a replaced head then count."""
+    with torch.no_grad():
+        for heads in student.recurrent_heads():
+            heads.z_proj.bias.fill_(0.7)
+    return student
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "gemma3", "nemotron", "stablelm"])
+@torch.no_grad()
+def test_a_new_student_is_the_teacher_under_windows(family: str) -> None:
+    teacher = make_family_model(family)
+    plan = HeadPlan.from_pairs(teacher, PLANS["heads in some groups"])
+    student = windowed_student(teacher, plan)
+    ids = ids_of(teacher)
+    with masked_teacher(teacher, plan, window=7, sinks=2):
+        expected = teacher(ids, use_cache=False).logits
+    assert_close(student(ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("kept", PLANS)
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (5, 0), (5, 5), (200, 4)])
+@torch.no_grad()
+def test_any_plan_window_and_sinks(kept: str, window: int, sinks: int) -> None:
+    teacher = make_family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, PLANS[kept])
+    student = windowed_student(teacher, plan, window, sinks, d_state=0)
+    ids = ids_of(teacher, length=300)
+    with masked_teacher(teacher, plan, window, sinks):
+        expected = teacher(ids, use_cache=False).logits
+    assert_close(student(ids, use_cache=False).logits, expected)
+    assert not student.recurrent_heads()
+
+
+@pytest.mark.parametrize("layer_window", [6, 20])
+@torch.no_grad()
+def test_a_layer_with_a_window_of_its_own(layer_window: int) -> None:
+    teacher = make_family_model("mistral", sliding_window=layer_window)
+    plan = HeadPlan.from_pairs(teacher, PLANS["heads in some groups"])
+    student = windowed_student(teacher, plan, window=9, sinks=3)
+    ids = ids_of(teacher)
+    with masked_teacher(teacher, plan, window=9, sinks=3):
+        expected = teacher(ids, use_cache=False).logits
+    assert_close(student(ids, use_cache=False).logits, expected)
+    assert_close(decoded(student, ids, (20, 1, 1, 5, 1, 20)), expected)
+
+
+def decoded(student: HybridForCausalLM, ids: Tensor, pieces: tuple[int, ...]) -> Tensor:
+    """Return the logits of a row read piece by piece from a cache."""
+    cache = student.new_cache()
+    logits = []
+    for piece in ids.split(pieces, dim=1):
+        logits.append(student(piece, cache=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("kept", PLANS)
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+@torch.no_grad()
+def test_cached_equals_whole(kept: str, recurrence: str) -> None:
+    teacher = make_family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, PLANS[kept])
+    student = opened(windowed_student(teacher, plan, recurrence=recurrence))
+    ids = ids_of(teacher)
+    expected = student(ids, use_cache=False).logits
+    for pieces in ((1,) * LENGTH, (3, 1, 2, 12, 1, 1, 28), (30, *(1,) * 18)):
+        assert_close(decoded(student, ids, pieces), expected)
+
+
+@torch.no_grad()
+def test_left_padding_and_a_cache() -> None:
+    teacher = make_family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, PLANS["heads in some groups"])
+    student = opened(windowed_student(teacher, plan))
+    ids = ids_of(teacher)
+    n_padding = 13
+    mask = torch.ones_like(ids)
+    mask[1, :n_padding] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    alone = student(ids[1:, n_padding:], use_cache=False).logits
+    cache = student.new_cache()
+    logits = []
+    first = 0
+    for length in (9, 15, 1, 1, 5, 1, 1, 15):
+        last = first + length
+        output = student(
+            ids[:, first:last],
+            attention_mask=mask[:, :last],
+            position_ids=positions[:, first:last],
+            cache=cache,
+        )
+        logits.append(output.logits)
+        first = last
+    assert_close(torch.cat(logits, dim=1)[1:, n_padding:], alone)
+
+
+@torch.no_grad()
+def test_padding_anywhere() -> None:
+    teacher = make_family_model("llama")
+    student = opened(windowed_student(teacher, HeadPlan.from_pairs(teacher, [(0, 0)])))
+    ids = ids_of(teacher, n_rows=1)
+    mask = torch.ones_like(ids)
+    mask[0, [0, 5, 6, 7, 20, 47]] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    is_token = mask[0].bool()
+    padded = student(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert_close(padded[:, is_token], student(ids[:, is_token], use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kept", PLANS)
+@torch.no_grad()
+def test_windows_and_sinks_end_at_a_documents_border(kept: str) -> None:
+    teacher = make_family_model("llama")
+    student = opened(windowed_student(teacher, HeadPlan.from_pairs(teacher, PLANS[kept])))
+    ids = ids_of(teacher, length=400)
+    seq_idx = torch.zeros_like(ids)
+    borders = (0, 3, 5, 130, 290, 400)
+    for number, first in enumerate(borders[:-1]):
+        seq_idx[:, first:] = number
+    packed = student(ids, seq_idx=seq_idx).logits
+    for first, last in zip(borders[:-1], borders[1:], strict=True):
+        alone = student(ids[:, first:last], use_cache=False).logits
+        assert_close(packed[:, first:last], alone)
+
+
+@torch.no_grad()
+def test_generation_of_a_padded_batch_and_with_a_static_cache() -> None:
+    teacher = make_family_model("llama")
+    student = opened(windowed_student(teacher, HeadPlan.from_pairs(teacher, [(0, 0), (1, 2)])))
+    ids = ids_of(teacher, length=20)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    batch = student.generate(ids, attention_mask=mask, **options)
+    alone = student.generate(ids[1:, 6:], **options)
+    assert batch[1, 6:].tolist() == alone[0].tolist()
+    static = student.generate(ids, attention_mask=mask, cache_implementation="static", **options)
+    assert static.tolist() == batch.tolist()
+    again = student.generate(ids, attention_mask=mask, cache_implementation="static", **options)
+    assert again.tolist() == batch.tolist()
+
+
+@torch.no_grad()
+def test_beams_take_their_rings_along() -> None:
+    teacher = make_family_model("llama")
+    student = opened(windowed_student(teacher, HeadPlan.from_pairs(teacher, [(0, 0)])))
+    ids = ids_of(teacher, length=12)
+    options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    cached = student.generate(ids, **options)
+    whole = student.generate(ids, use_cache=False, **options)
+    assert cached.tolist() == whole.tolist()
+
+
+@torch.no_grad()
+def test_a_copied_cache_goes_on_by_itself() -> None:
+    teacher = make_family_model("llama")
+    student = opened(windowed_student(teacher, HeadPlan.from_pairs(teacher, [(0, 0)])))
+    ids = ids_of(teacher)
+    cache = student.new_cache()
+    student(ids[:, :30], cache=cache)
+    copied = copy.deepcopy(cache)
+    first = student(ids[:, 30:31], cache=cache).logits
+    student(ids[:, 31:], cache=cache)
+    assert torch.equal(student(ids[:, 30:31], cache=copied).logits, first)
+
+
+@torch.no_grad()
+def test_silenced_parts() -> None:
+    teacher = make_family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, [(0, 0)])
+    student = opened(windowed_student(teacher, plan))
+    ids = ids_of(teacher)
+    with silence(student.mixers(), "recurrence"), masked_teacher(teacher, plan, 7, 2):
+        assert_close(student(ids).logits, teacher(ids, use_cache=False).logits)
+    whole = student(ids).logits
+    with silence(student.mixers(), "window"):
+        assert not torch.allclose(student(ids).logits, whole, atol=1e-3)
+    assert torch.equal(student(ids).logits, whole)
