@@ -20,6 +20,8 @@ FORMAT = "hybrid-distill/head-plan/1"
 BF16_BYTES = 2
 STATE_BYTES = 4
 """Bytes per element of a recurrent state: caches keep these long sums in float32."""
+INDEX_BYTES = 4
+"""Bytes per slot of a ring: where a full cache stores its token."""
 Unit = Literal["head", "kv-group", "layer", "container"]
 """Part of a model that a plan keeps whole (`HeadPlan.top_k`)."""
 
@@ -317,16 +319,17 @@ def _named(shape: tuple[int, int, int]) -> str:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Cache size in bytes: keys and values, SSM states, convolution states."""
+    """Cache size in bytes: keys and values, rings of windows, SSM states, convolution states."""
 
     kv: int
+    window: int
     ssm: int
     conv: int
 
     @property
     def total(self) -> int:
-        """Keys, values and SSM states; the small convolution states are reported separately."""
-        return self.kv + self.ssm
+        """All but the small convolution states, which are reported separately."""
+        return self.kv + self.window + self.ssm
 
 
 def cache_bytes(
@@ -339,29 +342,41 @@ def cache_bytes(
     state_bytes: int = STATE_BYTES,
     batch: int = 1,
     conv_width: int = 4,
+    window: int = 0,
+    sinks: int = 0,
     windows: Sequence[int | None] | None = None,
 ) -> CacheBytes:
     """Count the bytes of a hybrid's cache after ``length`` tokens; a plan with every head kept
     gives the teacher's.
 
-        bytes(L) = 2 H_kv P L b + H_ssm P N s
+        bytes(L) = 2 H_kv P L b + 2 H_ring P (W + S) b + H_ssm P N s
 
     H_kv is the number of stored KV heads (kept heads of one group share a K and a V), H_ssm the
     number of recurrent heads, P the head dim, N the state size, b the bytes per element, and s the
-    bytes per element of a state (published tables use 2). A layer with a window of W tokens
-    (``windows``, `layer_windows`) stores the latest W - 1.
+    bytes per element of a state (published tables use 2). H_ring is the number of KV heads that no
+    kept head stores whole, where replaced heads have a ``window`` W and ``sinks`` S; each slot of a
+    layer's ring also has an index of 4 bytes. A layer with a window of its own (``windows``,
+    `layer_windows`) stores the latest tokens that fit in it, but for the current one.
     """
     if windows is None:
         windows = [None] * plan.n_layers
     kv_tokens = 0
-    for layer, window in zip(range(plan.n_layers), windows, strict=True):
+    ring_tokens = 0
+    ring_indices = 0
+    for layer, limit in zip(range(plan.n_layers), windows, strict=True):
+        n_stored_heads = len(plan.kv_groups_in(layer))
         # The window includes the token that reads it.
-        n_stored = length if window is None else min(length, window - 1)
-        kv_tokens += len(plan.kv_groups_in(layer)) * n_stored
+        n_stored = length if limit is None else min(length, limit - 1)
+        kv_tokens += n_stored_heads * n_stored
+        if window and plan.replaced_in(layer):
+            n_slots = sinks + (window if limit is None else min(window, limit))
+            ring_tokens += (plan.n_kv_heads - n_stored_heads) * n_slots
+            ring_indices += n_slots
     n_recurrent = plan.n_layers * plan.n_heads - plan.k
     conv_channels = head_dim + 2 * d_state
     return CacheBytes(
         kv=2 * kv_tokens * head_dim * batch * bytes_per_element,
+        window=batch * (2 * ring_tokens * head_dim * bytes_per_element + ring_indices * INDEX_BYTES),
         ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
         conv=n_recurrent * conv_channels * (conv_width - 1) * batch * bytes_per_element,
     )

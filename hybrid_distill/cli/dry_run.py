@@ -189,8 +189,15 @@ def _size(n_bytes: float) -> str:
 def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan, stages: list[_PlannedStage]) -> str:
     student = _student(config, teacher, plan)
     n_mixers = sum(p.numel() for mixer in student.mixers() if mixer.ssm for p in mixer.ssm.parameters())
-    shape = {"head_dim": head_dim_of(teacher.config), "d_state": config.student.d_state}
-    cache = partial(cache_bytes, **shape, windows=layer_windows(teacher.config))
+    cache = partial(
+        cache_bytes,
+        head_dim=head_dim_of(teacher.config),
+        d_state=config.student.d_state,
+        conv_width=config.student.conv_width,
+        window=config.student.window,
+        sinks=config.student.sinks,
+        windows=layer_windows(teacher.config),
+    )
     caches = (
         f"{name} {' / '.join(f'{cache(kept, length=length).total / MB:.2f}' for length in LENGTHS)}"
         for name, kept in {"teacher": HeadPlan.all(plan), "student": plan}.items()

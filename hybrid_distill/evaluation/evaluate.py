@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assets.dictionaries import NOUNS
 from ..io import Record
-from ..model import HybridConfig, layer_windows
+from ..model import HybridConfig, HybridForCausalLM, layer_windows
+from ..model.mixer import HeadPart, silence
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..scoring import describe_run
-from ..teacher import ablate_heads, attention_sites, text_config
+from ..teacher import attention_sites, text_config
 from .measure import EvalInputs, measure
 from .result import FIGURES, EvalResult, flatten
 
@@ -67,7 +69,8 @@ def evaluate(
         n_knowledge=len(inputs.questions),
         **measure(model, inputs),
         **model_cache_bytes(model),
-        recurrent_heads_zeroed=without_recurrence(model, inputs),
+        recurrent_heads_zeroed=without_part(model, "recurrence", inputs),
+        windows_zeroed=without_part(model, "window", inputs),
         provenance={
             "seed": seed,
             "prompt_format": prompt_format,
@@ -77,28 +80,25 @@ def evaluate(
     )
 
 
-def without_recurrence(model: PreTrainedModel, inputs: EvalInputs) -> Record | None:
-    """Measure a student on few examples, as it is and with all its recurrent heads zeroed.
+def without_part(model: PreTrainedModel, part: HeadPart, inputs: EvalInputs) -> Record | None:
+    """Measure a student on few examples, as it is and with one part of all replaced heads zeroed.
 
-    Return None for a model without recurrent heads. ``figures`` has each figure ``whole`` and
-    ``zeroed``; ``unused`` is True if none of them changes. `hybrid-distill analyze
-    zeroed-recurrence` zeroes layer by layer.
+    Return None for a model without this part. ``figures`` has each figure ``whole`` and ``zeroed``;
+    ``unused`` is True if none of them changes. `hybrid-distill analyze zeroed-recurrence` zeroes
+    layer by layer.
     """
-    config = text_config(model)
-    if config.model_type != HybridConfig.model_type:
+    if text_config(model).model_type != HybridConfig.model_type:
         return None
-    # A student that keeps all heads has nothing to zero.
-    recurrent: list[HeadId] = []
-    for layer in range(config.num_hidden_layers):
-        recurrent += [HeadId(layer, head) for head in config.replaced_in(layer)]
-    if not recurrent:
+    student = cast(HybridForCausalLM, model)
+    with_part = student.mixers_with(part)
+    if not with_part:
         return None
     # A whole evaluation would double its time for one row of the report.
     few = inputs.first(FEW)
     # KL has no unit in which a change would be small enough to count as none.
     names = [name for name in FIGURES if name != "kl_to_teacher"]
     whole = flatten(measure(model, few), names)
-    with ablate_heads(model, recurrent):
+    with silence(with_part, part):
         zeroed = flatten(measure(model, few), names)
     n_examples = [FEW, *(len(examples) for examples in inputs.examples.values())]
     return {
@@ -131,7 +131,8 @@ def model_cache_bytes(model: PreTrainedModel) -> Record:
         for layer, heads in enumerate(config.kept):
             kept += [HeadId(layer, head) for head in heads]
         plan = HeadPlan.from_pairs(shape, kept)
-        state = {"d_state": config.d_state, "conv_width": config.conv_width}
+        names = ("d_state", "conv_width", "window", "sinks")
+        state = {name: getattr(config, name) for name in names}
         # Windows are the teacher's: a student's own config wraps that of its backbone.
         config = config.backbone_config()
     windows = layer_windows(config)

@@ -30,8 +30,8 @@ class EvalResult:
     texts. Over the same tokens, ``top1_agreement`` is the fraction where model and teacher have the
     same most likely token, and ``kl_to_teacher`` is the mean KL(teacher || model) in nats.
     ``cache_bytes`` is the size for one sequence by number of tokens, in bfloat16 with states in
-    float32; ``conv_state_bytes`` is extra and does not grow. ``recurrent_heads_zeroed`` is the
-    result of `without_recurrence`.
+    float32; ``conv_state_bytes`` is extra and does not grow. ``recurrent_heads_zeroed`` and
+    ``windows_zeroed`` are results of `without_part`.
     """
 
     kv_choice: dict[int, float]
@@ -47,6 +47,7 @@ class EvalResult:
     cache_bytes: dict[int, int]
     conv_state_bytes: int
     recurrent_heads_zeroed: Record | None = None
+    windows_zeroed: Record | None = None
     provenance: Record = field(default_factory=dict)
 
     def to_dict(self) -> Record:

@@ -56,6 +56,8 @@ def model_card(
         head_dim=config.head_dim,
         d_state=config.d_state,
         conv_width=config.conv_width,
+        window=config.window,
+        sinks=config.sinks,
         windows=layer_windows(config.backbone_config()),
     )
     environment = Environment(

@@ -46,13 +46,15 @@ class Format:
     """Getter of the tensors it stores, tied ones included; None if another program reads it."""
     written_with: str | None = None
     """Package needed to write it; the extra that installs it is named after the format."""
+    holds_windows: bool = False
+    """Whether replaced heads may attend to a window."""
     extra: str | None = None
     """Extra that installs the program that runs it, if it is not named after the format."""
 
 
 FORMATS = {
-    "remote-code": Format(native.write_with_code, tensors=native.tensors),
-    "safetensors": Format(native.write, tensors=native.tensors),
+    "remote-code": Format(native.write_with_code, tensors=native.tensors, holds_windows=True),
+    "safetensors": Format(native.write, tensors=native.tensors, holds_windows=True),
     "falcon-h1": Format(falcon_h1.write, falcon_h1.obstacles, falcon_h1.tensors),
     "vllm": Format(vllm.write, vllm.obstacles),
     "gguf": Format(gguf.write, gguf.obstacles, written_with="gguf", extra="llama-cpp"),
@@ -63,6 +65,11 @@ FORMATS = {
 
 def check_expressible(student: HybridForCausalLM, export_format: str) -> None:
     """Raise ValueError, with all reasons, if a format cannot express a student or be written."""
+    if student.config.window and not FORMATS[export_format].holds_windows:
+        raise ValueError(
+            f"this student has a window of {student.config.window} tokens beside its recurrence, "
+            f"which {export_format} cannot hold; export it as remote-code."
+        )
     reasons = FORMATS[export_format].obstacles(student)
     if reasons:
         raise ValueError(

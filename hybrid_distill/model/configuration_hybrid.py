@@ -71,6 +71,7 @@ _OWN_RULES: dict[str, Rule] = {
     "checked_attention": (lambda value: value in (None, *ATTENTION), f"one of {', '.join(ATTENTION)}, or null"),
 }
 
+_WINDOW_FIELDS = ("window", "sinks", "d_state", "recurrence")
 # Facts that belong to one file or one process, not to the architecture.
 _NOT_ARCHITECTURE = (
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation", "attn_implementation",
@@ -224,6 +225,9 @@ class HybridConfig(PretrainedConfig):
         elif name in _OWN or not (name in _DERIVED or hasattr(shared, name)):
             if name in _OWN_RULES:
                 _check(name, value, _OWN_RULES[name])
+            if name in _WINDOW_FIELDS:
+                fields = {field: getattr(self, field) for field in _WINDOW_FIELDS}
+                check_windows(**{**fields, name: value})
             if name == "kept":
                 value = _check_kept(value, shared)
             super().__setattr__(name, value)

@@ -166,13 +166,32 @@ def attend(
             scale=scoring.scale,
         )
     else:
-        scale = query_BHQP.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
-        scores = query_BGQP @ key_BGKP.mT * scale
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-        scores = scores.masked_fill(~seen_B1QK, torch.finfo(scores.dtype).min)
-        weights = scores.softmax(dim=-1, dtype=torch.float32).to(query_BHQP.dtype)
-        out_BGQP = F.dropout(weights, scoring.dropout) @ value_BGKP
+        maps_BGQK = _maps(query_BGQP, key_BGKP, seen_B1QK, scoring)
+        out_BGQP = F.dropout(maps_BGQK, scoring.dropout) @ value_BGKP
     return out_BGQP.unflatten(2, (group_size, n_queries)).flatten(1, 2)
+
+
+def local_maps(
+    query_BHLP: Tensor, key_BGLP: Tensor, begin_BL: Tensor, reach: Reach, scoring: Scoring
+) -> Tensor:
+    """Return the attention maps behind `attend_locally`, [B, H, L, L]: for analysis, of short rows."""
+    index_L = torch.arange(query_BHLP.shape[2], device=query_BHLP.device)
+    distance_LL = index_L.unsqueeze(1) - index_L
+    place_BLL = index_L - begin_BL.unsqueeze(2)
+    seen_B1LL = reach.sees(distance_LL, place_BLL).unsqueeze(1)
+    n_repeats = query_BHLP.shape[1] // key_BGLP.shape[1]
+    key_BHLP = key_BGLP.repeat_interleave(n_repeats, dim=1)
+    return _maps(query_BHLP, key_BHLP, seen_B1LL, scoring)
+
+
+def _maps(query: Tensor, key: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
+    """Return attention weights [..., Q, K] in the dtype of the queries."""
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = query @ key.mT * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
 
 
 def _near_blocks(t_BGTP: Tensor, n_keys: int, step: int) -> Tensor:

@@ -35,7 +35,7 @@ from .documents import packed_inputs  # noqa: F401  # see below
 from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
 from .local_attention import attend_locally  # noqa: F401  # see below
-from .mixer import HybridMixer
+from .mixer import HeadPart, HybridMixer
 from .recurrent_heads import SSMHeads
 from .ring import TokenRing  # noqa: F401  # see below
 from .rows import TokensFirst  # noqa: F401  # see below
@@ -123,6 +123,12 @@ class HybridPreTrainedModel(PreTrainedModel):
     def mixers(self) -> list[HybridMixer]:
         """Return the mixers, one per layer."""
         return [getattr(layer, attention_name(layer)) for layer in self.model.layers]
+
+    def mixers_with(self, part: HeadPart) -> list[HybridMixer]:
+        """Return the mixers whose replaced heads have this part."""
+        if part == "recurrence":
+            return [mixer for mixer in self.mixers() if mixer.ssm is not None]
+        return [mixer for mixer in self.mixers() if mixer.windowed is not None]
 
     def recurrent_heads(self) -> list[SSMHeads]:
         """Return the recurrent heads of every layer that has any."""

@@ -94,9 +94,9 @@ class TokenRing:
         return named
 
     def nbytes(self) -> int:
-        """Count the bytes of keys and values."""
-        assert self.keys is not None and self.values is not None
-        return self.keys.nbytes + self.values.nbytes
+        """Count the bytes of keys, values and columns."""
+        tensors = (self.keys, self.values, self.column_BR)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def pick_tokens(t_BGLP: Tensor, index_BR: Tensor) -> Tensor:

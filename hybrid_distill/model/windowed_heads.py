@@ -19,7 +19,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import HybridLayerCache
 from .configuration_hybrid import HybridConfig
-from .local_attention import Earlier, Reach, Scoring, attend_locally, attend_ring
+from .local_attention import (
+    Earlier,
+    Reach,
+    Scoring,
+    attend_locally,
+    attend_ring,
+    local_maps,
+)
 from .ring import TokenRing, pick_tokens
 from .rows import TokensFirst, document_begins
 from .windows import kinds_and_windows
@@ -30,9 +37,9 @@ CALL = "head_call"
 """Argument by which a mixer passes its `HeadCall` through the backbone's attention module."""
 
 
-def _attend(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, None]:
+def _attend(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     call: HeadCall = options.pop(CALL)
-    return call.attend(*module_and_inputs, **options), None
+    return call.attend(*module_and_inputs, **options)
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
@@ -114,8 +121,8 @@ class WindowedAttention:
         value: Tensor,
         mask: Any,
         **options: Any,
-    ) -> Tensor:
-        """Attend with the backbone's own attention function, [B, L, kept, P]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with the backbone's own attention function, [B, L, kept, P]; eager also returns its maps."""
         n_repeats = len(self.kept) // len(self.kept_groups)
         if self.kept_index is not None:
             key = _pick(key, self.kept_index)
@@ -124,7 +131,7 @@ class WindowedAttention:
         implementation: Any = self.backbone_config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
         module: Any = _KeptAttention(attention, self.backbone_config, n_repeats)
-        return attend(module, query, key, value, mask, **options)[0]
+        return attend(module, query, key, value, mask, **options)
 
 
 def _reading(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
@@ -186,11 +193,15 @@ class HeadCall:
         dropout: float = 0.0,
         softcap: float | None = None,
         **options: Any,
-    ) -> Tensor:
-        """Compute the kept heads, if they run, then the replaced ones, [B, L, H, P]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the kept heads, if they run, then the replaced ones, [B, L, H, P].
+
+        Also returns their maps [B, H, L, S], where eager attention evaluates a row without a cache.
+        """
         self._was_used = True
         heads = self.heads
         outputs = []
+        maps = []
         full = None
         if heads.kept and (self.runs_kept or self.cache is not None):
             full_keys = _pick(key_BGLP, heads.kept_groups)
@@ -203,23 +214,37 @@ class HeadCall:
         if self.runs_kept and full is not None:
             if softcap is not None:
                 options["softcap"] = softcap
-            outputs.append(
-                heads.attend_kept(
-                    attention,
-                    _pick(query_BHLP, heads.kept),
-                    full[0],
-                    full[1],
-                    mask,
-                    scaling=scaling,
-                    dropout=dropout,
-                    **options,
-                )
+            kept_BLHP, kept_maps = heads.attend_kept(
+                attention,
+                _pick(query_BHLP, heads.kept),
+                full[0],
+                full[1],
+                mask,
+                scaling=scaling,
+                dropout=dropout,
+                **options,
             )
+            outputs.append(kept_BLHP)
+            if kept_maps is not None:
+                maps.append(kept_maps)
         scoring = Scoring(scaling, softcap, dropout)
         query = _pick(query_BHLP, heads.replaced)
         near_BHLP = self._attend_near(query, key_BGLP, value_BGLP, full, scoring)
         outputs.append(near_BHLP.transpose(1, 2))
-        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+        is_eager = heads.backbone_config._attn_implementation == "eager"
+        if is_eager and self.cache is None and not attention.training:
+            maps.append(self._near_maps(query, key_BGLP, scoring))
+            return torch.cat(outputs, dim=2), torch.cat(maps, dim=1)
+        return torch.cat(outputs, dim=2), None
+
+    def _near_maps(self, query_BHLP: Tensor, key_BGLP: Tensor, scoring: Scoring) -> Tensor:
+        """Return the attention maps of the windowed heads, for who looks at them. Padding counts as tokens."""
+        heads = self.heads
+        key_BHLP = _pick(key_BGLP, heads.window_groups)
+        if heads.window_index is not None:
+            key_BHLP = _pick(key_BHLP, heads.window_index)
+        begin_BL = self._begins(query_BHLP, None)
+        return local_maps(query_BHLP, key_BHLP, begin_BL, heads.reach, scoring)
 
     def _attend_near(
         self,

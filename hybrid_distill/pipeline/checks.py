@@ -65,6 +65,7 @@ def check_data(inputs: RunInputs) -> None:
             check_same_vocabulary(inputs.tokenizer, tokenizer)
         check_sources(inputs.config.data_of(stage), tokenizer)
         _check_context(inputs, stage, longest_context(shape))
+        _check_window(inputs, stage)
 
 
 def _check_context(inputs: RunInputs, stage: StageConfig, longest: int | None) -> None:
@@ -82,6 +83,17 @@ def _check_context(inputs: RunInputs, stage: StageConfig, longest: int | None) -
         f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
         "(rope_parameters of type yarn)."
     )
+
+
+def _check_window(inputs: RunInputs, stage: StageConfig) -> None:
+    """Raise ValueError if no row of the stage is as long as the window: its recurrence would have nothing to learn."""
+    window = inputs.config.student.window
+    seq_len = inputs.config.data_of(stage).seq_len
+    if window > seq_len:
+        raise ValueError(
+            f"student.window is {window}, longer than the rows of {stage.name}, {seq_len} tokens; pass at most "
+            f"{seq_len}, or longer rows (data.seq_len)."
+        )
 
 
 def check_sizes(inputs: RunInputs) -> None:

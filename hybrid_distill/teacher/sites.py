@@ -45,11 +45,14 @@ class HeadSite:
     shared: bool = False
 
     def kind_of(self, head: int) -> HeadKind:
-        """Return the kind of one head. In a student's mixer, kept heads are "attention" and all others "ssm"."""
+        """Return the kind of one head.
+
+        In a student's mixer, kept heads are "attention", and so are heads with a window alone; all others are "ssm".
+        """
         if self.kind != "hybrid":
             return self.kind
-        kept: Any = self.module.kept
-        return "attention" if head in kept else "ssm"
+        mixer: Any = self.module
+        return "attention" if head in mixer.kept or mixer.ssm is None else "ssm"
 
     def linear(self, name: str) -> nn.Linear:
         """Return the mixer's linear called ``name``."""

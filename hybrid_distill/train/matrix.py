@@ -38,6 +38,12 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
                 f"the matrix stage needs attention maps, which {implementation!r} attention does not return; "
                 "load the teacher with --teacher.attn-implementation eager."
             )
+        if student.config.window:
+            raise ValueError(
+                f"the matrix stage compares whole attention maps with mixing matrices, and student.window is "
+                f"{student.config.window}: heads with a window sum both. Pass --student.window 0, or align with "
+                "Align() instead."
+            )
         super().__init__(student, teacher, config)
         parameters = mixer_parameters(student, "ssm")
         chosen = {name: p for name, p in parameters.items() if not _is_unused(name)}

@@ -144,7 +144,10 @@ class Stage(nn.Module, ABC, Generic[Config]):
     def train_only(self, chosen: Mapping[str, nn.Parameter]) -> None:
         """Freeze everything except the ``chosen`` parameters. Raises ValueError if there are none."""
         if not chosen:
-            raise ValueError("the student has nothing to train: its plan keeps every head.")
+            raise ValueError(
+                "the student has nothing to train: its plan keeps every head, or its replaced heads have a window "
+                f"alone and {self.config.name}.train is 'ssm'; pass --{self.config.name}.train mixer."
+            )
         for model in (self.student, *self.teachers):
             model.requires_grad_(False)
         make_master_weights(chosen.values())
@@ -244,13 +247,15 @@ def add_totals(parts: Iterable[Totals]) -> dict[str, Tensor]:
 
 
 def mixer_parameters(student: HybridForCausalLM, train: str) -> dict[str, nn.Parameter]:
-    """Select parameters in layers with recurrent heads: only of those heads (``ssm``), or of the whole ``mixer``."""
+    """Select parameters in layers with replaced heads: of their recurrence (``ssm``), or of the whole ``mixer``."""
     chosen: dict[str, nn.Parameter] = {}
     for layer, mixer in enumerate(student.mixers()):
-        if mixer.ssm is None:
+        if not mixer.replaced:
             continue
         trained: nn.Module = mixer
         if train == "ssm":
+            if mixer.ssm is None:
+                continue
             trained = mixer.ssm
         for name, parameter in trained.named_parameters():
             chosen[f"{layer}.{name}"] = parameter

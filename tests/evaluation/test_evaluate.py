@@ -82,6 +82,7 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(
         n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         assert dataclasses.asdict(size) == {
             "kv": n_bytes,
+            "window": 0,
             "ssm": 0,
             "conv": 0,
         }
@@ -105,17 +106,23 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(
         (5, "gemma3"),
     ],
 )
+@pytest.mark.parametrize("head_window", [0, 4, 9])
 def test_cache_bytes_are_those_of_a_real_students_cache(
     family_model,
     kept: Any,
     family: str,
     length: int,
+    head_window: int,
 ) -> None:
     teacher = family_model(family, **WINDOWS[family])
     plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)
-    student, _ = build_student(teacher, plan, d_state=12, conv_width=3)
-    # A window of 1: transformers' own caches fail with it.
-    for window in (WINDOWS[family].get("sliding_window"), 1):
+    sizes = {"conv_width": 3, "window": head_window, "sinks": head_window // 2}
+    student, _ = build_student(teacher, plan, d_state=12, **sizes)
+    windows = [WINDOWS[family].get("sliding_window")]
+    if not head_window:
+        # A window of 1: transformers' own caches fail with it.
+        windows.append(1)
+    for window in windows:
         student.model.config.sliding_window = window
         cache = student.eval().new_cache()
         for n_tokens in (length - 1, 1):
@@ -127,8 +134,8 @@ def test_cache_bytes_are_those_of_a_real_students_cache(
             d_state=12,
             bytes_per_element=4,
             batch=2,
-            conv_width=3,
             windows=layer_windows(student.model.config),
+            **sizes,
         )
         assert dataclasses.asdict(size) == cache.nbytes()
 

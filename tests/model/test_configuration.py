@@ -71,6 +71,7 @@ def test_a_keyword_of_the_backbone_is_taken(student: HybridForCausalLM, tmp_path
         ("num_attention_heads", 4),  # `kept` names head 7
         ("kept", [[0], [1]]),
         ("d_state", 0),
+        ("sinks", 1),
         ("backbone", {}),
     ],
 )

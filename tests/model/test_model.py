@@ -363,8 +363,9 @@ def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel
         # Same tensors at other addresses: a matrix product may round its last bit differently.
         close(logits(loaded, ids), logits(student, ids))
     code = {path.stem for path in tmp_path.glob("*.py")}
-    parts = {"cache", "decoder", "documents", "document_kernels", "document_mask"}
-    parts |= {"gated_delta", "layout", "mixer", "self_check", "ssd", "windows"}
+    parts = {"cache", "decoder", "documents", "document_kernels", "document_mask", "local_attention"}
+    parts |= {"gated_delta", "layout", "mixer", "recurrent_heads", "ring", "rows", "self_check", "ssd"}
+    parts |= {"windowed_heads", "windows"}
     assert code == {"configuration_hybrid", "modeling_hybrid", *parts}
 
 

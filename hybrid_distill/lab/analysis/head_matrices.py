@@ -86,9 +86,13 @@ def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Te
     own: Sequence[int] = range(site.n_heads)
     groups: Sequence[int] = range(site.n_kv_heads)
     if site.kind == "hybrid":
-        # A student's attention holds only the kept heads and the KV heads that they read.
+        # A student's attention holds only the kept heads and the KV heads that they read, unless
+        # the replaced heads attend to a window: then they follow the kept ones.
         own = attention.kept
-        groups = attention.kv_groups
+        if attention.windowed is None:
+            groups = attention.kv_groups
+        else:
+            own = (*attention.kept, *attention.replaced)
         layout = attention.layout
         attention = attention.attention
     assert layout is not None

@@ -14,6 +14,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from ...io import write_text
+from ...model.mixer import HeadPart
 
 ABSENT = "–"
 MINUS = "\N{MINUS SIGN}"
@@ -224,30 +225,31 @@ def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
 
 
 def zeroed_section(
-    names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame
+    names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame, part: HeadPart
 ) -> Section:
-    """Compare the models' figures with and without zeroing all recurrent heads.
+    """Compare the models' figures with and without zeroing one part of all replaced heads.
 
-    Rows are labeled by ``names``. Columns ``whole_NAME`` and ``zeroed_NAME`` are measured on few
-    examples; ``recurrence_unused`` is 1 for a student whose figures do not change. Empty if that
-    was not measured.
+    Rows are labeled by ``names``. Columns ``whole_NAME`` and ``without_PART_NAME`` are measured on
+    few examples; ``PART_unused`` is 1 for a student whose figures do not change. Empty if that was
+    not measured.
     """
-    if "recurrence_unused" not in values:
+    if f"{part}_unused" not in values:
         return Section("", [])
-    values = values.loc[values.recurrence_unused.notna()]
+    values = values.loc[values[f"{part}_unused"].notna()]
     table = names.loc[values.index].copy()
     for column in columns:
-        if f"zeroed_{column.name}" not in values:
+        without = f"without_{part}_{column.name}"
+        if without not in values:
             continue
         cells = []
-        for pair in zip(values[f"whole_{column.name}"], values[f"zeroed_{column.name}"]):
+        for pair in zip(values[f"whole_{column.name}"], values[without]):
             texts = [with_error(x, None, column.digits, scale=column.scale) for x in pair]
             cells.append(" → ".join(texts))
         table[column.group, column.header] = cells
-    is_unused = values.recurrence_unused == 1
-    table["", "recurrence"] = ["NOT USED" if unused else "used" for unused in is_unused]
+    is_unused = values[f"{part}_unused"] == 1
+    table["", part] = ["NOT USED" if unused else "used" for unused in is_unused]
     note = (
-        "The student as it is → with zeros in place of what its recurrent heads write, on the same "
-        "few examples."
+        f"The student as it is → with zeros in place of what the {part} of its replaced heads "
+        "writes, on the same few examples."
     )
-    return Section("Without the recurrence", [table, note], names.shape[1])
+    return Section(f"Without the {part}", [table, note], names.shape[1])

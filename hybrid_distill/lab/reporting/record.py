@@ -120,12 +120,14 @@ def _questions(result: EvalResult) -> str:
 def all_figures(result: EvalResult) -> dict[str, float]:
     """Return an evaluation's figures, with and without the recurrent heads (`zeroed_section`)."""
     figures = result.figures()
-    zeroed = result.recurrent_heads_zeroed
-    if zeroed:
+    parts = {"recurrence": result.recurrent_heads_zeroed, "window": result.windows_zeroed}
+    for part, zeroed in parts.items():
+        if zeroed is None:
+            continue
         for name, measured in zeroed["figures"].items():
             figures[f"whole_{name}"] = measured["whole"]
-            figures[f"zeroed_{name}"] = measured["zeroed"]
-        figures["recurrence_unused"] = float(zeroed["unused"])
+            figures[f"without_{part}_{name}"] = measured["zeroed"]
+        figures[f"{part}_unused"] = float(zeroed["unused"])
     return figures
 
 

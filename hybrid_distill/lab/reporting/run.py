@@ -53,7 +53,8 @@ def _sections(record: RunRecord, folder: Path) -> list[Section]:
         missing.append(NO_FIGURES)
     return [
         Section("Results", _results(record, names, columns)),
-        zeroed_section(names, columns, record.models),
+        zeroed_section(names, columns, record.models, "recurrence"),
+        zeroed_section(names, columns, record.models, "window"),
         Section("Retrieval by dictionary size", _retrieval(record, names, folder)),
         Section("Head scores", _head_blocks(record, folder)),
         Section("Training", _training(record.losses, folder)),

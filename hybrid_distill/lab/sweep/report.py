@@ -104,7 +104,8 @@ def _sections(results: SweepResults, folder: Path) -> list[Section]:
         figures = _draw(results, folder)
         sections += [
             Section("Results", [_means(results, names, columns), NOTE], 2),
-            zeroed_section(names, columns, results.figures[0]),
+            zeroed_section(names, columns, results.figures[0], "recurrence"),
+            zeroed_section(names, columns, results.figures[0], "window"),
             Section("Against the teacher", [*figures["coverage"], *_changes(results, names, columns)], 2),
             Section("Heads kept", figures["heads"]),
             Section("State size", figures["states"]),
