@@ -420,12 +420,6 @@ def test_a_rope_for_each_type_of_layer_is_kept_or_refused(family_model: FamilyMo
     config = config_with(family_model, backbone=olmo3)
     assert "rope_theta" not in config.backbone  # 5.0 to 5.10 would take it for all layers
     assert config.backbone_config().rope_parameters == config.backbone["rope_parameters"]
-    with monkeypatch.context() as older:
-        older.setattr(configuration_hybrid.transformers, "__version__", "4.57.6")
-        written = config_with(family_model, backbone=olmo3).backbone
-    assert written["rope_theta"] == 500.0
-    assert written["rope_scaling"] == {name: value for name, value in yarn.items() if name != "rope_theta"}
-
     flat = family_model("olmo2").config
     monkeypatch.setattr(transformers.AutoConfig, "for_model", lambda *args, **kwargs: flat)
     with pytest.raises(ValueError, match=r"one RoPE for all layers of olmo3.*pip install --upgrade transformers"):

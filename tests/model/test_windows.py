@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from hybrid_distill.export.formats import check_expressible
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.model.mixer import silence
+from hybrid_distill.model.recurrent_heads import OPEN_GATE
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import trace_mixers
+from hybrid_distill.train.end_to_end import checkpoint_activations
 from tests.conftest import FAMILIES, make_family_model
 from tests.model.windows import masked_teacher
 
@@ -167,7 +175,7 @@ def test_windows_and_sinks_end_at_a_documents_border(kept: str) -> None:
     for number, first in enumerate(borders[:-1]):
         seq_idx[:, first:] = number
     packed = student(ids, seq_idx=seq_idx).logits
-    for first, last in zip(borders[:-1], borders[1:], strict=True):
+    for first, last in pairwise(borders):
         alone = student(ids[:, first:last], use_cache=False).logits
         assert_close(packed[:, first:last], alone)
 
@@ -225,3 +233,113 @@ def test_silenced_parts() -> None:
     with silence(student.mixers(), "window"):
         assert not torch.allclose(student(ids).logits, whole, atol=1e-3)
     assert torch.equal(student(ids).logits, whole)
+
+
+def test_gradients_are_those_of_the_masked_teacher_and_of_checkpointing() -> None:
+    teacher = make_family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, [(0, 0), (1, 2)])
+    student = windowed_student(teacher, plan, d_state=0).train()
+    ids = ids_of(teacher, length=140)
+    name = "layers.1.self_attn.{}k_proj.weight"
+
+    student(ids, labels=ids).loss.backward()
+    gradient = student.model.get_parameter(name.format("attention.")).grad
+    assert gradient is not None
+    with masked_teacher(teacher, plan, 7, 2):
+        teacher(ids, labels=ids, use_cache=False).loss.backward()
+    expected = teacher.model.get_parameter(name.format("")).grad
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
+
+    student.zero_grad()
+    checkpoint_activations(student)
+    student(ids, labels=ids).loss.backward()
+    again = student.model.get_parameter(name.format("attention.")).grad
+    torch.testing.assert_close(again, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_closed_gate_opens() -> None:
+    teacher = make_family_model("llama")
+    student = windowed_student(teacher, HeadPlan.none(teacher)).train()
+    ids = ids_of(teacher)
+    student(ids, labels=ids).loss.backward()
+    for heads in student.recurrent_heads():
+        assert heads.z_proj.weight.grad is not None
+        assert heads.z_proj.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_the_state_is_fitted_to_what_the_window_leaves_over() -> None:
+    """With its gate open it is never worse than the window alone, head by head, on the fitting rows."""
+    teacher = make_family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, [(0, 0), (1, 2)])
+    ids = ids_of(teacher, length=96)
+    student, _ = build_student(
+        teacher,
+        plan,
+        d_state=8,
+        window=7,
+        sinks=2,
+        init="fitted",
+        calibration={"input_ids": ids},
+    )
+    with trace_mixers(teacher) as calls:
+        teacher(ids, use_cache=False)
+    for mixer, call in zip(student.mixers(), calls.values(), strict=True):
+        target = call.heads_BLHP
+        alone = mixer.heads(*call.args, **call.kwargs)
+        mixer.ssm.z_proj.bias.fill_(OPEN_GATE)
+        fitted = mixer.heads(*call.args, **call.kwargs)
+        error_alone = (alone - target).square().sum((0, 1, 3))
+        error_fitted = (fitted - target).square().sum((0, 1, 3))
+        replaced = list(mixer.replaced)
+        assert (error_fitted[replaced] <= error_alone[replaced] * 1.001).all()
+        assert error_fitted[replaced].sum() < 0.95 * error_alone[replaced].sum()
+
+
+def test_bad_windows_are_refused() -> None:
+    teacher = make_family_model("llama")
+    none = HeadPlan.none(teacher)
+    for options in (
+        {"window": 0, "d_state": 0},
+        {"window": 3, "sinks": 4},
+        {"window": 3, "sinks": 0, "recurrence": "mamba2-stock"},
+    ):
+        with pytest.raises(ValueError, match="window"):
+            windowed_student(teacher, none, **{"sinks": 0, **options})
+    chunked = make_family_model("llama4", attention_chunk_size=16)
+    with pytest.raises(ValueError, match="window"):
+        windowed_student(chunked, HeadPlan.none(chunked))
+
+
+@pytest.mark.parametrize("export_format", ["falcon-h1", "vllm", "gguf", "mlx", "onnx"])
+def test_formats_that_cannot_hold_a_window_say_so(export_format: str) -> None:
+    teacher = make_family_model("llama")
+    student = windowed_student(teacher, HeadPlan.none(teacher), recurrence="mamba2")
+    with pytest.raises(ValueError, match="window"):
+        check_expressible(student, export_format)
+
+
+@torch.no_grad()
+def test_no_memory_grows_with_the_square_of_the_length() -> None:
+    """The largest tensor that a forward makes has as many elements per token at 4,096 tokens as at 1,024."""
+    teacher = make_family_model("llama", max_position_embeddings=4096)
+    student = windowed_student(teacher, HeadPlan.none(teacher), d_state=0)
+    largest = {}
+    for length in (1024, 4096):
+        with LargestTensor() as seen:
+            student.model(ids_of(teacher, n_rows=1, length=length), use_cache=False)
+        largest[length] = seen.n_elements / length
+    assert largest[4096] == largest[1024]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation returns."""
+
+    n_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.n_elements = max(self.n_elements, tensor.numel())
+        return result
