@@ -33,7 +33,7 @@ from .train.config import (
     TeacherConfig,
 )
 from .tunable import Tunable
-from .validation import Count, CountOrZero, Positive, Share, check_options
+from .validation import Count, CountOrZero, Positive, Share, check_options, number_of_tokens
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 
@@ -182,6 +182,11 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     stages: Fixed[tuple[StageConfig, ...]] = (Align(), Distill())
     """Stages to run, in this order. Each has a name of its own, under which flags set its options: --align.steps."""
+    tokens: str | None = None
+    """Training tokens of the whole run, such as ``3M``: sets the ``steps`` of every stage, from its batch and row size.
+    By default each stage's own steps count."""
+    align_share: Share = 0.1
+    """Share of ``tokens`` for the stages that align heads; the others get the rest. Without a stage to align, all."""
     teacher_sharding: Tunable[Literal["replicated", "sharded"]] = "replicated"
     """``sharded``: while a stage trains, each process holds a shard of the teacher's decoder layers, however the launch
     file shards the student. Scoring and evaluation still need the whole teacher."""
@@ -213,6 +218,9 @@ class RunConfig:
         check_options(self, "")
         self._check_names()
         self._check_order()
+        if self.tokens is not None:
+            budget = number_of_tokens("tokens", self.tokens)
+            object.__setattr__(self, "stages", self._stages_within(budget))
         if self.plan.selection == "restoration" and not self.head_stages:
             raise ValueError(
                 "plan.selection is 'restoration', which first aligns every head, and no stage aligns; list an Align() "
@@ -220,6 +228,34 @@ class RunConfig:
             )
         for stage in self.head_stages:
             self._check_alignment(stage)
+
+    def _stages_within(self, budget: int) -> tuple[StageConfig, ...]:
+        """Return the stages with steps for ``budget`` tokens in all.
+
+        Stages of one kind share their part in proportion to the tokens that they had.
+        """
+        kinds = [stage.is_alignment for stage in self.stages]
+        share = self.align_share
+        if all(kinds) or not any(kinds):
+            share = float(all(kinds))
+        before = [stage.steps * self.tokens_per_step(stage) for stage in self.stages]
+        stages = []
+        for stage, n_tokens in zip(self.stages, before, strict=True):
+            of_kind = [n for n, kind in zip(before, kinds, strict=True) if kind == stage.is_alignment]
+            part = share if stage.is_alignment else 1 - share
+            own_tokens = budget * part * n_tokens / sum(of_kind)
+            steps = round(own_tokens / self.tokens_per_step(stage))
+            if steps < 1:
+                raise ValueError(
+                    f"tokens is {self.tokens!r}, of which {stage.name} gets {own_tokens:,.0f}, less than one step of "
+                    f"{self.tokens_per_step(stage):,}; pass more tokens, another align_share, or smaller batches."
+                )
+            stages.append(replace(stage, steps=steps))
+        return tuple(stages)
+
+    def tokens_per_step(self, stage: StageConfig) -> int:
+        """Return the tokens of one optimizer step of a stage."""
+        return stage.batch_size * self.data_of(stage).seq_len
 
     def _check_names(self) -> None:
         """Raise ValueError unless each stage has a name of its own that can stand in flags and file names."""
@@ -263,7 +299,7 @@ class RunConfig:
     @property
     def head_stages(self) -> tuple[StageConfig, ...]:
         """Stages that align heads with the teacher's own weights around them."""
-        return tuple(stage for stage in self.stages if not isinstance(stage, Distill))
+        return tuple(stage for stage in self.stages if stage.is_alignment)
 
     @property
     def student_stages(self) -> tuple[Distill, ...]:

@@ -6,6 +6,7 @@ Uses the standard library only.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -144,3 +145,14 @@ def numbers(
             f"--{flag} is {shown}; pass {expected}, with commas between."
         ) from None
     return values
+
+
+def number_of_tokens(name: str, text: str) -> int:
+    """Parse a number of tokens such as ``20000``, ``20K`` or ``2.5M``. Raises ValueError, naming the option."""
+    match = re.fullmatch(r"(\d+\.?\d*)([KMB]?)", text.upper())
+    n_tokens = 0
+    if match is not None:
+        n_tokens = int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2]])
+    if n_tokens < 1:
+        raise ValueError(f"{name} is {text!r}; pass a number such as 20000, 20K or 2M.")
+    return n_tokens

@@ -105,10 +105,11 @@ class HybridConfig(PretrainedConfig):
     ``backbone`` is the teacher's ``config.to_dict()``. ``kept`` lists, per layer and ascending, the query heads that
     stay attention; every other head is recurrent with state size ``d_state``, in one of the `RECURRENCES` (see
     `SSMHeads`). With a ``window``, these heads also attend to the last ``window`` tokens of a document and its first
-    ``sinks``; with ``d_state`` 0, they do nothing else. Only Llamba sets ``conv_bias``. An export records how it was checked: ``checked_attention``, the
-    default attention implementation, and ``checked_transformers``, the versions of transformers under which exports of
-    its family computed the same, oldest first. An older version is refused, an unknown one makes the model check itself
-    when it is loaded. Raises ValueError for invalid fields, before any tensor is allocated.
+    ``sinks``; with ``d_state`` 0, they do nothing else. Only Llamba sets ``conv_bias``. An export records how it was
+    checked: ``checked_attention``, the default attention implementation, and ``checked_transformers``, the versions of
+    transformers under which exports of its family computed the same, oldest first. An older version is refused, an
+    unknown one makes the model check itself when it is loaded. Raises ValueError for invalid fields, before any tensor
+    is allocated.
 
     Every field of the backbone's config is also a field of this one (``config.vocab_size``): as a keyword, to read, to
     write, and in ``to_dict()``. Only the backbone stores it, and a model's decoder computes with that same backbone's

@@ -134,6 +134,7 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     heads = heads or HeadPlan.none(teacher)
     checked_sites(teacher, heads, options.init)
     empty_student(teacher, heads, **options.head_options)
-    check_family(teacher, options.recurrence, options.window)  # else a new transformers is found out after hours of scoring
+    # Else a new version of transformers would be found out after hours of scoring.
+    check_family(teacher, options.recurrence, options.window)
     if options.aligned is not None and not StageManifest.read(options.aligned):
         raise ValueError(f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one.")

@@ -109,6 +109,11 @@ class StageConfig:
         return None
 
     @property
+    def is_alignment(self) -> bool:
+        """True if the stage aligns heads, with the teacher's own weights around them."""
+        return True
+
+    @property
     def rows_read(self) -> int:
         """Number of rows that the stage reads, from the start of the data's order."""
         return self.steps * self.batch_size
@@ -192,6 +197,10 @@ class Distill(StageConfig):
         super().__post_init__()
         if self.teacher is not None and not self.teacher.strip():
             raise ValueError(f"{self.name}.teacher is {self.teacher!r}; name a folder or a model, or leave it out.")
+
+    @property
+    def is_alignment(self) -> bool:
+        return False
 
     @property
     def cached_logits(self) -> Path | None:

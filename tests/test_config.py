@@ -1,0 +1,73 @@
+"""Options of a run that depend on each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybrid_distill.config import RunConfig, StudentConfig
+from hybrid_distill.data import DataConfig
+from hybrid_distill.train.config import Align, Distill
+from hybrid_distill.validation import number_of_tokens
+
+DATA = DataConfig(seq_len=512)
+
+
+def run(*stages: Align | Distill, **options: object) -> RunConfig:
+    return RunConfig(data=DATA, stages=stages, **options)  # pyright: ignore[reportArgumentType]
+
+
+def steps(config: RunConfig) -> list[int]:
+    return [stage.steps for stage in config.stages]
+
+
+def test_tokens_set_the_steps_of_both_kinds_of_stages() -> None:
+    config = run(Align(batch_size=4), Distill(batch_size=8), tokens="3M", align_share=0.1)
+    assert steps(config) == [round(3e5 / 2048), round(2.7e6 / 4096)]
+    # Changing something else computes the same steps again.
+    assert replace(config, name="other").stages == config.stages
+
+
+def test_stages_of_one_kind_share_in_proportion() -> None:
+    long = Distill(name="long", steps=100, batch_size=1, seq_len=2048)
+    config = run(Distill(steps=300, batch_size=4), long, tokens="4M")
+    assert steps(config) == [round(3e6 / 2048), round(1e6 / 2048)]
+
+
+def test_a_run_without_alignment_gives_all_tokens_to_distillation() -> None:
+    assert steps(run(Distill(batch_size=4), tokens="2M")) == [round(2e6 / 2048)]
+    assert steps(run(Align(batch_size=4), tokens="2M")) == [round(2e6 / 2048)]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"tokens": "many"}, "tokens"),
+        ({"tokens": "0"}, "tokens"),
+        ({"tokens": "4K"}, "align"),
+        ({"tokens": "3M", "align_share": 1.5}, "align_share"),
+    ],
+)
+def test_bad_budgets_are_refused(options: dict[str, object], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        run(Align(batch_size=4), Distill(batch_size=4), **options)
+
+
+@pytest.mark.parametrize(("text", "number"), [("20000", 20000), ("20K", 20000), ("2.5m", 2500000)])
+def test_numbers_of_tokens(text: str, number: int) -> None:
+    assert number_of_tokens("tokens", text) == number
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 2, "sinks": 3},
+        {"d_state": 0},
+        {"window": 4, "recurrence": "mamba2-stock"},
+        {"window": -1},
+    ],
+)
+def test_bad_windows_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="student."):
+        StudentConfig(**options)  # pyright: ignore[reportArgumentType]
