@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .window_kernels import attend_with_kernel, kernel_runs
+
 BLOCK = 128  # queries per block: each block also reads W - 1 + S keys of earlier tokens
 
 
@@ -77,6 +79,16 @@ def attend_locally(
     ``begin_BL`` is the index of the first token of each token's document; with ``earlier`` tokens,
     which belong to the row's only document, it is not read. Consecutive query heads share a KV head.
     """
+    if earlier is None and kernel_runs(query_BHLP, scoring.dropout):
+        return attend_with_kernel(
+            query_BHLP,
+            key_BGLP,
+            value_BGLP,
+            begin_BL,
+            reach,
+            scoring.scale,
+            scoring.softcap,
+        )
     length = query_BHLP.shape[2]
     n_past = reach.window - 1
     size = min(BLOCK, length)

@@ -43,6 +43,7 @@ from .rows import TokensFirst  # noqa: F401  # see below
 # Keep every import: transformers up to 5.8 loads only those files of an export that this file imports directly.
 from .self_check import check_new_version
 from .ssd import check_implementation
+from .window_kernels import window_blocks  # noqa: F401  # see above
 from .windowed_heads import WindowedAttention  # noqa: F401  # see above
 from .windows import layer_windows  # noqa: F401  # see above
 

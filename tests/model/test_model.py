@@ -365,7 +365,7 @@ def test_saved_with_its_code_it_loads_as_the_same_model(teacher: PreTrainedModel
     code = {path.stem for path in tmp_path.glob("*.py")}
     parts = {"cache", "decoder", "documents", "document_kernels", "document_mask", "local_attention"}
     parts |= {"gated_delta", "layout", "mixer", "recurrent_heads", "ring", "rows", "self_check", "ssd"}
-    parts |= {"windowed_heads", "windows"}
+    parts |= {"window_kernels", "windowed_heads", "windows"}
     assert code == {"configuration_hybrid", "modeling_hybrid", *parts}
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from hybrid_distill.export.formats import check_expressible
-from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model import HybridForCausalLM, local_attention, window_kernels
+from hybrid_distill.model.local_attention import Reach, Scoring
 from hybrid_distill.model.mixer import silence
 from hybrid_distill.model.recurrent_heads import OPEN_GATE
 from hybrid_distill.plan import HeadPlan
@@ -317,6 +319,61 @@ def test_formats_that_cannot_hold_a_window_say_so(export_format: str) -> None:
     student = windowed_student(teacher, HeadPlan.none(teacher), recurrence="mamba2")
     with pytest.raises(ValueError, match="window"):
         check_expressible(student, export_format)
+
+
+@pytest.mark.parametrize(("window", "sinks", "limit"), [(1, 0, None), (44, 4, None), (130, 3, 140)])
+def test_flex_attention_and_its_backward(
+    window: int, sinks: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention refuses only at its border to train on a CPU."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *args: None)
+    monkeypatch.setattr(window_kernels, "flex_function", lambda: flex_attention.flex_attention)
+    begins = begins_of_documents()
+    length = begins.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, length, 16, generator=generator, requires_grad=True)
+    key = torch.randn(2, 2, length, 16, generator=generator, requires_grad=True)
+    value = torch.randn(2, 2, length, 16, generator=generator, requires_grad=True)
+    upstream = torch.randn(2, 4, length, 16, generator=generator)
+    reach = Reach(window, sinks, limit)
+    results = []
+    for runs in (False, True):
+        monkeypatch.setattr(local_attention, "kernel_runs", lambda *_, runs=runs: runs)
+        out = local_attention.attend_locally(query, key, value, begins, reach, Scoring())
+        results.append([out, *torch.autograd.grad(out, (query, key, value), upstream)])
+    for blocks, kernel in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, blocks, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 44, 128, 300])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_the_kernels_work_list_holds_every_block_that_is_seen(window: int, sinks: int) -> None:
+    begins = begins_of_documents()
+    length = begins.shape[1]
+    mask = window_kernels.window_blocks(begins, window, sinks, None)
+    index = torch.arange(length)
+    place = index - begins.unsqueeze(2)
+    seen = Reach(window, sinks).sees(index[:, None] - index, place)
+    n_blocks = -(-length // 128)
+    padding = n_blocks * 128 - length
+    padded = torch.nn.functional.pad(seen, (0, padding, 0, padding))
+    is_seen = padded.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).any(4).any(2)
+    for row in range(len(begins)):
+        for block in range(n_blocks):
+            count = int(mask.kv_num_blocks[row, 0, block])
+            listed = mask.kv_indices[row, 0, block, :count].tolist()
+            assert listed == sorted(set(listed))
+            assert set(is_seen[row, block].nonzero().flatten().tolist()) <= set(listed)
+            assert len(listed) <= 2 + 1 + -(-(window - 1) // 128)
+
+
+def begins_of_documents() -> Tensor:
+    """Documents begin within blocks and at their borders; some have their sinks in two blocks."""
+    begins = torch.zeros(2, 700, dtype=torch.long)
+    for row, starts in enumerate([(0, 126, 256, 390), (0, 5)]):
+        for first in starts:
+            begins[row, first:] = first
+    return begins
 
 
 @torch.no_grad()
