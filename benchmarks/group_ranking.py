@@ -4,8 +4,6 @@ r"""Rank KV groups by their best head, or by ablating the whole group: which pla
     python benchmarks/group_ranking.py --teacher smollm2 --dtype bfloat16 --pairs 8 --window 44 \
         --scores docs/atlas/smollm2-135m-instruct.json --groups 4 8 12 16           # SmolLM2-135M-Instruct
 
-Both rankings come from the same prompts, unless single heads have been scored already. Students keep the first K groups of each, all other heads a window with 4
-sinks and nothing else; they are not trained. Retrieval is by choice, on other prompts than those that rank.
 """
 
 from __future__ import annotations
