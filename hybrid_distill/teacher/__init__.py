@@ -5,9 +5,6 @@ from .hooks import (
     MixerCall,
     ablate_heads,
     ablate_heads_by_row,
-    eager_attention,
-    eval_mode,
-    generated,
     record_heads,
     replaced_forward,
     replay_blocks,
@@ -27,6 +24,7 @@ from .loading import (
     longest_context,
     read_teacher,
 )
+from .modes import eager_attention, eval_mode, generated
 from .sites import (
     SUPPORTED,
     AttentionSite,
