@@ -11,12 +11,9 @@ from .hooks import (
     trace_mixers,
     watch_calls,
 )
+from .identity import IMPORTED, fingerprint, imported_from
 from .loading import (
     DTYPES,
-    TINY,
-    fingerprint,
-    hub_error,
-    imported_from,
     load_config,
     load_on_own_device,
     load_teacher,
@@ -24,6 +21,7 @@ from .loading import (
     longest_context,
     read_teacher,
 )
+from .location import TINY, hub_error
 from .modes import eager_attention, eval_mode, generated
 from .sites import (
     SUPPORTED,

@@ -119,8 +119,8 @@ def test_without_a_network_the_hub_is_asked_once(monkeypatch) -> None:
     def request(*args, **kwargs) -> None:
         raise AssertionError("huggingface_hub was sent to the network, where it retries for 25 seconds a file")
 
-    monkeypatch.setattr("hybrid_distill.teacher.loading.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("hybrid_distill.teacher.loading.get_session", Session)
+    monkeypatch.setattr("hybrid_distill.teacher.location.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("hybrid_distill.teacher.location.get_session", Session)
     monkeypatch.setattr("huggingface_hub.file_download._request_wrapper", request, raising=False)
     monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", request)
     hub_error.cache_clear()
