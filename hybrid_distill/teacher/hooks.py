@@ -87,7 +87,7 @@ def _site_with(
 
 @contextmanager
 def _edited_heads(site: HeadSite, edit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Pass ``edit`` a copy x_BLHP of a layer's head outputs; its output projection reads the copy."""
+    """Pass ``edit`` a copy x_BLHP of a layer's head outputs, which its projection then reads."""
     forward = site.block.forward
     reached = False
 

@@ -86,7 +86,7 @@ def _check_folder(path: str | Path, allow_bin: bool, flag: str) -> None:
 
 
 def _load_model(path: str | Path, **options: Any) -> PreTrainedModel:
-    """Load with transformers. Raises ValueError for missing tensors, which it would draw at random."""
+    """Load with transformers. Raises ValueError for missing tensors, which would be random."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         output_loading_info=True,

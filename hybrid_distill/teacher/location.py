@@ -64,7 +64,7 @@ def hub_error() -> str | None:
 
 
 def offline_reason(path: str | Path) -> str:
-    """Return why a hub id can only be read from the cache; empty for a folder or a reachable hub."""
+    """Return why a hub id can only be read from the cache; empty if that is not so."""
     if isinstance(path, Path):
         return ""
     error = hub_error()

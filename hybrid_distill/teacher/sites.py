@@ -1,4 +1,4 @@
-"""Find the heads of an unmodified Hugging Face decoder, and the module that mixes tokens in each layer.
+"""Find the heads of an unmodified Hugging Face decoder, and the mixer of each layer.
 
 docs/heads.md defines a head for each family.
 """
@@ -51,7 +51,7 @@ class HeadSite:
     shared: bool = False
 
     def kind_of(self, head: int) -> HeadKind:
-        """Return the kind of one head: in a student's mixer, "attention" for kept heads, else "ssm"."""
+        """Return the kind of one head: in a student, "attention" for kept heads, else "ssm"."""
         if self.kind != "hybrid":
             return self.kind
         kept: Any = self.module.kept
@@ -82,7 +82,7 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Find the attention of every layer of a decoder that can become a student, or a student's mixers.
+    """Find the attention of every layer of a possible teacher, or the mixers of a student.
 
     Raises ValueError, naming the module and what was expected, if a layer's attention fits none of
     the layouts in `model.layout`, or if the layer also contains another mixer.
@@ -217,7 +217,7 @@ def _attention_site(
 
 
 def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: nn.Module) -> HeadSite:
-    """Describe a Mamba mixer by its decays: Mamba-2 has one per head, Mamba-1 one per channel and state."""
+    """Describe a Mamba mixer: Mamba-2 has one decay per head, Mamba-1 one per channel and state."""
     decay = getattr(mixer, "A_log", None)
     out_proj = getattr(mixer, "out_proj", None)
     if decay is None or not isinstance(out_proj, nn.Linear):
