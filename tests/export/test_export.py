@@ -417,7 +417,7 @@ def test_an_export_loads_in_another_dtype(copied):
 
 def test_attention_that_needs_a_gpu_is_not_recorded(soft_capped):
     _, path = soft_capped
-    # transformers 5.2 still gives Gemma 2 SDPA, which ignores its soft caps; later versions do not.
+    # Until 5.22, transformers chose SDPA, which drops the cap.
     expected = "sdpa" if transformers.Gemma2ForCausalLM._supports_sdpa else "eager"
     assert json.loads((path / "config.json").read_text())["checked_attention"] == expected
     student, _ = tiny_student("llama")
