@@ -207,7 +207,7 @@ def is_same_arithmetic(recorded: str, device: str) -> bool:
 
 
 def arithmetic(device: str) -> str:
-    """Describe what decides the order of sums: device, torch and, on a CPU, instructions, threads."""
+    """Describe what decides the order of sums: device, torch; on a CPU, instructions, threads."""
     kind = torch.device(device)
     if kind.type == "cpu":
         instructions = torch.backends.cpu.get_cpu_capability()
@@ -271,7 +271,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def check_tensors_on_disk(folder: Path, record: Record) -> Check:
-    """Compare names and bits of the stored tensors with the record; a tied tensor is stored once."""
+    """Compare names and bits of the stored tensors with the record; tied ones are stored once."""
     hashes = dict(record["tensors"])
     for name in record["tied"]:
         del hashes[name]
@@ -385,7 +385,7 @@ def check_outputs(model: Model, prompts: Prompts, limits: dict[str, float]) -> I
 def check_tokens(
     way: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, limit: float
 ) -> Check:
-    """Compare greedy tokens with the record, up to the first whose lead is within rounding error."""
+    """Compare greedy tokens with the record, up to the first that rounding may change."""
     n_different = 0
     n_compared = 0
     recorded = zip(prompts.generated, prompts.leads)

@@ -1,4 +1,4 @@
-"""A student that ran on kernels or on another device passes the gate of its export, a wrong one not."""
+"""A student that ran on kernels or on another device passes the gate; a wrong one does not."""
 
 from __future__ import annotations
 
