@@ -14,7 +14,7 @@ from ..io import file_hash, write_json
 from ..locking import locked
 from ..provenance import now, versions
 from ..student.teachers import check_teacher
-from ..teacher.loading import DTYPES, IMPORTED
+from ..teacher import DTYPES, IMPORTED
 from ..validation import first_line
 
 

@@ -22,6 +22,8 @@ logits, the recorded logits.
 
 Exit status: 0 if all checks pass, 1 if one fails, 2 if there is nothing to check, or nothing to
 load it with.
+
+It is one file, so that an export can carry it and `python` can run it there without this package.
 """
 
 from __future__ import annotations
@@ -122,8 +124,7 @@ def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
 
 def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     record = read_record(gate)
-    pickles = [path.name for path in folder.rglob("*") if path.suffix in PICKLES]
-    yield _none("pickled files", pickles)
+    yield check_no_pickles(folder)
     if record["form"] in PACKAGES:
         yield check_files(folder, record)
         yield from check_tokenizer(folder, record)
@@ -140,11 +141,18 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     yield from check_outputs(model, load_prompts(gate, device), limits)
 
 
+def check_no_pickles(folder: Path) -> Check:
+    """Look for pickled files by their names."""
+    pickles = [path.name for path in folder.rglob("*") if path.suffix in PICKLES]
+    return _none("pickled files", pickles)
+
+
 def check_no_code(folder: Path) -> Check:
     """Look for Python files, and for names of classes that transformers would load from them."""
     code = sorted(path.name for path in folder.glob("*.py"))
-    auto_map = json.loads((folder / "config.json").read_text()).get("auto_map", {})
-    code += [f"auto_map: {name}" for name in sorted(auto_map)]
+    config = json.loads((folder / "config.json").read_text())
+    for name in sorted(config.get("auto_map", {})):
+        code.append(f"auto_map: {name}")
     return _none("remote code", code)
 
 
@@ -160,7 +168,10 @@ def check_tokenizer(folder: Path, record: Record) -> Iterator[Check]:
     if record["form"] in ("remote-code", "falcon-h1"):
         tokenizer_class = AutoTokenizer
     tokenizer = tokenizer_class.from_pretrained(folder, **trust_of(record))
-    wrong = [text for text, ids in record["texts"] if tokenizer(text)["input_ids"] != ids]
+    wrong = []
+    for text, ids in record["texts"]:
+        if tokenizer(text)["input_ids"] != ids:
+            wrong.append(text)
     yield _none("tokenizer: texts with other ids", wrong)
 
 
@@ -172,7 +183,7 @@ def trust_of(record: Record) -> dict[str, bool]:
 def limits_of(dtype: torch.dtype, record: Record, device: str) -> dict[str, float]:
     """Return the largest allowed differences of logits on a device.
 
-    That is `TOLERANCE`, but for a record's own reasons.
+    They are `TOLERANCE`'s, unless the record was made with sums in another order.
     """
     limits = dict(TOLERANCE[dtype])
     is_stock = record["form"] == "falcon-h1"  # computed by transformers' code, not the student's
@@ -196,7 +207,7 @@ def is_same_arithmetic(recorded: str, device: str) -> bool:
 
 
 def arithmetic(device: str) -> str:
-    """Describe what decides the order of sums: device, torch and, on a CPU, instructions, threads."""
+    """Describe what decides the order of sums: device, torch; on a CPU, instructions, threads."""
     kind = torch.device(device)
     if kind.type == "cpu":
         instructions = torch.backends.cpu.get_cpu_capability()
@@ -253,23 +264,29 @@ def weight_files(folder: Path) -> dict[str, Path]:
                 files[name] = path
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        file_names = {name: path.name for name, path in files.items()}
-        if json.loads(index.read_text())["weight_map"] != file_names:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        if weight_map != {name: path.name for name, path in files.items()}:
             raise ValueError(f"{index.name} does not match the tensors in the files")
     return files
 
 
 def check_tensors_on_disk(folder: Path, record: Record) -> Check:
-    """Compare names and bits of the stored tensors with the record; a tied tensor is stored once."""
-    expected = {name: sha for name, sha in record["tensors"].items() if name not in record["tied"]}
+    """Compare names and bits of the stored tensors with the record; tied ones are stored once."""
+    hashes = dict(record["tensors"])
+    for name in record["tied"]:
+        del hashes[name]
     files = weight_files(folder)
-    wrong = [f"{name} is missing" for name in expected.keys() - files.keys()]
-    wrong += [f"{name} is unknown" for name in files.keys() - expected.keys()]
-    for name in sorted(expected.keys() & files.keys()):
-        with safe_open(files[name], framework="pt") as file:
-            if tensor_hash(file.get_tensor(name)) != expected[name]:
-                wrong.append(f"{name} has changed")
-    return _none(f"{len(expected)} tensors on disk: wrong", wrong)
+    wrong = []
+    for name in sorted(hashes.keys() | files.keys()):
+        if name not in files:
+            wrong.append(f"{name} is missing")
+        elif name not in hashes:
+            wrong.append(f"{name} is unknown")
+        else:
+            with safe_open(files[name], framework="pt") as file:
+                if tensor_hash(file.get_tensor(name)) != hashes[name]:
+                    wrong.append(f"{name} has changed")
+    return _none(f"{len(hashes)} tensors on disk: wrong", wrong)
 
 
 def check_files(folder: Path, record: Record) -> Check:
@@ -300,18 +317,27 @@ def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]
         output_loading_info=True,
         **trust_of(record),
     )
-    model, info = loaded
+    model, loading_info = loaded
+    loading = check_loaded_tensors(model.state_dict(), loading_info, record)
+    if record["computes"] != record["dtype"]:
+        # Not .to(dtype), which would also round RoPE's frequencies.
+        model.float()
+    return model.to(device).eval(), loading
+
+
+def check_loaded_tensors(
+    state: dict[str, Tensor], loading_info: dict[str, Any], record: Record
+) -> Check:
+    """Compare a loaded model's tensors with the record."""
     wrong = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        wrong += [f"{kind}: {name}" for name in info[kind]]
-    state = model.state_dict()
-    wrong += [f"{name} appeared" for name in state.keys() - record["tensors"].keys()]
-    for name, expected in record["tensors"].items():
+        wrong += [f"{kind}: {name}" for name in loading_info[kind]]
+    hashes = record["tensors"]
+    wrong += [f"{name} appeared" for name in state.keys() - hashes.keys()]
+    for name, expected in hashes.items():
         if name not in state or tensor_hash(state[name]) != expected:
             wrong.append(f"{name} is not what was exported")
-    if record["computes"] != record["dtype"]:
-        model.float()  # not .to(dtype), which would round RoPE's frequencies too
-    return model.to(device).eval(), _none(f"{len(state)} tensors after loading: wrong", wrong)
+    return _none(f"{len(state)} tensors after loading: wrong", wrong)
 
 
 @torch.no_grad()
@@ -320,45 +346,46 @@ def check_outputs(model: Model, prompts: Prompts, limits: dict[str, float]) -> I
 
     Logits with a cache and in a padded batch are compared with those of each prompt alone.
     """
-    length = len(prompts.generated[0])
+    new_tokens = len(prompts.generated[0])
     compare = partial(check_logits, scale=prompts.scale)
 
     def full_forward(ids_L: Tensor) -> Tensor:
         return model(input_ids=ids_L[None], use_cache=False).logits[0].float()
 
+    def continued(ids_L: Tensor, *, use_cache: bool) -> Greedy:
+        return greedy(model, ids_L[None], None, new_tokens, use_cache=use_cache)
+
     alone = [full_forward(ids_L) for ids_L in prompts.ids]
     recorded = [logits_LV[:, prompts.columns] for logits_LV in alone]
     yield compare("reloaded = exported model", recorded, prompts.logits, limits["forward"])
 
-    cached = [greedy(model, ids_L[None], None, length) for ids_L in prompts.ids]
-    again = []
-    for ids_L, continued in zip(prompts.ids, cached):
+    cached = []
+    stepwise = []
+    at_once = []
+    for ids_L in prompts.ids:
+        from_cache = continued(ids_L, use_cache=True)
+        tokens_T = from_cache.tokens_BT[0]
         # The last token was chosen, and not read.
-        written_L = torch.cat([ids_L, continued.tokens_BT[0, :-1]])
-        again.append(full_forward(written_L)[-length:])
-    stepwise = [continued.logits_BTV[0] for continued in cached]
-    yield compare("cached decode = full forward", stepwise, again, limits["order"])
+        at_once.append(full_forward(torch.cat([ids_L, tokens_T[:-1]]))[-new_tokens:])
+        stepwise.append(from_cache.logits_BTV[0])
+        cached.append(tokens_T)
+    yield compare("cached decode = full forward", stepwise, at_once, limits["order"])
 
     padded = padded_logits(model, prompts.ids)
     yield compare("left-padded batch = single prompts", padded, alone, limits["order"])
 
-    uncached = [
-        greedy(model, ids_L[None], None, length, use_cache=False).tokens_BT[0]
-        for ids_L in prompts.ids
-    ]
-    ways: dict[str, Sequence[Tensor] | Tensor] = {
-        "cached": [continued.tokens_BT[0] for continued in cached],
-        "uncached": uncached,
-        "left-padded batch": greedy(model, *left_padded(prompts.ids), length).tokens_BT,
-    }
-    for way, generated in ways.items():
-        yield check_tokens(way, generated, prompts, max(limits.values()))
+    limit = max(limits.values())
+    yield check_tokens("cached", cached, prompts, limit)
+    uncached = [continued(ids_L, use_cache=False).tokens_BT[0] for ids_L in prompts.ids]
+    yield check_tokens("uncached", uncached, prompts, limit)
+    in_batch = greedy(model, *left_padded(prompts.ids), new_tokens)
+    yield check_tokens("left-padded batch", in_batch.tokens_BT, prompts, limit)
 
 
 def check_tokens(
     way: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, limit: float
 ) -> Check:
-    """Compare greedy tokens with the record, up to the first whose lead is within rounding error."""
+    """Compare greedy tokens with the record, up to the first that rounding may change."""
     n_different = 0
     n_compared = 0
     recorded = zip(prompts.generated, prompts.leads)
@@ -385,9 +412,11 @@ def check_logits(
 
 def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest absolute difference; NaN if there is one anywhere."""
-    pairs = zip(logits, expected, strict=True)
+    largest = []
+    for ours, theirs in zip(logits, expected, strict=True):
+        largest.append((ours - theirs).abs().max())
     # torch's max propagates NaN, Python's does not.
-    return float(torch.stack([(ours - theirs).abs().max() for ours, theirs in pairs]).max())
+    return float(torch.stack(largest).max())
 
 
 def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
@@ -399,7 +428,10 @@ def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
         position_ids=(mask_BL.cumsum(-1) - 1).clamp(min=0),
         use_cache=False,
     ).logits
-    return [logits_LV[-len(ids_L) :].float() for ids_L, logits_LV in zip(ids, logits_BLV)]
+    without_padding = []
+    for ids_L, logits_LV in zip(ids, logits_BLV):
+        without_padding.append(logits_LV[-len(ids_L) :].float())
+    return without_padding
 
 
 def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -459,7 +491,8 @@ def greedy(
         **ends,
     )
     # Scores, not logits: there, end-of-text tokens are suppressed.
-    best_BT2 = torch.stack([scores_BV.float().topk(2).values for scores_BV in out.scores], dim=1)
+    best_two = [scores_BV.float().topk(2).values for scores_BV in out.scores]
+    best_BT2 = torch.stack(best_two, dim=1)
     return Greedy(
         tokens_BT=out.sequences[:, ids_BL.shape[1] :],
         leads_BT=best_BT2[..., 0] - best_BT2[..., 1],
@@ -475,8 +508,9 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
     package = PACKAGES[record["form"]]
     limit = elsewhere(getattr(torch, record["computes"]), record)
     ids = [ids_L.tolist() for ids_L in prompts.ids]
-    length = len(prompts.generated[0])
-    program = load_program(record["form"])(folder, max(map(len, ids)) + length)
+    new_tokens = len(prompts.generated[0])
+    longest = max(map(len, ids)) + new_tokens
+    program = load_program(record["form"])(folder, longest)
     logits = []
     for prompt in ids:
         logits_LV = program.logits(prompt)
@@ -485,7 +519,7 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
     if logits:
         name = f"{package} = exported model"
         yield check_logits(name, logits, prompts.logits, limit, scale=prompts.scale)
-    generated = [torch.tensor(tokens) for tokens in program.generate(ids, length)]
+    generated = [torch.tensor(tokens) for tokens in program.generate(ids, new_tokens)]
     yield check_tokens(package, generated, prompts, limit)
 
 
@@ -515,14 +549,7 @@ def table(checks: Sequence[Check]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Check an exported checkpoint; needs torch and transformers only."
-    )
-    own_folder = Path(__file__).resolve().parent.parent
-    parser.add_argument("folder", nargs="?", type=Path, default=own_folder)
-    parser.add_argument("--device", default="cpu", help="where to run: cpu, cuda, cuda:1 ...")
-    parser.add_argument("--json", type=Path, help="also write the checks to this file")
-    options = parser.parse_args()
+    options = parse_arguments()
     gate = options.folder / "gate"
     try:
         record = read_record(gate)
@@ -532,7 +559,8 @@ def main() -> int:
     needed = PACKAGES.get(record["form"])
     if record["form"] == "safetensors":
         needed = "hybrid_distill"
-    else:  # make their import fail, as on a machine without them
+    else:
+        # Make their import fail, as on a machine without them.
         sys.modules.update(dict.fromkeys(FORBIDDEN_PACKAGES))  # pyright: ignore
     if needed is not None and importlib.util.find_spec(needed) is None:
         print(f"{options.folder} needs {needed}, which is not installed here", file=sys.stderr)
@@ -541,10 +569,22 @@ def main() -> int:
 
     checks = run_checks(options.folder, gate, device=options.device)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{options.folder} ({record['form']}) on {options.device}: {versions}\n{table(checks)}")
+    print(f"{options.folder} ({record['form']}) on {options.device}: {versions}")
+    print(table(checks))
     if options.json:
         options.json.write_text(json.dumps([asdict(check) for check in checks]))
     return 0 if all(check.ok for check in checks) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Check an exported checkpoint; needs torch and transformers only."
+    )
+    own_folder = Path(__file__).resolve().parent.parent
+    parser.add_argument("folder", nargs="?", type=Path, default=own_folder)
+    parser.add_argument("--device", default="cpu", help="where to run: cpu, cuda, cuda:1 ...")
+    parser.add_argument("--json", type=Path, help="also write the checks to this file")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Shapes: P head dim, D model width, R rows of a projection, K conv width.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,12 +202,15 @@ def _layout(student: HybridForCausalLM) -> _Layout:
     It has at least one head of each kind.
     """
     mixers = student.mixers()
-    # Numbers of kept heads that share a KV head, by layer.
-    shares = [[len(heads) for heads in kept_by_group(mixer)] for mixer in mixers]
-    needed = {}
-    for size in {1, *itertools.chain(*shares)}:
-        # A KV head with more query heads than ``size`` is stored more than once.
-        needed[size] = max(sum(-(-share // size) for share in layer) for layer in shares)
+    # By layer: how many kept heads share each stored KV head.
+    shares_by_layer = []
+    sizes = {1}
+    for mixer in mixers:
+        shares = [len(heads) for heads in kept_by_group(mixer)]
+        shares_by_layer.append(shares)
+        sizes.update(shares)
+    needed = {size: _kv_heads_needed(shares_by_layer, size) for size in sizes}
+    # Of layouts with equally few KV heads, the one with the fewest query heads.
     per_kv_head = min(needed, key=lambda size: (needed[size], size))
     return _Layout(
         n_kv_heads=max(needed[per_kv_head], 1),
@@ -215,6 +218,18 @@ def _layout(student: HybridForCausalLM) -> _Layout:
         n_ssm_heads=max(1, *(len(mixer.replaced) for mixer in mixers)),
         head_dim=student.config.head_dim,
     )
+
+
+def _kv_heads_needed(shares_by_layer: list[list[int]], per_kv_head: int) -> int:
+    """Count the KV heads of the largest layer if each serves at most ``per_kv_head`` query heads.
+
+    A KV head that more query heads share is stored more than once.
+    """
+    largest = 0
+    for shares in shares_by_layer:
+        n_stored = sum(math.ceil(share / per_kv_head) for share in shares)
+        largest = max(largest, n_stored)
+    return largest
 
 
 def kept_by_group(mixer: HybridMixer) -> list[list[int]]:
@@ -267,9 +282,7 @@ def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
     return weight.new_zeros(len(weight)) if bias is None else bias
 
 
-def _mamba(
-    mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int
-) -> dict[str, Tensor]:
+def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -> dict[str, Tensor]:
     """Build ``mamba``.
 
     The rows of ``in_proj`` are gate, x, B, C and step; x, B and C go through the convolution.
@@ -287,17 +300,23 @@ def _mamba(
         bias = getattr(projection, "bias", None)
         weights[part] = placed(weight, places, width)
         biases[part] = placed(_or_zeros(bias, weight), places, width)
-    taps = {part: out_DR.new_zeros(0, conv_width) for part in "xbc"}
-    if ssm is not None:
+
+    if ssm is None:
+        taps = [out_DR.new_zeros(0, conv_width)] * 3
+        skip = out_DR.new_zeros(0)
+    else:
         assert ssm.conv_bias is not None, "`obstacles` allows mamba2 alone"
-        taps = dict(zip("xbc", ssm.conv_weight.split(ssm.sizes)))
+        taps = ssm.conv_weight.split(ssm.sizes)
+        skip = ssm.D
         # Mamba-2 adds the bias of x, B and C behind the convolution, not in front of it.
         for part, bias in zip("xbc", ssm.conv_bias.split(ssm.sizes)):
             biases[part] = placed(bias, places, widths[part])
-    conv_RK = torch.cat([placed(taps[part], places, widths[part]) for part in "xbc"])
+    placed_taps = [placed(rows, places, widths[part]) for part, rows in zip("xbc", taps)]
+    conv_RK = torch.cat(placed_taps)
     conv_bias_R = torch.cat([biases["x"], biases["b"], biases["c"]])
+
+    # Only the gate's is in front of the convolution; the step's is dt_bias.
     no_bias = torch.zeros_like(torch.cat([conv_bias_R, biases["a"]]))
-    skip = out_DR.new_zeros(0) if ssm is None else ssm.D
     heads = [None if place is None else mixer.replaced[place] for place in places]
     return {
         "mamba.in_proj.weight": torch.cat(list(weights.values())),
@@ -305,6 +324,7 @@ def _mamba(
         "mamba.conv1d.weight": conv_RK.unsqueeze(1),
         "mamba.conv1d.bias": conv_bias_R,
         "mamba.dt_bias": biases["a"],
+        # A = -1: a student's step alone makes its decay.
         "mamba.A_log": torch.zeros_like(biases["a"]),
         "mamba.D": placed(skip, places, 1),
         "mamba.out_proj.weight": placed(out_DR.T, heads, head_dim).T,

@@ -102,7 +102,7 @@ def write(
     folder: Path,
     max_shard_size: int | str,
 ) -> None:
-    """Write ``model.gguf``: matrices in the student's dtype, all else in float32, as llama.cpp does.
+    """Write ``model.gguf``: matrices in the student's dtype, the rest in float32, as llama.cpp.
 
     It is always one file. Raises ValueError for a tokenizer that llama.cpp does not support.
     """

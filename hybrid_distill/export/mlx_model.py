@@ -23,8 +23,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 from mlx_lm.models.llama import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-CHUNK = 64  # tokens per chunk, mixed by matrix products
+CHUNK = 64
+"""Tokens of a chunk, mixed by matrix products."""
 MIN_LOG_DECAY = -30.0
+"""Erases a float32 state completely, and keeps sums of log decays finite."""
 Mask = mx.array | str | None
 
 
@@ -126,9 +128,7 @@ class Recurrent(nn.Module):
         self.conv_weight = mx.zeros((n_channels, args.conv_width))
         self.D = mx.zeros((n_heads,))
 
-    def __call__(
-        self, u: mx.array, mask: mx.array | None, cache: ArraysCache | None
-    ) -> mx.array:
+    def __call__(self, u: mx.array, mask: mx.array | None, cache: ArraysCache | None) -> mx.array:
         xbc = mx.concatenate([self.x_proj(u), self.b_proj(u), self.c_proj(u)], axis=-1)
         xbc = self._convolved(xbc, mask, cache)
         if self.is_mamba2:
@@ -162,7 +162,8 @@ class Recurrent(nn.Module):
         if past is None:
             past = mx.zeros((xbc.shape[0], n_past, xbc.shape[2]), xbc.dtype)
         row = mx.concatenate([past, xbc], axis=1)
-        if cache is not None and cache.lengths is not None:  # rows padded on the right
+        if cache is not None and cache.lengths is not None:
+            # Rows padded on the right: each keeps the inputs before its own padding.
             ends = mx.clip(cache.lengths, 0, length)[:, None] + mx.arange(n_past)
             cache[0] = mx.take_along_axis(row, ends[..., None], axis=1)
         elif cache is not None:
@@ -212,14 +213,13 @@ class Mixer(nn.Module):
             self.attention = Attention(args, kept)
         if recurrent:
             self.ssm = Recurrent(args, len(recurrent))
+        # The place of each head in the concatenated outputs, kept heads first.
         order = [*kept, *recurrent]
         self._order = mx.array([order.index(head) for head in range(args.n_heads)])
         has_bias = args.has_bias and args.base.model_type == "llama"
         self.o_proj = nn.Linear(args.n_heads * args.head_dim, args.width, bias=has_bias)
 
-    def __call__(
-        self, x: mx.array, masks: tuple[Mask, mx.array | None], cache: tuple
-    ) -> mx.array:
+    def __call__(self, x: mx.array, masks: tuple[Mask, mx.array | None], cache: tuple) -> mx.array:
         heads = []
         if "attention" in self:
             heads.append(self.attention(x, masks[0], cache[0]))
@@ -237,9 +237,7 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.width, eps=args.base.rms_norm_eps)
 
-    def __call__(
-        self, h: mx.array, masks: tuple[Mask, mx.array | None], cache: tuple
-    ) -> mx.array:
+    def __call__(self, h: mx.array, masks: tuple[Mask, mx.array | None], cache: tuple) -> mx.array:
         h = h + self.self_attn(self.input_layernorm(h), masks, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -253,16 +251,19 @@ class Decoder(nn.Module):
 
     def __call__(self, ids: mx.array, cache: list[CacheList] | None) -> mx.array:
         h = self.embed_tokens(ids)
-        caches = [(None,)] * len(self.layers) if cache is None else [one.caches for one in cache]
+        if cache is None:
+            caches = [(None,)] * len(self.layers)
+        else:
+            caches = [layer_cache.caches for layer_cache in cache]
         # All layers have read the same tokens: any KV cache and any state cache make the masks.
         keys = None
         states = None
         for layer_caches in caches:
-            for one in layer_caches:
-                if isinstance(one, ArraysCache):
-                    states = one
-                elif one is not None:
-                    keys = one
+            for part in layer_caches:
+                if isinstance(part, ArraysCache):
+                    states = part
+                elif part is not None:
+                    keys = part
         masks = (create_attention_mask(h, keys), create_ssm_mask(h, states))
         for layer, layer_caches in zip(self.layers, caches):
             h = layer(h, masks, layer_caches)

@@ -72,21 +72,28 @@ def write(
     import onnx_ir
 
     model = GraphWriter(student).model()
+    model.metadata_props["eos_token_id"] = json.dumps(_end_tokens(student))
+    data_file = DATA if _weight_bytes(model) > LARGEST_FILE else None
+    onnx_ir.save(model, folder / MODEL, external_data=data_file)
+    shutil.copyfile(Path(__file__).with_name("onnx_generate.py"), folder / RUNNER)
+
+
+def _end_tokens(student: HybridForCausalLM) -> list[int]:
+    """List the end-of-text tokens; transformers stores none, one or several."""
     ends = student.config.eos_token_id
     if student.generation_config is not None:
         ends = student.generation_config.eos_token_id
     if ends is None:
-        ends = []
-    if isinstance(ends, int):
-        ends = [ends]
-    model.metadata_props["eos_token_id"] = json.dumps(ends)
+        return []
+    return [ends] if isinstance(ends, int) else ends
+
+
+def _weight_bytes(model: Model) -> int:
     n_bytes = 0
     for value in model.graph.initializers.values():
         assert value.const_value is not None, "an initializer is a constant"
         n_bytes += value.const_value.nbytes
-    data_file = DATA if n_bytes > LARGEST_FILE else None
-    onnx_ir.save(model, folder / MODEL, external_data=data_file)
-    shutil.copyfile(Path(__file__).with_name("onnx_generate.py"), folder / RUNNER)
+    return n_bytes
 
 
 class Projection(NamedTuple):
@@ -117,6 +124,7 @@ class GraphWriter:
         """Build the model: token ids, mask and states in; logits and states out."""
         op = self.op
         integer = self.ir.DataType.INT64
+        floating = self.ir.DataType.FLOAT
         ids_BL = self.builder.input("input_ids", integer, ["batch", "length"])
         mask_BS = self.builder.input("attention_mask", integer, ["batch", "total_length"])
         all_tokens = self.ir.tensor([0], integer)
@@ -132,7 +140,8 @@ class GraphWriter:
             normed = self._norm("mlp_norm", hidden, layer.post_attention_layernorm)
             hidden = op.Add(hidden, self._mlp(normed, layer.mlp))
             self.builder.pop_module()
-        hidden = op.Slice(hidden, op.Neg(keep), [END], [1])  # 0 keeps all, as in transformers
+        # From -keep on: 0 keeps all tokens, as in transformers.
+        hidden = op.Slice(hidden, op.Neg(keep), [END], [1])
         hidden = self._norm("norm", hidden, decoder.norm)
         if self.student.lm_head.weight is decoder.embed_tokens.weight:
             logits = op.MatMul(hidden, op.Transpose(embedding, perm=[1, 0]))
@@ -140,7 +149,7 @@ class GraphWriter:
             logits = self._linear("lm_head", hidden, self.student.lm_head)
         logits.shape = self.ir.Shape(["batch", "kept_length", self.student.config.vocab_size])
         for name, value in {"logits": logits, **self.states}.items():
-            value.dtype = self.ir.DataType.FLOAT
+            value.dtype = floating
             self.builder.add_output(value, name)
         return self.ir.Model(self.graph, ir_version=11, producer_name="hybrid-distill")
 
@@ -153,19 +162,23 @@ class GraphWriter:
         types = self.ir.DataType
         length = op.Shape(ids_BL, start=1)
         total = op.Shape(mask_BS, start=1)
+        # The mask also covers the past: the input's tokens are its last ones.
         first = op.Neg(length)
         token_BL = op.Slice(mask_BS, first, [END], [1])
         self.token_BL1 = op.Unsqueeze(op.Cast(token_BL, to=types.FLOAT), [-1])
 
+        # Padding on the left counts as position 0.
         position_BS = op.Max(op.Sub(op.CumSum(mask_BS, 1), 1), 0)
         position_BL1 = op.Unsqueeze(op.Slice(position_BS, first, [END], [1]), [-1])
         rope = self.student.model.rotary_emb
         inv_freq = self._weight("inv_freq", rope.inv_freq)
         angle = op.Mul(op.Cast(position_BL1, to=types.FLOAT), inv_freq)
+        # YaRN scales queries and keys, by way of the sines and cosines.
+        scaling = float(rope.attention_scaling)
         cosine = op.Cos(angle)
         sine = op.Sin(angle)
-        self.cos = op.Mul(cosine, float(rope.attention_scaling))
-        self.sin = op.Mul(sine, float(rope.attention_scaling))
+        self.cos = op.Mul(cosine, scaling)
+        self.sin = op.Mul(sine, scaling)
 
         place_1S = op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0])
         place_L1 = op.Transpose(op.Slice(place_1S, first, [END], [1]), perm=[1, 0])
@@ -204,9 +217,16 @@ class GraphWriter:
         if mixer.ssm is not None:
             outputs.append(self._recurrent(mixer.ssm, mixer.layer, projected))
         if mixer.attention is not None:
-            n_heads = (len(queries), len(groups))
-            outputs.append(self._attention(mixer.attention, mixer.layer, projected, *n_heads))
+            attended = self._attention(
+                mixer.attention,
+                mixer.layer,
+                projected,
+                n_heads=len(queries),
+                n_stored=len(groups),
+            )
+            outputs.append(attended)
         joined = outputs[0] if len(outputs) == 1 else self.op.Concat(*outputs, axis=-1)
+        # The columns of the output projection in the order of the outputs.
         kept = [None if place is None else mixer.kept[place] for place in queries]
         weight = placed(mixer.o_proj.weight.T, [*mixer.replaced, *kept], self.head_dim).T
         return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
@@ -247,13 +267,16 @@ class GraphWriter:
         )
         x, b, c = op.Split(xbc, heads.sizes, axis=-1, _outputs=3)
         if bias is not None:
-            x = op.Mul(x, self.token_BL1)  # the bias made padding nonzero
+            # The bias made padding nonzero, which would enter the state.
+            x = op.Mul(x, self.token_BL1)
+        # log a = -softplus(a + bias): the operator multiplies by its third input.
         log_a_BLR = self.runtime_op.LinearAttentionGate(
             projected["a"],
             self._weight("a_proj.bias", heads.a_proj.bias),
             self._weight("minus_one", -torch.ones(n_heads)),
         )
         if heads.form.has_silu:
+            # Mamba-2 scales B by the step of which the decay is made; A = -1.
             dt_BLR1 = op.Unsqueeze(op.Neg(log_a_BLR), [-1])
             b_BLRN = op.Mul(op.Reshape(b, [0, 0, n_heads, heads.d_state]), dt_BLR1)
             b = op.Reshape(b_BLRN, [0, 0, n_heads * heads.d_state])
@@ -333,13 +356,13 @@ class GraphWriter:
 
     def _split(self, name: str, hidden: Value, parts: dict[str, Projection]) -> dict[str, Value]:
         """Write several projections as one matrix product, and split the result."""
+        weights = []
         biases = []
-        sizes = []
         for weight, bias in parts.values():
+            weights.append(weight)
             biases.append(weight.new_zeros(len(weight)) if bias is None else bias)
-            sizes.append(len(weight))
-        weight = torch.cat([part.weight for part in parts.values()])
-        product = self._affine(name, hidden, weight, torch.cat(biases))
+        product = self._affine(name, hidden, torch.cat(weights), torch.cat(biases))
+        sizes = [len(weight) for weight in weights]
         pieces = self.op.Split(product, sizes, axis=-1, _outputs=len(parts))
         return dict(zip(parts, pieces, strict=True))
 

@@ -22,9 +22,10 @@ Logits = Sequence[np.ndarray] | np.ndarray
 
 
 class Program:
-    """Export loaded by a program, which runs up to ``batch`` sequences of ``context`` tokens together.
+    """Export loaded by a program.
 
-    ``threads`` is the number of cores, if the program lets us set it; 0 means all.
+    It runs up to ``batch`` sequences of ``context`` tokens together. ``threads`` is the number of
+    cores, if the program lets us set it; 0 means all.
     """
 
     batch = 8
@@ -47,9 +48,11 @@ class Program:
 
     def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
         """Continue prompts greedily, in batches of ``batch``."""
-        continued = []
+        continued: list[list[int]] = []
         for start in range(0, len(prompts), self.batch):
-            steps = [best(self.begin(prompts[start : start + self.batch]))]
+            batch = prompts[start : start + self.batch]
+            # [steps, prompts]
+            steps = [best(self.begin(batch))]
             while len(steps) < new_tokens:
                 steps.append(best(self.step(steps[-1])))
             continued += map(list, zip(*steps))
@@ -127,7 +130,8 @@ class LlamaCpp(Program):
         options.n_ctx = self.n_context * len(prompts)
         options.n_seq_max = len(prompts)
         options.n_batch = max(sum(map(len, prompts)), len(prompts))
-        options.type_k = 0  # float32
+        # ggml's type 0 is float32; the default is 16 bits.
+        options.type_k = 0
         options.type_v = 0
         options.flash_attn_type = 0  # off
         if self.threads:
@@ -151,8 +155,9 @@ class LlamaCpp(Program):
                 batch.pos[place] = self.lengths[sequence] + position
                 batch.n_seq_id[place] = 1
                 batch.seq_id[place][0] = sequence
-                batch.logits[place] = every or position == len(row) - 1
-                if batch.logits[place]:
+                is_shown = every or position == len(row) - 1
+                batch.logits[place] = is_shown
+                if is_shown:
                     shown[-1].append(place)
                 batch.n_tokens += 1
             self.lengths[sequence] += len(row)
@@ -195,7 +200,7 @@ class MlxLm(Program):
         if len(prompt) > 1:
             self.model(self.mx.array([prompt[:-1]]), cache=self.cache)
             # mlx is lazy: nothing of the prompt would be computed before the last token is.
-            self.mx.eval([one.state for one in self.cache])
+            self.mx.eval([layer_cache.state for layer_cache in self.cache])
         return self._read(prompt[-1:])
 
     def step(self, tokens: Sequence[int]) -> Logits:
@@ -205,13 +210,14 @@ class MlxLm(Program):
         return np.array(self.model(self.mx.array([tokens]), cache=self.cache))
 
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.cache)
+        return sum(layer_cache.nbytes for layer_cache in self.cache)
 
 
 class Vllm(Program):
     """vLLM in this process, through its scheduler, which exposes neither logits nor states."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+        # Read by vLLM when it is imported; `cache_bytes` looks into the engine of this process.
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -226,9 +232,11 @@ class Vllm(Program):
             max_model_len=context,
             max_num_seqs=self.batch,
             enforce_eager=True,
-            enable_prefix_caching=False,  # on CPUs it fails for prompts of more than 128 tokens
+            # On CPUs it fails for prompts of more than 128 tokens.
+            enable_prefix_caching=False,
             skip_tokenizer_init=True,
-            kv_cache_memory_bytes=2**28,  # the default is nearly all of the machine's memory
+            # The default is nearly all of the machine's memory.
+            kv_cache_memory_bytes=2**28,
         )
 
     def logits(self, prompt: Sequence[int]) -> None:

@@ -51,10 +51,7 @@ def own_task(
         return _ruler_group(name, tokenizer, ruler_lengths, seed, limit or RULER_EXAMPLES)
     n_examples = limit or PROBE_EXAMPLES
     if name == "text":
-        rows = [{"text": text} for text in read_held_out(texts, n_examples)]
-        return _task(
-            name, rows, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text"
-        )
+        return _text_task(name, texts, n_examples)
     probe = name.removesuffix(GENERATE)
     if probe == "knowledge":
         examples = Knowledge(facts).examples()[:n_examples]
@@ -74,13 +71,24 @@ def own_task(
     return _task(name, rows, **_generation(longest, _is_right))
 
 
+def _text_task(name: str, texts: str, n_texts: int) -> Untyped:
+    """Make a task of the perplexity of held-out texts."""
+    rows = [{"text": text} for text in read_held_out(texts, n_texts)]
+    return _task(
+        name,
+        rows,
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="text",
+    )
+
+
 def _row(example: Example) -> Record:
-    gold = example.choices.index(example.answer)
     return {
         "prompt": example.prompt,
         "answer": example.answer,
         "choices": list(example.choices),
-        "gold": gold,
+        "gold": example.choices.index(example.answer),
     }
 
 
@@ -97,18 +105,11 @@ def _ruler_group(
     group = Group(name, aggregate_metric_list=[AggMetricConfig("acc", weight_by_size=False)])
     for task in RULER[name]:
         for length in lengths:
-            questions = ruler_questions(task, length, tokenizer, seed, n_examples)
-            rows = [
-                {"prompt": question.prompt, "answer": list(question.answers)}
-                for question in questions
-            ]
-            group.add(
-                _task(
-                    f"{task}_{length}",
-                    rows,
-                    **_generation(tokens_to_generate(task, length), _share_found),
-                )
-            )
+            rows = []
+            for question in ruler_questions(task, length, tokenizer, seed, n_examples):
+                rows.append({"prompt": question.prompt, "answer": list(question.answers)})
+            generation = _generation(tokens_to_generate(task, length), _share_found)
+            group.add(_task(f"{task}_{length}", rows, **generation))
     return group
 
 
@@ -120,7 +121,8 @@ def _task(name: str, rows: Sequence[Record], **config: Untyped) -> Untyped:
     common = {
         "task": name,
         "test_split": "test",
-        "num_fewshot": 0,  # lm-eval would take examples from the questions themselves
+        # With examples, lm-eval would take them from the questions themselves.
+        "num_fewshot": 0,
         "metadata": {"version": 1},
         "custom_dataset": lambda **_: questions,
     }

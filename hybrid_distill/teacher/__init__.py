@@ -5,21 +5,15 @@ from .hooks import (
     MixerCall,
     ablate_heads,
     ablate_heads_by_row,
-    eager_attention,
-    eval_mode,
-    generated,
     record_heads,
     replaced_forward,
     replay_blocks,
     trace_mixers,
     watch_calls,
 )
+from .identity import IMPORTED, fingerprint, imported_from
 from .loading import (
     DTYPES,
-    TINY,
-    fingerprint,
-    hub_error,
-    imported_from,
     load_config,
     load_on_own_device,
     load_teacher,
@@ -27,6 +21,8 @@ from .loading import (
     longest_context,
     read_teacher,
 )
+from .location import TINY, hub_error
+from .modes import eager_attention, eval_mode, generated
 from .sites import (
     SUPPORTED,
     AttentionSite,

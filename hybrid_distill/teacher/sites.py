@@ -1,4 +1,4 @@
-"""Find the heads of an unmodified Hugging Face decoder, and the module that mixes tokens in each layer.
+"""Find the heads of an unmodified Hugging Face decoder, and the mixer of each layer.
 
 docs/heads.md defines a head for each family.
 """
@@ -12,7 +12,13 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from ..model.layout import ATTENTION_NAMES, AttentionLayout, attention_name, find_layout, text_config
+from ..model.layout import (
+    ATTENTION_NAMES,
+    AttentionLayout,
+    attention_name,
+    find_layout,
+    text_config,
+)
 from ..plan import HeadId
 
 SUPPORTED = "Llama, Qwen2, Qwen3, Mistral, OLMo-2, OLMo-3, Phi-3 or GPT-NeoX"
@@ -27,9 +33,9 @@ HeadKind = Literal["attention", "ssm", "channel"]
 class HeadSite:
     """Heads of one decoder layer: the linear ``o_proj`` reads their outputs, concatenated in order.
 
-    ``module`` is the mixer. ``layout`` names its linears if it is attention. ``shared`` is True if several layers run
-    it. ``kind`` is "attention", "ssm" (Mamba-2), "channel" (Mamba-1: heads of size 1), or "hybrid" (a student's mixer,
-    see `kind_of`).
+    ``module`` is the mixer. ``layout`` names its linears if it is attention. ``shared`` is True if
+    several layers run it. ``kind`` is "attention", "ssm" (Mamba-2), "channel" (Mamba-1: heads of
+    size 1), or "hybrid" (a student's mixer, see `kind_of`).
     """
 
     layer: int
@@ -59,26 +65,30 @@ class HeadSite:
         return _linear(self.module, name)
 
 
-AttentionSite = HeadSite  # as `attention_sites` returns it
+AttentionSite = HeadSite
+"""Site that `attention_sites` returns: attention, or a student's mixer."""
 
 
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List (name, module) of every decoder layer, first to last. Raises ValueError if the model has no layer list."""
+    """List (name, module) of every decoder layer, first to last.
+
+    Raises ValueError if the model has no layer list.
+    """
     n_layers = text_config(model).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
             return [(f"{name}.{index}", block) for index, block in enumerate(module)]
     raise ValueError(
-        f"{type(model).__name__} holds no list of {n_layers} decoder layers (num_hidden_layers of its "
-        f"config); expected a decoder such as {SUPPORTED}."
+        f"{type(model).__name__} holds no list of {n_layers} decoder layers (num_hidden_layers of "
+        f"its config); expected a decoder such as {SUPPORTED}."
     )
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Find the attention of every layer of a decoder that can become a student, or the mixers of a student.
+    """Find the attention of every layer of a possible teacher, or the mixers of a student.
 
-    Raises ValueError, naming the module and what was expected, if a layer's attention fits none of the layouts in
-    `model.layout`, or if the layer also contains another mixer.
+    Raises ValueError, naming the module and what was expected, if a layer's attention fits none of
+    the layouts in `model.layout`, or if the layer also contains another mixer.
     """
     sites = []
     for layer, (name, block) in enumerate(decoder_blocks(model)):
@@ -87,13 +97,14 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
         if not child:
             raise ValueError(
                 f"{name} ({type(block).__name__}) holds no attention module: its parts are "
-                f"{', '.join(children) or 'none'}; expected one named self_attn, as in {SUPPORTED}."
+                f"{_names(children)}; expected one named self_attn, as in {SUPPORTED}."
             )
-        if beside := [c for c in RECURRENT_PATHS if c in children]:
-            raise ValueError(
-                f"{name} ({type(block).__name__}) mixes tokens in {child} and in {beside[0]}; "
-                f"expected attention alone, as in {SUPPORTED}."
-            )
+        for other in RECURRENT_PATHS:
+            if other in children:
+                raise ValueError(
+                    f"{name} ({type(block).__name__}) mixes tokens in {child} and in {other}; "
+                    f"expected attention alone, as in {SUPPORTED}."
+                )
         sites.append(_attention_site(model, layer, block, f"{name}.{child}", children[child]))
     return sites
 
@@ -101,14 +112,19 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]:
     """Find the heads of every layer that has any, first to last, in any decoder of docs/heads.md.
 
-    ``kind`` defaults to both kinds for a student, attention heads for other models with attention, and recurrent heads
-    for models without. Raises ValueError for an unsupported layer, and for a model without heads of that kind.
+    ``kind`` defaults to both kinds for a student, attention heads for other models with attention,
+    and recurrent heads for models without. Raises ValueError for an unsupported layer, and for a
+    model without heads of that kind.
     """
-    found = list(_every_site(model))
-    kinds = [site.kind for site in found]
-    wanted = kind or next(k for k in ("hybrid", "attention", *kinds) if k in kinds)
-    uses = Counter(id(site.o_proj) for site in found)
-    sites = [replace(site, shared=uses[id(site.o_proj)] > 1) for site in found if site.kind == wanted]
+    every_site = list(_every_site(model))
+    kinds = [site.kind for site in every_site]
+    wanted = kind or _default_kind(kinds)
+    # Counted by projection: Zamba2's layers share its weights, and may share the module itself.
+    n_layers_of = Counter(id(site.o_proj) for site in every_site)
+    sites = []
+    for site in every_site:
+        if site.kind == wanted:
+            sites.append(replace(site, shared=n_layers_of[id(site.o_proj)] > 1))
     if not sites:
         raise ValueError(
             f"{type(model).__name__} has no heads of kind {kind!r}; "
@@ -117,9 +133,19 @@ def head_sites(model: nn.Module, kind: HeadKind | None = None) -> list[HeadSite]
     return sites
 
 
+def _default_kind(kinds: list[str]) -> str:
+    for preferred in ("hybrid", "attention"):
+        if preferred in kinds:
+            return preferred
+    return kinds[0]
+
+
 def as_head_kind(kind: str) -> HeadKind | None:
     """Convert a `HeadSite.kind` to the ``kind`` argument of `head_sites`; None for "hybrid"."""
-    return next((known for known in get_args(HeadKind) if known == kind), None)
+    for head_kind in get_args(HeadKind):
+        if head_kind == kind:
+            return head_kind
+    return None
 
 
 def head_kinds(model: nn.Module) -> list[str]:
@@ -131,64 +157,108 @@ def _every_site(model: nn.Module) -> Iterator[HeadSite]:
     """Yield the sites of all kinds, first layer to last."""
     for layer, (name, block) in enumerate(decoder_blocks(model)):
         parts = dict(block.named_modules())
-        attention = next((path for path in ATTENTION_PATHS if path in parts), None)
-        recurrent = next((path for path in RECURRENT_PATHS if path in parts), None)
+        attention = _first_in(parts, ATTENTION_PATHS)
+        recurrent = _first_in(parts, RECURRENT_PATHS)
         if attention is None and recurrent is None:
             raise ValueError(
                 f"{name} ({type(block).__name__}) has no supported mixer: its parts are "
-                f"{', '.join(dict(block.named_children())) or 'none'}; expected attention named self_attn or "
+                f"{_names(dict(block.named_children()))}; expected attention named self_attn or "
                 "attention, or a Mamba mixer named mixer or mamba (docs/heads.md)."
             )
+        # A layer of Falcon-H1 or Zamba2 has both.
         if attention is not None:
-            yield _attention_site(model, layer, block, f"{name}.{attention}", parts[attention])
+            path = f"{name}.{attention}"
+            yield _attention_site(model, layer, block, path, parts[attention])
         if recurrent is not None:
             yield _recurrent_site(layer, block, f"{name}.{recurrent}", parts[recurrent])
 
 
-def _attention_site(model: nn.Module, layer: int, block: nn.Module, name: str, module: nn.Module) -> HeadSite:
+def _first_in(parts: dict[str, nn.Module], paths: tuple[str, ...]) -> str | None:
+    for path in paths:
+        if path in parts:
+            return path
+    return None
+
+
+def _names(children: dict[str, nn.Module]) -> str:
+    return ", ".join(children) or "none"
+
+
+def _attention_site(
+    model: nn.Module, layer: int, block: nn.Module, name: str, module: nn.Module
+) -> HeadSite:
+    config = text_config(model)
     # Compared by name: the class in an exported checkpoint is not the class in this package.
     is_hybrid = type(module).__name__ == "HybridMixer"
     layout = None if is_hybrid else find_layout(module, name)
-    output = "o_proj" if layout is None else layout.output
-    config, o_proj = text_config(model), _linear(module, output)
+    output_name = "o_proj" if layout is None else layout.output
+    o_proj = _linear(module, output_name)
     n_heads = config.num_attention_heads
+    # The module's own: a config may lack head_dim. GPT-NeoX's module says head_size instead.
     head_dim = getattr(module, "head_dim", None) or o_proj.in_features // n_heads
     if o_proj.in_features != n_heads * head_dim:
         raise ValueError(
-            f"{name}.{output} reads {o_proj.in_features} channels; "
+            f"{name}.{output_name} reads {o_proj.in_features} channels; "
             f"expected {n_heads} heads x {head_dim} = {n_heads * head_dim}."
         )
     if layout is None:
-        return HeadSite(layer, name, module, block, o_proj, n_heads, config.num_key_value_heads, head_dim, "hybrid")
-    n_kv_heads = layout.count_kv_heads(module, n_heads, head_dim)
-    return HeadSite(layer, name, module, block, o_proj, n_heads, n_kv_heads, head_dim, "attention", layout)
+        n_kv_heads = config.num_key_value_heads
+    else:
+        n_kv_heads = layout.count_kv_heads(module, n_heads, head_dim)
+    return HeadSite(
+        layer=layer,
+        name=name,
+        module=module,
+        block=block,
+        o_proj=o_proj,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        kind="hybrid" if is_hybrid else "attention",
+        layout=layout,
+    )
 
 
 def _recurrent_site(layer: int, block: nn.Module, name: str, mixer: nn.Module) -> HeadSite:
-    """Describe a Mamba mixer: Mamba-2 has one decay per head, Mamba-1 has separate decays for every channel."""
-    decay, out_proj = getattr(mixer, "A_log", None), getattr(mixer, "out_proj", None)
+    """Describe a Mamba mixer: Mamba-2 has one decay per head, Mamba-1 one per channel and state."""
+    decay = getattr(mixer, "A_log", None)
+    out_proj = getattr(mixer, "out_proj", None)
     if decay is None or not isinstance(out_proj, nn.Linear):
         raise ValueError(
-            f"{name} ({type(mixer).__name__}) has no A_log or no linear out_proj; expected a Mamba-1 or Mamba-2 "
-            "mixer, as in Falcon-Mamba, Mamba-2, Zamba2 or Falcon-H1."
+            f"{name} ({type(mixer).__name__}) has no A_log or no linear out_proj; expected a "
+            "Mamba-1 or Mamba-2 mixer, as in Falcon-Mamba, Mamba-2, Zamba2 or Falcon-H1."
         )
-    n_heads, kind = len(decay), "ssm" if decay.dim() == 1 else "channel"
-    return HeadSite(layer, name, mixer, block, out_proj, n_heads, n_heads, out_proj.in_features // n_heads, kind)
+    n_heads = len(decay)
+    return HeadSite(
+        layer=layer,
+        name=name,
+        module=mixer,
+        block=block,
+        o_proj=out_proj,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_dim=out_proj.in_features // n_heads,
+        kind="ssm" if decay.dim() == 1 else "channel",
+    )
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
-    found = module.get_submodule(name)
-    assert isinstance(found, nn.Linear)
-    return found
+    linear = module.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
 
 
 def check_exists(model: nn.Module, sites: list[HeadSite], head_id: HeadId) -> None:
     """Raise ValueError unless one of ``sites`` contains this head."""
-    n_heads = {site.layer: site.n_heads for site in sites}
-    if not 0 <= head_id.head < n_heads.get(head_id.layer, 0):
-        n_layers = len(decoder_blocks(model))
-        some = f", of which {', '.join(map(str, n_heads))} have {sites[0].kind} heads," if len(sites) < n_layers else ""
-        raise ValueError(
-            f"head {head_id} does not exist: this model has layers 0..{n_layers - 1}{some} "
-            f"with heads 0..{sites[0].n_heads - 1}."
-        )
+    n_heads_of = {site.layer: site.n_heads for site in sites}
+    if 0 <= head_id.head < n_heads_of.get(head_id.layer, 0):
+        return
+    n_layers = len(decoder_blocks(model))
+    some_layers = ""
+    if len(sites) < n_layers:
+        layers = ", ".join(map(str, n_heads_of))
+        some_layers = f", of which {layers} have {sites[0].kind} heads,"
+    raise ValueError(
+        f"head {head_id} does not exist: this model has layers 0..{n_layers - 1}{some_layers} "
+        f"with heads 0..{sites[0].n_heads - 1}."
+    )

@@ -1,4 +1,4 @@
-"""Formats for other programs: refused with the reason, recorded, checked only where the program is."""
+"""Formats for other programs: refused, recorded, checked only where the program is."""
 
 from __future__ import annotations
 

@@ -124,9 +124,7 @@ def test_the_embedded_tokenizer_gives_the_same_tokens_behind_the_coarser_cuts_of
 def tokenize(engine: LlamaCpp, text: str) -> list[int]:
     data = text.encode()
     ids = (engine.lib.llama_token * (len(data) + 8))()
-    n_tokens = engine.lib.llama_tokenize(
-        engine.vocab, data, len(data), ids, len(ids), True, True
-    )
+    n_tokens = engine.lib.llama_tokenize(engine.vocab, data, len(data), ids, len(ids), True, True)
     return ids[:n_tokens]
 
 

@@ -1,4 +1,4 @@
-"""A student in ONNX computes what the student does: whatever it keeps, from its states, beside padding."""
+"""A student in ONNX computes what the student does: from its states, and beside padding."""
 
 from __future__ import annotations
 
@@ -156,9 +156,7 @@ def test_scaled_rope_biases_and_a_half_precision_student(tmp_path: Path) -> None
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     }
-    teacher = make_family_model(
-        "llama", attention_bias=True, mlp_bias=True, rope_parameters=rope
-    )
+    teacher = make_family_model("llama", attention_bias=True, mlp_bias=True, rope_parameters=rope)
     student = mixed_student(teacher).to(torch.bfloat16)
     session = written(student, tmp_path)
     ids_BL = random_ids(2, 20) % 100

@@ -61,9 +61,8 @@ def _for_students(config_class: type, settings: dict[str, Any]) -> tuple[type, d
     """Name the modules that an adapter of PEFT's tests goes into."""
     settings = dict(settings)
     fields = {field.name for field in dataclasses.fields(config_class)}
-    if (
-        "target_modules" in fields and config_class is not decoders.ShadowConfig
-    ):  # which wraps whole layers
+    # ShadowPEFT wraps whole layers.
+    if "target_modules" in fields and config_class is not decoders.ShadowConfig:
         settings["target_modules"] = TARGETS.get(config_class, WIDE)
     if "feedforward_modules" in fields:
         settings["feedforward_modules"] = []

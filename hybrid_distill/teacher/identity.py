@@ -1,0 +1,57 @@
+"""Tell teachers apart: by a fingerprint of the weights, and by the file that a folder came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..io import read_json
+from ..model.layout import text_config
+
+SHAPE_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+)
+SAMPLES_PER_TENSOR = 64
+IMPORTED = "imported_from.json"
+"""File that `hybrid-distill import-gguf` writes: ``file`` and ``sha256`` of the source."""
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash a teacher's config shape, and the names, shapes and some elements of its parameters.
+
+    Elements are rounded to bfloat16, so that a checkpoint has the same fingerprint in bfloat16 and
+    in float32. Reads about 64 elements per tensor: cheap for any model size.
+    """
+    config = text_config(model)
+    shape = [getattr(config, name, None) for name in SHAPE_FIELDS]
+    digest = hashlib.sha256(json.dumps(shape).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        stride = max(1, parameter.numel() // SAMPLES_PER_TENSOR)
+        values = parameter.detach()
+        # torchao's 8-bit weights are a Tensor subclass that knows how to become an ordinary tensor.
+        if type(values).dequantize is not Tensor.dequantize:
+            values = values.dequantize()
+        sample = values.flatten()[::stride].to(torch.bfloat16)
+        bits = sample.view(torch.int16).tolist()
+        digest.update(f"{name} {tuple(parameter.shape)} {bits}".encode())
+    return digest.hexdigest()[:16]
+
+
+def imported_from(name_or_path: str | Path) -> str | None:
+    """Return the name and SHA-256 of the file that a folder was imported from, for reports.
+
+    None if the folder was not imported.
+    """
+    path = Path(name_or_path).expanduser() / IMPORTED
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    return f"{record.get('file')}, sha256 {record.get('sha256')}"
