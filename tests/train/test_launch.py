@@ -15,8 +15,9 @@ from processes import ON_CPU
 from safetensors.torch import load_file
 from training import CHAIN, StoppingRows, free_port, small_config, small_rows, sure_models, train_chain
 
-from hybrid_distill.train.loop import Interrupted, train_stage
+from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
+from hybrid_distill.train.stop import Interrupted
 
 pytestmark = pytest.mark.launched
 

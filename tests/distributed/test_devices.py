@@ -18,8 +18,6 @@ if __name__ == "__main__":
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 
 import torch
-
-from hybrid_distill import devices, distributed
 from hybrid_distill.devices import (
     CPU_ASKED,
     DeviceFacts,
@@ -27,6 +25,8 @@ from hybrid_distill.devices import (
     note_on_launch,
     problem_of_launch,
 )
+
+from hybrid_distill import devices, distributed
 from hybrid_distill.distributed import WorldError, check_devices, connect
 
 LAUNCH_FILES = Path(__file__).parents[1] / "launch"
