@@ -143,12 +143,11 @@ def test_another_gpu_or_version_is_noted():
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("odd", ["bad", "mixed"])
-def test_processes_compare_their_devices_before_they_connect(odd):
+def test_processes_compare_their_devices_before_they_connect():
     """A group of NCCL here and gloo there would never come to be."""
     from processes import start_two
 
-    ended = start_two(Path(__file__), own=[{"ODD": "no"}, {"ODD": odd}])
+    ended = start_two(Path(__file__), own=[{"DEVICE": "gpu"}, {"DEVICE": "cpu"}])
     assert [process.status for process in ended] == [2, 2], ended
     n_errors = [process.err.count("error: ") for process in ended]
     assert n_errors == [1, 0], "once, by the main process"
@@ -211,9 +210,9 @@ def main() -> None:
     """Connect as a process of a launch, on a device of its own."""
     from hybrid_distill.cli.app import exit_cleanly
 
-    odd = os.environ.get("ODD")
-    if odd:
-        facts = {"no": GPU, "bad": BROKEN, "mixed": CPU}[odd]
+    device = os.environ.get("DEVICE")
+    if device:
+        facts = {"gpu": GPU, "cpu": CPU}[device]
         DeviceFacts.find = classmethod(lambda cls: facts)  # type: ignore[method-assign,assignment]
     exit_cleanly(lambda: print("connected", connect().device.type))
 

@@ -99,19 +99,21 @@ def test_a_folder_that_one_process_does_not_see_is_refused_by_all(tmp_path):
         home.mkdir()
         homes.append({"HOME_OF_PROCESS": str(home)})
     ended = start_two(Path(__file__), "folders", own=homes)
-    assert [process.out.strip() for process in ended] == ["UnsharedFolder"] * 2, ended
+    assert [process.out.split()[0] for process in ended] == ["UnsharedFolder"] * 2, ended
     assert not list(tmp_path.rglob("*.token"))
     assert not (tmp_path / "1" / "run").exists(), "the main process alone writes"
+    # The other one then ended with an error of its own.
+    assert [process.status for process in ended] == [0, 3]
+    assert ended[0].out.split()[1:] == ["OtherProcessError"]
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(("how", "status"), [("killed", -signal.SIGKILL), ("failed", 3)])
-def test_a_process_that_is_gone_ends_the_wait(how, status):
-    """One that ends by itself does so at once; one that is killed stops its heartbeat."""
+def test_a_process_that_is_killed_ends_the_wait():
+    """Its heartbeat stands still."""
     from processes import start_two
 
-    ended = start_two(Path(__file__), how)
-    assert [process.status for process in ended] == [0, status], ended
+    ended = start_two(Path(__file__), "killed")
+    assert [process.status for process in ended] == [0, -signal.SIGKILL], ended
     assert ended[0].out.strip() == "OtherProcessError"
 
 
@@ -198,8 +200,9 @@ def take_what_is_in_use(rank: int, folder: Path) -> str:
 
 
 def folders() -> None:
-    """Write to one path that is another folder in each process."""
+    """Write to one path that is another folder in each process; then one ends by itself."""
     shared_folder.SEEN_WITHIN_S = 0.5
+    rank = connect().process_index
     os.chdir(os.environ["HOME_OF_PROCESS"])
 
     def write() -> None:
@@ -207,6 +210,9 @@ def folders() -> None:
             pass
 
     print(kind_of_error(write), flush=True)
+    if rank == 1:
+        sys.exit(3)
+    print(kind_of_error(wait_for_all), flush=True)
     disconnect()
 
 
@@ -221,15 +227,6 @@ def killed() -> None:
     print(kind_of_error(wait_for_all), flush=True)
 
 
-def failed() -> None:
-    """Wait for a process that has ended with an error, on its own."""
-    rank = connect().process_index
-    wait_for_all()
-    if rank == 1:
-        sys.exit(3)
-    print(kind_of_error(wait_for_all), flush=True)
-
-
 if __name__ == "__main__":
-    programs = {"waits": waits, "folders": folders, "killed": killed, "failed": failed}
+    programs = {"waits": waits, "folders": folders, "killed": killed}
     programs[sys.argv[1]](*map(Path, sys.argv[2:]))
