@@ -94,7 +94,7 @@ print("still there")
 
 
 @pytest.mark.launched
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl of Linux")
 def test_a_killed_launcher_leaves_no_process_that_trains():
     """A shell stands in for the launcher, a process that sleeps for one that trains."""
     environment = {**os.environ, **ON_CPU, "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}

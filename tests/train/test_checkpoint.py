@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all; what is broken is named; what was saved before survives."""
+"""A checkpoint is there whole or not at all; what is broken is named; earlier ones survive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of a stage: tried before the first step, the same in every process, and shown to the user."""
+"""Kernels of a stage are tried before the first step, and are the same in every process."""
 
 from __future__ import annotations
 

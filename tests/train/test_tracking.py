@@ -20,7 +20,7 @@ from hybrid_distill.train.tracking import check_trackers
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
 BLOCK = 2**15
-"""Bytes of a block in a ``.wandb`` file, which is a log of LevelDB; blocks begin anew after a header of 7 bytes."""
+"""Bytes of a block in a ``.wandb`` file, a log of LevelDB. The file has a header of 7 bytes."""
 HEADER = struct.Struct("<IHB")
 """Checksum, length and kind of a piece of a record."""
 FULL, LAST = 1, 4
