@@ -407,7 +407,8 @@ def as_process(strategy: str) -> None:
 
 
 def _train_with_accelerate() -> int:
-    from hybrid_distill.distributed import is_deepspeed, make_accelerator, set_batch
+    from hybrid_distill.distributed import make_accelerator
+    from hybrid_distill.train.parallel.choice import is_deepspeed, set_batch
 
     _let_gloo_release_first()
     accelerator = make_accelerator()

@@ -13,20 +13,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from .model import HybridForCausalLM
 
 Kernels = Literal["auto", "triton", "mamba_ssm", "torch"]
 """Implementations of `ssd.IMPLEMENTATIONS` to choose from; "reference" is for tests. ``auto`` takes
 Triton's kernels on a GPU, if they pass the test at first use, else torch."""
 NEED_A_GPU = ("triton", "mamba_ssm")
-LOSS = {
-    "auto": "auto",
-    "triton": "triton",
-    "mamba_ssm": "auto",
-    "torch": "torch",
-    "reference": "torch",
-}
-"""Implementation of the distillation loss for a student on each implementation."""
 
 Model = TypeVar("Model", bound="PreTrainedModel")
 
@@ -64,8 +55,3 @@ def use_kernels(
             "out."
         )
     return model
-
-
-def loss_implementation(student: HybridForCausalLM) -> str:
-    """Return the implementation of the distillation loss that goes with the student's."""
-    return LOSS[student.ssm_implementation]

@@ -1,6 +1,7 @@
-"""Folder locks: only one process may write to a folder. The operating system frees the lock of a killed process.
+"""Folder locks: only one process may write to a folder.
 
-A note next to the lock names the holder; the error in a process that is refused quotes it.
+The operating system frees the lock of a killed process. A note next to the lock names the holder;
+the error in a process that is refused quotes it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-LOCK, NOTE = ".lock", ".lock.holder"
+LOCK = ".lock"
+NOTE = ".lock.holder"
 SETTLING = 1.0
-"""Seconds within which a new holder writes its note, and a check by `is_locked` releases the lock again."""
+"""Seconds within which a new holder writes its note, and a check by `is_locked` releases the lock
+again."""
 
 log = logging.getLogger(__name__)
 
@@ -31,37 +34,48 @@ class InUse(ValueError):
 
 @contextmanager
 def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
-    """Lock a folder against other processes. Create it, and parents, if missing; remove those again if they stay empty.
+    """Lock a folder against other processes.
 
-    ``beside`` puts the lock next to ``place``: a file, or a folder that is replaced as a whole. Raises InUse, naming
-    the holder, if the lock is held for longer than ``patience`` seconds, and OSError if nothing can be written.
+    Create it, and parents, if missing; remove those again if they stay empty. ``beside`` puts the
+    lock next to ``place``: a file, or a folder that is replaced as a whole. Raises InUse, naming
+    the holder, if the lock is held for longer than ``patience`` seconds, and OSError if nothing can
+    be written.
     """
-    folder = place.parent if beside else place
-    path, note = (folder / (f".{place.name}{name}" if beside else name) for name in (LOCK, NOTE))
-    if place.exists() and not (beside or place.is_dir()):
+    if beside:
+        folder = place.parent
+        path = folder / f".{place.name}{LOCK}"
+        note = folder / f".{place.name}{NOTE}"
+    elif place.exists() and not place.is_dir():
         raise NotADirectoryError(f"{place} is not a folder; pass another one.")
-    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    else:
+        folder = place
+        path = folder / LOCK
+        note = folder / NOTE
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = _acquire(path, max(patience, SETTLING))
     except Timeout:
         holder = _read(note) or "another process"
-        raise InUse(f"{place} is in use by {holder}; wait for it, end it, or pass another place.") from None
+        raise InUse(
+            f"{place} is in use by {holder}; wait for it, end it, or pass another place."
+        ) from None
     try:
-        if left := _read(note):
-            log.info("%s was left by %s, which has ended; taking over", place, left)
-        command = textwrap.shorten(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), 80, placeholder=" ...")
-        note.write_text(f"process {os.getpid()} on {socket.gethostname()} ({command})")
+        earlier_holder = _read(note)
+        if earlier_holder:
+            log.info("%s was left by %s, which has ended; taking over", place, earlier_holder)
+        note.write_text(_describe_process())
         try:
             yield
         finally:
             note.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)  # while held: a process that waits for this file then opens the new one
+            # While it is held: a process that waits for this file then opens the new one.
+            path.unlink(missing_ok=True)
     finally:
         lock.release()
         with suppress(OSError):
-            for empty in new:
-                empty.rmdir()
+            for parent in missing:
+                parent.rmdir()
 
 
 def is_locked(folder: Path) -> bool:
@@ -71,13 +85,17 @@ def is_locked(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # held, or not supported by this file system
+    except OSError:
+        # It is held, or the file system has no locks.
         return True
     return False
 
 
 def _acquire(path: Path, patience: float) -> BaseFileLock:
-    """Lock a file; on a file system without locks, use the existence of ``PATH.soft`` as the lock. Raises Timeout."""
+    """Lock a file. Raises Timeout.
+
+    On a file system without locks (some NFS), the existence of ``PATH.soft`` is the lock.
+    """
     lock: BaseFileLock = FileLock(path)
     try:
         lock.acquire(timeout=patience)
@@ -87,6 +105,12 @@ def _acquire(path: Path, patience: float) -> BaseFileLock:
         lock = SoftFileLock(f"{path}.soft")
         lock.acquire(timeout=patience)
     return lock
+
+
+def _describe_process() -> str:
+    program = Path(sys.argv[0]).name
+    command = textwrap.shorten(" ".join([program, *sys.argv[1:]]), 80, placeholder=" ...")
+    return f"process {os.getpid()} on {socket.gethostname()} ({command})"
 
 
 def _read(note: Path) -> str:

@@ -1,7 +1,7 @@
-"""Progress of long tasks on stderr: one line per phase, with the time left and the inner phase in progress.
+"""Progress of long tasks on stderr: one line per phase, with the time left and the inner phase.
 
-On a terminal the line updates in place; elsewhere it is printed every `EVERY_S` seconds and when the phase ends.
-``--quiet`` prints nothing.
+On a terminal the line updates in place; elsewhere it is printed every `EVERY_S` seconds and when
+the phase ends. ``--quiet`` prints nothing.
 """
 
 from __future__ import annotations
@@ -32,17 +32,32 @@ class Phase:
     """Phase of known or unknown length, as a context manager; ``unit`` None shows percent."""
 
     def __init__(
-        self, name: str, total: float | None = None, *, done: float = 0, unit: str | None = None, hidden: bool = False
+        self,
+        name: str,
+        total: float | None = None,
+        *,
+        done: float = 0,
+        unit: str | None = None,
+        hidden: bool = False,
     ) -> None:
-        self.name, self.total, self.done, self.unit, self.note = name, total, done, unit, ""
+        self.name = name
+        self.total = total
+        self.done = done
+        self.unit = unit
+        self.note = ""
+        """Text at the end of the line."""
         self._hidden = hidden or quiet or not is_launched_main()
-        self._first, self._lines, self._live = done, 0, None
+        # A phase that resumes was done in part: the time left follows from what is done since.
+        self._done_before = done
+        self._intervals_shown = 0
+        self._live: Progress | None = None
 
     def __enter__(self) -> Phase:
         self._begun = time.monotonic()
         if not self._hidden:
             _open.append(self)
-            if len(_open) == 1 and sys.stderr.isatty():
+            is_outermost = len(_open) == 1
+            if is_outermost and sys.stderr.isatty():
                 self._live = _live_line()
                 self._live.add_task(self.name, total=self.total, text="")
                 self._live.start()
@@ -63,29 +78,55 @@ class Phase:
             self._show()
 
     def _text(self, ended: bool = False) -> str:
-        seconds = time.monotonic() - self._begun
-        count = f"{self.done:,.0f}" + ("" if self.total is None else f" of {self.total:,.0f}")
-        if self.unit is None:
-            count = "" if self.total is None else f"{100 * self.done / max(self.total, 1):.0f} %"
-        left = self._seconds_left(seconds)
-        clock = f"in {_clock(seconds)}" if ended else "" if left is None else f"{_clock(left)} left"
-        return ", ".join(filter(None, [f"{count} {self.unit or ''}".strip(), clock, self.note]))
+        parts = [self._count(), self._time(ended), self.note]
+        return ", ".join(part for part in parts if part)
 
-    def _seconds_left(self, seconds: float) -> float | None:
-        if self.total is None or self.done <= self._first:
-            return None
-        return seconds * (self.total - self.done) / (self.done - self._first)
+    def _count(self) -> str:
+        if self.unit is not None:
+            count = f"{self.done:,.0f}"
+            if self.total is not None:
+                count += f" of {self.total:,.0f}"
+            return f"{count} {self.unit}".strip()
+        if self.total is None:
+            return ""
+        return f"{100 * self.done / max(self.total, 1):.0f} %"
+
+    def _time(self, ended: bool) -> str:
+        seconds = time.monotonic() - self._begun
+        if ended:
+            return f"in {_clock(seconds)}"
+        if self.total is None or self.done <= self._done_before:
+            return ""
+        done_now = self.done - self._done_before
+        seconds_left = seconds * (self.total - self.done) / done_now
+        return f"{_clock(seconds_left)} left"
 
     def _show(self, ended: bool = False) -> None:
-        outer, seconds = _open[0], time.monotonic() - self._begun
-        if outer is not self:
-            outer.note = "" if ended else f"{self.name} {self._text()}".strip()
-            outer._show()
+        outermost = _open[0]
+        if outermost is not self:
+            outermost.note = ""
+            if not ended:
+                outermost.note = f"{self.name} {self._text()}".strip()
+            outermost._show()
         elif self._live is not None:
-            task, text = self._live.task_ids[0], self._text(ended)
-            self._live.update(task, completed=self.done, total=self.done if ended else self.total, text=text)
-        elif seconds >= (QUICK_S if ended else EVERY_S * (self._lines + 1)):
-            self._lines = int(seconds / EVERY_S)
+            self._update_live(self._live, ended)
+        else:
+            self._print(ended)
+
+    def _update_live(self, live: Progress, ended: bool) -> None:
+        total = self.total
+        if ended:
+            # A phase of unknown length has a full bar at its end too.
+            total = self.done
+        live.update(live.task_ids[0], completed=self.done, total=total, text=self._text(ended))
+
+    def _print(self, ended: bool) -> None:
+        seconds = time.monotonic() - self._begun
+        print_after = EVERY_S * (self._intervals_shown + 1)
+        if ended:
+            print_after = QUICK_S
+        if seconds >= print_after:
+            self._intervals_shown = int(seconds / EVERY_S)
             print(f"{self.name}: {self._text(ended)}", file=sys.stderr, flush=True)
 
 
@@ -98,14 +139,23 @@ def track(items: Sequence[T], name: str, *, hidden: bool = False) -> Iterator[T]
 
 
 def _clock(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{left:02}" if minutes >= 60 else f"{minutes}:{left:02}"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _live_line() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[text]}", markup=False)
-    shared = sys.stdout.isatty()
-    return Progress(*columns, console=Console(stderr=True), redirect_stdout=shared, refresh_per_second=4)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(24),
+        # Without markup: a note may hold brackets.
+        TextColumn("{task.fields[text]}", markup=False),
+        console=Console(stderr=True),
+        # rich prints stdout above the line, on stderr: a file or a pipe must get it itself.
+        redirect_stdout=sys.stdout.isatty(),
+        refresh_per_second=4,
+    )

@@ -28,7 +28,9 @@ from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import build, choose_heads, prepare, train
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student import build as student_build
-from hybrid_distill.train.checkpoint import CorruptCheckpoint, StageManifest, weights_hash
+from hybrid_distill.train.result import StageManifest
+from hybrid_distill.train.sealed import CorruptCheckpoint
+from hybrid_distill.train.weights import weights_hash
 
 fitted = student_build.init_ssm
 

@@ -15,8 +15,7 @@ from transformers.dynamic_module_utils import get_imports
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     (
-        "io", "validation", "tunable", "locking", "provenance", "devices", "exchange", "distributed", "progress",
-        "vocabulary",
+        "io", "validation", "tunable", "locking", "provenance", "distributed", "progress", "vocabulary",
     ),
     ("assets", "model", "plan"),
     ("safe_loading", "kernels"),

@@ -14,11 +14,12 @@ from training import refusal, small_models, small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, StudentConfig
-from hybrid_distill.kernels import LOSS, Kernels, check_kernels, loss_implementation, use_kernels
+from hybrid_distill.kernels import Kernels, check_kernels, use_kernels
 from hybrid_distill.lab.analysis.experiment import Subject
 from hybrid_distill.model import ssd
 from hybrid_distill.pipeline import RunInputs, building
 from hybrid_distill.pipeline.run import build, choose_heads, prepare
+from hybrid_distill.train.end_to_end import LOSS, loss_implementation
 
 CPU = torch.device("cpu")
 

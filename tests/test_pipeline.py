@@ -25,7 +25,7 @@ from hybrid_distill.pipeline.checks import check_teachers
 from hybrid_distill.pipeline.finished import training_record
 from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepare, run
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.train.checkpoint import StageManifest
+from hybrid_distill.train.result import StageManifest
 
 
 def weights(out: Path) -> dict[str, str]:

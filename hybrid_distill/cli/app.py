@@ -24,8 +24,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from .. import progress
-from ..distributed import LaunchRefused, UnsharedFolder, WorldError, disconnect, is_launched_main
-from ..exchange import OtherProcessError
+from ..distributed import (
+    LaunchRefused,
+    OtherProcessError,
+    UnsharedFolder,
+    WorldError,
+    disconnect,
+    is_launched_main,
+)
 from ..locking import InUse
 
 if TYPE_CHECKING:
@@ -209,6 +215,7 @@ def _exit_status(error: Exception) -> int | None:
     if isinstance(error, (ValueError, OSError, WorldError, OtherProcessError)):
         return 2
     from ..export import ExportError
-    from ..train.loop import Diverged, Interrupted
+    from ..train.loop import Diverged
+    from ..train.stop import Interrupted
 
     return 0 if isinstance(error, Interrupted) else 2 if isinstance(error, (ExportError, Diverged)) else None

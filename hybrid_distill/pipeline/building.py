@@ -22,7 +22,7 @@ from ..student.build import (
 )
 from ..student.init import DEFAULT_INIT, Init
 from ..teacher import fingerprint
-from ..train.checkpoint import StageManifest, load_stage, stage_tensors
+from ..train.result import StageManifest, load_stage, stage_tensors
 from .built import save_built
 from .inputs import RunInputs
 

@@ -11,7 +11,6 @@ from functools import partial
 
 from ..config import PlanConfig
 from ..data import check_launch, check_same_vocabulary, check_sources
-from ..distributed import check_trackers
 from ..model.documents import check_packs
 from ..plan import HeadPlan
 from ..probes.checks import check_answerable
@@ -21,8 +20,9 @@ from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..student.build import check_family, checked_sites, empty_student
 from ..student.teachers import check_teacher
 from ..teacher import TINY, longest_context
-from ..train.checkpoint import StageManifest
 from ..train.config import StageConfig
+from ..train.result import StageManifest
+from ..train.tracking import check_trackers
 from .inputs import RunInputs
 from .planning import known_plan
 

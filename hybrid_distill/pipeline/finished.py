@@ -10,7 +10,7 @@ from ..io import Record
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..student.dtypes import settle
-from ..train.checkpoint import StageManifest
+from ..train.result import StageManifest
 from .building import new_student, student_from_alignment, student_of_stage
 from .inputs import RunInputs
 from .paths import RunPaths

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config import RunConfig, from_json
 from ..io import Record, differences
-from ..train.checkpoint import MANIFEST
+from ..train.result import MANIFEST
 from ..tunable import fixed_fields
 from .paths import RunPaths
 

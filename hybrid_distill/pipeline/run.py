@@ -19,8 +19,16 @@ from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, to_json
 from ..data import write_pins
-from ..devices import computes_on_gpu
-from ..distributed import agree_on, alone_in, connect, device_summary, from_main, on_main_process, own_device
+from ..distributed import (
+    agree_on,
+    alone_in,
+    computes_on_gpu,
+    connect,
+    device_summary,
+    from_main,
+    on_main_process,
+    own_device,
+)
 from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import ExportError, GateReport, export_checkpoint, origin
 from ..io import Record, write_json, write_text
@@ -34,9 +42,9 @@ from ..scoring.restoration import greedy_restoration
 from ..student.build import check_plan, check_teacher_rows, unshare_weights
 from ..student.dtypes import settle
 from ..teacher import fingerprint
-from ..train.checkpoint import StageManifest
 from ..train.config import Align, StageConfig
 from ..train.loop import train_stage
+from ..train.result import StageManifest
 from ..train.stages import make_stage
 from ..train.tracking import TrackedRun, log_figures
 from ..validation import first_line

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data import Batch, TaughtBatch, cu_seqlens
-from ..kernels import loss_implementation
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
 from ..student.build import unshare_weights
@@ -23,6 +22,15 @@ from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 _CHECKPOINTING = "gradient_checkpointing"
 if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
     _CHECKPOINTING = "activation_checkpointing"
+
+LOSS = {
+    "auto": "auto",
+    "triton": "triton",
+    "mamba_ssm": "auto",
+    "torch": "torch",
+    "reference": "torch",
+}
+"""Implementation of the distillation loss for a student on each of `ssd.IMPLEMENTATIONS`."""
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -90,8 +98,11 @@ class EndToEnd(Stage[Distill]):
         return _n_labels(batch)
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
-        """Extend `Stage.totals` by the number of tokens that have a hard label."""
-        return super().totals(batch) | {"labels": _n_labels(batch)}
+        """Extend `Stage.totals` by the number of tokens that have a hard label, if labels are used."""
+        totals = super().totals(batch)
+        if self.config.hard_weight:
+            totals["labels"] = _n_labels(batch)
+        return totals
 
     def loss(self, batch: Batch, totals: Totals) -> StageLoss:
         config = self.config
@@ -162,6 +173,11 @@ class EndToEnd(Stage[Distill]):
                 teacher_output = logits_of(self.teacher, teacher_output)
         student_logits_BLV = logits_of(self.model, student_BLD)
         return distillation_loss(student_logits_BLV, teacher_output, mask_BL, **options)
+
+
+def loss_implementation(student: HybridForCausalLM) -> str:
+    """Return the implementation of the distillation loss that goes with the student's."""
+    return LOSS[student.ssm_implementation]
 
 
 def _labels(batch: Batch) -> Tensor:

@@ -14,10 +14,9 @@ import torch
 from hybrid_kernels import loss as fused_loss
 
 from ..distributed import WorldError, compute_everywhere
-from ..kernels import loss_implementation
 from ..model.recurrent_heads import SSMHeads
 from ..model.ssd import KERNEL_WIDTHS, implementation_of
-from .end_to_end import EndToEnd
+from .end_to_end import EndToEnd, loss_implementation
 from .on_policy import OnPolicy
 from .stage import Stage
 

@@ -1,19 +1,20 @@
 """Training loop of a stage: the same code for one process, DDP, DeepSpeed and FSDP2.
 
-A step is `batch_size` rows. However they are split into micro-batches and over processes, loss and gradient equal those
-of all rows at once: each loss is divided by its denominator over the whole step (`Stage.totals`), so the parts add up.
+A step is `batch_size` rows. However they are split into micro-batches and over processes, loss and
+gradient equal those of all rows at once: each loss is divided by its denominator over the whole
+step (`Stage.totals`), so the parts add up.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -24,46 +25,34 @@ from ..distributed import (
     agree_on,
     check_shared,
     compute_everywhere,
-    is_deepspeed,
-    is_fsdp2,
     limit_collectives,
-    make_accelerator,
     on_main_process,
-    set_batch,
     wait_for_all,
 )
 from ..io import Record
 from ..progress import Phase
-from . import checkpoint
-from .checkpoint import Checkpoints, Snapshot, StageManifest
+from .checkpoint import Checkpoints, Snapshot
 from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
 from .kernels import agree_on_kernels
 from .meter import Meter, flops_per_token
+from .metrics import NO_LOSS, append_metrics, cut_metrics
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
-from .parallel.strategy import Strategy
+from .parallel.choice import distribute, set_batch
 from .profiling import profiler
-from .resume import (
-    METRICS,
-    Interrupted,
-    StageParentError,
-    check_same_run,
-    clear,
-    cut_metrics,
-    rng_state,
-    set_rng_state,
-    stop_requests,
-)
+from .result import StageManifest, load_stage, load_trained, save_stage
+from .resume import StageParentError, check_same_run, clear, rng_state, set_rng_state
 from .spikes import SpikeDetector
 from .stage import Stage, Totals, add_totals
-from .tracking import TrackedRun
+from .stop import Interrupted, stop_requests
+from .tracking import TrackedRun, finish_trackers
+from .weights import weights_hash
 
 logger = logging.getLogger(__name__)
 
 GPU_WORKERS = 2
-"""Worker processes that prepare batches for a GPU. On a CPU, making a batch takes under a thousandth of a step."""
-NO_LOSS: Record = {"loss": None, "grad_norm": None, "per_layer": {}}
-"""Metrics of a step that has no loss, or one that JSON cannot hold."""
+"""Worker processes that prepare batches for a GPU. On a CPU, making a batch takes under a
+thousandth of a step."""
 
 
 class Diverged(RuntimeError):
@@ -87,221 +76,322 @@ def train_stage(
 ) -> StageManifest:
     """Train a stage's student; the result is in ``stage.student`` and in ``out_dir``.
 
-    ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and ``model.safetensors`` with
-    ``manifest.json`` at the end; a finished stage is loaded, not run again. ``parent_hash`` is the
-    `checkpoint.weights_hash` that the student must have at the start (empty: any). ``resume`` is ``auto`` or ``never``;
-    ``teacher_sharding`` is ``replicated`` or ``sharded``; ``profile`` writes ``trace-<process>.json``; ``tracked``
-    names the run in ``trackers``; ``collective_timeout`` is in minutes (`RunConfig`).
+    ``out_dir`` gets ``metrics.jsonl``, ``checkpoints/`` while the stage runs, and
+    ``model.safetensors`` with ``manifest.json`` at the end; a finished stage is loaded, not run
+    again. ``parent_hash`` is the `weights.weights_hash` that the student must have at the start
+    (empty: any). ``resume`` is ``auto`` or ``never``; ``teacher_sharding`` is ``replicated`` or
+    ``sharded``; ``profile`` writes ``trace-<process>.json``; ``tracked`` names the run in
+    ``trackers``; ``collective_timeout`` is in minutes (`RunConfig`).
 
-    Raises StageParentError for a student with another hash, ValueError for a folder of a run with other settings,
-    CorruptCheckpoint if no checkpoint is intact, SaveFailed if the disk is full, Diverged, and, after saving,
-    Interrupted.
+    Raises StageParentError for a student with another hash, ValueError for a folder of a run with
+    other settings, CorruptCheckpoint if no checkpoint is intact, SaveFailed if the disk is full,
+    Diverged, and, after saving, Interrupted.
     """
-    config, out = stage.config, Path(out_dir)
-    tracked = tracked or TrackedRun(out, config.name, config=config.to_dict())
-    accelerator = make_accelerator(trackers=trackers, logging_dir=tracked.folder)
-    dtype = next(iter(stage.teachers), stage.student).dtype
-    if config.precision == "fp32" and dtype.itemsize < 4:
-        raise ValueError(
-            f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with --teacher.dtype float32, or "
-            "use precision bf16."
-        )
-    parent = checkpoint.weights_hash(stage.student)
+    config = stage.config
+    out = Path(out_dir)
+    if tracked is None:
+        tracked = TrackedRun(out, config.name, config=config.to_dict())
+    accelerator = tracked.accelerator(trackers)
+    _check_precision(stage)
+    parent = weights_hash(stage.student)
     if parent_hash and parent != parent_hash:
         raise StageParentError(
-            f"stage {config.name!r} must start from the weights {parent_hash[:16]}, but the student has "
-            f"{parent[:16]}; load the result of the stage before it."
+            f"stage {config.name!r} must start from the weights {parent_hash[:16]}, but the "
+            f"student has {parent[:16]}; load the result of the stage before it."
         )
-    identity = {"parent": parent, "data": rows.fingerprint, "seed": seed, "config": config.identity()}
+    identity = {
+        "parent": parent,
+        "data": rows.fingerprint,
+        "seed": seed,
+        "config": config.identity(),
+    }
     check_shared(out)
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
         on_main_process(lambda: clear(out, checkpoints))
-    if manifest := agree_on(lambda: StageManifest.read(out)):
+    manifest = agree_on(lambda: StageManifest.read(out))
+    if manifest is not None:
         check_same_run(identity, asdict(manifest), out)
-        return checkpoint.load_stage(out, stage.student)
+        return load_stage(out, stage.student)
     config.check_world(accelerator.num_processes)
-    if snapshot := checkpoints.latest():
+    snapshot = checkpoints.latest()
+    if snapshot is not None:
         check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
+    trace = None
+    if profile:
+        trace = out / f"trace-{accelerator.process_index}.json"
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
         training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
-            trace = out / f"trace-{accelerator.process_index}.json" if profile else None
             training.run(stop_requested, progress, trace)
             manifest = training.finish()
+            # A request in the last step, or while the result was written. One process may have it
+            # alone.
             if any(compute_everywhere(stop_requested)):
-                raise Interrupted(f"{config.name} is finished and saved in {out}; run the same command to resume.")
+                raise Interrupted(
+                    f"{config.name} is finished and saved in {out}; run the same command to resume."
+                )
         return manifest
     finally:
         training.close()
 
 
-@dataclass
+def _check_precision(stage: Stage) -> None:
+    config = stage.config
+    dtype = stage.student.dtype
+    if stage.teachers:
+        dtype = stage.teacher.dtype
+    if config.precision == "fp32" and dtype.itemsize < 4:
+        raise ValueError(
+            f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "
+            "--teacher.dtype float32, or use precision bf16."
+        )
+
+
+class _StepFigures(NamedTuple):
+    """Figures of a step over all processes, on the host."""
+
+    loss: float
+    per_layer: dict[str, float]
+    grad_norm: float
+    n_tokens: int
+    """Tokens in the loss."""
+    stop: bool
+    """True if any process was asked to stop."""
+
+
 class _Training:
     """State of a stage during training."""
 
-    stage: Stage
-    rows: Rows
-    out: Path
-    accelerator: Accelerator
-    identity: Record
-    checkpoints: Checkpoints
-    tracked: TrackedRun
-
-    def __post_init__(self) -> None:
-        self.config = self.stage.config
-        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+    def __init__(
+        self,
+        stage: Stage,
+        rows: Rows,
+        out: Path,
+        accelerator: Accelerator,
+        identity: Record,
+        checkpoints: Checkpoints,
+        tracked: TrackedRun,
+    ) -> None:
+        self.stage = stage
+        self.config = stage.config
+        self.rows = rows
+        self.out = out
+        self.accelerator = accelerator
+        self.rank = accelerator.process_index
+        self.world = accelerator.num_processes
         self.n_rows = self.config.batch_size // self.world
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        """Rows of a step in this process."""
+        self.identity = identity
+        self.checkpoints = checkpoints
+        self.tracked = tracked
+        self.spikes = SpikeDetector(self.config.spike)
+        self.step = 0
+        """Steps done."""
+        self.tokens = 0
+        self.seconds = 0.0
         self.empty_steps = 0
         """Steps without a token in their loss (`_note_empty_step`)."""
-        self.spikes = SpikeDetector(self.config.spike)
 
-    def begin(self, snapshot: Snapshot | None, teacher_sharding: str, collective_timeout: float) -> None:
+    def begin(
+        self, snapshot: Snapshot | None, teacher_sharding: str, collective_timeout: float
+    ) -> None:
         """Set everything to the state in the snapshot, or to the start."""
+        config = self.config
         torch.manual_seed(self.identity["seed"] + self.rank)
+        # Before the weights are distributed: then, a process may hold parts of them.
         if snapshot is not None:
             load_trainable_tensors(self.stage, snapshot.weights)
         self.stage.train()
-        micro_batch_size, clip = self.config.micro_batch_size, self.config.clip
-        set_batch(self.accelerator, rows=self.n_rows, micro_batch_size=micro_batch_size, clip=clip)
-        teacher_forced = not isinstance(self.stage, EndToEnd)  # count now: ZeRO-3 empties weights
-        self.flops = flops_per_token(self.stage.student, self.stage.teachers, teacher_forced=teacher_forced)
-        # From here on, processes meet in collectives. First those of the groups that exist are limited, then those of
-        # the groups that the strategy has made.
+        set_batch(
+            self.accelerator,
+            rows=self.n_rows,
+            micro_batch_size=config.micro_batch_size,
+            clip=config.clip,
+        )
+        # Counted now, for ZeRO-3 leaves empty weights behind.
+        self.flops = flops_per_token(
+            self.stage.student,
+            self.stage.teachers,
+            teacher_forced=not isinstance(self.stage, EndToEnd),
+        )
+        # From here on, processes meet in collectives. First those of the groups that exist are
+        # limited, then those of the groups that the strategy has made.
         wait_for_all()
         limit_collectives(collective_timeout)
-        self.strategy = _spread(self.stage, self.accelerator, teacher_sharding)
+        self.strategy = distribute(self.stage, self.accelerator, teacher_sharding)
         limit_collectives(collective_timeout)
-        self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
+        self.model = self.strategy.model
+        self.optimizer = self.strategy.optimizer
         agree_on_kernels(self.strategy.stage, self.accelerator.device)
         if snapshot is not None:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
             self.checkpoints.clear(after=self.step)
-            cut_metrics(self.out / METRICS, self.step)
+            cut_metrics(self.out, self.step)
         self.tracked.start(self.accelerator)
 
     def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
-        """Run the remaining steps. Raises Diverged, Interrupted (before the last step only) and SaveFailed."""
+        """Run the remaining steps.
+
+        Raises Diverged, Interrupted (before the last step only) and SaveFailed.
+        """
         config = self.config
-        phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
-        on_gpu = self.accelerator.device.type == "cuda"
-        share = (range(self.step, config.steps), config.batch_size, self.rank, self.world)
-        workers = GPU_WORKERS * on_gpu if config.data_workers is None else config.data_workers
-        batches = read_ahead(self.rows, *share, workers=workers, pinned=on_gpu)
+        phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
+        batches = self._batches()
         with phase, profiler(trace) as profiled, closing(batches):
             while self.step < config.steps:
                 begun = time.perf_counter()
-                log = self.step == 0 or (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
-                metrics, stop = self._train_step(batches, lambda: stop_requested() or self.checkpoints.failed())
+                metrics, stop = self._train_step(batches, stop_requested)
                 self.step += 1
                 self.seconds += time.perf_counter() - begun
                 profiled()
-                if log or "skipped" in metrics:
-                    self._log({**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)})
+                if self._is_logged(metrics):
+                    self._log(metrics)
                     if metrics["loss"] is not None:
                         phase.note = f"loss {metrics['loss']:.4g}"
                 phase.update()
                 if self.step == config.steps:
+                    # `finish` saves the result; a stop is answered after that.
                     return
                 if stop:
-                    path = self._save()
-                    self.checkpoints.wait()
-                    raise Interrupted(
-                        f"{config.name} stopped at step {self.step} of {config.steps} and is saved in {path}; "
-                        "run the same command to resume."
-                    )
+                    self._save_and_stop()
                 if self.step % config.checkpoint_every == 0:
                     self._save()
 
-    def _train_step(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> tuple[Record, bool]:
+    def _batches(self) -> Generator[Batch, None, None]:
+        """Read this process's rows of the remaining steps, ahead if worker processes can."""
+        on_gpu = self.accelerator.device.type == "cuda"
+        workers = self.config.data_workers
+        if workers is None:
+            workers = 0
+            if on_gpu:
+                workers = GPU_WORKERS
+        steps = range(self.step, self.config.steps)
+        return read_ahead(
+            self.rows,
+            steps,
+            self.config.batch_size,
+            self.rank,
+            self.world,
+            workers=workers,
+            pinned=on_gpu,
+        )
+
+    def _train_step(
+        self,
+        batches: Iterator[Batch],
+        stop_requested: Callable[[], bool],
+    ) -> tuple[Record, bool]:
         """Run one optimizer step; return (metrics, whether any process was asked to stop)."""
         config = self.config
-        learning_rate = config.learning_rate * wsd(self.step, config.steps, config.warmup, config.decay)
+        factor = wsd(self.step, config.steps, config.warmup, config.decay)
+        learning_rate = config.learning_rate * factor
         set_learning_rate(self.optimizer, learning_rate)
-        with self.meter.waiting_for_data():
-            batch = on_device(next(batches), self.accelerator.device)
-        first = self.step * config.batch_size + self.rank * self.n_rows
-        seeds = [row_seed(self.identity["seed"], place) for place in range(first, first + self.n_rows)]
-        micro_batches = self.strategy.stage.micro_batches(batch, config.micro_batch_size, seeds)
+        micro_batches = self._next_micro_batches(batches)
         n_tokens, totals = self._totals(micro_batches)
         loss = torch.zeros((), device=self.accelerator.device)
-        layers: dict[str, Tensor] = {}
+        per_layer: dict[str, Tensor] = {}
         # DeepSpeed's step is part of the backward pass: for it alone, an empty step costs a sync.
         if not self.strategy.steps_in_backward or n_tokens.item():
-            loss, layers = self._forward_backward(micro_batches, totals)
+            loss, per_layer = self._forward_backward(micro_batches, totals)
         norm = self.strategy.clip_gradients(config.clip)
-        sums = self._sum(torch.stack([loss, loss.new_full((), float(stop())), *layers.values()]))
-        known = torch.cat([sums.double(), torch.stack([n_tokens.double(), norm.double()])])
-        # Read all that the host needs from the device in one transfer, before the weights change.
-        mean_loss, stops, *layer_losses, tokens, grad_norm = known.tolist()
-        per_layer = dict(zip(layers, layer_losses))
+        stop = stop_requested() or self.checkpoints.failed()
+        figures = self._read(loss, per_layer, norm, n_tokens, stop)
+        self.tokens += figures.n_tokens
         metrics: Record = {
             "step": self.step + 1,
-            "loss": mean_loss,
-            "per_layer": per_layer,
+            "loss": figures.loss,
+            "per_layer": figures.per_layer,
             "lr": learning_rate,
-            "grad_norm": grad_norm,
-            "tokens": self.tokens + int(tokens),
+            "grad_norm": figures.grad_norm,
+            "tokens": self.tokens,
         }
-        if tokens == 0:
+        if figures.n_tokens == 0:
             self._note_empty_step()
             metrics |= NO_LOSS
-        elif (skipped := self._reason_to_skip(mean_loss, grad_norm, per_layer)) is None:
-            self.optimizer.step()
         else:
-            metrics |= {"skipped": skipped}
+            skipped = self._reason_to_skip(figures)
+            if skipped is None:
+                self.optimizer.step()
+            else:
+                metrics["skipped"] = skipped
         self.optimizer.zero_grad()
-        self.tokens = metrics["tokens"]
         if self.empty_steps:
             metrics["empty_steps"] = self.empty_steps
-        return metrics, stops > 0
+        return metrics, figures.stop
 
-    def _note_empty_step(self) -> None:
-        """Count a step that has no token in its loss: rows of a conversation's questions alone, for example.
-
-        Its loss of 0 is not one to compare others with, and its gradient of 0 would still move the weights (AdamW's
-        momentum and weight decay), so the step is left out of both. The first is reported, metrics count all.
-        """
-        self.empty_steps += 1
-        if self.empty_steps > 1 or not self.accelerator.is_main_process:
-            return
-        size = self.config.batch_size
-        logger.warning(
-            "%s: no token of step %d is in the loss (rows %d to %d of the data's order). Such steps leave the weights "
-            "as they are and have no loss; metrics.jsonl counts them as empty_steps. To have fewer, pass a larger "
-            "--%s.batch-size.",
-            self.config.name, self.step + 1, self.step * size, (self.step + 1) * size - 1,
-            self.config.name.replace("_", "-"),
-        )  # fmt: skip
-
-    def _forward_backward(self, micro_batches: list[Batch], totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """Accumulate the gradients of a step; return this process's loss, in total and per layer."""
-        loss = torch.zeros((), device=self.accelerator.device)
-        layers: dict[str, Tensor] = {}
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            with self.strategy.micro_batch(is_last=number == len(micro_batches)):
-                found = self.model(micro_batch, totals)
-                loss += found.total.detach()
-                for name, value in found.per_layer.items():
-                    layers[name] = layers.get(name, 0.0) + value
-                # accelerate divides by the number of micro-batches; DDP, DeepSpeed and FSDP2 by that of processes.
-                self.accelerator.backward(found.total * (len(micro_batches) * self.world))
-        return loss, layers
+    def _next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        with self.meter.waiting_for_data():
+            batch = on_device(next(batches), self.accelerator.device)
+        first_row = self.step * self.config.batch_size + self.rank * self.n_rows
+        seeds: list[int] = []
+        for place in range(first_row, first_row + self.n_rows):
+            seeds.append(row_seed(self.identity["seed"], place))
+        return self.strategy.stage.micro_batches(batch, self.config.micro_batch_size, seeds)
 
     def _totals(self, micro_batches: list[Batch]) -> tuple[Tensor, Totals]:
-        """Count the tokens in the loss of a step, and sum the denominators of its losses. There are none if one
-        micro-batch is the whole step: its losses then compute their own."""
+        """Return (number of tokens in the loss of a step, denominators of its losses).
+
+        There are no denominators if one micro-batch is the whole step: its losses then compute
+        their own.
+        """
         stage = self.strategy.stage
         if len(micro_batches) * self.world == 1:
             return stage.n_tokens(micro_batches[0]), {}
-        mine = add_totals(stage.totals(part) for part in micro_batches)
-        totals = dict(zip(mine, self._sum(torch.stack(list(mine.values())))))
+        own_totals = add_totals(stage.totals(part) for part in micro_batches)
+        sums = self._sum(torch.stack(list(own_totals.values())))
+        totals = dict(zip(own_totals, sums))
         return totals["tokens"], totals
+
+    def _forward_backward(
+        self,
+        micro_batches: list[Batch],
+        totals: Totals,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Accumulate the gradients of a step; return this process's loss, total and per layer."""
+        loss = torch.zeros((), device=self.accelerator.device)
+        per_layer: dict[str, Any] = {}
+        # accelerate and DeepSpeed divide by the number of micro-batches, and every strategy
+        # averages over processes. The losses are shares of a sum already.
+        divisor = len(micro_batches) * self.world
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self.strategy.micro_batch(is_last=number == len(micro_batches)):
+                share = self.model(micro_batch, totals)
+                loss += share.total.detach()
+                for name, layer_loss in share.per_layer.items():
+                    per_layer[name] = per_layer.get(name, 0.0) + layer_loss
+                self.accelerator.backward(share.total * divisor)
+        return loss, per_layer
+
+    def _read(
+        self,
+        loss: Tensor,
+        per_layer: dict[str, Tensor],
+        norm: Tensor,
+        n_tokens: Tensor,
+        stop: bool,
+    ) -> _StepFigures:
+        """Sum a step's losses and requests to stop over the processes; read all its figures."""
+        sums = self._sum(torch.stack([loss, loss.new_full((), float(stop)), *per_layer.values()]))
+        # These are sums over the processes already. Counts of tokens need more than float32.
+        counts = torch.stack([n_tokens.double(), norm.double()])
+        # One transfer, and before the weights change: every read from the device waits for all of
+        # its work.
+        on_host = torch.cat([sums.double(), counts]).tolist()
+        mean_loss, n_stops = on_host[:2]
+        layer_losses = on_host[2:-2]
+        total_tokens, grad_norm = on_host[-2:]
+        return _StepFigures(
+            loss=mean_loss,
+            per_layer=dict(zip(per_layer, layer_losses)),
+            grad_norm=grad_norm,
+            n_tokens=int(total_tokens),
+            stop=n_stops > 0,
+        )
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over all processes."""
@@ -311,100 +401,146 @@ class _Training:
         assert isinstance(reduced, Tensor)
         return reduced
 
-    def _reason_to_skip(self, loss: float, grad_norm: float, layers: Mapping[str, float]) -> str | None:
-        """Return the reason to skip this step, or None for a good one. Raises Diverged if it may not be skipped."""
-        reason = self.spikes.reason(loss, grad_norm, layers)
+    def _note_empty_step(self) -> None:
+        """Count a step without a token in its loss: of rows with a user's words alone, for example.
+
+        Its loss of 0 is not one to compare others with, and its gradient of 0 would still move the
+        weights (AdamW's momentum and weight decay), so the step is left out of both. The first is
+        reported, metrics count all.
+        """
+        self.empty_steps += 1
+        if self.empty_steps > 1 or not self.accelerator.is_main_process:
+            return
+        name = self.config.name
+        logger.warning(
+            "%s: no token of step %d is in the loss (%s). Such steps leave the weights as they are "
+            "and have no loss; metrics.jsonl counts them as empty_steps. To have fewer, pass a "
+            "larger --%s.batch-size.",
+            name,
+            self.step + 1,
+            self._rows_of_step(),
+            name.replace("_", "-"),
+        )
+
+    def _rows_of_step(self) -> str:
+        size = self.config.batch_size
+        return f"rows {self.step * size} to {(self.step + 1) * size - 1} of the data's order"
+
+    def _reason_to_skip(self, figures: _StepFigures) -> str | None:
+        """Return the reason to skip this step, or None for a good one.
+
+        Raises Diverged if it may not be skipped.
+        """
+        config = self.config
+        reason = self.spikes.reason(figures.loss, figures.grad_norm, figures.per_layer)
         if reason is None:
             return None
-        size = self.config.batch_size
-        found = (
-            f"{self.config.name} diverged at step {self.step + 1}: {reason}, on rows {self.step * size} to "
-            f"{(self.step + 1) * size - 1} of the data's order."
+        description = (
+            f"{config.name} diverged at step {self.step + 1}: {reason}, on {self._rows_of_step()}."
         )
-        if self.config.on_divergence == "stop" or self.spikes.skipped > self.config.max_skips:
+        if config.on_divergence == "stop" or self.spikes.skipped > config.max_skips:
             raise Diverged(
-                f"{found} Earlier checkpoints are untouched; resume with another on_divergence, max_skips or spike, or "
-                "start over with a lower learning rate or clip."
+                f"{description} Earlier checkpoints are untouched; resume with another "
+                "on_divergence, max_skips or spike, or start over with a lower learning rate or "
+                "clip."
             )
         if self.accelerator.is_main_process:
-            logger.warning("%s Skipping the batch.", found)
+            logger.warning("%s Skipping the batch.", description)
         return reason
 
+    def _is_logged(self, metrics: Record) -> bool:
+        if self.step in (1, self.config.steps) or "skipped" in metrics:
+            return True
+        return self.step % self.config.log_every == 0
+
     def _log(self, metrics: Record) -> None:
+        """Write a step's metrics to the file of metrics and to the trackers."""
+        metrics = {**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)}
         if self.accelerator.is_main_process:
-            if "skipped" in metrics:  # JSON has neither NaN nor infinity
-                metrics = metrics | NO_LOSS
-            with (self.out / METRICS).open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-        if self.accelerator.trackers and metrics["loss"] is not None and "skipped" not in metrics:
-            flat = {name: value for name, value in metrics.items() if name not in ("step", "per_layer")}
-            self.tracked.log(self.accelerator, self.config.name, {**flat, **metrics["per_layer"]}, metrics["step"])
+            append_metrics(self.out, metrics)
+        if metrics["loss"] is None or "skipped" in metrics:
+            return
+        if self.accelerator.trackers:
+            step = metrics.pop("step")
+            per_layer = metrics.pop("per_layer")
+            self.tracked.log(self.accelerator, self.config.name, {**metrics, **per_layer}, step)
 
     def _save(self) -> Path:
         """Start saving a checkpoint of the current state; every process writes its share."""
-        state: Record = {"identity": self.identity, "tokens": self.tokens, "seconds": self.seconds}
-        state |= {"empty_steps": self.empty_steps}
-        state |= {"watch": self.spikes.state_dict(), "rng": rng_state()}
+        state: Record = {
+            "identity": self.identity,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "empty_steps": self.empty_steps,
+            "watch": self.spikes.state_dict(),
+            "rng": rng_state(),
+        }
         self.checkpoints.save(self.step, self.strategy.shares, state)
         return self.checkpoints.path(self.step)
 
+    def _save_and_stop(self) -> None:
+        path = self._save()
+        # Raises SaveFailed, if that is why the stage stops.
+        self.checkpoints.wait()
+        raise Interrupted(
+            f"{self.config.name} stopped at step {self.step} of {self.config.steps} and is saved "
+            f"in {path}; run the same command to resume."
+        )
+
     def _restore(self, snapshot: Snapshot) -> None:
         self.strategy.load_optimizer(snapshot.optimizer)
-        self.step, state = snapshot.step, snapshot.states[0]
-        self.tokens, self.seconds, self.empty_steps = state["tokens"], state["seconds"], state["empty_steps"]
+        # All but the random generators is the same in every process.
+        state = snapshot.states[0]
+        self.step = snapshot.step
+        self.tokens = state["tokens"]
+        self.seconds = state["seconds"]
+        self.empty_steps = state["empty_steps"]
         self.spikes.load_state_dict(state["watch"])
+        # A run that goes on with more processes has no state for the new ones: they keep their
+        # seeds.
         if self.rank < len(snapshot.states):
             set_rng_state(snapshot.states[self.rank]["rng"])
 
     def finish(self) -> StageManifest:
         """Write the result and delete the checkpoints."""
+        config = self.config
         self.checkpoints.wait()
         if self.empty_steps and self.accelerator.is_main_process:
             logger.warning(
-                "%s: %d of %d steps had no token in their loss", self.config.name, self.empty_steps, self.config.steps
+                "%s: %d of %d steps had no token in their loss",
+                config.name,
+                self.empty_steps,
+                config.steps,
             )
         is_whole = self.strategy.unshard()
         student = self.stage.student.eval()
-        nn.Module.to(student, student.device)  # all of it: with a sharded teacher, only the parts that ran may be there
+        # All of it: with a sharded teacher, only the parts that ran may be there.
+        nn.Module.to(student, student.device)
 
         def write() -> None:
-            name, steps = self.config.name, self.config.steps
-            checkpoint.save_stage(self.out, student, name=name, steps=steps, **self.identity)
+            save_stage(self.out, student, name=config.name, steps=config.steps, **self.identity)
+            # Only now: until the result counts, the stage resumes from them.
             self.checkpoints.clear()
 
         on_main_process(write)
         if not is_whole:
-            checkpoint.load_trained(self.out, student)
+            load_trained(self.out, student)
         manifest = agree_on(lambda: StageManifest.read(self.out))
         assert manifest is not None
         return manifest
 
     def close(self) -> None:
-        """Close files and trackers and free accelerate's memory; the process group stays for the next stage."""
+        """Close files and trackers and free accelerate's memory.
+
+        The process group stays for the next stage.
+        """
         self.checkpoints.close()
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        finish_trackers(self.accelerator)
         if self.accelerator.device.type != "cpu":
             self.accelerator.free_memory()
 
 
 def row_seed(seed: int, place: int) -> int:
     """Derive a row's seed from the run's seed and the row's place in the data's order."""
-    return int.from_bytes(blake2b(repr((seed, place)).encode(), digest_size=8).digest(), "little")
-
-
-def _spread(stage: Stage, accelerator: Accelerator, teacher_sharding: str) -> Strategy:
-    """Distribute the student by the strategy of the launch file, and the teacher by ``teacher_sharding``."""
-    if teacher_sharding == "sharded" and stage.teachers and accelerator.num_processes > 1:
-        from .parallel.fsdp2 import process_mesh, with_sharded_teacher
-
-        stage = with_sharded_teacher(stage, process_mesh(accelerator))
-    if is_deepspeed(accelerator):
-        from .parallel.zero import Zero
-
-        return Zero(stage, accelerator)
-    if is_fsdp2(accelerator):
-        from .parallel.fsdp2 import Fsdp2
-
-        return Fsdp2(stage, accelerator)
-    return Strategy(stage, accelerator)
+    digest = blake2b(repr((seed, place)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,97 +1,45 @@
-"""Stopping and resuming a stage: stop signals, random generators, and whether a checkpoint belongs to the same run."""
+"""Resuming a stage: identity of a run, and the states of random generators."""
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 
-from ..io import Record, differences, write_text
-from . import checkpoint
+from ..io import Record, differences
 from .checkpoint import Checkpoints
-
-METRICS = "metrics.jsonl"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is SLURM's, before preemption
-SAME_REQUEST_S = 5.0
-"""Seconds within which several stop signals count as one."""
-
-
-class Interrupted(Exception):
-    """A stage was asked to stop (SIGINT, SIGTERM or SIGUSR1) and has saved its state, or its result."""
+from .metrics import METRICS
+from .result import MANIFEST, WEIGHTS
 
 
 class StageParentError(ValueError):
     """A stage's student, or the content of its folder, does not come from the expected parent."""
 
 
-@contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether one of `STOP_SIGNALS` arrived; a later repeat has its usual effect.
+def check_same_run(ours: Record, stored: Record, place: Path) -> None:
+    """Raise StageParentError or ValueError unless ``stored`` is the identity of this run.
 
-    A repeat within `SAME_REQUEST_S` does not: torchrun forwards signals that a terminal or SLURM sent to all anyway.
+    ``stored`` was read from ``place``.
     """
-    requested: float | None = None
-    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        now = time.monotonic()
-        if requested is None:
-            requested = now
-        elif now - requested > SAME_REQUEST_S:
-            signal.signal(number, before[number])
-            signal.raise_signal(number)
-
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, request) for number in STOP_SIGNALS}
-    try:
-        yield lambda: requested is not None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def check_same_run(ours: Record, found: Record, place: Path) -> None:
-    """Raise StageParentError or ValueError unless ``found``, read from ``place``, is the identity of this run."""
-    if found["parent"] != ours["parent"]:
+    if stored["parent"] != ours["parent"]:
         raise StageParentError(
-            f"{place} started from the weights {found['parent'][:16]}, but the student has "
+            f"{place} started from the weights {stored['parent'][:16]}, but the student has "
             f"{ours['parent'][:16]}; load those weights, or start over with --resume never."
         )
-    changed = [name for name in ("data", "seed") if found[name] != ours[name]]
-    if changed := changed + differences(found["config"], ours["config"]):
+    changed = [name for name in ("data", "seed") if stored[name] != ours[name]]
+    changed += differences(stored["config"], ours["config"])
+    if changed:
         raise ValueError(
-            f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, another "
-            "--out, or begin again with --resume never."
+            f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, "
+            "another --out, or begin again with --resume never."
         )
 
 
 def clear(out: Path, checkpoints: Checkpoints) -> None:
     """Remove the files of an earlier start of the stage."""
     checkpoints.clear()
-    for name in (checkpoint.MANIFEST, checkpoint.WEIGHTS, METRICS):
+    for name in (MANIFEST, WEIGHTS, METRICS):
         (out / name).unlink(missing_ok=True)
-
-
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be run again, and an incomplete last line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
-    write_text(path, "".join(kept))
 
 
 def rng_state() -> Record:
@@ -102,9 +50,13 @@ def rng_state() -> Record:
     return {name: state.numpy().tobytes().hex() for name, state in states.items()}
 
 
-def set_rng_state(state: Record) -> None:
+def set_rng_state(record: Record) -> None:
     """Restore a state that `rng_state` returned."""
-    states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in state.items()}
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    torch.set_rng_state(_state_of(record["torch"]))
+    if "cuda" in record and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_state_of(record["cuda"]))
+
+
+def _state_of(text: str) -> torch.Tensor:
+    # A bytearray: torch warns of tensors over memory that it must not write to.
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

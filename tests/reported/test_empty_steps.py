@@ -21,9 +21,10 @@ from training import StoppingRows, WrappedRows, small_config, small_models, smal
 from hybrid_distill.data import PackedRows
 from hybrid_distill.train import spikes
 from hybrid_distill.train.config import AlignMatrix, StageConfig
-from hybrid_distill.train.loop import Diverged, Interrupted, train_stage
+from hybrid_distill.train.loop import Diverged, train_stage
 from hybrid_distill.train.stage import Stage
 from hybrid_distill.train.stages import make_stage
+from hybrid_distill.train.stop import Interrupted
 
 NAMES = ("matrix", "align", "distill", "on_policy", "long")
 

@@ -29,12 +29,13 @@ def torch_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_each_divergence_is_made_of_torchs_kl_div(logits, mask, beta):
     student, teacher = logits
-    q, p = (x.log_softmax(-1) for x in logits)
+    q = student.log_softmax(-1)
+    p = teacher.log_softmax(-1)
     m = (beta * p.exp() + (1 - beta) * q.exp()).log()
     jsd = beta * torch_kl(p, m) + (1 - beta) * torch_kl(q, m)
     for kind, expected in zip(KINDS, (torch_kl(p, q), torch_kl(q, p), jsd), strict=True):
-        found = distillation_loss(student, teacher, mask, kind=kind, beta=beta)
-        torch.testing.assert_close(found, expected[mask].mean())
+        loss = distillation_loss(student, teacher, mask, kind=kind, beta=beta)
+        torch.testing.assert_close(loss, expected[mask].mean())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,9 +45,16 @@ def test_gradients(logits, mask, kind):
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return distillation_loss(
-            x, teacher, mask, kind=kind, temperature=2.0, beta=0.3, hard_weight=0.25, labels_BL=labels,
+            x,
+            teacher,
+            mask,
+            kind=kind,
+            temperature=2.0,
+            beta=0.3,
+            hard_weight=0.25,
+            labels_BL=labels,
             chunk_size=4,
-        )  # fmt: skip
+        )
 
     assert torch.autograd.gradcheck(loss, (student.requires_grad_(),))
 
@@ -79,26 +87,38 @@ def test_vocabularies_padded_differently_are_compared_on_the_real_tokens(logits)
     wide_student = torch.cat([student, torch.randn(B, L, 5).double()], -1)
     wide_teacher = torch.cat([teacher, torch.randn(B, L, 2).double()], -1)
     expected = distillation_loss(student, teacher)
-    torch.testing.assert_close(distillation_loss(wide_student, wide_teacher, vocab_size=V), expected)
+    torch.testing.assert_close(
+        distillation_loss(wide_student, wide_teacher, vocab_size=V), expected
+    )
     torch.testing.assert_close(distillation_loss(wide_student, teacher), expected)
-    with pytest.raises(ValueError, match="vocab_size is 14; it must be from 1 to 13"):
+    with pytest.raises(ValueError, match="vocab_size is 14"):
         distillation_loss(wide_student, wide_teacher, vocab_size=14)
 
 
 def test_chunks_change_neither_value_nor_gradient(logits, mask):
-    student, teacher = logits[0].requires_grad_(), logits[1]
-    options = {"hard_weight": 0.5, "labels_BL": torch.randint(V, (B, L)).masked_fill(torch.rand(B, L) < 0.3, IGNORE)}
-    whole, *cut = (distillation_loss(student, teacher, mask, chunk_size=size, **options) for size in (1000, 4, 1))
-    for loss in cut:
-        torch.testing.assert_close(loss, whole)
-        torch.testing.assert_close(*(torch.autograd.grad(x, student, retain_graph=True)[0] for x in (loss, whole)))
+    student, teacher = logits
+    student.requires_grad_()
+    is_unlabeled = torch.rand(B, L) < 0.3
+    labels = torch.randint(V, (B, L)).masked_fill(is_unlabeled, IGNORE)
+    options = {"hard_weight": 0.5, "labels_BL": labels}
+
+    def value_and_gradient(chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = distillation_loss(student, teacher, mask, chunk_size=chunk_size, **options)
+        (gradient,) = torch.autograd.grad(loss, student)
+        return loss, gradient
+
+    whole = value_and_gradient(1000)
+    for chunk_size in (4, 1):
+        torch.testing.assert_close(value_and_gradient(chunk_size), whole)
 
 
 def test_hard_labels_alone_are_cross_entropy_over_the_labelled_tokens(logits, mask):
     student, teacher = logits
     labels = torch.randint(V, (B, L))
     labels[0, 2] = IGNORE
-    loss = distillation_loss(student, teacher, mask, hard_weight=1.0, temperature=3.0, labels_BL=labels)
+    loss = distillation_loss(
+        student, teacher, mask, hard_weight=1.0, temperature=3.0, labels_BL=labels
+    )
     kept = mask & (labels != IGNORE)
     torch.testing.assert_close(loss, F.cross_entropy(student[kept], labels[kept]))
 
@@ -107,25 +127,36 @@ def test_labels_stop_at_the_end_of_a_document():
     ids = torch.tensor([[5, 6, 7, 8, 9, 0]])
     seq_idx = torch.tensor([[0, 0, 1, 1, 1, 2]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 0]]).bool()
-    assert losses.next_token_labels(ids, seq_idx, mask).tolist() == [[6, IGNORE, 8, 9, IGNORE, IGNORE]]
+    assert losses.next_token_labels(ids, seq_idx, mask).tolist() == [
+        [6, IGNORE, 8, 9, IGNORE, IGNORE]
+    ]
 
 
 def test_bf16_logits_are_summed_in_float32(logits):
     student, teacher = (x.bfloat16() for x in logits)
     loss = distillation_loss(student, teacher)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, distillation_loss(student.float(), teacher.float()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        loss, distillation_loss(student.float(), teacher.float()), rtol=0, atol=0
+    )
 
 
 def test_l2_norm_is_the_mean_norm_over_kept_tokens(logits, mask):
     pred, target = logits
-    torch.testing.assert_close(losses.l2_norm_loss(pred, target, mask), (pred - target)[mask].norm(dim=-1).mean())
-    assert torch.autograd.gradcheck(lambda x: losses.l2_norm_loss(x, target, mask), (pred.requires_grad_(),))
-    losses.l2_norm_loss(equal := torch.ones(1, 2, 4, requires_grad=True), torch.ones(1, 2, 4)).backward()
+    torch.testing.assert_close(
+        losses.l2_norm_loss(pred, target, mask), (pred - target)[mask].norm(dim=-1).mean()
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: losses.l2_norm_loss(x, target, mask), (pred.requires_grad_(),)
+    )
+    equal = torch.ones(1, 2, 4, requires_grad=True)
+    losses.l2_norm_loss(equal, torch.ones(1, 2, 4)).backward()
     assert equal.grad is not None and not equal.grad.any(), "not 0/0 where the error is zero"
 
 
-@pytest.mark.parametrize("loss", [losses.l2_norm_loss, losses.normalized_mse, losses.frobenius_loss])
+@pytest.mark.parametrize(
+    "loss", [losses.l2_norm_loss, losses.normalized_mse, losses.frobenius_loss]
+)
 def test_a_nan_is_not_hidden(loss):
     pred = torch.zeros(1, 2, 4, 4)
     pred[0, 1, 2, 3] = float("nan")
@@ -134,14 +165,17 @@ def test_a_nan_is_not_hidden(loss):
 
 def test_normalized_mse_is_one_for_zero_and_free_of_scale(logits, mask):
     pred, target = logits
-    torch.testing.assert_close(losses.normalized_mse(torch.zeros_like(target), target, mask).item(), 1.0)
+    torch.testing.assert_close(
+        losses.normalized_mse(torch.zeros_like(target), target, mask).item(), 1.0
+    )
     torch.testing.assert_close(
         losses.normalized_mse(pred * 9, target * 9, mask), losses.normalized_mse(pred, target, mask)
     )
 
 
 def test_frobenius_is_the_mean_matrix_norm(mask):
-    pred, target = torch.randn(B, 2, L, L).double(), torch.randn(B, 2, L, L).double()
+    pred = torch.randn(B, 2, L, L).double()
+    target = torch.randn(B, 2, L, L).double()
     expected = torch.linalg.matrix_norm(pred - target).mean()
     torch.testing.assert_close(losses.frobenius_loss(pred, target), expected)
     rows = mask[:, None, :, None]

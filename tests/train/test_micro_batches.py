@@ -1,8 +1,9 @@
 """However a step's rows are cut and spread, every loss of every stage trains the same update.
 
-Everything runs in float64: rounding is then 1e-16 of a gradient, and 1e-6 tells it from another denominator. In float32
-AdamW, which divides a gradient by its own size, would make an update of rounding. This file is also a program:
-``accelerate launch tests/train/test_micro_batches.py OUT``.
+Everything runs in float64: rounding is then 1e-16 of a gradient, and 1e-6 tells it from another
+denominator. In float32 AdamW, which divides a gradient by its own size, would make an update of
+rounding. This file is also the program that each of two processes runs:
+``test_micro_batches.py OUT``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+    ROOT = Path(__file__).parents[2]
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 from training import WrappedRows, small_models, small_rows
 
 from hybrid_distill.data.caching import top_k_of
-from hybrid_distill.distributed import connect
+from hybrid_distill.distributed import connect, disconnect
 from hybrid_distill.train import loop
 from hybrid_distill.train.config import (
     Align,
@@ -40,37 +42,41 @@ from hybrid_distill.train.stages import make_stage
 
 ON_DISK = Path("logits")
 COMMON: dict[str, Any] = {
-    "steps": 3, "batch_size": 8, "micro_batch_size": 8, "learning_rate": 3e-3, "warmup": 0.0, "clip": 1e3,
+    "steps": 3,
+    "batch_size": 8,
+    "micro_batch_size": 8,
+    "learning_rate": 3e-3,
+    "warmup": 0.0,
+    "clip": 1e3,
     "log_every": 1,
-}  # fmt: skip
+}
+HARD: dict[str, Any] = {**COMMON, "hard_weight": 0.3}
 CASES: dict[str, StageConfig] = {
-    **{
-        f"align {target} {loss}": Align(target=target, loss=loss, **COMMON)
-        for target in ("mixer", "layer", "head")
-        for loss in ("l2", "nmse")
-    },
-    "align all nmse recomputed": Align(loss="nmse", train="mixer", gradient_checkpointing=True, **COMMON),
+    "align all nmse recomputed": Align(
+        loss="nmse", train="mixer", gradient_checkpointing=True, **COMMON
+    ),
     "matrix": AlignMatrix(**COMMON),
-    **{
-        f"distill {kind} {'fused' if fused else 'plain'}": Distill(
-            kind=kind, fused=fused, hard_weight=0.3, temperature=2.0, **COMMON
-        )
-        for kind in ("forward_kl", "reverse_kl", "jsd")
-        for fused in (True, False)
-    },
     "distill soft": Distill(**COMMON),
-    "distill recomputed": Distill(hard_weight=0.3, gradient_checkpointing=True, **COMMON),
-    "top k fused": Distill(teacher_logits=ON_DISK, hard_weight=0.3, **COMMON),
-    "top k plain": Distill(teacher_logits=ON_DISK, hard_weight=0.3, fused=False, **COMMON),
-    "long": Distill(name="long", segment_len=6, hard_weight=0.3, **COMMON),
-    "post": Distill(name="post", hard_weight=0.3, **COMMON),
+    "distill recomputed": Distill(gradient_checkpointing=True, **HARD),
+    "top k fused": Distill(teacher_logits=ON_DISK, **HARD),
+    "top k plain": Distill(teacher_logits=ON_DISK, fused=False, **HARD),
+    "long": Distill(name="long", segment_len=6, **HARD),
     "on_policy": DistillOnPolicy(prompt_tokens=8, new_tokens=6, **COMMON),
     "all on_policy": DistillOnPolicy(prompt_tokens=8, new_tokens=6, share=1.0, **COMMON),
 }
+for target in ("mixer", "layer", "head"):
+    for loss in ("l2", "nmse"):
+        CASES[f"align {target} {loss}"] = Align(target=target, loss=loss, **COMMON)
+for kind in ("forward_kl", "reverse_kl", "jsd"):
+    for name, fused in (("fused", True), ("plain", False)):
+        CASES[f"distill {kind} {name}"] = Distill(kind=kind, fused=fused, temperature=2.0, **HARD)
 
 
 class UnevenRows(WrappedRows):
-    """Rows with documents and masks of every length: two without a token to judge, one with a token and no label."""
+    """Rows with documents and masks of every length.
+
+    Two have no token in the loss, one has a token and no label.
+    """
 
     def __init__(self, teacher: nn.Module | None = None) -> None:
         super().__init__(small_rows())
@@ -79,52 +85,69 @@ class UnevenRows(WrappedRows):
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         batch: Any = self.rows.batch(step, batch_size)
         generator = torch.Generator().manual_seed(step)
-        kept = torch.rand(batch_size, 1, generator=generator)
-        batch["mask"] &= torch.rand(batch["mask"].shape, generator=generator) < kept
+        share_B1 = torch.rand(batch_size, 1, generator=generator)
+        batch["mask"] &= torch.rand(batch["mask"].shape, generator=generator) < share_B1
+        place_L = torch.arange(16)
         batch["mask"][2:4] = False
-        batch["mask"][5] = torch.arange(16) == 15
-        batch["mask"][6] = torch.arange(16) < 12
+        batch["mask"][5] = place_L == 15
+        batch["mask"][6] = place_L < 12
         if self.teacher is not None:
             top: Any = top_k_of(self.teacher, batch, 8, vocab_size=99)  # type: ignore[arg-type]
-            batch |= {"teacher_ids_BLK": top.ids_BLK, "teacher_log_probs_BLK": top.log_probs_BLK}
-        share = batch_size // world
-        return {name: tensor[rank * share : (rank + 1) * share] for name, tensor in batch.items()}
+            batch["teacher_ids_BLK"] = top.ids_BLK
+            batch["teacher_log_probs_BLK"] = top.log_probs_BLK
+        n_rows = batch_size // world
+        own = slice(rank * n_rows, (rank + 1) * n_rows)
+        return {name: tensor[own] for name, tensor in batch.items()}
 
 
 def train(name: str, micro_batch_size: int, out: Path) -> dict[str, Tensor]:
-    """Three steps: the gradient of the first, how far the weights came, and what was logged."""
+    """Train three steps.
+
+    Return the first one's gradient, how far the weights came, and what was logged.
+    """
     config = replace(CASES[name], micro_batch_size=micro_batch_size)
     student, teacher = small_models()
-    student.generation_config.eos_token_id = list(range(2, 30))  # rows end early, alone and together
+    # Rows end early, alone and together.
+    student.generation_config.eos_token_id = list(range(2, 30))
     if name == "matrix":
         teacher.set_attn_implementation("eager")
     stage = make_stage(config, student.double(), teacher.double(), vocab_size=99)
-    stage.student.double()  # what is trained is made float32
-    before = {name: p.detach().clone() for name, p in trainable(stage).items()}
-    gradients: dict[str, Tensor] = {}
-    plain = Strategy.clip_gradients
-
-    def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
-        if not gradients:
-            gradients.update({name: p.grad.clone() for name, p in trainable(strategy.stage).items()})  # type: ignore[union-attr]
-        return plain(strategy, max_norm)
-
+    # Once more: making a stage makes what it trains float32.
+    stage.student.double()
+    before = {key: parameter.detach().clone() for key, parameter in trainable(stage).items()}
+    rows: Any = UnevenRows(teacher if name.startswith("top k") else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Strategy, "clip_gradients", clip_gradients)
-        rows: Any = UnevenRows(teacher if name.startswith("top k") else None)
+        findings = recording_first_gradient(patch)
         loop.train_stage(stage, rows, out, progress=False)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-    found |= {f"update of {name}": (p - before[name]).detach() for name, p in trainable(stage).items()}
+    for key, parameter in trainable(stage).items():
+        findings[f"update of {key}"] = (parameter - before[key]).detach()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     for key in ("loss", "grad_norm", "tokens"):
-        found[key] = torch.tensor([float(line[key]) for line in lines])
-    return found | {f"logged {layer}": torch.tensor(value) for layer, value in lines[0]["per_layer"].items()}
+        findings[key] = torch.tensor([float(line[key]) for line in lines])
+    for layer, value in lines[0]["per_layer"].items():
+        findings[f"logged {layer}"] = torch.tensor(value)
+    return findings
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every tensor to 1e-6 of its largest entry."""
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+def recording_first_gradient(patch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Return a dictionary that gets the gradients of the first step, before they are clipped."""
+    gradients: dict[str, Tensor] = {}
+    clip = Strategy.clip_gradients
+
+    def record_and_clip(strategy: Strategy, max_norm: float) -> Tensor:
+        if not gradients:
+            for key, parameter in trainable(strategy.stage).items():
+                gradients[f"gradient of {key}"] = parameter.grad.clone()  # type: ignore[union-attr]
+        return clip(strategy, max_norm)
+
+    patch.setattr(Strategy, "clip_gradients", record_and_clip)
+    return gradients
+
+
+def assert_same(findings: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare every tensor to 1e-6 of its largest entry."""
+    assert findings.keys() == expected.keys()
+    for name, tensor in findings.items():
         scale = expected[name].abs().max()
         error = (tensor - expected[name]).abs().max()
         assert error <= 1e-6 * scale, f"{name}: {error / scale:.1e}"
@@ -137,29 +160,32 @@ def whole(tmp_path_factory) -> Callable[[str], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_the_same_however_it_is_cut(name, whole, tmp_path):
-    assert all(tensor.any() for key, tensor in whole(name).items() if key.startswith("update"))
-    for size in (2, 1):
-        assert_same(train(name, size, tmp_path / str(size)), whole(name))
+def test_a_step_is_the_same_in_micro_batches_of_one_row(name, whole, tmp_path):
+    for key, tensor in whole(name).items():
+        if key.startswith("update"):
+            assert tensor.any()
+    assert_same(train(name, 1, tmp_path), whole(name))
 
 
 @pytest.mark.launched
-def test_a_step_is_the_same_on_two_processes(whole, tmp_path):
-    from test_launch import DDP, launch
+def test_a_step_is_the_same_on_two_processes_in_micro_batches_of_two_rows(whole, tmp_path):
+    from processes import start_two
 
-    done = launch(DDP, tmp_path, program=Path(__file__))
-    assert done.returncode == 0, done.stderr
+    ended = start_two(Path(__file__), tmp_path, timeout=240.0)
+    assert [process.status for process in ended] == [0, 0], ended
     for name in CASES:
         for rank in range(2):
             assert_same(torch.load(tmp_path / f"{name}-{rank}.pt"), whole(name))
 
 
 def main() -> None:
-    """Train every case in micro-batches of two rows on as many processes as were launched."""
+    """Train every case in micro-batches of two rows as one of two processes."""
     torch.set_num_threads(1)
-    out, rank = Path(sys.argv[1]), connect().process_index
+    out = Path(sys.argv[1])
+    rank = connect().process_index
     for name in CASES:
         torch.save(train(name, 2, out / name), out / f"{name}-{rank}.pt")
+    disconnect()
 
 
 if __name__ == "__main__":

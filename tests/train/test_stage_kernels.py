@@ -1,17 +1,17 @@
-"""Kernels of a stage: tried before the first step, the same in every process, and shown to the user."""
+"""Kernels of a stage are tried before the first step, and are the same in every process."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+    ROOT = Path(__file__).parents[2]
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 from hybrid_kernels import loss as fused_loss
 from training import small_config, small_models, small_rows
@@ -76,20 +76,22 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     stage(batch, stage.totals(batch)).total.backward()
     for trial in tried:
         assert trial in called, f"{trial} is tried, and no step calls it"
-    in_training = [call for call in called if call[0] == "distillation loss" or call[3]]
-    gated = [call for call in in_training if call[0] != "recurrence" or call[4]["gated"]]
-    for call in gated:  # torch's own path asks once more, without the gate
+    for call in called:
+        is_of_loss = call[0] == "distillation loss"
+        if not is_of_loss and not call[3]:
+            # Not a call in training.
+            continue
+        if call[0] == "recurrence" and not call[4]["gated"]:
+            # torch's own path asks once more, without the gate.
+            continue
         assert call in tried, f"a step calls {call}, which is not tried"
 
 
 def test_a_cpu_tries_nothing_and_reports_torch(tried, caplog) -> None:
     with caplog.at_level(logging.INFO):
         chosen = agree_on_kernels(stage_of(), torch.device("cpu"))
-    assert (
-        chosen == dict.fromkeys(("recurrence", "convolution", "distillation loss"), "torch")
-        and not tried
-    )
-    assert "torch" in caplog.text
+    assert chosen == dict.fromkeys(("recurrence", "convolution", "distillation loss"), "torch")
+    assert not tried and "torch" in caplog.text
 
 
 def test_kernels_that_were_named_are_reported_as_such() -> None:
@@ -99,10 +101,8 @@ def test_kernels_that_were_named_are_reported_as_such() -> None:
     assert kernels_of(stage, GPU)["convolution"] == "torch"
     stage.student.set_ssm_implementation("torch")
     assert set(kernels_of(stage, GPU).values()) == {"torch"}
-    assert (
-        kernels_of(stage_of(fused=False), torch.device("cpu"))["distillation loss"]
-        == "torch (not fused)"
-    )
+    plain = kernels_of(stage_of(fused=False), torch.device("cpu"))
+    assert plain["distillation loss"] == "torch (not fused)"
 
 
 def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> None:
@@ -115,12 +115,8 @@ def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> 
         assert named in str(refusal.value)
     assert "\n" not in str(refusal.value)
     # All on torch, each for its own device's reason: slow, and the same.
-    assert (
-        difference_between(
-            [{"recurrence": "torch (on cuda:0)"}, {"recurrence": "torch (on cuda:1)"}]
-        )
-        == ""
-    )
+    chosen = [{"recurrence": "torch (on cuda:0)"}, {"recurrence": "torch (on cuda:1)"}]
+    assert difference_between(chosen) == ""
 
 
 def test_a_stage_is_refused_before_its_first_step(tmp_path, monkeypatch) -> None:
@@ -133,23 +129,23 @@ def test_a_stage_is_refused_before_its_first_step(tmp_path, monkeypatch) -> None
 
 def test_warnings_of_the_loss_are_shown(monkeypatch) -> None:
     """Its package is another one than ours, whose logger was never opened."""
-    levels = SimpleNamespace(seen=[])
-    exit_cleanly(
-        lambda: levels.seen.append(
-            logging.getLogger("hybrid_kernels.loss").isEnabledFor(logging.WARNING)
-        )
-    )
-    assert levels.seen == [True]
+    logger = logging.getLogger("hybrid_kernels.loss")
+    is_shown: list[bool] = []
+    exit_cleanly(lambda: is_shown.append(logger.isEnabledFor(logging.WARNING)))
+    assert is_shown == [True]
 
 
 @pytest.mark.launched
 def test_two_processes_on_different_kernels_end_before_training(tmp_path) -> None:
-    from test_launch import DDP, launch
+    from processes import start_two
 
-    run = launch(DDP, tmp_path / "stage", program=Path(__file__))
-    assert run.returncode != 0
-    (line,) = {line for line in run.stderr.splitlines() if line.startswith("error: ")}
-    assert "process 1" in line and "cuda:1" in line
+    ended = start_two(Path(__file__), tmp_path / "stage", timeout=240.0)
+    assert [process.status for process in ended] == [2, 2], ended
+    errors: set[str] = set()
+    for process in ended:
+        errors |= {line for line in process.err.splitlines() if line.startswith("error: ")}
+    (error,) = errors
+    assert "process 1" in error and "cuda:1" in error
     assert not (tmp_path / "stage" / "metrics.jsonl").exists()
 
 

@@ -1,8 +1,10 @@
-"""wandb without a key or a server: a run goes on, and its files hold what was logged."""
+"""wandb without a key or a server: a run continues, and its files hold what was logged."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,12 @@ from training import small_config, small_rows, small_run, small_stage
 
 from hybrid_distill.pipeline.run import run
 from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.tracking import check_trackers
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
 BLOCK = 2**15
-"""Bytes of a block in a ``.wandb`` file, which is a log of LevelDB; blocks begin anew after a header of 7 bytes."""
+"""Bytes of a block in a ``.wandb`` file, a log of LevelDB. The file has a header of 7 bytes."""
 HEADER = struct.Struct("<IHB")
 """Checksum, length and kind of a piece of a record."""
 FULL, LAST = 1, 4
@@ -57,19 +60,22 @@ def records(path: Path) -> Iterator[Any]:
             record = b""
 
 
-def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the step and value of every number in the files of a run, by name."""
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the value by step of every number in the files of a run, by name."""
     # A run that is finished may still be in the buffers of wandb's service.
     wandb.teardown()
-    values: dict[str, list[tuple[int, float]]] = {}
+    values: dict[str, dict[int, float]] = {}
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for record in records(path):
             if record.WhichOneof("record_type") != "history":
                 continue
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            step = row.pop("_step")
+            row: dict[str, float] = {}
+            for item in record.history.item:
+                name = item.key or "/".join(item.nested_key)
+                row[name] = json.loads(item.value_json)
+            step = int(row.pop("_step"))
             for name, value in row.items():
-                values.setdefault(name, []).append((step, value))
+                values.setdefault(name, {})[step] = value
     return values
 
 
@@ -77,13 +83,16 @@ def test_a_run_without_a_key_is_tracked_in_files(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = run(small_run(tmp_path / "run", trackers=("wandb",)))
     values = logged(out)
-    lines = [json.loads(line) for path in sorted(out.glob("stages/*/metrics.jsonl")) for line in path.open()]
-    losses = [line["loss"] for line in lines if line.get("loss") is not None]
-    assert [value for _, value in values["align/loss"] + values["distill/loss"]] == losses
-    steps = [step for name in ("align/loss", "distill/loss", "evaluation/perplexity") for step, _ in values[name]]
-    assert steps == sorted(set(steps)), "one run, whose steps go on from stage to stage"
+    losses: list[float] = []
+    for path in sorted(out.glob("stages/*/metrics.jsonl")):
+        losses += [json.loads(line)["loss"] for line in path.open()]
+    assert [*values["align/loss"].values(), *values["distill/loss"].values()] == losses
+    steps: list[int] = []
+    for name in ("align/loss", "distill/loss", "evaluation/perplexity"):
+        steps += values[name]
+    assert steps == sorted(set(steps)), "one run, whose steps continue from stage to stage"
     perplexity = json.loads((out / "evaluation.json").read_text())["perplexity"]
-    assert [value for _, value in values["evaluation/perplexity"]] == [perplexity]
+    assert list(values["evaluation/perplexity"].values()) == [perplexity]
 
 
 def test_a_server_that_does_not_answer_stops_no_stage(tmp_path, monkeypatch, caplog):
@@ -91,6 +100,22 @@ def test_a_server_that_does_not_answer_stops_no_stage(tmp_path, monkeypatch, cap
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     stage = small_stage(small_config("align", steps=2))
-    train_stage(stage, small_rows(), tmp_path / "stage", progress=False, trackers=("wandb",))
+    out = tmp_path / "stage"
+    train_stage(stage, small_rows(), out, progress=False, trackers=("wandb",))
     assert "wandb sync" in caplog.text
-    assert len(logged(tmp_path / "stage")["align/loss"]) == 2
+    assert len(logged(out)["align/loss"]) == 2
+
+
+def test_a_tracker_is_requested_by_name(monkeypatch):
+    with pytest.raises(ValueError, match="'mlflow'"):
+        check_trackers(["mlflow"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        check_trackers(["wandb"])
+
+
+@pytest.mark.parametrize(("key", "mode"), [("", "offline"), ("key", None)])
+def test_without_a_key_wandb_is_offline(monkeypatch, key, mode):
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    check_trackers(["wandb"])
+    assert os.environ.pop("WANDB_MODE", None) == mode

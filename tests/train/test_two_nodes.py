@@ -1,4 +1,4 @@
-"""Two machines, each a network namespace with an address of its own: they train, fail and go on together.
+"""Two machines, each a network namespace with an address: they train, fail and resume together.
 
 Launched, this file is also the program in which the main process takes its time, and then fails.
 """
@@ -32,10 +32,11 @@ def machines() -> Iterator[list[str]]:
     """Two namespaces, joined by a virtual cable and by nothing else."""
     names = [f"hd{os.getpid()}-{rank}" for rank in (0, 1)]
     commands = [f"netns add {name}" for name in names]
-    commands.append("link add hd0 netns {} type veth peer name hd1 netns {}".format(*names))
+    commands.append(f"link add hd0 netns {names[0]} type veth peer name hd1 netns {names[1]}")
     for rank, name in enumerate(names):
-        commands += [f"-n {name} addr add {ADDRESSES[rank]}/24 dev hd{rank}", f"-n {name} link set hd{rank} up"]
-        commands += [f"-n {name} link set lo up"]
+        commands.append(f"-n {name} addr add {ADDRESSES[rank]}/24 dev hd{rank}")
+        commands.append(f"-n {name} link set hd{rank} up")
+        commands.append(f"-n {name} link set lo up")
     try:
         for command in commands:
             subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
@@ -50,21 +51,38 @@ def machines() -> Iterator[list[str]]:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def launch(machines: list[str], config: str, *arguments: object, program: Path = PROGRAM) -> list[int]:
-    """Run `training.py`, or another program, with one process on each machine; the exit status of each."""
+def launch(
+    machines: list[str],
+    config: str,
+    *arguments: object,
+    program: Path = PROGRAM,
+) -> list[int]:
+    """Run `training.py`, or another program, with one process on each machine.
+
+    Return the exit status of each.
+    """
     from processes import ON_CPU
 
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | {
-        "NNODES": "2", "NPROC": "1", "MASTER_ADDR": ADDRESSES[0], "CONFIG": config, "PYTHON": sys.executable,
-        "PYTHONPATH": paths, **ON_CPU,
-    }  # fmt: skip
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, **ON_CPU}
+    # The product must find the interface.
+    environment.pop("GLOO_SOCKET_IFNAME", None)
+    environment |= {
+        "NNODES": "2",
+        "NPROC": "1",
+        "MASTER_ADDR": ADDRESSES[0],
+        "CONFIG": config,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     processes = []
     try:
         for rank, name in enumerate(machines):
-            command = ["ip", "netns", "exec", name, "bash", "launch/torchrun.sh", str(program), *map(str, arguments)]
-            own = environment | {"NODE_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=own, start_new_session=True))
+            environment["NODE_RANK"] = str(rank)
+            command = ["ip", "netns", "exec", name, "bash", "launch/torchrun.sh", str(program)]
+            command += map(str, arguments)
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+            processes.append(process)
         return [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
@@ -73,17 +91,19 @@ def launch(machines: list[str], config: str, *arguments: object, program: Path =
 
 
 def steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
 
 
-def test_a_machine_that_fails_ends_the_other_and_both_go_on(machines: list[str], tmp_path: Path) -> None:
-    """`test_launch` has the same bits."""
+def test_a_machine_that_fails_ends_the_other_and_both_resume(
+    machines: list[str], tmp_path: Path
+) -> None:
+    """`test_launch` compares the bits."""
+    align = tmp_path / "align"
     kill = ("--signal-in", "align", "--signal-at", KILLED_AT, "--number", signal.SIGKILL.value)
-    failed = launch(machines, "launch/ddp.yaml", tmp_path, *kill)
-    assert all(failed), "the first machine's process lost its partner"
-    assert len(steps(tmp_path / "align")) == KILLED_AT and not (tmp_path / "align" / "manifest.json").exists()
+    assert all(launch(machines, "launch/ddp.yaml", tmp_path, *kill)), "the first lost its partner"
+    assert len(steps(align)) == KILLED_AT and not (align / "manifest.json").exists()
     assert launch(machines, "", tmp_path) == [0, 0]
-    assert steps(tmp_path / "align") == list(range(1, 13)) and (tmp_path / "align" / "manifest.json").exists()
+    assert steps(align) == list(range(1, 13)) and (align / "manifest.json").exists()
 
 
 def test_the_other_machine_waits_for_a_main_process_at_work_and_not_for_one_that_failed(
@@ -98,8 +118,9 @@ def main() -> None:
     out = Path(sys.argv[1])
     state = connect()
     wait_for_all()
-    limit_collectives(5 / 60)  # what a GPU run meets after 10 minutes is met after five seconds
-    on_main_process(lambda: time.sleep(8))
+    # What a GPU run meets after 10 minutes is met after three seconds.
+    limit_collectives(3 / 60)
+    on_main_process(lambda: time.sleep(5))
     (out / f"{state.process_index} is back").touch()
 
     def fail() -> None:

@@ -18,7 +18,7 @@ from ...io import Record
 from ...pipeline.paths import RunPaths
 from ...plan import HeadPlan
 from ...scoring import HeadScores
-from ...train.resume import METRICS
+from ...train.metrics import METRICS
 
 T = TypeVar("T")
 TEACHER, STUDENT, GUESSING = "teacher", "student", "guessing"

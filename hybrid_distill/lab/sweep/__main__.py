@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ...distributed import disconnect, is_launched_main
-from ...train.loop import Interrupted
+from ...train.stop import Interrupted
 from .cells import perform
 from .folder import Sweep
 

@@ -26,7 +26,7 @@ from ...pipeline.run import (
     score,
 )
 from ...scoring import HeadScores
-from ...train.loop import Interrupted
+from ...train.stop import Interrupted
 from .folder import Sweep, Task
 from .grid import Cell
 from .jobs import PATIENCE

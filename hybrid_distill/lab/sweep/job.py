@@ -15,14 +15,14 @@ import tyro
 
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of, on_asked_teacher
 from ...data import write_pins
-from ...distributed import check_trackers
 from ...locking import locked
 from ...pipeline import RunInputs, RunPaths
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
 from ...stage_flags import with_stage_flags, without_stage_flags
-from ...train.loop import Interrupted
+from ...train.stop import Interrupted
+from ...train.tracking import check_trackers
 from .folder import Sweep, Task
 from .grid import Cell, Grid
 from .jobs import run_tasks

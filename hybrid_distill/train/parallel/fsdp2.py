@@ -1,8 +1,8 @@
-"""FSDP2 (torch's `fully_shard`) for the student's weights, gradients and optimizer states (`Fsdp2`) and, under any
-strategy for the student, for the teacher's weights (`with_sharded_teacher`).
+"""FSDP2, torch's `fully_shard`, for the student (`Fsdp2`) and the teacher.
 
-torch cannot undo `fully_shard`, so a copy of the stage is sharded: its modules, not the storage of its weights. The
-given stage keeps its own frozen weights in place, and gets the trained ones at the end.
+`with_sharded_teacher` shards the teacher's weights under any strategy for the student. torch cannot
+undo `fully_shard`, so a copy of the stage is sharded: its modules, not the storage of its weights.
+The given stage keeps its own frozen weights in place, and gets the trained ones at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from ...distributed import rank_and_world
 from ...model.layout import decoder_of
@@ -26,10 +31,14 @@ from ..optimizer import trainable
 from ..stage import Stage
 from .strategy import Strategy, placeholder, stage_adamw, whole_tensor
 
-IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-"""Weights are gathered in bfloat16; gradients are summed in float32, and hidden states keep their dtype."""
+IN_BF16 = MixedPrecisionPolicy(
+    torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+)
+"""Weights are gathered in bfloat16; gradients are summed in float32, and hidden states keep their
+dtype."""
 GATHERED_IN_BF16 = ("forward", "heads")
-"""Entries that call each module of a layer: one that is sharded by itself is gathered only when it is called."""
+"""Entries that call each module of a layer: one that is sharded by itself is gathered only when it
+is called."""
 
 
 class Fsdp2(Strategy):
@@ -37,12 +46,17 @@ class Fsdp2(Strategy):
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if not stage.shardable:
-            raise ValueError(f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage.")
-        self._whole, self._accelerator = stage, accelerator
-        self.model = self.stage = sharded_stage(stage, process_mesh(accelerator))
-        self._root: FSDPModule = cast(FSDPModule, self.model)
+            raise ValueError(
+                f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage."
+            )
+        self._whole = stage
+        self._accelerator = accelerator
+        self.stage = sharded_stage(stage, process_mesh(accelerator))
+        self.model = self.stage
+        self._root: FSDPModule = cast(FSDPModule, self.stage)
         if accelerator.gradient_accumulation_steps > 1:
             stay_gathered(self._root)
+        # The shards hold the trained weights now; whole ones would take their memory once more.
         for parameter in trainable(stage).values():
             parameter.data = placeholder(parameter)
         for teacher in self.stage.teachers:
@@ -50,29 +64,41 @@ class Fsdp2(Strategy):
         self.optimizer = accelerator.prepare(stage_adamw(self.stage))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context of one micro-batch's passes. accelerate's own does nothing for FSDP2."""
+        """Return the context of one micro-batch's passes."""
+        # accelerate's context would exchange gradients in each: it sets this only on modules that
+        # it has sharded itself (accelerate#3762).
         begin_micro_batch(self._root, is_last)
         return super().micro_batch(is_last)
 
     def unshard(self) -> bool:
-        targets, is_main = trainable(self._whole), rank_and_world()[0] == 0
+        rank, _ = rank_and_world()
+        is_main = rank == 0
+        targets = trainable(self._whole)
         for name, parameter in trainable(self.stage).items():
+            # A collective: every process must gather, also those that drop the result.
             whole = whole_tensor(parameter)
             if is_main:
                 targets[name].data = whole.cpu()
+        # Frees the shards before the whole stage moves back to the device.
         del self.model, self.stage, self.optimizer, self._root
         self._whole.place(self._accelerator.device)
         return is_main
 
 
 def stay_gathered(root: FSDPModule) -> None:
-    """Gather layers once a step, not twice in every micro-batch. A single micro-batch does better without: its layers
-    give their memory back between forward and backward."""
+    """Gather layers once a step, not twice in every micro-batch.
+
+    A single micro-batch does better without: its layers give their memory back between forward and
+    backward.
+    """
     root.set_reshard_after_forward(False)
 
 
 def begin_micro_batch(root: FSDPModule, is_last: bool) -> None:
-    """Let gradients add up in this process, whole, and layers stay gathered, until the last micro-batch of a step."""
+    """Exchange gradients, and release layers, in the last micro-batch of a step alone.
+
+    Until then, gradients add up in this process, whole.
+    """
     root.set_requires_gradient_sync(is_last)
     root.set_reshard_after_backward(is_last)
     root.set_is_last_backward(is_last)
@@ -84,26 +110,39 @@ def process_mesh(accelerator: Accelerator) -> DeviceMesh:
 
 def sharded_stage(stage: Stage, mesh: DeviceMesh) -> Stage:
     """Copy a stage with the student's weights sharded; ``stage`` and the teacher stay unchanged."""
-    shared = {parameter for teacher in stage.teachers for parameter in teacher.parameters()}
-    copied = _copied(stage, owned=set(stage.student.parameters()) - shared, left_alone=stage.teachers)
+    of_teachers: set[nn.Parameter] = set()
+    for teacher in stage.teachers:
+        of_teachers |= set(teacher.parameters())
+    owned = set(stage.student.parameters()) - of_teachers
+    copied = _copied(stage, owned=owned, shared=stage.teachers)
     for part in copied.parts():
-        policy = MixedPrecisionPolicy()
-        if copied.bf16 and copied.entry in GATHERED_IN_BF16:
-            policy = IN_BF16
-            for module in _kept_in_float32(part):
-                fully_shard(module, mesh=mesh)
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-        if copied.entry != "forward":
-            register_fsdp_forward_method(part, copied.entry)
+        _shard_part(part, mesh, copied)
+    # The rest: embeddings and what else lies outside of the layers.
     fully_shard(copied, mesh=mesh)
     return copied
 
 
+def _shard_part(part: nn.Module, mesh: DeviceMesh, stage: Stage) -> None:
+    """Shard one layer of a stage, from the inside outward.
+
+    `fully_shard` leaves out what is sharded already.
+    """
+    policy = MixedPrecisionPolicy()
+    if _gathers_in_bf16(stage):
+        policy = IN_BF16
+        for module in _kept_in_float32(part):
+            fully_shard(module, mesh=mesh)
+    fully_shard(part, mesh=mesh, mp_policy=policy)
+    # FSDP2 gathers around `forward` alone, unless it is told of another method.
+    if stage.entry != "forward":
+        register_fsdp_forward_method(part, stage.entry)
+
+
 def gathered_in_bf16(stage: Stage) -> set[nn.Parameter]:
     """Return the parameters of a stage that FSDP2 would gather in bfloat16."""
-    if not stage.bf16 or stage.entry not in GATHERED_IN_BF16:
-        return set()
     parameters: set[nn.Parameter] = set()
+    if not _gathers_in_bf16(stage):
+        return parameters
     for part in stage.parts():
         parameters |= set(part.parameters())
         for module in _kept_in_float32(part):
@@ -111,46 +150,65 @@ def gathered_in_bf16(stage: Stage) -> set[nn.Parameter]:
     return parameters
 
 
-def _kept_in_float32(part: nn.Module) -> list[nn.Module]:
-    """List the modules of a layer that autocast does not compute in bfloat16: all with parameters but plain linears.
+def _gathers_in_bf16(stage: Stage) -> bool:
+    return stage.bf16 and stage.entry in GATHERED_IN_BF16
 
-    The recurrent heads are one of them, as a whole: their decays, convolutions and biases need float32. The rest, the
-    large matrices, may travel in bfloat16: autocast would round them in the same way after the transfer.
+
+def _kept_in_float32(part: nn.Module) -> list[nn.Module]:
+    """List the modules of a layer that autocast does not compute in bfloat16.
+
+    These are all with parameters but plain linears. The recurrent heads are one of them, as a
+    whole: their decays, convolutions and biases need float32. The rest, the large matrices, may
+    travel in bfloat16: autocast would round them in the same way after the transfer.
     """
-    if isinstance(part, SSMHeads) or (next(part.parameters(recurse=False), None) is not None):
-        return [] if type(part) is nn.Linear else [part]
-    return [module for child in part.children() for module in _kept_in_float32(child)]
+    if type(part) is nn.Linear:
+        return []
+    has_own_parameters = next(part.parameters(recurse=False), None) is not None
+    if has_own_parameters or isinstance(part, SSMHeads):
+        return [part]
+    kept: list[nn.Module] = []
+    for child in part.children():
+        kept += _kept_in_float32(child)
+    return kept
 
 
 def with_sharded_teacher(stage: Stage, mesh: DeviceMesh) -> Stage:
-    """Copy a stage, with the same student and a teacher whose decoder layers are sharded over the processes.
+    """Copy a stage, with the same student and a teacher whose decoder layers are sharded.
 
-    A layer is gathered while it runs; embeddings are whole in every process. The teacher that ``stage`` holds moves
-    to the CPU, including the weights that it shares with the student, none of which the stage runs. Raises ValueError
-    for a stage that does run them.
+    A layer is gathered while it runs; embeddings are whole in every process. The teacher that
+    ``stage`` holds moves to the CPU, including the weights that it shares with the student, none of
+    which the stage runs. Raises ValueError for a stage that does run them.
     """
     if not stage.teacher_shardable:
         raise ValueError(
-            "this stage runs the teacher's own weights in the student, so the teacher cannot be sharded; "
-            "use target 'mixer' or 'head', or --teacher-sharding replicated."
+            "this stage runs the teacher's own weights in the student, so the teacher cannot be "
+            "sharded; use target 'mixer' or 'head', or --teacher-sharding replicated."
         )
     nn.Module.to(stage.teacher, "cpu")
-    copied = _copied(stage, owned=stage.teacher.parameters(), left_alone=[stage.student])
+    copied = _copied(stage, owned=stage.teacher.parameters(), shared=[stage.student])
     copied.teacher_is_sharded = True
-    blocks = [block for _, block in decoder_blocks(copied.teacher)]
-    for block in blocks:
+    inside: set[nn.Parameter] = set()
+    for _, block in decoder_blocks(copied.teacher):
         fully_shard(block, mesh=mesh)
-    inside = {parameter for block in blocks for parameter in block.parameters()}
+        inside |= set(block.parameters())
+    # Embeddings stay whole: a sharded head would rule out the fused loss (`EndToEnd.is_fused`).
     outside = set(copied.teacher.parameters()) - inside
     fully_shard(decoder_of(copied.teacher), mesh=mesh, ignored_params=outside)
     return copied
 
 
-def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], left_alone: Iterable[nn.Module]) -> Stage:
-    """Deep-copy the stage; share ``left_alone`` modules. ``owned`` become new parameters with the same storage."""
-    known: dict[int, object] = {}
-    for module in left_alone:
-        known |= {id(part): part for part in module.modules()}
-        known |= {id(p): p for p in module.parameters()}
-    known |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in owned}
-    return copy.deepcopy(stage, known)
+def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], shared: Iterable[nn.Module]) -> Stage:
+    """Deep-copy the stage, except for the ``shared`` modules.
+
+    ``owned`` become new parameters with the same storage.
+    """
+    # What deepcopy finds in its memo, it takes instead of a copy.
+    memo: dict[int, object] = {}
+    for model in shared:
+        for module in model.modules():
+            memo[id(module)] = module
+        for parameter in model.parameters():
+            memo[id(parameter)] = parameter
+    for parameter in owned:
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    return copy.deepcopy(stage, memo)

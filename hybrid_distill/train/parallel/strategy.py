@@ -1,11 +1,13 @@
 """Distribution of a stage over processes: the only interface that the training loop knows.
 
-Under every strategy, a process writes the same share of a checkpoint: its rows of each float32 tensor, split as in
-FSDP2, under the parameter names. So a run can resume with another number of processes or another strategy.
+Under every strategy, a process writes the same share of a checkpoint: its rows of each float32
+tensor, split as in FSDP2, under the parameter names. So a run can resume with another number of
+processes or another strategy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,36 +19,47 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from ...distributed import rank_and_world
-from ..checkpoint import ShardedTensors
 from ..optimizer import MOMENTS, make_adamw, trainable
 from ..stage import Stage
+from ..weights import ShardedTensors
 
 
 class Strategy:
-    """Stage on its device, ready to train: in one process, or under DDP, where every process holds everything.
+    """Stage on its device, ready to train: in one process, or under DDP.
 
-    Every process must call each method, in the same order.
+    Every process holds everything. Every process must call each method, in the same order.
     """
 
     stage: Stage
     """Stage that trains: the given one, or a copy."""
     steps_in_backward = False
-    """True if the optimizer steps at the end of the backward pass, before its gradient can be looked at."""
+    """True if the optimizer steps at the end of the backward pass, before its gradient can be
+    looked at."""
     model: Any
     """Module to call with a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
+    """accelerate's wrapper around the optimizer, whose ``optimizer`` is the real one."""
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
-        self.stage, self._accelerator = stage, accelerator
+        self.stage = stage
+        self._accelerator = accelerator
+        # accelerate moves the registered modules only, and a stage does not register its teacher.
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context of one micro-batch's passes; processes exchange gradients in the ``is_last`` of a step."""
+        """Return the context of one micro-batch's passes.
+
+        Processes exchange gradients in the ``is_last`` of a step.
+        """
+        # accelerate counts the calls, and so knows the last one itself.
         return self._accelerator.accumulate(self.model)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained parameters, in float32, as ``weights/NAME`` and AdamW's state as ``optimizer/KEY/NAME``."""
+        """Yield the trained parameters, in float32, and AdamW's state.
+
+        Names are ``weights/NAME`` and ``optimizer/KEY/NAME``.
+        """
         state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
             yield f"weights/{name}", parameter.detach()
@@ -55,49 +68,66 @@ class Strategy:
 
     def shares(self) -> dict[str, Tensor]:
         """Copy this process's rows of `tensors` to the CPU; the first process gets the scalars."""
-        shares = {name: own_rows(tensor) for name, tensor in self.tensors()}
-        return {name: share for name, share in shares.items() if share is not None}
+        shares: dict[str, Tensor] = {}
+        for name, tensor in self.tensors():
+            rows = own_rows(tensor)
+            if rows is not None:
+                shares[name] = rows
+        return shares
 
     def load_optimizer(self, tensors: ShardedTensors) -> None:
-        """Load the optimizer state that `tensors` yielded; weights are loaded into a stage before it is distributed.
+        """Load the optimizer state that `tensors` yielded.
 
-        There is none if the optimizer had not stepped yet: every step so far was empty or skipped.
+        Weights are loaded into a stage before it is distributed. There is none if the optimizer had
+        not stepped yet: every step so far was empty or skipped.
         """
         if not len(tensors):
             return
-        state = self.optimizer.optimizer.state
         for name, parameter in trainable(self.stage).items():
-            state[parameter]["step"] = tensors[f"step/{name}"].to(parameter.device, copy=True)  # fused: counted there
+            # A fused AdamW counts its steps on the parameter's device.
+            step = tensors[f"step/{name}"].to(parameter.device, copy=True)
+            state = self.optimizer.optimizer.state[parameter]
+            state["step"] = step
             for key in MOMENTS:
-                state[parameter][key] = _read_like(parameter, tensors, f"{key}/{name}")
+                state[key] = _read_like(parameter, tensors, f"{key}/{name}")
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a norm of at most ``max_norm``; return their norm before that, over all processes,
-        on the device."""
-        return whole_tensor(torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm))
+        """Scale the gradients to a norm of at most ``max_norm``.
+
+        Return their norm before that, over all processes, on the device.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
+        return whole_tensor(norm)
 
     def unshard(self) -> bool:
-        """End the training: put the whole trained parameters into the given stage; return whether this process has
-        them. The main process always does.
+        """End the training: put the whole trained parameters into the given stage.
 
-        The others have placeholders instead, and read the file that the main process writes, so that a machine holds
-        it in memory once.
+        Return whether this process has them. The main process always does. The others have
+        placeholders instead, and read the file that the main process writes, so that a machine
+        holds it in memory once.
         """
         return True
 
 
-def _read_like(parameter: Tensor, tensors: ShardedTensors, name: str) -> Tensor:
-    """Read a tensor in the layout of ``parameter``: whole, or only this process's rows."""
-    if not isinstance(parameter, DTensor):
-        return tensors[name].to(parameter.device, copy=True)
-    rows = tensors.rows(name, *row_bounds(len(parameter))).to(parameter.device)
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(rows, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
+def stage_adamw(stage: Stage) -> AdamW:
+    """Make the optimizer of a stage's config, for its current parameters."""
+    config = stage.config
+    return make_adamw(
+        stage,
+        learning_rate=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        # Only stages that train the whole student have this option.
+        lr_scale=getattr(config, "lr_scale", None),
+    )
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor that may be sharded, detached."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def placeholder(tensor: Tensor) -> Tensor:
@@ -106,7 +136,10 @@ def placeholder(tensor: Tensor) -> Tensor:
 
 
 def own_rows(tensor: Tensor) -> Tensor | None:
-    """Copy this process's rows of a whole or sharded tensor to the CPU; None for a scalar, except on rank 0."""
+    """Copy this process's rows of a whole or sharded tensor to the CPU.
+
+    None for a scalar, except on rank 0.
+    """
     rank, _ = rank_and_world()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -119,19 +152,29 @@ def own_rows(tensor: Tensor) -> Tensor | None:
 
 
 def row_bounds(n_rows: int) -> tuple[int, int]:
-    """Return where this process's rows begin and end: all processes have equally many, except for the last ones."""
+    """Return where this process's rows begin and end.
+
+    All processes have equally many, except for the last ones. FSDP2 splits parameters in the same
+    way, so that its shards can be read and written as they are.
+    """
     rank, world = rank_and_world()
-    each = -(-n_rows // world)
-    return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
+    per_process = math.ceil(n_rows / world)
+    begin = min(rank * per_process, n_rows)
+    end = min(begin + per_process, n_rows)
+    return begin, end
 
 
-def stage_adamw(stage: Stage) -> AdamW:
-    """Make the optimizer of a stage's config, for its current parameters."""
-    config = stage.config
-    return make_adamw(
-        stage,
-        learning_rate=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        lr_scale=getattr(config, "lr_scale", None),
+def _read_like(parameter: Tensor, tensors: ShardedTensors, name: str) -> Tensor:
+    """Read a tensor in the layout of ``parameter``: whole, or only this process's rows."""
+    if not isinstance(parameter, DTensor):
+        return tensors[name].to(parameter.device, copy=True)
+    begin, end = row_bounds(len(parameter))
+    rows = tensors.rows(name, begin, end).to(parameter.device)
+    return DTensor.from_local(
+        rows,
+        parameter.device_mesh,
+        parameter.placements,
+        # Without them, torch assumes that all processes have equally many rows.
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )

@@ -1,11 +1,10 @@
-"""DeepSpeed ZeRO: gathering whole tensors from training that shards them over processes, and loading them back.
+"""DeepSpeed ZeRO: gathers whole tensors from their shards, and loads them back.
 
 Every process must call each of these functions.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,27 +13,43 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ...distributed import build_whole_models
-from ..checkpoint import ShardedTensors
 from ..optimizer import MOMENTS, trainable
 from ..stage import Stage
+from ..weights import ShardedTensors
 from .strategy import Strategy, placeholder
+
+USED_OUTSIDE = ("x_proj", "b_proj", "c_proj", "a_proj")
+"""Linears of the recurrent heads whose weights their parent reads, instead of calling them."""
 
 
 class Zero(Strategy):
-    """DeepSpeed ZeRO: shards optimizer states (ZeRO-1), gradients too (ZeRO-2), and weights too (ZeRO-3)."""
+    """Shards of optimizer states (ZeRO-1), of gradients too (ZeRO-2), of weights too (ZeRO-3)."""
 
+    # accelerate steps the engine in each backward pass (accelerate#2951).
     steps_in_backward = True
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if stage.config.on_divergence == "skip":
             raise ValueError(
-                f"{stage.config.name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked "
-                "at; use 'stop', or DDP or FSDP2."
+                f"{stage.config.name}.on_divergence is 'skip', but DeepSpeed steps before the "
+                "gradient can be looked at; use 'stop', or DDP or FSDP2."
             )
         super().__init__(stage, accelerator)
         _register_outside_use(stage)
-        if any(hasattr(parameter, "ds_id") for parameter in stage.parameters()) and not stage.shardable:
-            raise ValueError(f"{stage.config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage.")
+        if not stage.shardable and any(map(_is_zero_3, stage.parameters())):
+            raise ValueError(
+                f"{stage.config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage."
+            )
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's own optimizer, inside accelerate's wrapper."""
+        return self.optimizer.optimizer
+
+    @property
+    def _adamw(self) -> Any:
+        """AdamW over this process's flat partitions, inside DeepSpeed's optimizer."""
+        return self._engine.optimizer
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield as `Strategy.tensors` does, gathering the tensors one by one."""
@@ -42,106 +57,173 @@ class Zero(Strategy):
 
         for name, weight in self._weights():
             yield f"weights/{name}", weight
-        _link_states(self.optimizer)
-        states = self.optimizer.optimizer.optimizer.state.values()
-        step = next((state["step"] for state in states if "step" in state), None)
-        if step is None:  # as in `Strategy.load_optimizer`
+        _link_states(self._engine)
+        step = self._steps_done()
+        if step is None:
             return
         for name, parameter in trainable(self.stage).items():
-            yield f"optimizer/step/{name}", torch.tensor(float(step))
+            yield f"optimizer/step/{name}", torch.tensor(step)
             for key in MOMENTS:
-                yield f"optimizer/{key}/{name}", _got(safe_get_full_optimizer_state(parameter, key))
+                moment = safe_get_full_optimizer_state(parameter, key)
+                yield f"optimizer/{key}/{name}", _gathered(moment)
+
+    def _steps_done(self) -> float | None:
+        """Return AdamW's count of steps; None before its first."""
+        for state in self._adamw.state.values():
+            if "step" in state:
+                return float(state["step"])
+        return None
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         for name, parameter in trainable(self.stage).items():
-            yield name, _got(safe_get_full_fp32_param(parameter))
+            yield name, _gathered(safe_get_full_fp32_param(parameter))
 
     def load_optimizer(self, tensors: ShardedTensors) -> None:
-        if not len(tensors):
-            return
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        step = tensors[next(name for name in tensors if name.startswith("step/"))]
-        for flat in _flat_partitions(self.optimizer.optimizer):
-            state = self.optimizer.optimizer.optimizer.state[flat]
-            state |= {key: torch.zeros_like(flat) for key in MOMENTS}
-            state["step"] = step.clone().to(flat.device)
-        _link_states(self.optimizer)
+        if not len(tensors):
+            return
+        # DeepSpeed makes the state in its first step (DeepSpeed#5104), which a resumed run must not
+        # take twice.
+        some_step = next(name for name in tensors if name.startswith("step/"))
+        for partition in _flat_partitions(self._engine):
+            state = self._adamw.state[partition]
+            for key in MOMENTS:
+                state[key] = torch.zeros_like(partition)
+            state["step"] = tensors[some_step].clone().to(partition.device)
+        _link_states(self._engine)
         for name, parameter in trainable(self.stage).items():
             for key in MOMENTS:
-                value = tensors[f"{key}/{name}"].to(parameter.device)
-                if hasattr(parameter, "ds_id"):
-                    _set_part(parameter, value, key)
+                moment = tensors[f"{key}/{name}"].to(parameter.device)
+                if _is_zero_3(parameter):
+                    _set_part(parameter, moment, key)
                 else:
-                    safe_set_full_optimizer_state(parameter, value, key)
+                    safe_set_full_optimizer_state(parameter, moment, key)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Return the gradient norm; DeepSpeed has already clipped to the maximum that `set_batch` passed to it."""
+        """Return the gradient norm; DeepSpeed has already clipped, as `set_batch` told it to."""
         norm = self._accelerator.clip_grad_norm_(trainable(self.stage).values(), max_norm)
-        return torch.as_tensor(0.0 if norm is None else norm, device=self._accelerator.device)
+        # None before the first step.
+        if norm is None:
+            norm = 0.0
+        return torch.as_tensor(norm, device=self._accelerator.device)
 
     def unshard(self) -> bool:
-        """Take the stage back from DeepSpeed: with new, whole parameters, in float32 if they were trained."""
+        """Take the stage back from DeepSpeed, with new, whole parameters.
+
+        Those that were trained are float32.
+        """
+        is_main = self._accelerator.is_main_process
+        whole: dict[str, Tensor] = {}
+        for name, weight in self._weights():
+            if is_main:
+                whole[name] = weight.cpu()
+            else:
+                whole[name] = placeholder(weight)
+        whole |= self._frozen(trained=whole)
+        self.model.destroy()
+        # `prepare` has told transformers of ZeRO-3 again.
+        build_whole_models()
+        self._replace_parameters(whole)
+        return is_main
+
+    def _frozen(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the stage's other parameters, whole, to the CPU."""
         from deepspeed import zero
 
-        keep = Tensor.cpu if self._accelerator.is_main_process else placeholder
-        whole = {name: keep(tensor) for name, tensor in self._weights()}
+        frozen: dict[str, Tensor] = {}
         for name, parameter in self.stage.named_parameters():
-            if name not in whole:
-                with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                    whole[name] = parameter.detach().cpu().clone()
-        self.model.destroy()
-        build_whole_models()
+            if name in trained:
+                continue
+            with zero.GatheredParameters([parameter], enabled=_is_zero_3(parameter)):
+                frozen[name] = parameter.detach().cpu().clone()
+        return frozen
+
+    def _replace_parameters(self, whole: dict[str, Tensor]) -> None:
+        """Give the stage new parameters; those that are tied stay tied."""
         fresh: dict[int, nn.Parameter] = {}
         for name, parameter in self.stage.named_parameters():
-            fresh[id(parameter)] = nn.Parameter(whole[name].to(self.model.device), parameter.requires_grad)
-        for part in self.stage.modules():
-            # ZeRO-3 leaves its own kind of dictionary behind.
-            part._parameters = {key: None if p is None else fresh[id(p)] for key, p in part._parameters.items()}
-        return self._accelerator.is_main_process
+            values = whole[name].to(self.model.device)
+            fresh[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        for module in self.stage.modules():
+            # A plain dictionary: ZeRO-3 leaves its own kind behind, which gathers parameters on
+            # access.
+            replaced: dict[str, nn.Parameter | None] = {}
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    replaced[name] = None
+                else:
+                    replaced[name] = fresh[id(parameter)]
+            module._parameters = replaced
 
 
-def _register_outside_use(module: nn.Module) -> None:
-    """Tell ZeRO-3 which parameters a module uses without calling the submodule that owns them."""
+def _is_zero_3(parameter: Tensor) -> bool:
+    """Check whether ZeRO-3 has sharded a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def _register_outside_use(stage: nn.Module) -> None:
+    """Tell ZeRO-3 which parameters a module uses without calling the submodule that owns them.
+
+    ZeRO-3 gathers a weight around the calls of its owner. Elsewhere it is empty, or worse,
+    broadcasts (DeepSpeed#930).
+    """
     from deepspeed import zero
 
-    for part, name in itertools.product(module.modules(), ("x_proj", "b_proj", "c_proj", "a_proj")):
-        projection = getattr(part, name, None)
-        if isinstance(projection, nn.Linear) and hasattr(projection.weight, "ds_id"):
-            zero.register_external_parameter(part, projection.weight)
+    for module in stage.modules():
+        for name in USED_OUTSIDE:
+            projection = getattr(module, name, None)
+            if not isinstance(projection, nn.Linear) or not _is_zero_3(projection.weight):
+                continue
+            zero.register_external_parameter(module, projection.weight)
             if projection.bias is not None:
-                zero.register_external_parameter(part, projection.bias)
+                zero.register_external_parameter(module, projection.bias)
 
 
 def _flat_partitions(engine: Any) -> list[Tensor]:
-    """Return this process's float32 parameters, one flat tensor per parameter group of the optimizer."""
-    return getattr(engine, "fp32_partitioned_groups_flat", None) or engine.single_partition_of_fp32_groups
+    """Return this process's float32 parameters, one flat tensor per parameter group."""
+    # ZeRO-3's name, and that of ZeRO-1 and ZeRO-2. Neither is public.
+    if hasattr(engine, "fp32_partitioned_groups_flat"):
+        return engine.fp32_partitioned_groups_flat
+    return engine.single_partition_of_fp32_groups
 
 
-def _link_states(optimizer: Any) -> None:
-    """Link parameters to their optimizer state; ZeRO-2 itself does so only for the first group."""
+def _link_states(engine: Any) -> None:
+    """Link parameters to their optimizer state.
+
+    ZeRO-2 itself does so after the first group's first step, when the other groups have no state
+    yet.
+    """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
-    engine = optimizer.optimizer
     if hasattr(engine, "fp32_partitioned_groups_flat"):
+        # ZeRO-3 looks its states up by name.
         return
-    for parameters, flat in zip(engine.bit16_groups, engine.single_partition_of_fp32_groups):
-        lazy_init_hp_params_optimizer_state(parameters, flat, engine.optimizer.state)
+    for parameters, partition in zip(engine.bit16_groups, engine.single_partition_of_fp32_groups):
+        lazy_init_hp_params_optimizer_state(parameters, partition, engine.optimizer.state)
 
 
-def _set_part(parameter: Tensor, value: Tensor, key: str) -> None:
-    """Set a moment under ZeRO-3, which splits a flattened parameter into equal parts, with padding in the last one."""
+def _set_part(parameter: Tensor, moment: Tensor, key: str) -> None:
+    """Set a moment under ZeRO-3.
+
+    ZeRO-3 splits a flattened parameter into equal parts, with padding in the last one.
+    `safe_set_full_optimizer_state` cuts a value into such parts without the padding, and fails at
+    its end.
+    """
     from deepspeed.utils import safe_get_local_optimizer_state
 
     part = safe_get_local_optimizer_state(parameter, key)
-    rank = torch.distributed.get_rank()
-    mine = value.flatten()[rank * part.numel() : (rank + 1) * part.numel()]
-    part[: mine.numel()].copy_(mine)
+    begin = torch.distributed.get_rank() * part.numel()
+    own_values = moment.flatten()[begin : begin + part.numel()]
+    part[: own_values.numel()].copy_(own_values)
 
 
-def _got(tensor: Tensor | None) -> Tensor:
+def _gathered(tensor: Tensor | None) -> Tensor:
+    """Detach what DeepSpeed has gathered."""
     if tensor is None:
-        raise RuntimeError("DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3.")
+        raise RuntimeError(
+            "DeepSpeed holds no float32 copy of a trainable parameter; use ZeRO stage 1, 2 or 3."
+        )
     return tensor.detach()

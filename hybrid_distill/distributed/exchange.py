@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from .validation import first_line
+from ..validation import first_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -31,11 +31,15 @@ SILENCE_S = 300.0
 interpreter, and with it the heartbeat, for a while."""
 FAREWELL_S = 10.0
 """Longest wait, at the end of a program, for the others to read what is left in the store."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.0005, 0.5, 1.2
-"""Pauses between two looks at the store; they grow, so that a long wait costs the store little."""
+FIRST_PAUSE_S = 0.0005
+"""First pause between two looks at the store. Pauses grow, so that a long wait costs the store
+little."""
+LONGEST_PAUSE_S = 0.5
+PAUSE_GROWTH = 1.2
 CAREFUL_PAUSE_S = 0.1
 """Pause from which on a wait also looks whether the other process still runs."""
-CHUNK = 2**20  # bytes; the store refuses values of more than a few megabytes
+CHUNK = 2**20
+"""Bytes of a value in the store, which refuses values of more than a few megabytes."""
 
 
 class OtherProcessError(RuntimeError):
@@ -49,12 +53,18 @@ class Exchange:
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
-        self.store, self.rank, self.world = store, rank, world
+        self.store = store
+        self.rank = rank
+        self.world = world
         self._calls = itertools.count()
         self._own_keys: list[tuple[int, str]] = []
+        """Number of the call that each key belongs to, and the key."""
         self._is_over = threading.Event()
-        # A connection of its own: the store's lock is held while a library waits for a key.
-        beats: Any = cast(Any, store).clone() if hasattr(store, "clone") else store
+        # The heartbeat needs a connection of its own: the store's lock is held while a library
+        # waits for a key.
+        beats: Any = store
+        if hasattr(store, "clone"):
+            beats = cast(Any, store).clone()
         self._heart = threading.Thread(
             target=self._beat, args=(beats,), name="heartbeat", daemon=True
         )
@@ -77,21 +87,25 @@ class Exchange:
         """
         number = next(self._calls)
         if self.rank != 0:
-            result, error = self._get(number, 0)
-            self._put(number, None)
-            if error:
-                raise OtherProcessError(f"process 0 of {self.world} has failed ({error})")
-            return result
+            return self._receive(number)
         try:
             result = compute()
-        except Exception as raised:
-            self._put(number, (None, describe_error(raised)))
+        except Exception as error:
+            self._put(number, (None, describe_error(error)))
             raise
         self._put(number, (result, ""))
         # Otherwise the main process would run ahead, into a collective that has a time limit.
         for rank in range(1, self.world):
             self._get(number, rank)
         self._forget_before(number)
+        return result
+
+    def _receive(self, number: int) -> Any:
+        """Return the main process's result of a call, and confirm that it has arrived."""
+        result, error = self._get(number, 0)
+        self._put(number, None)
+        if error:
+            raise OtherProcessError(f"process 0 of {self.world} has failed ({error})")
         return result
 
     def leave(self) -> None:
@@ -102,33 +116,34 @@ class Exchange:
         self._heart.join(timeout=BEAT_S)
         # If the store is gone, nobody waits any more.
         with suppress(RuntimeError):
-            self.store.set(_key("end", self.rank), "")
+            self.store.set(_end_key(self.rank), "")
 
     def farewell(self) -> None:
         """Leave without an error. The main process, which may hold the store, leaves last."""
         self.leave()
         if self.rank == 0:
+            end_keys = [_end_key(rank) for rank in range(self.world)]
             with suppress(RuntimeError):
-                wait_for_keys(
-                    self.store, [_key("end", rank) for rank in range(self.world)], FAREWELL_S
-                )
+                wait_for_keys(self.store, end_keys, FAREWELL_S)
 
     def _beat(self, store: Store) -> None:
         for count in itertools.count():
             try:
-                store.set(_key("alive", self.rank), str(count))
-            except RuntimeError:  # the process that holds the store has ended
+                store.set(_heartbeat_key(self.rank), str(count))
+            except RuntimeError:
+                # The process that holds the store has ended.
                 return
             if self._is_over.wait(BEAT_S):
                 return
 
     def _put(self, number: int, value: object) -> None:
         data = pickle.dumps(value)
-        parts = [data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK)]
-        for place, part in enumerate(parts):
-            self._set(number, _key(number, self.rank, place), part)
-        # The key that the others look for comes last.
-        self._set(number, _key(number, self.rank), str(len(parts)))
+        n_parts = 0
+        for begin in range(0, len(data), CHUNK):
+            self._set(number, _key(number, self.rank, n_parts), data[begin : begin + CHUNK])
+            n_parts += 1
+        # The key that the others look for comes last: when they see it, the parts are there.
+        self._set(number, _key(number, self.rank), str(n_parts))
 
     def _set(self, number: int, key: str, value: Any) -> None:
         with _connected():
@@ -145,19 +160,23 @@ class Exchange:
 
     def _wait_for(self, key: str, rank: int) -> None:
         """Wait until a process has set ``key``. Raises OtherProcessError if it is gone."""
-        pause, count, changed = FIRST_PAUSE_S, b"", time.monotonic()
+        heartbeat = b""
+        changed = time.monotonic()
+        pause = FIRST_PAUSE_S
         while not self.store.check([key]):
             time.sleep(pause)
-            pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_S)
+            pause = _longer(pause)
             if pause < CAREFUL_PAUSE_S:
                 continue
-            if self.store.check([_key("end", rank)]) and not self.store.check([key]):
+            # It may have set the key just before it ended.
+            if self.store.check([_end_key(rank)]) and not self.store.check([key]):
                 raise OtherProcessError(
                     f"process {rank} of {self.world} has ended; see its own output for the reason."
                 )
             latest = self._heartbeat(rank)
-            if latest != count:
-                count, changed = latest, time.monotonic()
+            if latest != heartbeat:
+                heartbeat = latest
+                changed = time.monotonic()
             elif time.monotonic() - changed > SILENCE_S:
                 raise OtherProcessError(
                     f"process {rank} of {self.world} has given no sign of life for {SILENCE_S:g} "
@@ -165,16 +184,63 @@ class Exchange:
                 )
 
     def _heartbeat(self, rank: int) -> bytes:
-        key = _key("alive", rank)
-        return self.store.get(key) if self.store.check([key]) else b""
+        key = _heartbeat_key(rank)
+        # Reading a key that is missing would wait for it.
+        if not self.store.check([key]):
+            return b""
+        return self.store.get(key)
 
     def _forget_before(self, number: int) -> None:
         """Remove this process's values of earlier calls, which all have read, from the store."""
+        remaining: list[tuple[int, str]] = []
         with _connected():
             for call, key in self._own_keys:
                 if call < number:
                     self.store.delete_key(key)
-        self._own_keys = [(call, key) for call, key in self._own_keys if call >= number]
+                else:
+                    remaining.append((call, key))
+        self._own_keys = remaining
+
+
+_open: Exchange | None = None
+
+
+def open_exchange(rank: int, world: int) -> Exchange:
+    """Return the exchange of this process, which must be connected; the first call makes it."""
+    global _open
+    if _open is None:
+        from torch.distributed import distributed_c10d
+
+        _open = Exchange(distributed_c10d._get_default_store(), rank, world)
+    return _open
+
+
+def close_exchange() -> None:
+    """Leave the exchange of this process, if there is one."""
+    global _open
+    if _open is not None:
+        _open.farewell()
+        _open = None
+
+
+def describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def wait_for_keys(store: Store, keys: Iterable[str], patience: float) -> list[str]:
+    """Wait at most ``patience`` seconds for keys in the store; return those that are not there."""
+    end = time.monotonic() + patience
+    pause = FIRST_PAUSE_S
+    missing = [key for key in keys if not store.check([key])]
+    while missing and time.monotonic() <= end:
+        time.sleep(pause)
+        pause = _longer(pause)
+        missing = [key for key in missing if not store.check([key])]
+    return missing
+
+
+def _longer(pause: float) -> float:
+    return min(PAUSE_GROWTH * pause, LONGEST_PAUSE_S)
 
 
 @contextmanager
@@ -195,17 +261,9 @@ def _key(*parts: object) -> str:
     return "/".join(["hybrid-distill", *map(str, parts)])
 
 
-def describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _end_key(rank: int) -> str:
+    return _key("end", rank)
 
 
-def wait_for_keys(store: Store, keys: Iterable[str], patience: float) -> list[str]:
-    """Wait at most ``patience`` seconds for keys in the store; return those that are not there."""
-    pause, end = FIRST_PAUSE_S, time.monotonic() + patience
-    missing = list(keys)
-    while missing := [key for key in missing if not store.check([key])]:
-        if time.monotonic() > end:
-            break
-        time.sleep(pause)
-        pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_S)
-    return missing
+def _heartbeat_key(rank: int) -> str:
+    return _key("alive", rank)
