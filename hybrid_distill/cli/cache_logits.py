@@ -10,7 +10,7 @@ import tyro
 
 from ..config import RunConfig, config_of, on_asked_teacher
 from ..data import open_rows, write_logits
-from ..data.caching import CHECK_ROWS, SHARD_TOKENS
+from ..data.caching import SHARD_TOKENS
 from ..distributed import is_launched_main
 from ..pipeline import RunInputs
 from ..pipeline.checks import check_teachers
@@ -34,8 +34,6 @@ class CacheJob:
     """Most likely next tokens stored at each position, about 4 bytes each. All others are stored as one sum."""
     shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file starts. A stopped command repeats at most one file."""
-    check_rows: Count = CHECK_ROWS
-    """Rows read back at the end, to report what share of the teacher's probability is stored."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
@@ -79,7 +77,6 @@ def cache_logits(job: CacheJob) -> str:
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,
         shard_tokens=job.shard_tokens,
-        check_rows=job.check_rows,
         dry_run=job.run.dry_run,
     )
 

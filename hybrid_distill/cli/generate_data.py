@@ -27,7 +27,7 @@ class GenerateJob:
     """Training text to generate with a teacher. Raises ValueError for an option out of range."""
 
     model: str
-    """Teacher: a local folder, a hub id, or ``tiny`` for the embedded one."""
+    """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     tokens: str
     """Tokens to generate, including prompts: ``20000``, ``20K``, ``2M``."""
     out: Path
@@ -43,7 +43,7 @@ class GenerateJob:
     shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file starts. A stopped command repeats at most one file."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the teacher's weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")

@@ -40,21 +40,20 @@ class ScoreJob:
     """Model, probe and method for scoring heads."""
 
     model: str = TINY
-    """Local folder, hub id, or ``tiny`` for the embedded teacher."""
+    """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, letters, or a RULER task: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery,
-    ruler_vt, ruler_cwe, ruler_fwe."""
+    """kv, letters, or a RULER task (docs/scores.md lists them)."""
     prompt_format: str = PLAIN
     """Prompt format: ``plain``, ``shots=1`` (with one solved example) or ``chat`` (the tokenizer's template). Before
     scoring, a line says what the model answers in each."""
     pairs: str = "16"
-    """Key-value pairs per prompt of kv; several sizes can alternate, ``10,25,50``."""
+    """Dictionary sizes of kv; several alternate (``10,25,50``)."""
     queries: Count = 1
     """Questions per prompt of kv. Additional ones cost only their own tokens."""
     length: Count = 512
     """Largest length of a RULER question, in tokens."""
     facts: Path | None = None
-    """JSON Lines file of questions for letters; by default the embedded facts."""
+    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     examples: Count = 128
     """Largest number of prompts per head."""
     k: Count = 20
@@ -62,16 +61,16 @@ class ScoreJob:
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping those that are clearly not in the top k."""
     control_texts: str = TINY
-    """Plain text, ``tiny`` or a file, that reveals heads which matter for any text."""
+    """Where those texts come from: ``tiny`` or a file."""
     n_control_texts: CountOrZero = 16
+    """Plain texts that reveal heads which matter for any text."""
     min_accuracy: Share | None = None
     """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default halfway between
     guessing and always right."""
     batch_size: Count | None = None
     """Rows per forward pass; by default as many as fit and run fast."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU. CPUs with bfloat16 units (AMX,
-    AVX512-BF16) are about twice as fast in bfloat16."""
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
     seed: CountOrZero = 0
