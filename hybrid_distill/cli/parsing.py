@@ -166,7 +166,7 @@ def _sections(box: str) -> tuple[list[str], list[str]]:
         elif text and text[0] not in "╭╰":
             sections[-1].append(text)
     if "│" not in box:
-        # Where no box can be drawn, a rule above the error replaces it.
+        # Where stderr has no characters for a box, the title is a section of its own.
         sections = sections[1:]
     others: list[str] = []
     for section in sections[1:]:
