@@ -60,6 +60,7 @@ def cache_logits(job: CacheJob) -> str:
     Raises ValueError for a teacher or data that cannot be loaded, and as `write_logits` does.
     """
     config = job.config
+    # Asked for first: a run that names no folder is refused before a model is loaded.
     folder = job.folder
     inputs = RunInputs(job.run)
     check_teachers(inputs)
@@ -93,10 +94,16 @@ def main(words: list[str]) -> None:
         return
     path, flags = recipe_of(words, "cache-logits")
     config = on_asked_teacher(config_of(load_recipe(path)), flags)
-    default = CacheJob(with_stage_flags(config))
-    own = [f"--{field.name.replace('_', '-')}" for field in fields(CacheJob)]
-    own += [f"--{stage.name}.teacher-logits" for stage in config.student_stages]
-    job = override(default, flags, f"hybrid-distill cache-logits {path}", CacheJob.__doc__, own)
-    line = cache_logits(replace(job, run=without_stage_flags(job.run)))
+    shown_in_help = [f"--{field.name.replace('_', '-')}" for field in fields(CacheJob)]
+    for stage in config.student_stages:
+        shown_in_help.append(f"--{stage.name}.teacher-logits")
+    job = override(
+        CacheJob(with_stage_flags(config)),
+        flags,
+        f"hybrid-distill cache-logits {path}",
+        CacheJob.__doc__,
+        shown_in_help,
+    )
+    summary = cache_logits(replace(job, run=without_stage_flags(job.run)))
     if is_launched_main():
-        print(line)
+        print(summary)

@@ -59,11 +59,13 @@ def parse_as(kind: type[T], words: Sequence[str], *, default: T, prog: str | Non
 
 def flags_of(kind: Callable[..., T], default: T | None = None) -> argparse.ArgumentParser:
     """Return the parser for a function's or dataclass's flags, for inspection only."""
-    options = {} if default is None else {"default": default}
     with warnings.catch_warnings():
         # tyro marks it as deprecated, and has nothing else to list flags with.
         warnings.simplefilter("ignore", DeprecationWarning)
-        parser = tyro.extras.get_parser(kind, **options)
+        if default is None:
+            parser = tyro.extras.get_parser(kind)
+        else:
+            parser = tyro.extras.get_parser(kind, default=default)
     # It is tyro's own copy of that class.
     return cast(argparse.ArgumentParser, parser)
 
