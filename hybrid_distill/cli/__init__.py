@@ -30,12 +30,21 @@ def prepare_process() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def exit_if_unsupported() -> None:
+    """Exit with one line on a machine that cannot run this; note versions that were not tried.
+
+    Before any other import: those would fail there with a traceback.
+    """
+    try:
+        note = check_supported()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
+
+
 prepare_process()
-try:
-    if _note := check_supported():
-        print(f"note: {_note}", file=sys.stderr)
-except ValueError as error:  # before an import fails there with a traceback
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+exit_if_unsupported()
 
 from .app import main, run_recipe  # noqa: E402  after the process is prepared

@@ -10,7 +10,7 @@ import tyro
 
 from ..config import RunConfig, config_of, on_asked_teacher
 from ..data import open_rows, write_logits
-from ..data.caching import CHECK_ROWS, SHARD_TOKENS
+from ..data.caching import SHARD_TOKENS
 from ..distributed import is_launched_main
 from ..pipeline import RunInputs
 from ..pipeline.checks import check_teachers
@@ -34,8 +34,6 @@ class CacheJob:
     """Most likely next tokens stored at each position, about 4 bytes each. All others are stored as one sum."""
     shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file starts. A stopped command repeats at most one file."""
-    check_rows: Count = CHECK_ROWS
-    """Rows read back at the end, to report what share of the teacher's probability is stored."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
@@ -62,6 +60,7 @@ def cache_logits(job: CacheJob) -> str:
     Raises ValueError for a teacher or data that cannot be loaded, and as `write_logits` does.
     """
     config = job.config
+    # Asked for first: a run that names no folder is refused before a model is loaded.
     folder = job.folder
     inputs = RunInputs(job.run)
     check_teachers(inputs)
@@ -79,7 +78,6 @@ def cache_logits(job: CacheJob) -> str:
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,
         shard_tokens=job.shard_tokens,
-        check_rows=job.check_rows,
         dry_run=job.run.dry_run,
     )
 
@@ -96,10 +94,16 @@ def main(words: list[str]) -> None:
         return
     path, flags = recipe_of(words, "cache-logits")
     config = on_asked_teacher(config_of(load_recipe(path)), flags)
-    default = CacheJob(with_stage_flags(config))
-    own = [f"--{field.name.replace('_', '-')}" for field in fields(CacheJob)]
-    own += [f"--{stage.name}.teacher-logits" for stage in config.student_stages]
-    job = override(default, flags, f"hybrid-distill cache-logits {path}", CacheJob.__doc__, own)
-    line = cache_logits(replace(job, run=without_stage_flags(job.run)))
+    shown_in_help = [f"--{field.name.replace('_', '-')}" for field in fields(CacheJob)]
+    for stage in config.student_stages:
+        shown_in_help.append(f"--{stage.name}.teacher-logits")
+    job = override(
+        CacheJob(with_stage_flags(config)),
+        flags,
+        f"hybrid-distill cache-logits {path}",
+        CacheJob.__doc__,
+        shown_in_help,
+    )
+    summary = cache_logits(replace(job, run=without_stage_flags(job.run)))
     if is_launched_main():
-        print(line)
+        print(summary)

@@ -27,7 +27,7 @@ class GenerateJob:
     """Training text to generate with a teacher. Raises ValueError for an option out of range."""
 
     model: str
-    """Teacher: a local folder, a hub id, or ``tiny`` for the embedded one."""
+    """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     tokens: str
     """Tokens to generate, including prompts: ``20000``, ``20K``, ``2M``."""
     out: Path
@@ -43,48 +43,58 @@ class GenerateJob:
     shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file starts. A stopped command repeats at most one file."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the teacher's weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
         check_options(self.sampling, "--")
-        _ = self.max_tokens
+        _ = self.max_tokens  # raises for words that are not a number
 
     @property
     def max_tokens(self) -> int:
         """``tokens`` as a number. Raises ValueError for anything else."""
-        if not (found := re.fullmatch(r"(\d+\.?\d*)([KMB]?)", self.tokens.upper())):
+        match = re.fullmatch(r"(\d+\.?\d*)([KMB]?)", self.tokens.upper())
+        if match is None:
             raise ValueError(f"--tokens is {self.tokens!r}; pass a number such as 20000, 20K or 2M.")
-        return max(1, round(float(found[1]) * UNITS[found[2]]))
+        number, unit = match.groups()
+        return max(1, round(float(number) * UNITS[unit]))
 
 
 def generate(job: GenerateJob) -> str:
     """Run or resume the job; return a summary."""
     check_teacher(*read_teacher(job.model, flag="--model"), name=job.model)
     model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
-    chat = job.form == "chat" or (job.form == "auto" and bool(tokenizer.chat_template))
+    if job.form == "auto":
+        chat = bool(tokenizer.chat_template)
+    else:
+        chat = job.form == "chat"
     began = time.monotonic()
     with locked(job.out):
         header = generate_tokens(
-            job.out, model, tokenizer, job.sampling, max_tokens=job.max_tokens, chat=chat, name=job.model,
+            job.out,
+            model,
+            tokenizer,
+            job.sampling,
+            max_tokens=job.max_tokens,
+            chat=chat,
+            name=job.model,
             shard_tokens=job.shard_tokens,
-        )  # fmt: skip
-    lines = [f"{job.out}: {header}, {time.monotonic() - began:,.1f} s"]
-    if job.top_k_logits is not None:
-        rows = PackedRows([open_tokens(job.out, tokenizer)], seq_len=job.seq_len)
-        lines.append(
-            write_logits(
-                job.out / "logits",
-                model,
-                tokenizer,
-                rows,
-                name=job.model,
-                top_k=job.top_k_logits,
-                places=rows.n_rows,
-                vocab_size=vocabulary_size(tokenizer),
-            )
         )
-    return "\n".join(lines)
+    summary = f"{job.out}: {header}, {time.monotonic() - began:,.1f} s"
+    if job.top_k_logits is None:
+        return summary
+    rows = PackedRows([open_tokens(job.out, tokenizer)], seq_len=job.seq_len)
+    summary_of_logits = write_logits(
+        job.out / "logits",
+        model,
+        tokenizer,
+        rows,
+        name=job.model,
+        top_k=job.top_k_logits,
+        places=rows.n_rows,
+        vocab_size=vocabulary_size(tokenizer),
+    )
+    return f"{summary}\n{summary_of_logits}"
 
 
 def command(job: tyro.conf.OmitArgPrefixes[GenerateJob]) -> None:

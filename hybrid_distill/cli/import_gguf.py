@@ -8,7 +8,15 @@ from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..io import file_hash, write_json
 from ..locking import locked
@@ -34,43 +42,77 @@ def command(
         out: The folder to create.
         dtype: Dtype of the weights to write.
     """
-    if out.exists() and (not out.is_dir() or any(path.name[0] != "." for path in out.iterdir())):
-        raise ValueError(f"{out} already exists; pass a new folder.")
-    if find_spec("gguf") is None:
-        raise ValueError("GGUF files are read by the package gguf, which is not installed; pip install gguf.")
-    if not file.is_file():
-        raise ValueError(f"{file} is not a file; pass a GGUF file.")
-    name = {"gguf_file": file.name}
+    _check_paths(file, out)
+    options = {"gguf_file": file.name}
     try:
-        shape = AutoConfig.from_pretrained(file.parent, **name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **name)
+        shape = AutoConfig.from_pretrained(file.parent, **options)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
     except Exception as error:  # errors vary by architecture and version of transformers
         raise _unreadable(file, error) from error
     # Not its tokenizer: one with more ids than the embedding is put right in the folder that this command writes.
     check_teacher(shape, name=str(file), heads=True)
     try:
-        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **name)
+        loaded = AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **options)
     except Exception as error:  # errors vary by architecture and version of transformers
         raise _unreadable(file, error) from error
-    config = type(read.config).from_dict(
-        {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    model = _plain_model(loaded, DTYPES[dtype])
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    _save(model, tokenizer, file, out)
+    template = "with" if tokenizer.chat_template else "without"
+    print(
+        f"{out}: {model.config.model_type}, {model.num_parameters():,} parameters, {dtype}, "
+        f"{template} a chat template"
     )
-    config.dtype = DTYPES[dtype]
+
+
+def _check_paths(file: Path, out: Path) -> None:
+    """Raise ValueError unless ``out`` can be written and ``file`` read."""
+    if out.exists():
+        # Hidden files may be a lock that a stopped command left.
+        is_empty = out.is_dir() and all(path.name.startswith(".") for path in out.iterdir())
+        if not is_empty:
+            raise ValueError(f"{out} already exists; pass a new folder.")
+    if find_spec("gguf") is None:
+        raise ValueError("GGUF files are read by the package gguf, which is not installed; pip install gguf.")
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file; pass a GGUF file.")
+
+
+def _plain_model(loaded: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the same weights in a model that does not know it was quantized.
+
+    transformers keeps the ``quantization_config`` of a GGUF file in the config of the model that it has dequantized,
+    and would save it: the folder would then not load without gguf.
+    """
+    options = loaded.config.to_dict()
+    options.pop("quantization_config", None)
+    config: PreTrainedConfig = type(loaded.config).from_dict(options)
+    config.dtype = dtype
     with torch.device("meta"):
-        model = type(read)(config)
-    model.load_state_dict(read.state_dict(), strict=True, assign=True)
+        model = type(loaded)(config)
+    # Assigned, not copied: both models at once might not fit into memory.
+    model.load_state_dict(loaded.state_dict(), strict=True, assign=True)
+    # A state dict holds a tied weight once.
     model.tie_weights()
     model.generation_config = GenerationConfig.from_model_config(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, out: Path) -> None:
     with locked(out):
         model.save_pretrained(out)
-        for weights in out.glob("*.safetensors"):  # safetensors writes files that only their owner can read
-            weights.chmod((out / "config.json").stat().st_mode)
+        # safetensors writes files that only their owner can read.
+        mode = (out / "config.json").stat().st_mode
+        for weights in out.glob("*.safetensors"):
+            weights.chmod(mode)
         tokenizer.save_pretrained(out)
-        origin = {"file": file.name, "sha256": file_hash(file), "versions": versions(), "date": now()}
+        origin = {
+            "file": file.name,
+            "sha256": file_hash(file),
+            "versions": versions(),
+            "date": now(),
+        }
         write_json(out / IMPORTED, origin)
-    template = "with" if tokenizer.chat_template else "without"
-    print(f"{out}: {config.model_type}, {model.num_parameters():,} parameters, {dtype}, {template} a chat template")
 
 
 def _unreadable(file: Path, error: Exception) -> ValueError:

@@ -13,22 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pandas as pd
 import tyro
 
-from ..io import write_text
 from ..lab.reporting import text_table
 from ..model import layer_windows
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..student.teachers import check_teacher
 from ..teacher import head_dim_of, load_config
-from ..validation import Count, check_options, numbers
+from ..validation import numbers
 
 MB = 1e6
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+COLUMNS = ["kept", "kv_heads", "d_state", "length", "kv_bytes", "ssm_bytes", "conv_bytes"]
 
 
 @dataclass(frozen=True)
@@ -48,92 +48,121 @@ class MemoryJob:
     """Dtype of keys, values and convolution states; int8 is counted without its scales."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of recurrent states: this package's caches hold float32, published tables count bfloat16."""
-    batch: Count = 1
-    """Sequences cached at the same time."""
-    conv_width: Count = 4
     scores: Path | None = None
     """Path to a scores.json; its top heads are kept, which determines how many share keys and values."""
-    csv: Path | None = None
-    """Path of a CSV file for the table, in bytes."""
+
+
+class ModelShape(NamedTuple):
+    """Numbers of a model that decide the size of its cache."""
+
+    plan: HeadPlan
+    """Plan without kept heads."""
+    head_dim: int
+    windows: Sequence[int | None]
+    """Attention window of each layer, in tokens; None for a layer that sees everything."""
 
 
 def memory_table(job: MemoryJob) -> str:
-    """Return the table as text; write ``csv``. Raises ValueError for invalid numbers."""
-    check_options(job, "--")
-    shape, head_dim, windows = model_shape(job.model)
-    rows = cache_sizes(job)
-    if job.csv is not None:
-        job.csv.parent.mkdir(parents=True, exist_ok=True)
-        write_text(job.csv, rows.to_csv(index=False, lineterminator="\n"))
-    title = f"{job.model}: {shape.n_layers} layers, {shape.n_heads} heads, {shape.n_kv_heads} KV heads, {head_dim} wide"
-    if limited := [window for window in windows if window is not None]:
-        title += f", {len(limited)} layers see {max(limited):,} tokens"
-    unit = f"MB (1e6 bytes) in {job.dtype}, states in {job.state_dtype}, batch {job.batch}"
-    of_case = rows.assign(total=rows.kv_bytes + rows.ssm_bytes).groupby(["kept", "kv_heads", "d_state"], sort=False)
-    table = [
-        {"kept": case.kept.iloc[0], "KV heads": case.kv_heads.iloc[0], "state": case.d_state.iloc[0] or "-"}
-        | {f"L={length}": f"{size / MB:,.2f}" for length, size in zip(case.length, case.total)}
-        | {"conv state": f"{case.conv_bytes.iloc[0] / MB:,.2f}"}
-        for _, case in of_case
-    ]
+    """Return the table as text. Raises ValueError for invalid numbers."""
+    shape = model_shape(job.model)
+    sizes = cache_sizes(job)
+    sizes["total"] = sizes.kv_bytes + sizes.ssm_bytes
+    rows = []
+    for _, case in sizes.groupby(["kept", "kv_heads", "d_state"], sort=False):
+        first = case.iloc[0]
+        row = {"kept": first.kept, "KV heads": first.kv_heads, "state": first.d_state or "-"}
+        for length, total in zip(case.length, case.total):
+            row[f"L={length}"] = f"{total / MB:,.2f}"
+        row["conv state"] = f"{first.conv_bytes / MB:,.2f}"
+        rows.append(row)
+    table = text_table(pd.DataFrame(rows))
     note = "The convolution state does not grow and is not in the other columns."
-    return f"{title}; {unit}\n{text_table(pd.DataFrame(table))}\n{note}"
+    return f"{_title(job, shape)}\n{table}\n{note}"
 
 
-def model_shape(model: str) -> tuple[HeadPlan, int, list[int | None]]:
-    """Return an empty plan with a model's shape, its head dim and the windows of its layers.
+def _title(job: MemoryJob, shape: ModelShape) -> str:
+    plan = shape.plan
+    parts = [
+        f"{job.model}: {plan.n_layers} layers",
+        f"{plan.n_heads} heads",
+        f"{plan.n_kv_heads} KV heads",
+        f"{shape.head_dim} wide",
+    ]
+    limited = [window for window in shape.windows if window is not None]
+    if limited:
+        parts.append(f"{len(limited)} layers see {max(limited):,} tokens")
+    unit = f"MB (1e6 bytes) of one sequence in {job.dtype}, states in {job.state_dtype}"
+    return f"{', '.join(parts)}; {unit}"
+
+
+def model_shape(model: str) -> ModelShape:
+    """Return the shape of a checkpoint, or the one that ``model`` spells.
 
     Raises ValueError for a name that is neither a model nor a shape.
     """
     parts = model.lower().split("x")
     if len(parts) == 4 and all(part.isdigit() for part in parts):
-        *shape, head_dim = map(int, parts)
-        return HeadPlan(*shape, kept=()), head_dim, [None] * shape[0]
+        n_layers, n_heads, n_kv_heads, head_dim = map(int, parts)
+        plan = HeadPlan(n_layers, n_heads, n_kv_heads, kept=())
+        return ModelShape(plan, head_dim, [None] * n_layers)
     config = load_config(model)
     check_teacher(config, name=model)
     config = config.get_text_config(decoder=True)
-    return HeadPlan.none(config), head_dim_of(config), layer_windows(config)
+    return ModelShape(HeadPlan.none(config), head_dim_of(config), layer_windows(config))
 
 
 def cache_sizes(job: MemoryJob) -> pd.DataFrame:
     """Return one row per placement of heads, state size (0 where all heads are kept) and length."""
-    shape, head_dim, windows = model_shape(job.model)
+    shape = model_shape(job.model)
     n_bytes = partial(
-        cache_bytes, head_dim=head_dim, windows=windows, batch=job.batch, conv_width=job.conv_width,
-        bytes_per_element=BYTES[job.dtype], state_bytes=BYTES[job.state_dtype],
-    )  # fmt: skip
+        cache_bytes,
+        head_dim=shape.head_dim,
+        windows=shape.windows,
+        bytes_per_element=BYTES[job.dtype],
+        state_bytes=BYTES[job.state_dtype],
+    )
     scores = None if job.scores is None else HeadScores.load(job.scores)
-    d_states, lengths = numbers("d-state", job.d_state, least=1), numbers("lengths", job.lengths, least=1)
-    total, rows = shape.n_layers * shape.n_heads, []
-    for k in numbers("heads", job.heads, least=0, named={"all": total}):
-        HeadPlan.check_k(shape, k)
-        for name, plan in _placements(shape, k, windows, scores).items():
-            for d_state in d_states if k < total else [0]:
+    d_states = numbers("d-state", job.d_state, least=1)
+    lengths = numbers("lengths", job.lengths, least=1)
+    n_every_head = shape.plan.n_layers * shape.plan.n_heads
+    rows = []
+    for k in numbers("heads", job.heads, least=0, named={"all": n_every_head}):
+        HeadPlan.check_k(shape.plan, k)
+        states = d_states if k < n_every_head else [0]
+        for name, plan in _placements(shape, k, scores).items():
+            for d_state in states:
                 for length in lengths:
                     size = n_bytes(plan, length=length, d_state=d_state)
-                    rows.append((name, plan.n_stored_kv_heads, d_state, length, size.kv, size.ssm, size.conv))
-    columns = ["kept", "kv_heads", "d_state", "length", "kv_bytes", "ssm_bytes", "conv_bytes"]
-    return pd.DataFrame(rows, columns=columns)
+                    setting = (name, plan.n_stored_kv_heads, d_state, length)
+                    rows.append((*setting, size.kv, size.ssm, size.conv))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def _placements(
-    shape: HeadPlan, k: int, windows: Sequence[int | None], scores: HeadScores | None
-) -> dict[str, HeadPlan]:
+def _placements(shape: ModelShape, k: int, scores: HeadScores | None) -> dict[str, HeadPlan]:
     """Return a plan of the top ``k`` heads; without scores, of ``k`` heads with the largest and smallest cache."""
+    empty = shape.plan
     if scores is not None:
         plan = HeadPlan.top_k(scores, k)
-        plan.check_fits(shape)  # the scores may be of another model
+        plan.check_fits(empty)  # the scores may be of another model
         return {f"first {k}": plan}
-    reach = [math.inf if window is None else window for window in windows]
-    heads = [HeadId(layer, head) for layer in range(shape.n_layers) for head in range(shape.n_heads)]
-    group_size = shape.n_heads // shape.n_kv_heads
-    together = HeadPlan.from_pairs(shape, sorted(heads, key=lambda h: reach[h.layer])[:k])
+    reach = [math.inf if window is None else window for window in shape.windows]
+    heads = HeadPlan.all(empty).kept
+    group_size = empty.n_heads // empty.n_kv_heads
+
+    def by_short_windows(head: HeadId) -> float:
+        return reach[head.layer]
+
+    def by_groups_and_long_windows(head: HeadId) -> tuple[float, float]:
+        return head.head % group_size, -reach[head.layer]
+
+    # Both sorts are stable: with equal windows, heads stay in groups that share keys and values.
+    together = HeadPlan.from_pairs(empty, sorted(heads, key=by_short_windows)[:k])
     if k == len(heads):
         return {"all heads": together}
     if k == 0 or (group_size == 1 and len(set(reach)) == 1):
         return {f"{k} heads": together}
-    apart = sorted(heads, key=lambda h: (h.head % group_size, -reach[h.layer]))
-    return {f"{k} heads, apart": HeadPlan.from_pairs(shape, apart[:k]), f"{k} heads, groups together": together}
+    apart = HeadPlan.from_pairs(empty, sorted(heads, key=by_groups_and_long_windows)[:k])
+    return {f"{k} heads, apart": apart, f"{k} heads, groups together": together}
 
 
 def command(job: tyro.conf.OmitArgPrefixes[MemoryJob] = MemoryJob()) -> None:

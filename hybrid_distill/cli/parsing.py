@@ -11,8 +11,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Annotated, TypeVar, cast, get_type_hints
 
 import tyro
@@ -22,40 +22,52 @@ from ..validation import check_value
 T = TypeVar("T")
 Parsed = Callable[[], object]
 _BAD_NUMBER = re.compile(r"(?:invalid literal for (int)\(\).*|could not convert string to float): (.*)")
+_NO_WRAPPING = "10000"
+"""Columns of a terminal on which each paragraph of an error is one line."""
 
 
 def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Parsed:
     """Bind flags to the parameters of a command; calling the result runs it. Raises ValueError for bad flags."""
-
-    signature, hints = inspect.signature(command), get_type_hints(command, include_extras=True)
+    signature = inspect.signature(command)
+    hints = get_type_hints(command, include_extras=True)
 
     def bound(*args: object, **options: object) -> Parsed:
-        given = signature.bind(*args, **options).arguments
-        for name, value in given.items():
+        for name, value in signature.bind(*args, **options).arguments.items():
             check_value(f"--{name.replace('_', '-')}", hints[name], value)
         return functools.partial(command, *args, **options)
 
     parameters = []
     for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY:  # tyro would show PATH
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            # By default, tyro shows the type instead: PATH.
             hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper())]
         parameters.append(parameter.replace(annotation=hints[name]))
+    # tyro reads these of the function that it is given.
     bound.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    bound.__name__, bound.__doc__, bound.__annotations__ = command.__name__, command.__doc__, hints
+    bound.__name__ = command.__name__
+    bound.__doc__ = command.__doc__
+    bound.__annotations__ = hints
     return _in_one_line(lambda: tyro.cli(bound, args=words, prog=prog), words)
 
 
 def parse_as(kind: type[T], words: Sequence[str], *, default: T, prog: str | None, description: str | None) -> T:
     """Override the fields of a dataclass with flags. Raises ValueError for bad flags."""
-    return _in_one_line(lambda: tyro.cli(kind, default=default, args=words, prog=prog, description=description), words)
+    return _in_one_line(
+        lambda: tyro.cli(kind, default=default, args=words, prog=prog, description=description), words
+    )
 
 
 def flags_of(kind: Callable[..., T], default: T | None = None) -> argparse.ArgumentParser:
     """Return the parser for a function's or dataclass's flags, for inspection only."""
     with warnings.catch_warnings():
+        # tyro marks it as deprecated, and has nothing else to list flags with.
         warnings.simplefilter("ignore", DeprecationWarning)
-        parser = tyro.extras.get_parser(kind) if default is None else tyro.extras.get_parser(kind, default=default)
-    return cast(argparse.ArgumentParser, parser)  # tyro's own copy of that class
+        if default is None:
+            parser = tyro.extras.get_parser(kind)
+        else:
+            parser = tyro.extras.get_parser(kind, default=default)
+    # It is tyro's own copy of that class.
+    return cast(argparse.ArgumentParser, parser)
 
 
 def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str, description: str | None) -> str:
@@ -68,17 +80,15 @@ def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    wanted = set(shown)
     for action in parser._actions:
-        if wanted.isdisjoint(action.option_strings):
+        if set(shown).isdisjoint(action.option_strings):
             continue
         text = (action.help or "").replace("``", "")
         if action.metavar is None:
             short.add_argument(*action.option_strings, action="store_true", help=text)
         else:
-            short.add_argument(
-                *action.option_strings, metavar=re.sub(r"\{None\}\||\|\{None\}", "", str(action.metavar)), help=text
-            )
+            metavar = re.sub(r"\{None\}\||\|\{None\}", "", str(action.metavar))
+            short.add_argument(*action.option_strings, metavar=metavar, help=text)
     return short.format_help()
 
 
@@ -89,55 +99,101 @@ def usage(main: Callable[..., None], takes: str) -> str:
 
 
 def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
+    """Call tyro. Help is printed without None; an error becomes a ValueError of one line."""
     if not {"-h", "--help"}.isdisjoint(words):
-        shown = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
-        try:
-            with redirect_stdout(shown):
-                return parse()
-        finally:  # hide None, which nobody types: it means that an option is omitted
-            shown.seek(0)
-            text = re.sub(r"(?m)^(│.*?)\{None\}\|(\S+)", r"\1\2       ", shown.read())
-            print(text.replace("{None}|", "").replace("(default: None)", " " * 15), end="")
-    said, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "10000"  # keep each paragraph on one line
+        with _help_without_none():
+            return parse()
+    errors = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with _environment("COLUMNS", _NO_WRAPPING), redirect_stderr(errors):
             return parse()
     except SystemExit:
-        raise ValueError(_one_line(said.getvalue())) from None
+        raise ValueError(_one_line(errors.getvalue())) from None
+
+
+@contextmanager
+def _help_without_none() -> Iterator[None]:
+    """Hide None in what is printed inside: nobody types it, it means that an option is omitted."""
+    # With an encoding, unlike StringIO: tyro draws boxes only where they can be shown.
+    printed = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
+    try:
+        with redirect_stdout(printed):
+            yield
     finally:
-        del os.environ["COLUMNS"]
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
+        printed.seek(0)
+        text = printed.read()
+        # Blanks keep the right edge of the box where it is.
+        text = re.sub(r"(?m)^(│.*?)\{None\}\|(\S+)", r"\1\2       ", text)
+        text = text.replace("{None}|", "").replace("(default: None)", " " * 15)
+        print(text, end="")
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside, and restore it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _one_line(box: str) -> str:
     """Shorten tyro's error box to its first section, plus the flag named in the next one."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │") for line in box.splitlines()]
-    sections: list[list[str]] = [[]]
-    for line in lines:
-        if re.fullmatch("[─-]+", line):
-            sections.append([])
-        elif line and line[0] not in "╭╰":
-            sections[-1].append(line)
-    first, *others = sections if "│" in box else sections[1:]
-    flag = next((line for section in others for line in section if line.startswith("--")), "")
-    said = " ".join(first)
-    if error := re.match(r"Error parsing (\S+?): (.*)", said):
-        name, reason = error.groups()
-        if bad := _BAD_NUMBER.fullmatch(reason):
-            return f"{name} is {bad[2]}; it must be a {'whole number' if bad[1] else 'number'}."
-        return f"{name}: {reason}; pass {flag}." if name.startswith("-") else reason
-    if said.startswith("Unrecognized options:"):
-        words = said.removeprefix("Unrecognized options: ").split(", ")
-        unknown = [word for word in words if word.startswith("--")] or words[:1]
-        flags = [line.split()[0].rstrip(",") for section in others for line in section if line.startswith("--")]
-        similar = dict.fromkeys(near for word in unknown for near in difflib.get_close_matches(word, flags, n=1))
-        meant = f" did you mean {', '.join(similar)}?" if similar else ""
-        verb = "is" if len(unknown) == 1 else "are"
-        return f"{', '.join(unknown)} {verb} not recognized;{meant} --help lists the flags."
-    if missing := re.match(r"Missing value for argument '(\S+)'", said):
+    first, others = _sections(box)
+    message = " ".join(first)
+    flags = [line for line in others if line.startswith("--")]
+    if error := re.match(r"Error parsing (\S+?): (.*)", message):
+        return _unparsable(*error.groups(), flag=flags[0] if flags else "")
+    if message.startswith("Unrecognized options:"):
+        return _unrecognized(message.removeprefix("Unrecognized options: ").split(", "), flags)
+    if missing := re.match(r"Missing value for argument '(\S+)'", message):
         return f"{missing[1]} is missing; --help lists the flags."
-    if said.startswith("Missing from"):
+    if message.startswith("Missing from"):
+        # Its lines alternate: the command, and what it lacks.
         return f"{', '.join(first[1::2])} is missing; --help lists the flags."
-    return said
+    return message
+
+
+def _sections(box: str) -> tuple[list[str], list[str]]:
+    """Return the lines of an error's first section, and of all others, without colors and the box."""
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines():
+        text = re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │")
+        if re.fullmatch("[─-]+", text):
+            sections.append([])
+        elif text and text[0] not in "╭╰":
+            sections[-1].append(text)
+    if "│" not in box:
+        # Where stderr has no characters for a box, the title is a section of its own.
+        sections = sections[1:]
+    others: list[str] = []
+    for section in sections[1:]:
+        others += section
+    return sections[0], others
+
+
+def _unparsable(name: str, reason: str, flag: str) -> str:
+    bad_number = _BAD_NUMBER.fullmatch(reason)
+    if bad_number is not None:
+        kind = "whole number" if bad_number[1] else "number"
+        return f"{name} is {bad_number[2]}; it must be a {kind}."
+    if name.startswith("-"):
+        return f"{name}: {reason}; pass {flag}."
+    return reason
+
+
+def _unrecognized(words: Sequence[str], suggestions: Sequence[str]) -> str:
+    unknown = [word for word in words if word.startswith("--")] or words[:1]
+    flags = [line.split()[0].rstrip(",") for line in suggestions]
+    similar: list[str] = []
+    for word in unknown:
+        similar += difflib.get_close_matches(word, flags, n=1)
+    question = ""
+    if similar:
+        question = f" did you mean {', '.join(dict.fromkeys(similar))}?"
+    verb = "is" if len(unknown) == 1 else "are"
+    return f"{', '.join(unknown)} {verb} not recognized;{question} --help lists the flags."

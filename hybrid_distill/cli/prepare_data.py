@@ -34,7 +34,7 @@ class PrepareJob:
     max_tokens: Count | None = None
     """Stop before the first document that would exceed this many tokens."""
     shard_tokens: Count = SHARD_TOKENS
-    """Approximate number of tokens per file. A stopped command repeats at most one file."""
+    """Tokens after which a new file starts. A stopped command repeats at most one file."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -15,12 +15,32 @@ from .parsing import flags_of, parse_as, short_help
 T = TypeVar("T")
 
 FIRST = (
-    "--teacher", "--out", "--seed", "--stages", "--resume", "--trackers", "--dry-run", "--gpus", "--gpu-memory",
-    "--scoring.file", "--scoring.n-pairs", "--plan.selection", "--plan.k", "--student.d-state", "--student.init",
-    "--data.sources", "--data.weights", "--data.seq-len", "--align.steps", "--align.batch-size",
-    "--align.learning-rate", "--distill.steps", "--distill.batch-size", "--distill.micro-batch-size",
+    "--teacher",
+    "--out",
+    "--seed",
+    "--stages",
+    "--resume",
+    "--trackers",
+    "--dry-run",
+    "--gpus",
+    "--gpu-memory",
+    "--scoring.file",
+    "--scoring.n-pairs",
+    "--plan.selection",
+    "--plan.k",
+    "--student.d-state",
+    "--student.init",
+    "--data.sources",
+    "--data.weights",
+    "--data.seq-len",
+    "--align.steps",
+    "--align.batch-size",
+    "--align.learning-rate",
+    "--distill.steps",
+    "--distill.batch-size",
+    "--distill.micro-batch-size",
     "--distill.learning-rate",
-)  # fmt: skip
+)
 """Flags that people change first; a recipe's ``--help`` shows these."""
 
 
@@ -34,14 +54,18 @@ def command(name: str | None = None, /) -> None:
         print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
         return
     for short, path in sorted(shipped().items()):
-        summary, _, _ = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")
+        # Parsed, not imported: a recipe imports torch.
+        recipe = ast.parse(path.read_text(encoding="utf-8"))
+        summary, _, _ = (ast.get_docstring(recipe) or "").partition("\n")
         print(f"{short:<16}{summary}")
 
 
 def shipped() -> dict[str, Path]:
     """Map names to the shipped recipes, which are next to the package in a wheel and in a clone."""
     home = Path(__file__).parents[2]
-    folder = next(place for place in (home / "hybrid_distill_recipes", home / "recipes") if place.is_dir())
+    folder = home / "hybrid_distill_recipes"
+    if not folder.is_dir():
+        folder = home / "recipes"
     recipes = [*folder.glob("hybrid_*.py"), *folder.glob("sweep_*.py")]
     return {path.stem.removeprefix("hybrid_"): path for path in recipes}
 
@@ -67,7 +91,8 @@ def load_recipe(path: Path) -> ModuleType:
     path = find_recipe(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    sys.path.insert(0, str(path.parent.resolve()))  # recipes import one another
+    # Recipes import one another.
+    sys.path.insert(0, str(path.parent.resolve()))
     module = importlib.util.module_from_spec(spec)
     with in_recipe(str(path)):
         spec.loader.exec_module(module)
@@ -83,12 +108,18 @@ def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
     return Path(words[0]), list(words[1:])
 
 
-def override(default: T, words: Sequence[str], prog: str | None, description: str | None, own: Iterable[str] = ()) -> T:
+def override(
+    default: T,
+    words: Sequence[str],
+    prog: str | None,
+    description: str | None,
+    own: Iterable[str] = (),
+) -> T:
     """Override a config with flags. ``--help`` shows `FIRST` and a command's ``own``, ``--help-all`` every flag."""
-
     kind = type(default)
     if not {"-h", "--help"}.isdisjoint(words):
-        print(short_help(flags_of(kind, default=default), {*FIRST, *own}, prog or sys.argv[0], description))
+        parser = flags_of(kind, default=default)
+        print(short_help(parser, {*FIRST, *own}, prog or sys.argv[0], description))
         sys.exit()
     words = ["--help" if word == "--help-all" else word for word in words]
     return parse_as(kind, words, default=default, prog=prog, description=description)

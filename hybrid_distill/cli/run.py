@@ -12,6 +12,8 @@ from .parsing import usage
 if TYPE_CHECKING:
     from ..config import RunConfig
 
+OF_DRY_RUN = ("--dry-run", "--show-config")
+
 
 def main(words: list[str]) -> None:
     """Run a recipe, by name or as a file with config(); flags after it override its fields.
@@ -26,11 +28,16 @@ def main(words: list[str]) -> None:
 
     path, flags = recipe_of(words, "run")
     recipe = load_recipe(path)
-    run_with_flags(config_of(recipe), flags, str(path), recipe.__doc__, prog=f"hybrid-distill run {path}")
+    prog = f"hybrid-distill run {path}"
+    run_with_flags(config_of(recipe), flags, str(path), recipe.__doc__, prog)
 
 
 def run_with_flags(
-    default: RunConfig, words: Sequence[str], recipe: str, description: str | None, prog: str | None = None
+    default: RunConfig,
+    words: Sequence[str],
+    recipe: str,
+    description: str | None,
+    prog: str | None = None,
 ) -> None:
     """Run a recipe's config, overridden by flags; write its report."""
     from ..config import checked_config, on_asked_teacher
@@ -44,7 +51,8 @@ def run_with_flags(
     if config.dry_run:
         from .dry_run import describe
 
-        others = [word for word in words if word.replace("_", "-") not in ("--dry-run", "--show-config")]
+        # The command to launch is this one, without the flags that keep it from starting.
+        others = [word for word in words if word.replace("_", "-") not in OF_DRY_RUN]
         text = describe(config, shlex.join([recipe, *others]))
         if is_launched_main():
             print(text)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import tyro
+from transformers import PreTrainedModel
 
 from ..data import read_held_out
 from ..distributed import agree_on, alone_in, connect, is_launched_main, on_main_process
@@ -40,21 +42,20 @@ class ScoreJob:
     """Model, probe and method for scoring heads."""
 
     model: str = TINY
-    """Local folder, hub id, or ``tiny`` for the embedded teacher."""
+    """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     probe: str = "kv"
-    """kv, letters, or a RULER task: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery,
-    ruler_vt, ruler_cwe, ruler_fwe."""
+    """kv, letters, or a RULER task (docs/scores.md lists them)."""
     prompt_format: str = PLAIN
-    """Prompt format: ``plain``, ``shots=1`` (with one solved example) or ``chat`` (the tokenizer's template). Before
-    scoring, a line says what the model answers in each."""
+    """Prompt format: ``plain``, ``shots=1`` (with one solved example) or ``chat`` (the tokenizer's
+    template). Before scoring, a line says what the model answers in each."""
     pairs: str = "16"
-    """Key-value pairs per prompt of kv; several sizes can alternate, ``10,25,50``."""
+    """Dictionary sizes of kv; several alternate (``10,25,50``)."""
     queries: Count = 1
     """Questions per prompt of kv. Additional ones cost only their own tokens."""
     length: Count = 512
     """Largest length of a RULER question, in tokens."""
     facts: Path | None = None
-    """JSON Lines file of questions for letters; by default the embedded facts."""
+    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     examples: Count = 128
     """Largest number of prompts per head."""
     k: Count = 20
@@ -62,16 +63,16 @@ class ScoreJob:
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping those that are clearly not in the top k."""
     control_texts: str = TINY
-    """Plain text, ``tiny`` or a file, that reveals heads which matter for any text."""
+    """Where those texts come from: ``tiny`` or a file."""
     n_control_texts: CountOrZero = 16
+    """Plain texts that reveal heads which matter for any text."""
     min_accuracy: Share | None = None
-    """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default halfway between
-    guessing and always right."""
+    """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default
+    halfway between guessing and always right."""
     batch_size: Count | None = None
     """Rows per forward pass; by default as many as fit and run fast."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU. CPUs with bfloat16 units (AMX,
-    AVX512-BF16) are about twice as fast in bfloat16."""
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
     seed: CountOrZero = 0
@@ -82,40 +83,52 @@ class ScoreJob:
         check_options(self, "--")
         check_prompt_format("--prompt-format", self.prompt_format)
         if "," in self.probe:
-            raise ValueError(f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for each.")
+            raise ValueError(
+                f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for "
+                "each."
+            )
         if self.out.is_dir():
-            raise ValueError(f"--out is {self.out}, a folder; pass a file, such as {self.out / 'scores.json'}.")
+            path = self.out / "scores.json"
+            raise ValueError(f"--out is {self.out}, a folder; pass a file, such as {path}.")
+
+    @property
+    def probe_options(self) -> dict[str, object]:
+        """Options of all probes; each takes its own."""
+        return {
+            "pairs": tuple(numbers("pairs", self.pairs, least=1)),
+            "n_queries": self.queries,
+            "n_tokens": self.length,
+            "facts": self.facts,
+            "seed": self.seed,
+        }
 
 
 def run_score(job: ScoreJob) -> HeadScores:
     """Run a scoring job; write ``out``, and a figure if matplotlib is installed.
 
-    Under ``accelerate launch``, processes share the work and all of them return the scores. Invalid input is rejected
-    before scoring starts. A stopped run leaves its measurements (``*.partial.json``), from which the same call
-    resumes.
+    Under ``accelerate launch``, processes share the work and all of them return the scores. Invalid
+    input is rejected before scoring starts. A stopped run leaves its measurements
+    (``*.partial.json``), from which the same call resumes.
     """
-    given: dict[str, object] = {
-        "pairs": tuple(numbers("pairs", job.pairs, least=1)),
-        "n_queries": job.queries,
-        "n_tokens": job.length,
-        "facts": job.facts,
-        "seed": job.seed,
-    }
-    make_probe(job.probe, **given)
+    # Made without a tokenizer first: unknown probes and bad options are refused before the model
+    # is loaded.
+    make_probe(job.probe, **job.probe_options)
     controls = read_held_out(job.control_texts, job.n_control_texts)
     partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
         _check_model(job.model)
-        model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model")
-        if job.k > (n_heads := sum(site.n_heads for site in head_sites(model))) and job.k != ScoreJob.k:
-            raise ValueError(f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}.")
-        plain = make_probe(job.probe, **given, tokenizer=tokenizer)
+        model, tokenizer = load_on_own_device(
+            job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model"
+        )
+        _check_k(job, model)
+        plain = make_probe(job.probe, **job.probe_options, tokenizer=tokenizer)
         probe = with_prompt_format(plain, job.prompt_format, tokenizer)
-        limit = longest_context(model.config) or sys.maxsize  # a recurrent model has none
-        check_answerable(probe.examples(job.examples * queries_of(probe)), tokenizer, limit)
+        # A recurrent model has no longest context.
+        limit = longest_context(model.config) or sys.maxsize
+        questions = probe.examples(job.examples * queries_of(probe))
+        check_answerable(questions, tokenizer, limit)
         accuracies = agree_on(partial(accuracy_by_prompt_format, model, tokenizer, plain))
-        answered = ", ".join(f"{name} {accuracy:.0%}" for name, accuracy in accuracies.items())
-        log.info("right of %d prompts: %s; guessing: %.0f%%", N_TRIED, answered, 100 * plain.chance)
+        _log_accuracies(accuracies, plain.chance)
         scores = score_heads(
             model,
             tokenizer,
@@ -127,36 +140,66 @@ def run_score(job: ScoreJob) -> HeadScores:
             race_k=None if job.exhaustive else job.k,
             resume_path=partial_path,
         )
-        scores = replace(scores, provenance={**scores.provenance, "prompt_formats": accuracies})
-        on_main_process(partial(scores.save, job.out))
-        figure = partial(score_map, scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
-        on_main_process(lambda: (can_draw() and figure(), partial_path.unlink(missing_ok=True)))
+        provenance = {**scores.provenance, "prompt_formats": accuracies}
+        scores = replace(scores, provenance=provenance)
+        # The measurements go last: without them, a stop in between would cost the whole scoring.
+        on_main_process(lambda: scores.save(job.out))
+        on_main_process(lambda: _draw(scores, job))
+        on_main_process(lambda: partial_path.unlink(missing_ok=True))
     return scores
 
 
 def _check_model(name: str) -> None:
-    """Raise ValueError for a model that cannot be a teacher; warn of heads that can be ranked but not replaced."""
+    """Raise ValueError for a model that cannot be a teacher; warn of heads that can be ranked but
+    not replaced."""
     config, tokenizer = read_teacher(name, flag="--model")
     check_teacher(config, tokenizer, name=name)
-    if config.model_type == HybridConfig.model_type:  # a student
+    is_student = config.model_type == HybridConfig.model_type
+    if is_student:
         return
     try:
         check_teacher(config, name=name, heads=True)
     except ValueError as error:
         if is_launched_main():
-            log.warning("note: heads of %s can be ranked, but no student can be made from it: %s", name, error)
+            log.warning(
+                "note: heads of %s can be ranked, but no student can be made from it: %s", name, error
+            )
+
+
+def _check_k(job: ScoreJob, model: PreTrainedModel) -> None:
+    """Raise ValueError for more heads than the model has; the default may be more."""
+    n_heads = sum(site.n_heads for site in head_sites(model))
+    if job.k > n_heads and job.k != ScoreJob.k:
+        raise ValueError(
+            f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}."
+        )
+
+
+def _log_accuracies(accuracies: Mapping[str, float], chance: float) -> None:
+    shares = ", ".join(f"{name} {accuracy:.0%}" for name, accuracy in accuracies.items())
+    log.info("right of %d prompts: %s; guessing: %.0f%%", N_TRIED, shares, 100 * chance)
+
+
+def _draw(scores: HeadScores, job: ScoreJob) -> None:
+    if can_draw():
+        score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
 
 
 def table(scores: HeadScores, k: int) -> str:
     """Format the top heads, the loss without each, and how reliable the order is."""
     ranking = scores.ranking()
-    shown = score_table(scores, top=SHOWN, kept=ranking[:k])
-    lines = [f"{scores.provenance.get('method', '')}: lost without the head, ± one standard error", text_table(shown)]
-    if scores.agreement:
-        for name, what in (("overlap", ""), ("overlap_by_logprob", " by log-probability")):
-            shares = [f"top {n} {share:.0%}" for n, share in scores.agreement.get(name, {}).items()]
-            lines += [f"split-half overlap{what}: {', '.join(shares)}"] if shares else []
-    if warning := scores.tie_warning(min(k, len(ranking))):
+    method = scores.provenance.get("method", "")
+    lines = [
+        f"{method}: lost without the head, ± one standard error",
+        text_table(score_table(scores, top=SHOWN, kept=ranking[:k])),
+    ]
+    for key, by in {"overlap": "", "overlap_by_logprob": " by log-probability"}.items():
+        overlap = (scores.agreement or {}).get(key)
+        if overlap:
+            shares = [f"top {n} {share:.0%}" for n, share in overlap.items()]
+            lines.append(f"split-half overlap{by}: {', '.join(shares)}")
+    warning = scores.tie_warning(min(k, len(ranking)))
+    if warning:
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
 

@@ -28,9 +28,11 @@ def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # n
     try:
         sweep(job, load_recipe(job.recipe))
     except SweepFailed as error:
+        # The cells that have finished still make a report.
         failed = error
     except InUse:
-        if (job.out / SWEEP).is_file():  # something else may be at work there
+        # Something else than a sweep may be at work there.
+        if (job.out / SWEEP).is_file():
             print(status(job.out))
         raise
     print(pareto_front(job.out))

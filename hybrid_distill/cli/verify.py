@@ -22,7 +22,8 @@ def command(
         path: The folder of the export.
         device: The device to run the model on: cpu, cuda, cuda:1 ...
         to: A JSON file for the results.
-        trust_remote_code: Run the folder's Python files even if they differ from those of this version.
+        trust_remote_code: Run Python code that comes with a model. Our own exports do not need it, unless it was
+            changed or is of another version.
     """
     import torch
 

@@ -39,8 +39,7 @@ class SuiteJob:
     """``paper`` (its halves ``paper-knowledge`` and ``paper-retrieval``), ``ruler``, ``probes``, or
     tasks of lm-eval and of this package by name, such as ``arc_easy,kv``."""
     model: str | None = None
-    """Model to measure: a local folder (a student's export too), hub id, or ``tiny`` for the
-    embedded teacher."""
+    """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
     teacher: str | None = None
     """Teacher, measured on the same tasks to compute coverage; named as in ``--model``."""
     include_path: Path | None = None
@@ -66,12 +65,14 @@ class SuiteJob:
     """Truncate prompts that exceed the context, on the left, and count them. By default they are
     an error."""
     batch_size: Count = 16
+    """Questions or texts per forward pass."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
     kernels: Kernels | None = None
     """Implementation of a student's recurrent heads; by default the run's, else ``auto``."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Our own exports do not need it."""
+    """Run Python code that comes with a model. Our own exports do not need it, unless it was
+    changed or is of another version."""
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
     again: bool = False

@@ -36,7 +36,7 @@ CASES = """
     run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     recipes large: large is not a recipe; pass a Python file with config(), or one of llama_1b,
-    memory --batch -1: --batch is -1; it must be a whole number of at least 1.
+    cache-logits tiny --top-k 0: --top-k is 0; it must be a whole number of at least 1.
     memory --heads '': --heads is empty
     memory --heads 4,some: '4,some'
     memory --heads 1000: 1000

@@ -19,7 +19,7 @@ from training import SMALL, die, killed, small_config, small_models, small_rows,
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import CachedLogitsDataset, DataConfig, LogitHeader, PackedRows, caching, open_rows
-from hybrid_distill.data.caching import top_k_of
+from hybrid_distill.data.caching import CHECK_ROWS, top_k_of
 from hybrid_distill.data.logits import open_logits, pack, record_dtype, row_ids_of, unpack
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline import run as steps
@@ -72,7 +72,7 @@ def job(teacher_folder: Path, text: str, tmp_path: Path) -> CacheJob:
             Distill(steps=3, batch_size=8, micro_batch_size=4, teacher_logits=tmp_path / "logits"),
         ),
     )
-    return CacheJob(run, top_k=6, shard_tokens=5 * SEQ_LEN, check_rows=4)
+    return CacheJob(run, top_k=6, shard_tokens=5 * SEQ_LEN)
 
 
 def changed(job: CacheJob, part: str, **changes: Any) -> CacheJob:
@@ -130,8 +130,8 @@ def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJ
             found = batch["teacher_log_probs_BLK"][row, own]
             torch.testing.assert_close(found, top.gather(-1, order), rtol=2**-10, atol=1e-3)
     header = LogitHeader.load(job.folder / "logits.json")
-    assert header.measured["tokens"] == 4 * SEQ_LEN
-    first = CachedLogitsDataset(rows, open_logits(job.folder)).batch(0, 4)
+    assert header.measured["tokens"] == CHECK_ROWS * SEQ_LEN
+    first = CachedLogitsDataset(rows, open_logits(job.folder)).batch(0, CHECK_ROWS)
     covered = first["teacher_log_probs_BLK"].exp().sum(-1).mean().item()
     assert header.measured["covered"] == pytest.approx(covered, abs=1e-4)
     assert f"cover {header.measured['covered']:.2%} of" in line
@@ -283,8 +283,6 @@ def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJ
 def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="--top-k is 100, but the vocabulary has 99 tokens; pass at most 99"):
         cache_logits(replace(job, top_k=100))
-    with pytest.raises(ValueError, match="--check-rows is 0; it must be a whole number of at least 1"):
-        replace(job, check_rows=0)
     with pytest.raises(ValueError, match=r"pass one with --distill.teacher-logits DIR"):
         cache_logits(changed(job, "distill", teacher_logits=None))
     with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* cannot be cached"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import csv
+from pathlib import Path
+from typing import Any
 
 import pytest
 from head_tables import some_scores
@@ -11,45 +12,50 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.cli.memory import MemoryJob, cache_sizes
 
 
-def sizes(**options) -> dict[tuple[str, int], int]:
-    found = cache_sizes(MemoryJob(lengths="10", **options)).itertuples()
-    return {(row.kept, row.d_state): row.kv_bytes + row.ssm_bytes for row in found}
+def sizes(**options: Any) -> dict[tuple[str, int], int]:
+    """Bytes after 10 tokens, by placement of the heads and state size."""
+    table = cache_sizes(MemoryJob(lengths="10", **options))
+    return {(row.kept, row.d_state): row.kv_bytes + row.ssm_bytes for row in table.itertuples()}
 
 
 def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
-    found = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="float32")
+    in_float32 = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="float32")
+    one_head = 2 * 16 * 10 * 4
     state = 12 * 16 * 3 * 4
-    assert found["4 heads, apart", 3] == 4 * 2 * 16 * 10 * 4 + state
-    assert found["4 heads, groups together", 3] == 1 * 2 * 16 * 10 * 4 + state
-    assert found["all heads", 0] == 4 * 2 * 16 * 10 * 4
-    half = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="int8", state_dtype="int8")
-    assert [4 * size for size in half.values()] == [*found.values()]
+    assert in_float32["4 heads, apart", 3] == 4 * one_head + state
+    assert in_float32["4 heads, groups together", 3] == one_head + state
+    assert in_float32["all heads", 0] == 4 * one_head
+    in_int8 = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="int8", state_dtype="int8")
+    assert {setting: 4 * size for setting, size in in_int8.items()} == in_float32
 
 
-def test_both_ends_of_a_model_whose_layers_have_windows(family_model, tmp_path) -> None:
+def test_both_ends_of_a_model_whose_layers_have_windows(family_model: Any, tmp_path: Path) -> None:
     """One of 3 layers with 4 KV heads sees everything; 4 heads cost most there, and least where windows are."""
-    family_model("gemma3", sliding_window=6, sliding_window_pattern=2).config.save_pretrained(tmp_path)
-    state, kv = (24 - 4) * 8 * 3 * 4, 2 * 8 * 2
-    found = sizes(model=str(tmp_path), heads="4,24", d_state="3")
-    assert found == {
+    teacher = family_model("gemma3", sliding_window=6, sliding_window_pattern=2)
+    teacher.config.save_pretrained(tmp_path)
+    state = (24 - 4) * 8 * 3 * 4
+    kv = 2 * 8 * 2
+    assert sizes(model=str(tmp_path), heads="4,24", d_state="3") == {
         ("4 heads, apart", 3): 4 * kv * 10 + state,
         ("4 heads, groups together", 3): 2 * kv * 5 + state,
         ("all heads", 0): 4 * kv * (10 + 5 + 5),
     }
 
 
-def test_scores_say_which_heads_share(tmp_path) -> None:
+def test_scores_say_which_heads_share(tmp_path: Path) -> None:
     drops = [[0.9, 0.8, 0.0, 0.0], [0.0, 0.0, 0.7, 0.0]]
-    some_scores(drops, drops, n_kv_heads=2).save(tmp_path / "scores.json")
-    found = sizes(model="2x4x2x8", heads="2,3", d_state="1", scores=tmp_path / "scores.json")
-    assert found["first 2", 1] == 1 * 2 * 8 * 10 * 2 + 6 * 8 * 4, "both in one group"
-    assert found["first 3", 1] == 2 * 2 * 8 * 10 * 2 + 5 * 8 * 4
-    with pytest.raises(ValueError, match="made for another teacher"):
-        sizes(heads="2", d_state="1", scores=tmp_path / "scores.json")
+    path = tmp_path / "scores.json"
+    some_scores(drops, drops, n_kv_heads=2).save(path)
+    by_scores = sizes(model="2x4x2x8", heads="2,3", d_state="1", scores=path)
+    assert by_scores["first 2", 1] == 1 * 2 * 8 * 10 * 2 + 6 * 8 * 4, "both in one group"
+    assert by_scores["first 3", 1] == 2 * 2 * 8 * 10 * 2 + 5 * 8 * 4
+    with pytest.raises(ValueError, match="another teacher"):
+        sizes(heads="2", d_state="1", scores=path)
 
 
-def test_the_command_prints_and_writes_it(tmp_path, capsys) -> None:
-    main(["memory", "--model", "tiny", "--heads", "6,all", "--lengths", "4096", "--csv", str(tmp_path / "t.csv")])
-    assert "6 layers, 8 heads, 4 KV heads" in capsys.readouterr().out
-    written = list(csv.DictReader((tmp_path / "t.csv").open()))
-    assert {row["kept"] for row in written} == {"6 heads, apart", "6 heads, groups together", "all heads"}
+def test_the_command_prints_a_row_for_each_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["memory", "--model", "tiny", "--heads", "6,all", "--lengths", "4096"])
+    _, *rows = capsys.readouterr().out.splitlines()
+    placements = ["6 heads, apart", "6 heads, groups together", "all heads"]
+    for placement in placements:
+        assert any(row.startswith(placement) for row in rows)

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
-from hybrid_distill.cli.dry_run import LAUNCH, describe
+from hybrid_distill.cli.dry_run import describe
+from hybrid_distill.cli.launch_plan import LAUNCH
 from hybrid_distill.config import PlanConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.lab.memory.plan import (

@@ -56,7 +56,7 @@ COMMANDS = {
     "maps": "analyze maps --model {model} --out {out}",
     "generate": "generate-data --model {model} --tokens 200 --out {out}",
     "cache": "cache-logits tiny --teacher.path {model} --distill.teacher-logits {out}",
-    "memory": "memory --model {model} --csv {out}/memory.csv",
+    "memory": "memory --model {model}",
     "sweep": "sweep --set teacher.path={model} --out {out}",
 }
 

@@ -78,7 +78,7 @@ class Subject:
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
     kernels: Kernels = "auto"
-    """Implementation of a student's recurrent heads, if the model is one."""
+    """Implementation of a student's recurrent heads."""
 
     def load(self, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load model and tokenizer; errors name ``flag``.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -66,7 +66,7 @@ class ReplaceLayer(Experiment):
     teacher: str | None = None
     """Teacher of a checkpoint, by default the embedded one; a run knows its own."""
     kernels: Kernels = "auto"
-    """Implementation of the student's recurrent heads."""
+    """Implementation of a student's recurrent heads."""
     by: Literal["layer", "head"] = "layer"
     """Unit to put back at a time: a ``layer`` or a ``head``."""
     questions: Questions = field(default_factory=Questions)
@@ -208,7 +208,11 @@ def _shape(model: PreTrainedModel) -> str:
 @dataclass(frozen=True, kw_only=True)
 class HybridHeadRanking(ModelExperiment):
     """Rank attention and recurrent heads together: which of them carry retrieval, and what is lost
-    without them?"""
+    without them?
+
+    Heads are ranked by ``--probe``, with questions of another seed than those that measure the
+    removal. The ``--counts`` are of each kind, and of both together.
+    """
 
     NAME = "carriers"
 
@@ -216,16 +220,16 @@ class HybridHeadRanking(ModelExperiment):
         default_factory=lambda: Questions(tasks="kv,knowledge", pairs=8, examples=64)
     )
     probe: str = "kv"
-    """Probe to rank heads by, with questions of another seed: kv, letters or a RULER task."""
+    """kv, letters, or a RULER task (docs/scores.md lists them)."""
     k: int = 20
     """Heads to show; racing applies to the top k."""
     counts: tuple[int, ...] = (1, 3, 10)
-    """Numbers of top heads of each kind, and of both, to remove together."""
+    """Numbers of heads to remove."""
     min_accuracy: float | None = None
-    """Lowest accuracy of the model on the probe; by default halfway between guessing and always
-    right."""
+    """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default
+    halfway between guessing and always right."""
     n_control_texts: int = 16
-    """Number of plain texts, which reveal heads that matter for any text."""
+    """Plain texts that reveal heads which matter for any text."""
 
     def run(self) -> str:
         check_counts(k=self.k)
@@ -252,7 +256,7 @@ class HybridHeadRanking(ModelExperiment):
         model = bench.model
         n_examples = self.questions.examples
         # Heads are ranked and removed on different questions.
-        probe = self.questions.probe(self.probe, self.questions.seed + 1)
+        probe = replace(self.questions, seed=self.questions.seed + 1).probe(self.probe)
         check_readable(model, bench.tokenizer, probe.examples(n_examples))
         texts = read_held_out(self.questions.texts, self.n_control_texts)
         kinds = head_kinds(model)

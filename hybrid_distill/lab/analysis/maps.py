@@ -24,7 +24,6 @@ from ...plan import HeadId
 from ...probes import Example, check_counts
 from ...probes.answering import choice_result, forward
 from ...probes.encoding import EncodedExample, Tokens, encode_example
-from ...probes.registry import make_probe
 from ...progress import track
 from ...scoring import HeadScores
 from ...teacher import HeadKind, eval_mode
@@ -43,7 +42,7 @@ from .patterns import (
     sharpness,
 )
 from .tables import Column, Row, Table
-from .tasks import Questions, check_readable
+from .tasks import QuestionDraw, Questions, check_readable
 
 COLUMNS_OF_ONE_MODEL = 3
 SEARCHED = 8  # questions on which mask searches for heads
@@ -71,30 +70,27 @@ class Maps(Experiment):
     ssm_heads: tuple[str, ...] = ()
     """Recurrent heads to show, for a model that also has attention (Zamba2, Falcon-H1)."""
     kind: HeadKind | None = None
-    """Kind of the heads: only attention heads, or only ``ssm`` heads."""
+    """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""
     prompt: str | None = None
-    """Your own text, whose lines are the segments; by default a question of the probe."""
+    """Your own text, whose lines are the segments; by default the first question of the probe."""
     probe: str = "kv"
-    """Probe for finding heads and for the prompt: kv, letters or a RULER task."""
-    pairs: int = 8
-    """Dictionary size of kv."""
-    examples: int = 16
+    """kv, letters, or a RULER task (docs/scores.md lists them)."""
+    questions: QuestionDraw = field(default_factory=lambda: QuestionDraw(pairs=8, examples=16))
     """Questions that the search averages over."""
-    seed: int = 1
     k: int = 3
-    """Heads of each pattern to show."""
+    """Heads of each pattern, if none are named."""
     scores: Path | None = None
     """Path to a scores.json, to show each head's rank by ablation."""
     max_gb: float = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
     def run(self) -> str:
-        check_counts(examples=self.examples, k=self.k)
+        check_counts(examples=self.questions.examples, k=self.k)
         ablation = [] if self.scores is None else HeadScores.load(self.scores).ranking()
         model, tokenizer = self.subject.load()
         heads = [parse_head(text) for text in self.heads]
         ssm_heads = [parse_head(text) for text in self.ssm_heads]
-        questions = make_probe(self.probe, pairs=self.pairs, seed=self.seed).examples(self.examples)
+        questions = self.questions.probe(self.probe).examples(self.questions.examples)
         shown = []
         if ablation or not (heads or ssm_heads):
             sharpness_of = find_patterns(model, tokenizer, questions, kind=self.kind)
@@ -139,7 +135,7 @@ class Maps(Experiment):
         ablation: Sequence[HeadId],
     ) -> Table:
         """Make a table of the heads that were found, with their places by ablation, if known."""
-        what = f"heads that gather or aggregate, means over {self.examples} prompts"
+        what = f"heads that gather or aggregate, means over {self.questions.examples} prompts"
         title = f"{model.name_or_path}: {what}"
         table = sharpness_table(
             title, [(str(head), measures) for head, measures in sharpness_of.items()]
@@ -210,13 +206,13 @@ class Mask(ModelExperiment):
     aggregate: tuple[str, ...] = ()
     """Aggregate heads, such as ``L5H5``."""
     k: int = 1
-    """Heads of each pattern to use, if none are named."""
+    """Heads of each pattern, if none are named."""
     scores: Path | None = None
     """Path to a scores.json; only the top heads of its ranking are searched."""
     first: int = 10
     """Number of those top heads."""
     kind: HeadKind | None = None
-    """Only attention heads, or only ``ssm`` heads."""
+    """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""
     max_gb: float = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 

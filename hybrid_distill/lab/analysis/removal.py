@@ -32,7 +32,7 @@ from ...validation import words
 from .experiment import Bench, Experiment, ModelExperiment, Subject, Variant
 from .figures import draw_bars, draw_lines
 from .tables import Table
-from .tasks import Questions, Task, accuracy_task, check_readable
+from .tasks import QuestionDraw, Questions, Task, accuracy_task, check_readable
 
 WORDINGS = {
     "completion": DICTIONARY,
@@ -47,6 +47,8 @@ ANSWER_FORMATS: dict[str, AnswerFormat] = {
     CHAT: "letter",
 }
 
+N_OPTIONS = 4
+"""Options that the formats with lettered options list for a fact."""
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +67,7 @@ class HeadRemoval(Experiment):
     random_draws: int
     """Number of random selections of as many heads; the table shows their mean."""
     kind: HeadKind | None = None
-    """``ssm`` for the recurrent heads of a model that also has attention."""
+    """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""
 
     def remove(
         self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]
@@ -162,16 +164,9 @@ class Formats(HeadRemoval):
     formats: str | None = None
     """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By
     default all, ``chat`` only if the tokenizer has a chat template."""
-    facts: Path | None = None
-    """JSON Lines file of questions; by default the embedded facts."""
-    options: int = 4
-    """Options per fact."""
-    pairs: int = 8
-    """Dictionary size of kv."""
-    examples: int = 128
-    """Number of questions, the same in every format."""
-    seed: int = 1
+    questions: QuestionDraw = field(default_factory=lambda: QuestionDraw(pairs=8))
     batch_size: int = 32
+    """Questions or texts per forward pass."""
 
     def run(self) -> str:
         choices = list(WORDINGS if self.of == "kv" else ANSWER_FORMATS)
@@ -181,9 +176,12 @@ class Formats(HeadRemoval):
                 f"--formats is {self.formats!r}; of {self.of} there are {', '.join(choices)}."
             )
         table = self.remove(partial(self._tasks, names))
-        questions = "facts" if self.of == "facts" else f"dictionaries of {self.pairs} pairs"
+        if self.of == "facts":
+            questions = "facts"
+        else:
+            questions = f"dictionaries of {self.questions.pairs} pairs"
         model_name, _, _ = table.title.rpartition(": ")
-        title = f"{model_name}: the same {self.examples} {questions} in several formats"
+        title = f"{model_name}: the same {self.questions.examples} {questions} in several formats"
         return self.save(table._replace(title=title), draw_lines)
 
     def _tasks(
@@ -201,27 +199,31 @@ class Formats(HeadRemoval):
             if name == CHAT:
                 check_template(tokenizer)
                 probe = with_prompt_format(probe, CHAT, tokenizer)
-            examples = probe.examples(self.examples)
+            examples = probe.examples(self.questions.examples)
             check_readable(model, tokenizer, examples)
             tasks.append(accuracy_task(name, examples, probe.chance, self.batch_size))
         return tasks
 
     def _probe(self, name: str) -> Probe:
+        draw = self.questions
         if self.of == "kv":
-            return KVRetrieval(self.pairs, self.seed, wording=WORDINGS[name])
-        return LetterChoice.from_file(self.facts, self.options, self.seed, ANSWER_FORMATS[name])
+            return KVRetrieval(draw.pairs, draw.seed, wording=WORDINGS[name])
+        return LetterChoice.from_file(draw.facts, N_OPTIONS, draw.seed, ANSWER_FORMATS[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneLayers(ModelExperiment):
-    """Drop layers from the end, and leave out each layer alone: which tasks suffer?"""
+    """Drop layers from the end, and leave out each layer alone: which tasks suffer?
+
+    ``--last-layer`` is for layers left out alone.
+    """
 
     NAME = "prune-layers"
 
     how: Literal["gradual", "individual", "both"] = "both"
     """``gradual`` drops layers from the end, one by one; ``individual`` drops each alone."""
     last_layer: int | None = None
-    """Last layer during individual pruning; those above are left out. By default all stay."""
+    """Last layer to use; those above it are left out."""
 
     def run(self) -> str:
         bench = self.load()
@@ -263,7 +265,10 @@ class PruneLayers(ModelExperiment):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepHeads(ModelExperiment):
-    """Keep only some heads of one or more layers: which tasks suffer?"""
+    """Keep only some heads of one or more layers: which tasks suffer?
+
+    The first row, of the intact model, has all layers even with ``--last-layer``.
+    """
 
     NAME = "keep-heads"
 
@@ -271,9 +276,9 @@ class KeepHeads(ModelExperiment):
     """Heads to keep, by layer, one row per value: ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``.
     Layers that are not named keep all heads."""
     last_layer: int | None = None
-    """Last layer to use; the layers above it are left out in every row except the first."""
+    """Last layer to use; those above it are left out."""
     kind: HeadKind | None = None
-    """``ssm`` for the recurrent heads of a model that also has attention."""
+    """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""
 
     def run(self) -> str:
         kept = {text: parse_kept(text) for text in self.keep}

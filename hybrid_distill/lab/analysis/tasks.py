@@ -41,28 +41,38 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Questions:
+class QuestionDraw:
+    """Which questions a probe asks, and how many."""
+
+    pairs: int = 16
+    """Dictionary size of kv."""
+    facts: Path | None = None
+    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
+    examples: int = 128
+    """Questions per probe, format and lm-eval task (per part of mmlu, bbh and niah), and documents
+    of the text."""
+    seed: int = 1
+    """Seed of the questions; use a different one from that for scoring heads."""
+
+    def probe(self, name: str) -> Probe:
+        """Make a probe that asks these questions. Raises ValueError for an unknown name."""
+        return make_probe(name, pairs=self.pairs, facts=self.facts, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class Questions(QuestionDraw):
     """The tasks that a model is measured on."""
 
     tasks: str = "kv,knowledge,text"
     """kv, letters, RULER's tasks, knowledge (accuracy by choice; ``kv:generate`` by generation),
     text (perplexity), and lm-eval tasks, such as ``lm_eval:arc_easy`` (docs/evaluation.md lists
     them)."""
-    pairs: int = 16
-    """Dictionary size of kv."""
-    facts: Path | None = None
-    """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     texts: str = TINY
-    """Plain text, ``tiny`` or a file, for the perplexity."""
+    """Plain text for the task text: ``tiny`` or a file."""
     include_path: Path | None = None
-    """Folder with lm-eval task files, used before lm-eval's own (docs/evaluation.md); they may run
-    Python code."""
-    examples: int = 128
-    """Questions per probe and lm-eval task (per part of mmlu, bbh and niah), and documents of the
-    text."""
-    seed: int = 1
-    """Seed of the questions; use a different one from that for scoring heads."""
+    """Folder with lm-eval task files, used before lm-eval's own; they may run Python code."""
     batch_size: int = 32
+    """Questions or texts per forward pass."""
 
     @property
     def names(self) -> list[str]:
@@ -108,12 +118,8 @@ class Questions:
             raise ValueError(
                 f"unknown task {name!r}; pass one of {', '.join([*PROBES, KNOWLEDGE, TEXT])}."
             )
-        questions = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name, self.seed)
+        questions = Knowledge(self.facts) if name == KNOWLEDGE else self.probe(name)
         return questions.examples(self.examples), questions.chance
-
-    def probe(self, name: str, seed: int) -> Probe:
-        """Make a probe with these questions' settings. Raises ValueError for an unknown name."""
-        return make_probe(name, pairs=self.pairs, facts=self.facts, seed=seed)
 
 
 def accuracy_task(

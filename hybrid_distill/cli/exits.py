@@ -1,0 +1,109 @@
+"""How a command ends: one line and an exit status for what the user can fix, a traceback for a bug."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from ..distributed import LaunchRefused, OtherProcessError, UnsharedFolder, WorldError, disconnect, is_launched_main
+from ..exchange import OtherProcessError
+from ..locking import InUse
+
+IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
+"""Errors that all processes of a launch raise together; the main one prints them."""
+FINISHED = "HYBRID_DISTILL_FINISHED"
+"""Variable that names a file to create when all work is finished; an interrupted run creates none."""
+
+
+class _Stderr(logging.Handler):
+    """Handler that writes to the current sys.stderr: above a progress line, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def exit_cleanly(action: Callable[[], object]) -> None:
+    """Run ``action``; errors that the user can fix end in one line and exit status 2, a saved interruption in status 0.
+
+    If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is finished.
+    """
+    _show_only_own_messages()
+    # A launcher or a cluster stops a process with these; as with Ctrl-C, it saves first.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        try:
+            action()
+        finally:
+            # Here, and not at the interpreter's end, where a lost reader would print a traceback.
+            sys.stdout.flush()
+        disconnect()
+        if finished := os.environ.get(FINISHED):
+            Path(finished).touch()
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from what was finished, or starts again.", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _lost_its_reader():
+            sys.exit(128 + signal.SIGPIPE)
+        status = _exit_status(error)
+        if status is None:
+            raise
+        _report(error, status)
+        if status:
+            sys.exit(status)
+        # The frames of the traceback hold the trained model, which `disconnect` needs freed.
+        traceback.clear_frames(error.__traceback__)
+        disconnect()
+
+
+def _show_only_own_messages() -> None:
+    """Set loggers and warnings: users need those of this package, not those of libraries."""
+    logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[_Stderr()])
+    level = logging.INFO if is_launched_main() else logging.ERROR
+    # The kernels warn of a loss that runs on torch.
+    for package in ("hybrid_distill", "hybrid_kernels"):
+        logging.getLogger(package).setLevel(level)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module="hybrid_distill")
+
+
+def _report(error: Exception, status: int) -> None:
+    """Print an error on stderr, in one process of a launch if all of them have it."""
+    raised_by_all = status == 0 or isinstance(error, IN_EVERY_PROCESS)
+    if raised_by_all and not is_launched_main():
+        return
+    print(f"error: {error}" if status else error, file=sys.stderr)
+
+
+def _exit_status(error: Exception) -> int | None:
+    """Return the exit status of an error; None for a bug."""
+    if isinstance(error, (ValueError, OSError, WorldError, OtherProcessError)):
+        return 2
+    # Imported late: both load torch, which a command that fails at once has not.
+    from ..export import ExportError
+    from ..train.loop import Diverged
+    from ..train.stop import Interrupted
+
+    if isinstance(error, Interrupted):
+        return 0
+    return 2 if isinstance(error, (ExportError, Diverged)) else None
+
+
+def _lost_its_reader() -> bool:
+    """Return whether the reader of stdout is gone, as with `| head`; if so, discard further output."""
+    poll = select.poll()
+    poll.register(sys.stdout)
+    is_lost = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_lost:
+        # Otherwise the interpreter flushes stdout once more at its end, and prints that this failed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_lost

@@ -1,0 +1,181 @@
+"""Memory of each stage of a dry run under every strategy, and the launch command that fits."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import pandas as pd
+
+from ..config import RunConfig
+from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, StageShape, memory_plan
+from ..lab.reporting import text_table
+from ..pipeline.inputs import shape_of_teacher
+from ..plan import HeadPlan
+from ..student.build import empty_student
+from ..train.config import StageConfig
+
+MB = 1e6
+HEADROOM = 0.9
+"""Share of a GPU's memory that a run may plan to use; CUDA, NCCL and fragmentation take the rest."""
+LAUNCH = {
+    "ddp": "launch/ddp.yaml",
+    "zero1": "launch/zero2.yaml --zero_stage 1",
+    "zero2": "launch/zero2.yaml",
+    "zero3": "launch/zero3.yaml",
+    "fsdp2": "launch/fsdp2.yaml",
+}
+"""Options of accelerate launch, by strategy, in the order in which they are tried."""
+COMMUNICATION = f"""
+  communication: gradients and weights on their way; under ZeRO {4 * REDUCE_BUCKET / GB:g} GB (reduce_bucket_size)."""
+
+
+class PlannedStage(NamedTuple):
+    """Bytes of a stage, parts x strategies: as configured, and with the opposite choice of gradient checkpointing."""
+
+    config: StageConfig
+    heading: str
+    own: pd.DataFrame
+    others: pd.DataFrame
+
+    def best(self, strategy: str, budget: float) -> float | None:
+        """Return the total to recommend, None if none fits; requested gradient checkpointing stays on."""
+        choices = [self.own]
+        if not self.config.gradient_checkpointing:
+            choices.append(self.others)
+        for choice in choices:
+            if strategy in choice:
+                total = choice[strategy].sum()
+                if total <= budget:
+                    return total
+        return None
+
+    @property
+    def least(self) -> float:
+        """Smallest total of any strategy, with or without gradient checkpointing."""
+        return min(self.own.sum().min(), self.others.sum().min())
+
+
+def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> PlannedStage:
+    """Plan the memory of one process for every strategy that the stage can train under."""
+    # Each stage gets models of its own: making it freezes and shares parameters.
+    model = shape_of_teacher(config.teacher)
+    student = empty_student(model, plan, **config.student.head_options)
+    its_teacher = config.teacher_of(stage)
+    teacher = model if its_teacher == config.teacher else shape_of_teacher(its_teacher)
+    shape = StageShape(stage, student, teacher)
+    n_rows = stage.batch_size // config.gpus
+    micro_batch = min(stage.micro_batch_size, n_rows)
+    seq_len = config.data_of(stage).seq_len
+    # Only on-policy stages have these: their rows are prompts with what the student generates.
+    n_generated = getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0)
+    longest = max(seq_len, n_generated)
+    plan_for = partial(
+        memory_plan,
+        shape,
+        world=config.gpus,
+        micro_batch=micro_batch,
+        seq_len=longest,
+        micro_batches=-(-n_rows // micro_batch),
+        teacher_sharding=config.teacher_sharding,
+    )
+    names = STRATEGIES if config.gpus > 1 else STRATEGIES[:1]
+    if not shape.shardable:
+        names = [name for name in names if name not in ("zero3", "fsdp2")]
+
+    def of_every_strategy(gradient_checkpointing: bool) -> pd.DataFrame:
+        columns = {}
+        for name in names:
+            columns[name] = plan_for(strategy=name, gradient_checkpointing=gradient_checkpointing)
+        return pd.DataFrame(columns)
+
+    return PlannedStage(
+        stage,
+        _heading(stage, micro_batch, longest, n_tokens=stage.steps * stage.batch_size * seq_len),
+        own=of_every_strategy(stage.gradient_checkpointing),
+        others=of_every_strategy(not stage.gradient_checkpointing),
+    )
+
+
+def _heading(stage: StageConfig, micro_batch: int, length: int, n_tokens: int) -> str:
+    parts = [f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens", stage.precision]
+    segment_len = getattr(stage, "segment_len", None)
+    if segment_len:
+        parts.append(f"segments of {segment_len:,}")
+    if stage.gradient_checkpointing:
+        parts.append("gradient checkpointing")
+    return f"{', '.join(parts)}; {stage.steps:,} steps, {n_tokens:,} tokens in all"
+
+
+def launch_command(config: RunConfig, stages: Sequence[PlannedStage], command: str) -> str:
+    """Return one launch command under which every stage fits, or advice on what to change."""
+    budget = HEADROOM * config.gpu_memory * GB
+    for strategy in STRATEGIES:
+        totals: list[float] = []
+        for stage in stages:
+            total = stage.best(strategy, budget)
+            if total is not None:
+                totals.append(total)
+        if len(totals) == len(stages):
+            return _launch_under(strategy, config, stages, totals, command)
+    needs = ", ".join(f"{stage.config.name} {_size(stage.least)}" for stage in stages)
+    return (
+        f"Cannot be launched: no strategy fits every stage in {_size(budget)}; they need at least: {needs}. "
+        "Pass smaller micro-batches, more --gpus, or GPUs with more memory (--gpu-memory)."
+    )
+
+
+def _launch_under(
+    strategy: str,
+    config: RunConfig,
+    stages: Sequence[PlannedStage],
+    totals: Sequence[float],
+    command: str,
+) -> str:
+    for stage, total in zip(stages, totals):
+        # The total is not the stage's own: it fits only with gradient checkpointing.
+        if total != stage.own[strategy].sum():
+            command += f" --{stage.config.name.replace('_', '-')}.gradient-checkpointing"
+    needed = f"needs {_size(max(totals))}"
+    if config.gpus == 1:
+        return f"Launch ({needed} while training): hybrid-distill run {command}"
+    options = f"--config_file {LAUNCH[strategy]} --num_processes {config.gpus}"
+    gpus = f"each of {config.gpus} GPUs of {config.gpu_memory:g} GB"
+    return (
+        f"Launch ({strategy} {needed} of {gpus}): "
+        f"accelerate launch {options} -m hybrid_distill run {command}"
+    )
+
+
+def _size(n_bytes: float) -> str:
+    if n_bytes >= GB:
+        return f"{n_bytes / GB:,.1f} GB"
+    return f"{n_bytes / MB:,.0f} MB"
+
+
+def memory_tables(config: RunConfig, stages: Sequence[PlannedStage]) -> str:
+    """Format the memory of every stage, one table each."""
+    process = "the process" if config.gpus == 1 else f"each of {config.gpus} processes"
+    blocks = [f"Memory of {process} while training (1 GB = 1e9 bytes):"]
+    blocks += [_table(stage) for stage in stages]
+    if any(stage.own.loc["communication"].any() for stage in stages):
+        blocks.append(COMMUNICATION)
+    return "\n".join(blocks)
+
+
+def _table(stage: PlannedStage) -> str:
+    """Format a table of parts x strategies."""
+    parts = stage.own[stage.own.any(axis=1)]
+    total = stage.own.sum()
+    unit, name = (GB, "GB") if total.iloc[0] >= GB else (MB, "MB")
+    how = "without" if stage.config.gradient_checkpointing else "with"
+    totals = {"total": total, f"total {how} gradient checkpointing": stage.others.sum()}
+    sizes = pd.concat([parts, pd.DataFrame(totals).T]) / unit
+    table = sizes.apply(lambda column: column.map("{:,.2f}".format))
+    table = table.rename_axis(name).reset_index()
+    if len(total) == 1:
+        # One process has one way to train, which needs no name.
+        table.columns = [name, ""]
+    return f"\n{stage.heading}\n{textwrap.indent(text_table(table), '    ')}"
