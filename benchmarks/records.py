@@ -80,7 +80,7 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def write(path: Path, record: dict[str, Any], *, indent: int = 1, sort_keys: bool = False) -> None:
+def write(path: Path, record: Any, *, indent: int = 1, sort_keys: bool = False) -> None:
     path.write_text(json.dumps(record, indent=indent, sort_keys=sort_keys) + "\n")
 
 

@@ -338,7 +338,7 @@ class Answers:
         return texts
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Return the means of the five tasks' shares of the teacher, by length. More than its answers is all of them."""
+        """Return the means of the five tasks' shares of the teacher, by length, each at most 1."""
         by_task = (self.means / self.teacher).clip(upper=1).T
         by_length = by_task.groupby(lambda name: name.split()[1], sort=False)
         return by_length.mean().round(4).to_dict()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from mixers import FIGURES, differences, plain
+from by_seed import FIGURES, differences, rounded
 from more_itertools import chunked
 from records import RESULTS, ROOT, about, environment, parser_of, write
 
@@ -63,7 +63,7 @@ def main() -> None:
     students = pd.DataFrame(rows)
     means = students.groupby("choice", sort=False)[list(FIGURES)].agg(["mean", "std"])
     record = {
-        "students": {name: plain(row) for name, row in means.iterrows()},
+        "students": {name: rounded(row) for name, row in means.iterrows()},
         f"less {STANDARD}, same seed": differences(students, "choice", STANDARD),
         "seeds": options.seeds,
         **about("ways to distill for 250 steps"),
