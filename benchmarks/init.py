@@ -47,7 +47,9 @@ def nmse(stage: LayerAlignment, batch: Batch) -> float:
     return round(float(loss.total) / len(loss.per_layer), 4)
 
 
-def trained(stage: Stage, batches: Callable[[int], Sequence[Batch]], steps: int, rate: float) -> Iterator[int]:
+def trained(
+    stage: Stage, batches: Callable[[int], Sequence[Batch]], steps: int, rate: float
+) -> Iterator[int]:
     """Train on the mean loss of each step's batches; yield the number of steps done, from 0."""
     optimizer = make_adamw(stage, learning_rate=rate, betas=(0.9, 0.95), weight_decay=0.1)
     yield 0
@@ -62,7 +64,9 @@ def trained(stage: Stage, batches: Callable[[int], Sequence[Batch]], steps: int,
         yield step + 1
 
 
-def curve(done: Iterator[int], steps: int, every: int, measure: Callable[[], float]) -> dict[int, float]:
+def curve(
+    done: Iterator[int], steps: int, every: int, measure: Callable[[], float]
+) -> dict[int, float]:
     return {step: measure() for step in done if step % every == 0 or step == steps}
 
 
@@ -92,7 +96,9 @@ def try_init(makes: Student, init: str, seed: int, options: argparse.Namespace) 
     """Align a student without kept heads, then distill the one with them; return both curves."""
     teacher, tokenizer, plan = makes
     rows = open_rows(DataConfig(sources=("tiny",), seq_len=256, seed=seed), tokenizer)
-    held_out = open_rows(DataConfig(sources=("tiny:held_out",), seq_len=256, seed=HELD_OUT_SEED), tokenizer)
+    held_out = open_rows(
+        DataConfig(sources=("tiny:held_out",), seq_len=256, seed=HELD_OUT_SEED), tokenizer
+    )
     start: dict[str, Any] = {"init": init, "calibration": rows.batch(0, 8), "seed": seed}
 
     def batches(step: int) -> list[Batch]:
@@ -105,7 +111,9 @@ def try_init(makes: Student, init: str, seed: int, options: argparse.Namespace) 
     measured_batch = held_out.batch(0, 16)
     stage = LayerAlignment(aligned, teacher, Align(target="head", loss="l2"))
     done = trained(stage, batches, options.align_steps, options.align_rate)
-    errors = curve(done, options.align_steps, options.align_every, lambda: nmse(measured_stage, measured_batch))
+    errors = curve(
+        done, options.align_steps, options.align_every, lambda: nmse(measured_stage, measured_batch)
+    )
 
     student, _ = build_student(teacher, plan, d_state=options.d_state)
     graft_recurrent_heads(student, aligned)
@@ -114,9 +122,17 @@ def try_init(makes: Student, init: str, seed: int, options: argparse.Namespace) 
     def retrieval() -> float:
         return answer_generation(student, tokenizer, examples).double().mean().item()
 
-    done = trained(EndToEnd(student, teacher, Distill()), batches, options.distill_steps, options.rate)
+    done = trained(
+        EndToEnd(student, teacher, Distill()), batches, options.distill_steps, options.rate
+    )
     answered = curve(done, options.distill_steps, options.distill_every, retrieval)
-    result = {"init": init, "seed": seed, "nmse": errors, "retrieval": answered, "build_cpu_seconds": round(seconds, 2)}
+    result = {
+        "init": init,
+        "seed": seed,
+        "nmse": errors,
+        "retrieval": answered,
+        "build_cpu_seconds": round(seconds, 2),
+    }
     print(json.dumps(result), flush=True)
     return result
 
@@ -138,7 +154,9 @@ def main() -> None:
     parser.add_argument("--teacher", default="tiny")
     parser.add_argument("--inits", nargs="+", default=list(INITS), choices=list(INITS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--scores", type=Path, help="scores.json; without it heads are scored first")
+    parser.add_argument(
+        "--scores", type=Path, help="scores.json; without it heads are scored first"
+    )
     parser.add_argument("--kept", type=int, default=6)
     parser.add_argument("--align-steps", type=int, default=100)
     parser.add_argument("--align-every", type=int, default=20)
@@ -165,11 +183,15 @@ def main() -> None:
     add_steps_to_random(results)
     not_settings = ("out", "scores", "teacher")
     record = {
-        **about("alignment error of recurrent heads and generated retrieval of a distilled student, by optimizer step"),
+        **about(
+            "alignment error of recurrent heads and generated retrieval of a distilled student, by optimizer step"
+        ),
         "teacher": options.teacher,
         "fingerprint": fingerprint(teacher),
         "kept": [list(heads) for heads in plan.kept],
-        "settings": {name: value for name, value in vars(options).items() if name not in not_settings},
+        "settings": {
+            name: value for name, value in vars(options).items() if name not in not_settings
+        },
         "row": 256,
         "pairs": N_PAIRS,
         "results": results,

@@ -27,7 +27,9 @@ SETTINGS = ("align.steps=300", "evaluation.n-pairs=8,16,32", "evaluation.n-examp
 def main() -> None:
     """Train what is missing, then write the record and the figure, and print the tables."""
     parser = parser_of(__doc__, RESULTS / "mixers.json")
-    parser.add_argument("--sweeps", type=Path, default=Path("runs/mixers"), help="folder of the sweeps")
+    parser.add_argument(
+        "--sweeps", type=Path, default=Path("runs/mixers"), help="folder of the sweeps"
+    )
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "mixers.png")
     parser.add_argument("--heads", default=HEADS, help="numbers of heads kept")
     parser.add_argument("--seeds", default="3", help="how many")
@@ -53,7 +55,9 @@ def train(recurrence: str, out: Path, words: list[str]) -> None:
     """Run a sweep; students that are finished are skipped."""
     recipe = str(ROOT / "recipes" / "sweep_tiny.py")
     fixed = ["--d-state", "16", "--selection", "top"]
-    command(["sweep", recipe, "--out", str(out), *fixed, *words, f"student.recurrence={recurrence}"])
+    command(
+        ["sweep", recipe, "--out", str(out), *fixed, *words, f"student.recurrence={recurrence}"]
+    )
 
 
 def compared(students: pd.DataFrame) -> dict[str, Any]:

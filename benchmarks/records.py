@@ -36,7 +36,9 @@ Result = TypeVar("Result")
 
 def parser_of(doc: str | None, out: Path | None = None) -> argparse.ArgumentParser:
     """Return a parser whose help is a script's docstring, with ``--out`` if there is a record to write."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if out is not None:
         parser.add_argument("--out", type=Path, default=out)
     return parser

@@ -115,7 +115,9 @@ class RulerForm(SeededProbe):
     def _example(self, index: int) -> Example:
         rng = random.Random(f"{self.name} {self.seed} {index}")
         task = TASKS[index % len(TASKS)]
-        document = Writer(self.tokenizer).write(task, draw_wording(task, rng), self.length, rng, n_questions=1)
+        document = Writer(self.tokenizer).write(
+            task, draw_wording(task, rng), self.length, rng, n_questions=1
+        )
         question = document.questions[0]
         place = rng.randrange(len(question.answers))
         answer = question.answers[place]
@@ -160,7 +162,9 @@ def answered(
     return shares
 
 
-def generated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> list[str]:
+def generated(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: list[Document]
+) -> list[str]:
     """Return the line that a model writes behind each document's question."""
     texts = [f"{document.text}\n{document.questions[0].text}" for document in documents]
     ids_BL, mask_BL = left_pad(tokenize(tokenizer, texts), model.device)
@@ -173,7 +177,9 @@ def generated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, docume
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
         )
-    continuations = tokenizer.batch_decode(output_BL[:, ids_BL.shape[1] :], skip_special_tokens=True)
+    continuations = tokenizer.batch_decode(
+        output_BL[:, ids_BL.shape[1] :], skip_special_tokens=True
+    )
     return [text.partition("\n")[0] for text in continuations]
 
 
@@ -263,7 +269,9 @@ class Students:
         probe = RulerForm(self.tokenizer, length=self.settings.restoration_tokens)
         student = self.aligned(self.settings.seeds[0])
         n_examples = self.settings.scoring_examples
-        heads = greedy_restoration(student, self.teacher, self.tokenizer, probe, N_KEPT, n_examples=n_examples)
+        heads = greedy_restoration(
+            student, self.teacher, self.tokenizer, probe, N_KEPT, n_examples=n_examples
+        )
         HeadPlan.from_pairs(self.teacher, heads).save(path)
 
     def ablate_heads(self) -> None:
@@ -273,7 +281,9 @@ class Students:
             return
         probe = RulerForm(self.tokenizer)
         n_examples = 5 * self.settings.scoring_examples
-        score_heads(self.teacher, self.tokenizer, probe, n_examples=n_examples, min_accuracy=0.0).save(path)
+        score_heads(
+            self.teacher, self.tokenizer, probe, n_examples=n_examples, min_accuracy=0.0
+        ).save(path)
 
     def plan(self, kept: str) -> HeadPlan:
         if kept == LAYERS:
@@ -293,7 +303,9 @@ class Students:
         graft_recurrent_heads(student, self.aligned(seed))
         stage = EndToEnd(student, self.teacher, Distill())
         is_varied = kept != FEW_WORDINGS
-        lessons = self.lessons(seed, steps, on_answers=True, is_varied=is_varied, is_equal=kept in EQUAL_LESSONS)
+        lessons = self.lessons(
+            seed, steps, on_answers=True, is_varied=is_varied, is_equal=kept in EQUAL_LESSONS
+        )
         for step in trained(stage, lessons, steps, DISTILL_RATE):
             show(f"{kept}, seed {seed}", step, steps)
         student.save_pretrained(file.with_suffix(""))
@@ -321,7 +333,9 @@ def show(name: str, step: int, steps: int) -> None:
 class Answers:
     """Answers of students in one wording, as means over seeds, beside the teacher's."""
 
-    def __init__(self, students: Sequence[dict[str, Any]], teacher: dict[str, Any], wording: str) -> None:
+    def __init__(
+        self, students: Sequence[dict[str, Any]], teacher: dict[str, Any], wording: str
+    ) -> None:
         rows = [{"kept": student["kept"], **student[wording]} for student in students]
         by_kept = pd.DataFrame(rows).groupby("kept")
         self.teacher = pd.Series(teacher[wording])
@@ -334,7 +348,9 @@ class Answers:
         texts: dict[str, dict[str, str]] = {}
         for kept, means in self.means.iterrows():
             deviations = self.deviations.loc[kept]
-            texts[str(kept)] = {task: f"{means[task]:.3f} ± {deviations[task]:.3f}" for task in means.index}
+            texts[str(kept)] = {
+                task: f"{means[task]:.3f} ± {deviations[task]:.3f}" for task in means.index
+            }
         return texts
 
     def shares(self) -> dict[str, dict[str, float]]:
@@ -350,7 +366,9 @@ def report(settings: Settings) -> None:
     teacher = read(settings.out / "teacher.json")
     unseen = Answers(students, teacher, "answered")
     seen = Answers(students, teacher, "in a wording seen")
-    sizes = {name: value for name, value in asdict(settings).items() if name not in ("out", "record")}
+    sizes = {
+        name: value for name, value in asdict(settings).items() if name not in ("out", "record")
+    }
     record = {
         "teacher": teacher,
         "students": unseen.as_text(),
@@ -372,9 +390,14 @@ def main(settings: Settings) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     folder = settings.out / "teacher"
     if not (folder / "config.json").exists():
-        train_teacher(folder, settings.processes, steps=settings.steps, tokens=settings.tokens, seed=0)
+        train_teacher(
+            folder, settings.processes, steps=settings.steps, tokens=settings.tokens, seed=0
+        )
     distilled = [("distill", *job) for job in product((CHOSEN, EQUAL), settings.seeds)]
-    distilled += [("distill", *job) for job in product((ABLATION, FEW_WORDINGS, LAYERS), settings.control_seeds)]
+    distilled += [
+        ("distill", *job)
+        for job in product((ABLATION, FEW_WORDINGS, LAYERS), settings.control_seeds)
+    ]
     stages: list[list[tuple[Any, ...]]] = [
         [("measure_teacher",), *(("aligned", seed) for seed in settings.seeds)],
         [("restore_heads",), ("ablate_heads",)],

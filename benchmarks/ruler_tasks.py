@@ -105,10 +105,19 @@ ENDS = ("", ".", ";", ",", " today.")
 FACTS = (STARTS, ["{k}"], MIDDLES, ["{v}"], ENDS)
 LISTED = (" {w};", "{w}\n", " the {w}", " one {w},", "* {w}\n", "> {w};\n", "the {w}\n", " {w}:")
 COMBINED = {
-    "needles": combined(["", "Which number has the {k}?", "Look up {k}:", "So the {k} has"], *FACTS),
+    "needles": combined(
+        ["", "Which number has the {k}?", "Look up {k}:", "So the {k} has"], *FACTS
+    ),
     "codes": combined(["", "Which code has the {k}?", "Look up {k}:", "So the {k} has"], *FACTS),
     "variables": combined(
-        ["Which have {v}?", "Like {v}:", "List those with {v}:", "Who has {v}?", "{v}:", "equal to {v}:"],
+        [
+            "Which have {v}?",
+            "Like {v}:",
+            "List those with {v}:",
+            "Who has {v}?",
+            "{v}:",
+            "equal to {v}:",
+        ],
         ("set ", "the ", "Now ", "let ", "> ", "In the room ", "name "),
         ["{k}"],
         (" ", " = ", " is ", ": ", " as ", " like ", " has "),
@@ -116,11 +125,23 @@ COMBINED = {
         ENDS,
     ),
     "common": combined(
-        ["common:", "Which are common?", "Common ones:", "List the common ones:", "Words that are there often:"],
+        [
+            "common:",
+            "Which are common?",
+            "Common ones:",
+            "List the common ones:",
+            "Words that are there often:",
+        ],
         LISTED,
     ),
     "frequent": combined(
-        ["frequent:", "Which are frequent?", "Frequent ones:", "List the frequent ones:", "Three, by their count:"],
+        [
+            "frequent:",
+            "Which are frequent?",
+            "Frequent ones:",
+            "List the frequent ones:",
+            "Three, by their count:",
+        ],
         LISTED,
     ),
 }
@@ -300,7 +321,9 @@ class Rows:
     any_of: dict[tuple[int, int], set[int]]
 
 
-def as_rows(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], rng: random.Random) -> Rows:
+def as_rows(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], rng: random.Random
+) -> Rows:
     """Write the questions and their answers below each document, and tokenize."""
     texts = []
     spans_of_rows = []
@@ -308,7 +331,9 @@ def as_rows(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], r
         text, spans = with_answers(document, rng)
         texts.append(text)
         spans_of_rows.append(spans)
-    encoded = tokenizer(texts, padding=True, return_tensors="pt", return_offsets_mapping=True, padding_side="right")
+    encoded = tokenizer(
+        texts, padding=True, return_tensors="pt", return_offsets_mapping=True, padding_side="right"
+    )
     ids_BL = encoded.input_ids
     starts_BL, ends_BL = encoded.offset_mapping.unbind(-1)
     inside_BL = torch.zeros_like(ids_BL, dtype=torch.bool)

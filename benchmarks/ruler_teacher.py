@@ -172,7 +172,9 @@ class Lesson:
         return dict(zip(hits, means.tolist()))
 
 
-def teach(rank: int, meeting: str, n_processes: int, out: Path, lesson: tuple[int, int, int]) -> None:
+def teach(
+    rank: int, meeting: str, n_processes: int, out: Path, lesson: tuple[int, int, int]
+) -> None:
     """Train in one of several processes; the first one prints and saves."""
     dist.init_process_group("gloo", meeting, rank=rank, world_size=n_processes)
     torch.set_num_threads(1)

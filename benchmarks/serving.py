@@ -118,7 +118,9 @@ def predicted_bytes(engine: str, contender: Contender, folder: Path) -> int:
         exported = read(folder / "config.json")
         keys *= exported["head_dim"] // config.head_dim
     n_recurrent = [len(plan.recurrent_in(layer)) for layer in range(plan.n_layers)]
-    conv = max(1, *n_recurrent) * (config.head_dim + 2 * config.d_state) * (config.conv_width - 1) * 4
+    conv = (
+        max(1, *n_recurrent) * (config.head_dim + 2 * config.d_state) * (config.conv_width - 1) * 4
+    )
     return keys + states + plan.n_layers * conv
 
 
@@ -185,7 +187,15 @@ class Comparison:
     def work(self, engine: str, python: str, folder: Path) -> Record:
         """Run an engine in a process of its own. Raises ValueError with the last line that it printed."""
         answer = folder.with_suffix(".json")
-        command = [python, serving_worker.__file__, engine, folder, self.prompts, answer, self.threads]
+        command = [
+            python,
+            serving_worker.__file__,
+            engine,
+            folder,
+            self.prompts,
+            answer,
+            self.threads,
+        ]
         # Another Python must not find this one's packages.
         bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         bare["OMP_NUM_THREADS"] = str(self.threads)
@@ -198,7 +208,9 @@ class Comparison:
         )
         if not answer.exists():
             printed = (process.stderr or process.stdout).strip()
-            raise ValueError(printed.splitlines()[-1] if printed else f"ended with status {process.returncode}")
+            raise ValueError(
+                printed.splitlines()[-1] if printed else f"ended with status {process.returncode}"
+            )
         return read(answer)
 
 
@@ -208,7 +220,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--name", help="name of the student in the record; by default the folder's")
-    parser.add_argument("--longest", type=int, default=256, help="prompts have from 1 to so many tokens")
+    parser.add_argument(
+        "--longest", type=int, default=256, help="prompts have from 1 to so many tokens"
+    )
     parser.add_argument("--threads", type=int, default=1, help="mlx-lm takes what it wants")
     options = parser.parse_args()
     pythons = {"transformers": sys.executable}
@@ -220,7 +234,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     n_different = 0
     with tempfile.TemporaryDirectory() as folder:
-        comparison = Comparison(finished_run(options.run), Path(folder), options.longest, options.threads)
+        comparison = Comparison(
+            finished_run(options.run), Path(folder), options.longest, options.threads
+        )
         for engine, python in pythons.items():
             measured = comparison.run(engine, python)
             n_different += sum(record.get("tokens_different", 0) for record in measured.values())

@@ -44,7 +44,9 @@ class Transformers(Program):
 
         torch.set_grad_enabled(False)
         torch.set_num_threads(threads)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, dtype=torch.float32
+        )
         self.torch = torch
         self.cache_of = cache_of
         self.model = model.eval()
@@ -101,7 +103,9 @@ def measure(engine: str, folder: Path, prompts: Tokens, threads: int) -> dict[st
         "cache_bytes": model.cache_bytes(long),
         "peak_bytes": peak_bytes(),
         "load": round(os.getloadavg()[0], 1),
-        "versions": {name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules},
+        "versions": {
+            name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules
+        },
     }
 
 

@@ -76,7 +76,11 @@ class Device(NamedTuple):
     flops: float
 
 
-DEVICES = {"H100": Device(3.0e12, 800e12), "H200": Device(4.3e12, 800e12), "A100": Device(1.75e12, 250e12)}
+DEVICES = {
+    "H100": Device(3.0e12, 800e12),
+    "H200": Device(4.3e12, 800e12),
+    "A100": Device(1.75e12, 250e12),
+}
 
 
 def shapes() -> list[Shape]:
@@ -211,7 +215,9 @@ class Edge(NamedTuple):
     kernels: dict[str, list[Kernel]]
 
     def bytes_(self) -> dict[str, int]:
-        return {name: sum(kernel.moved for kernel in kernels) for name, kernels in self.kernels.items()}
+        return {
+            name: sum(kernel.moved for kernel in kernels) for name, kernels in self.kernels.items()
+        }
 
     def milliseconds(self, device: Device) -> dict[str, float]:
         times = {}
@@ -229,7 +235,9 @@ def convolution(s: Shape) -> Edge:
     """Forward and backward over x, B and C of all heads; in plain torch each tap is a pass of its own."""
     xbc = s.x() + 2 * s._replace(G=s.H).bc()
     taps_in_torch = 3 * (CONV_WIDTH - 1) + 2
-    moved = moving(limit=5 * xbc, ours=5 * xbc, causal_conv1d=5 * xbc, torch=3 * taps_in_torch * xbc)
+    moved = moving(
+        limit=5 * xbc, ours=5 * xbc, causal_conv1d=5 * xbc, torch=3 * taps_in_torch * xbc
+    )
     return Edge(f"conv B={s.B} L={s.L} H={s.H} N={s.N}", moved)
 
 
@@ -244,7 +252,9 @@ def decoding_step(s: Shape) -> Edge:
     return Edge(f"step B={s.B} H={s.H} N={s.N}", moving(limit=state, ours=once, mamba_ssm=apart))
 
 
-def loss(tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "forward_kl") -> Edge:
+def loss(
+    tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "forward_kl"
+) -> Edge:
     """Products of both heads and of the gradient, and passes over the logits; ours writes and reads bf16 in place."""
 
     def product(m: int, k: int, n: int, element: int = BF16) -> Kernel:
@@ -274,7 +284,6 @@ def loss(tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "
         "torch": [*whole, Kernel(2 * LIGER_PASSES * 2 * logits * FP32)],
     }
     return Edge(f"loss {kind} {tokens} x {vocabulary} x {student}/{teacher}", contenders)
-
 
 
 def edges() -> list[Edge]:
@@ -317,7 +326,9 @@ def edge_row(edge: Edge) -> dict[str, object]:
 def show(device: str) -> None:
     """Print both tables, of forward and backward."""
     rates = DEVICES[device]
-    print(f"MB (ms on {device} at the limit of the bus or the tensor cores), {', '.join(CONTENDERS)}")
+    print(
+        f"MB (ms on {device} at the limit of the bus or the tensor cores), {', '.join(CONTENDERS)}"
+    )
     for s in shapes():
         cells = []
         for model in CONTENDERS.values():
@@ -328,7 +339,11 @@ def show(device: str) -> None:
     for edge in edges():
         moved = edge.bytes_()
         times = edge.milliseconds(rates)
-        print(edge.name, *(f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times), sep="  ")
+        print(
+            edge.name,
+            *(f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times),
+            sep="  ",
+        )
 
 
 def main() -> None:

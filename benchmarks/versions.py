@@ -32,7 +32,11 @@ FAMILIES = HERE / "results" / "families.json"
 OLDEST = ROOT / "hybrid_distill" / "export" / "versions.json"
 FORMS = ("falcon-h1", "safetensors")
 # Checks whose figures are kept; of a check's name, what stands before the first comma.
-FIGURES = ("reloaded = exported model", "cached decode = full forward", "left-padded batch = single prompts")
+FIGURES = (
+    "reloaded = exported model",
+    "cached decode = full forward",
+    "left-padded batch = single prompts",
+)
 
 
 def check_all(folders: list[str], results: Path) -> None:
@@ -42,19 +46,31 @@ def check_all(folders: list[str], results: Path) -> None:
     torch.set_num_threads(1)
     with results.open("a") as out:
         for folder in map(Path, folders):
-            spec = importlib.util.spec_from_file_location("check_export", folder / "gate" / "check.py")
+            spec = importlib.util.spec_from_file_location(
+                "check_export", folder / "gate" / "check.py"
+            )
             assert spec is not None and spec.loader is not None
             program = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = program
             spec.loader.exec_module(program)
-            if json.loads((folder / "gate" / "reference.json").read_text()).get("form") != "safetensors":
-                sys.modules.update(dict.fromkeys(program.FORBIDDEN_PACKAGES))  # importing them fails
+            if (
+                json.loads((folder / "gate" / "reference.json").read_text()).get("form")
+                != "safetensors"
+            ):
+                sys.modules.update(
+                    dict.fromkeys(program.FORBIDDEN_PACKAGES)
+                )  # importing them fails
             checks = program.run_checks(folder, folder / "gate")
-            out.write(json.dumps([folder.name, [[c.name, c.measured, c.limit, c.detail] for c in checks]]) + "\n")
+            out.write(
+                json.dumps([folder.name, [[c.name, c.measured, c.limit, c.detail] for c in checks]])
+                + "\n"
+            )
             out.flush()
 
 
-def checked(others: Path | None, folders: list[Path], needs_package: bool) -> dict[str, dict[str, Any]]:
+def checked(
+    others: Path | None, folders: list[Path], needs_package: bool
+) -> dict[str, dict[str, Any]]:
     """Run `check_all` in a process with the transformers of the folder ``others``; results by export."""
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch) / "results.jsonl"
@@ -111,17 +127,23 @@ def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
     recorded = json.loads(FAMILIES.read_text())["families"]
     supported = [name for name, rows in recorded.items() if rows[0]["status"] == "supported"]
     made: dict[str, list[Path]] = {form: [] for form in ("remote-code", *FORMS)}
-    for model_type in tqdm([name for name in supported if not only or name in only], desc="exports"):
+    for model_type in tqdm(
+        [name for name in supported if not only or name in only], desc="exports"
+    ):
         teacher = families.tiny_teacher(model_type)
         plan = families.keep_some(teacher)
         student = families.make_student(teacher, plan)
         made["remote-code"].append(scratch / model_type)
-        export_checkpoint(student, None, scratch / model_type, plan=plan, gate=False, max_shard_size="100KB")
+        export_checkpoint(
+            student, None, scratch / model_type, plan=plan, gate=False, max_shard_size="100KB"
+        )
     for form in FORMS if not only else ():
         for family in ("llama", "qwen2"):
             student, plan = tiny_student(family, recurrence="mamba2")
             made[form].append(scratch / f"{family}, {form}")
-            export_checkpoint(student, byte_tokenizer(), made[form][-1], plan=plan, export_format=form, gate=False)
+            export_checkpoint(
+                student, byte_tokenizer(), made[form][-1], plan=plan, export_format=form, gate=False
+            )
     for folders in made.values():
         for folder in folders:
             forget_version(folder / "config.json")
@@ -149,9 +171,15 @@ def main() -> int:
     from records import device_name, parser_of
 
     parser = parser_of(__doc__)
-    parser.add_argument("others", type=Path, help="folder that holds a folder per version of transformers")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TYPE", help="these alone; others stay as recorded")
-    parser.add_argument("--model", nargs="+", type=Path, default=[], help="exports to check, instead of tiny ones")
+    parser.add_argument(
+        "others", type=Path, help="folder that holds a folder per version of transformers"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TYPE", help="these alone; others stay as recorded"
+    )
+    parser.add_argument(
+        "--model", nargs="+", type=Path, default=[], help="exports to check, instead of tiny ones"
+    )
     options = parser.parse_args()
 
     import torch
@@ -160,34 +188,53 @@ def main() -> int:
     from hybrid_distill.model.configuration_hybrid import release
 
     torch.set_num_threads(1)
-    versions: dict[str, Path | None] = {path.name: path for path in options.others.iterdir() if path.is_dir()}
+    versions: dict[str, Path | None] = {
+        path.name: path for path in options.others.iterdir() if path.is_dir()
+    }
     versions[transformers.__version__] = None
     results: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         if options.model:
             exports: dict[str, list[Path]] = {form: [] for form in ("remote-code", *FORMS)}
             for folder in options.model:
-                form = json.loads((folder / "gate" / "reference.json").read_text()).get("form", "remote-code")
+                form = json.loads((folder / "gate" / "reference.json").read_text()).get(
+                    "form", "remote-code"
+                )
                 exports[form].append(folder.resolve())
         else:
             exports = make_exports(Path(name), options.only)
         for version in sorted(versions, key=release, reverse=True):
             alone = checked(versions[version], exports["remote-code"] + exports["falcon-h1"], False)
-            ours = checked(versions[version], exports["safetensors"], True) if exports["safetensors"] else {}
+            ours = (
+                checked(versions[version], exports["safetensors"], True)
+                if exports["safetensors"]
+                else {}
+            )
             for export, result in {**alone, **ours}.items():
                 results.setdefault(export, {})[version] = result
             wrong = sum(not result["right"] for result in {**alone, **ours}.values())
-            print(f"transformers {version}: {len(alone) + len(ours) - wrong} right, {wrong} wrong", flush=True)
+            print(
+                f"transformers {version}: {len(alone) + len(ours) - wrong} right, {wrong} wrong",
+                flush=True,
+            )
 
     for export, by_version in results.items():
-        wrong = {version: result["reason"] for version, result in by_version.items() if not result["right"]}
-        print(f"{export}: right from {oldest_right(by_version)} on{'' if not wrong else f'; wrong: {wrong}'}")
+        wrong = {
+            version: result["reason"]
+            for version, result in by_version.items()
+            if not result["right"]
+        }
+        print(
+            f"{export}: right from {oldest_right(by_version)} on{'' if not wrong else f'; wrong: {wrong}'}"
+        )
     if not options.model:
         write(results, transformers.__version__, device_name(), torch.__version__)
     return 0
 
 
-def write(results: Mapping[str, dict[str, dict[str, Any]]], exported_with: str, device: str, torch: str) -> None:
+def write(
+    results: Mapping[str, dict[str, dict[str, Any]]], exported_with: str, device: str, torch: str
+) -> None:
     """Add results to those on record of other exports, then make the table and the page anew."""
     import families
     from records import read
@@ -216,7 +263,11 @@ def write(results: Mapping[str, dict[str, dict[str, Any]]], exported_with: str, 
         if name.endswith(", falcon-h1"):
             stock.append(by_version)
     versions = sorted(tried, key=release)
-    right = [v for v in versions if all(by_version.get(v, {"right": False})["right"] for by_version in stock)]
+    right = [
+        v
+        for v in versions
+        if all(by_version.get(v, {"right": False})["right"] for by_version in stock)
+    ]
     write_record(OLDEST, {"tried": versions, "oldest": oldest, "falcon-h1": right})
     families.write_page()
 

@@ -63,7 +63,9 @@ SMALL = Size(examples=8, search_examples=2, align_steps=2, distill_steps=2, text
 
 def config(out: Path, seed: int, size: Size) -> RunConfig:
     """As recipes/hybrid_tiny.py, but for shorter distillation and evaluation: it is done some eighty times."""
-    align = Align(steps=size.align_steps, batch_size=8, learning_rate=3e-3, decay=0.5, target="head")
+    align = Align(
+        steps=size.align_steps, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"
+    )
     distill = Distill(steps=size.distill_steps, batch_size=8, learning_rate=5e-4, decay=0.5)
     return RunConfig(
         name="which-score",
@@ -117,8 +119,12 @@ class Seed:
         return {
             "ablation": lambda: score_heads(*teacher, n_examples=n_examples).ranking(),
             "joint ablation": lambda: joint_ablation(teacher, most, n_searched),
-            "restoration": lambda: score_restoration(recurrent(), *teacher, n_examples=n_examples).ranking(),
-            "greedy restoration": lambda: greedy_restoration(recurrent(), *teacher, most, n_examples=n_searched),
+            "restoration": lambda: score_restoration(
+                recurrent(), *teacher, n_examples=n_examples
+            ).ranking(),
+            "greedy restoration": lambda: greedy_restoration(
+                recurrent(), *teacher, most, n_examples=n_searched
+            ),
             "random": shuffled,
         }
 
@@ -167,12 +173,19 @@ def measure(out: Path, seeds: Sequence[int], size: Size) -> dict[str, Any]:
         rankings = seed.rankings()
         tables.append(comparison_table(rankings, COMPARED))
         for name, heads in rankings.items():
-            first_heads.setdefault(name, {})[str(number)] = [str(head) for head in heads[: max(KEPT)]]
+            first_heads.setdefault(name, {})[str(number)] = [
+                str(head) for head in heads[: max(KEPT)]
+            ]
             for k in KEPT:
                 share = seed.retrieval(heads[:k])
                 retrieval.setdefault(name, {}).setdefault(str(k), {})[str(number)] = share
                 print(f"seed {number}: {name}, {k} heads: {share:.1%}", flush=True)
-    return {"pairs": PAIRS, "retrieval": retrieval, "heads": first_heads, "rankings": tables[0].splitlines()}
+    return {
+        "pairs": PAIRS,
+        "retrieval": retrieval,
+        "heads": first_heads,
+        "rankings": tables[0].splitlines(),
+    }
 
 
 def show(record: dict[str, Any]) -> None:
@@ -220,12 +233,20 @@ def main() -> None:
     """Measure what is missing, write the JSON, print the tables."""
     parser = parser_of(__doc__, RESULTS / "which_score.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=Path("runs/which_score"), help="folder of rankings and students")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs/which_score"),
+        help="folder of rankings and students",
+    )
     parser.add_argument("--small", action="store_true", help="few steps and prompts")
     options = parser.parse_args()
     record = measure(options.runs, options.seeds, SMALL if options.small else Size())
     show(record)
-    write(options.out, about("retrieval of students by score, heads and seed", threads=os.cpu_count()) | record)
+    write(
+        options.out,
+        about("retrieval of students by score, heads and seed", threads=os.cpu_count()) | record,
+    )
 
 
 if __name__ == "__main__":
