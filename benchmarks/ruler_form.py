@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 import pandas as pd
 import torch
 import tyro
-from init import trained
 from more_itertools import chunked
 from records import RESULTS, about, read, write
 from ruler_tasks import LENGTHS, TASKS, WORDING, Document, Writer, as_rows, draw_wording
 from ruler_teacher import train_teacher
+from training import trained
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_distill.assets.dictionaries import NOUNS
