@@ -41,7 +41,9 @@ from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.teacher import ablate_heads
 
 PACKAGES = ("torch", "transformers", "tokenizers")
-PAIRS, EXAMPLES, BATCH = 25, 256, 16
+PAIRS = 25
+EXAMPLES = 256
+BATCH = 16
 CIRCUIT = Circuit(HeadId(2, 1), HeadId(2, 6), HeadId(5, 10))
 # Widths of a small Llama, the vocabulary of Llama 3.
 SPEED = Shape(8, 16, 4, head_dim=64, width=512, intermediate=2048, vocabulary=128256)
@@ -130,7 +132,7 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
             "pairs": PAIRS,
             "tokens": len(tokenizer(examples[0].prompt)["input_ids"]),
         },
-        "measured_seconds": {name: [round(t, 2) for t in each] for name, each in times.items()},
+        "measured_seconds": {name: rounded(each) for name, each in times.items()},
         "prompts_with_candidates": len(few),
         "seconds": {name: round(t, 1) for name, t in seconds.items()},
         "times_as_fast": {
@@ -139,6 +141,10 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
         },
         **agreement(race, exact, n_examples),
     }
+
+
+def rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(each, 2) for each in seconds]
 
 
 def times_as_fast(name: str, seconds: float, totals: dict[str, float]) -> Measured:

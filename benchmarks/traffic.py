@@ -27,8 +27,13 @@ from typing import NamedTuple
 from records import RESULTS, parser_of, write
 
 RECORD = RESULTS / "traffic.json"
-BF16, FP32 = 2, 4
-MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
+# Bytes of an element.
+BF16 = 2
+FP32 = 4
+# Tokens between two states.
+MAMBA_CHUNK = 128
+FLA_CHUNK = 64
+LIMIT_CHUNK = 64
 OUR_CHUNK = 32  # P = 64, sm_90: the tile table
 CONV_WIDTH = 4
 LIGER_PASSES = 11
@@ -47,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the time limit for all heads."""
+        """Count the tokens of all heads, each by itself."""
         return self.B * self.L * self.H
 
     def x(self, element: int = BF16) -> int:
@@ -191,7 +196,7 @@ def operations(s: Shape, chunk: int, *, backward: bool) -> int:
 
 
 def milliseconds(s: Shape, work: Work, device: Device, *, backward: bool) -> float:
-    """The longer of moving and computing."""
+    """Return the longer of moving and computing."""
     moving = work.bytes_(backward=backward) / device.bandwidth
     computing = operations(s, work.chunk, backward=backward) / device.flops
     return 1e3 * max(moving, computing)
@@ -204,7 +209,7 @@ class Kernel(NamedTuple):
     flops: int = 0
 
     def seconds(self, device: Device) -> float:
-        """The longer of moving and computing."""
+        """Return the longer of moving and computing."""
         return max(self.moved / device.bandwidth, self.flops / device.flops)
 
 
@@ -215,9 +220,10 @@ class Edge(NamedTuple):
     kernels: dict[str, list[Kernel]]
 
     def bytes_(self) -> dict[str, int]:
-        return {
-            name: sum(kernel.moved for kernel in kernels) for name, kernels in self.kernels.items()
-        }
+        moved = {}
+        for name, kernels in self.kernels.items():
+            moved[name] = sum(kernel.moved for kernel in kernels)
+        return moved
 
     def milliseconds(self, device: Device) -> dict[str, float]:
         times = {}
@@ -348,10 +354,8 @@ def show(device: str) -> None:
 
 def main() -> None:
     """Print the tables, write the JSON."""
-    parser = parser_of(__doc__, RECORD)
-    parser.add_argument("--device", default="H100", choices=DEVICES)
-    options = parser.parse_args()
-    show(options.device)
+    options = parser_of(__doc__, RECORD).parse_args()
+    show("H100")
     record = {
         "what": "predictions from the shapes, bf16, without gate and skip; no measurement",
         "devices": {name: rates._asdict() for name, rates in DEVICES.items()},
