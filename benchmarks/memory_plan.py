@@ -242,12 +242,11 @@ def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
     stage(batch).total.backward()
     trained = list(trainable(stage).values())
     frozen = [p for p in stage.parameters() if not p.requires_grad]
-    moments = [t for state in optimizer.state.values() for t in state.values()]
     parts = {
         "trained": nbytes(trained),
         "frozen": nbytes(frozen),
         "gradients": nbytes(p.grad for p in trained if p.grad is not None),
-        "optimizer": nbytes(moments),
+        "optimizer": nbytes(moments(optimizer)),
         "teacher": nbytes(stage.teacher.parameters()),
     }
     lasting = sum(parts.values())
@@ -261,6 +260,14 @@ def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
     with allocations(device) as step:
         stage(batch).total.backward()
     return {**parts, "total": lasting + step.peak}
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return everything that an optimizer keeps between steps."""
+    tensors = []
+    for state in optimizer.state.values():
+        tensors += state.values()
+    return tensors
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -37,6 +37,7 @@ from memory_plan import (
     large_cases,
     make_batch,
     make_real_stage,
+    moments,
     nbytes,
 )
 from records import RESULTS, about, parser_of, read, write
@@ -162,8 +163,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
         for contender in taking_turns.values():
             if not contender.is_too_large:
                 contender.step()
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    held = nbytes([*parameters(stage), *moments])
+    held = nbytes([*parameters(stage), *moments(optimizer)])
     flops = flops_per_token(
         stage.student, stage.teachers, teacher_forced=not isinstance(stage, EndToEnd)
     )
