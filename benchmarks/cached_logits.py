@@ -57,23 +57,32 @@ class LiveTopK:
 
     def batch(self, *place: int) -> Any:
         batch = self.rows.batch(*place)
-        top = top_k_of(self.run.teacher, batch, self.k, vocab_size=vocabulary_size(self.run.tokenizer))
+        top = top_k_of(
+            self.run.teacher, batch, self.k, vocab_size=vocabulary_size(self.run.tokenizer)
+        )
         return {**batch, "teacher_ids_BLK": top.ids_BLK, "teacher_log_probs_BLK": top.log_probs_BLK}
 
 
-def train(run: RunInputs, rows: Rows | LiveTopK, config: Distill, held_out: Batch, d_state: int) -> dict[str, Any]:
+def train(
+    run: RunInputs, rows: Rows | LiveTopK, config: Distill, held_out: Batch, d_state: int
+) -> dict[str, Any]:
     """Train one student from its start; return its losses, its distance to the whole teacher then, and its speed."""
     n_ids = vocabulary_size(run.tokenizer)
     plan = HeadPlan.random(run.teacher, run.config.plan.k, seed=0)
     calibration = cast(Batch, open_rows(run.config.data, run.tokenizer).batch(0, 8))
     student, _ = build_student(run.teacher, plan, d_state=d_state, calibration=calibration)
     stage = make_stage(config, student, run.teacher, vocab_size=n_ids)
-    optimizer = make_adamw(stage, learning_rate=config.learning_rate, betas=config.betas, weight_decay=0.1)
+    optimizer = make_adamw(
+        stage, learning_rate=config.learning_rate, betas=config.betas, weight_decay=0.1
+    )
 
     def steps() -> list[float]:
         losses = []
         for step in range(config.steps):
-            set_learning_rate(optimizer, config.learning_rate * wsd(step, config.steps, config.warmup, config.decay))
+            set_learning_rate(
+                optimizer,
+                config.learning_rate * wsd(step, config.steps, config.warmup, config.decay),
+            )
             loss = stage(rows.batch(step, config.batch_size)).total
             loss.backward()
             torch.nn.utils.clip_grad_norm_(stage.parameters(), config.clip)
@@ -96,11 +105,16 @@ def train(run: RunInputs, rows: Rows | LiveTopK, config: Distill, held_out: Batc
 def curves(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all contenders, by name; logits are written below ``folder``."""
     config = Distill(
-        steps=options.steps, batch_size=options.batch_size, micro_batch_size=options.batch_size, learning_rate=1e-3
+        steps=options.steps,
+        batch_size=options.batch_size,
+        micro_batch_size=options.batch_size,
+        learning_rate=1e-3,
     )
     run = RunInputs(RunConfig(data=DataConfig(seq_len=256), stages=(config,)))
     rows = cast(PackedRows, open_rows(run.config.data, run.tokenizer))
-    held_out_rows = open_rows(DataConfig(sources=("tiny:held_out",), seq_len=256, seed=1), run.tokenizer)
+    held_out_rows = open_rows(
+        DataConfig(sources=("tiny:held_out",), seq_len=256, seed=1), run.tokenizer
+    )
     held_out = held_out_rows.batch(0, HELD_OUT_ROWS)
 
     def contender(rows: Rows | LiveTopK, config: Distill) -> dict[str, Any]:
@@ -132,7 +146,9 @@ def differences(results: dict[str, Any], options: argparse.Namespace) -> dict[st
         largest[f"top {k}"] = round(max(abs(b / a - 1) for a, b in zip(live, from_disk)), 7)
     worst = max(largest.values())
     if worst > CURVE:
-        raise RuntimeError(f"a loss from disk is {worst:.1e} away from the live one, relative; no figures are written.")
+        raise RuntimeError(
+            f"a loss from disk is {worst:.1e} away from the live one, relative; no figures are written."
+        )
     return largest
 
 

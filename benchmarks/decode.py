@@ -63,7 +63,10 @@ def costs(context: int) -> dict[str, Cost]:
     student = empty_student(teacher, plan, d_state=D_STATE, conv_width=4)
     shape = {"length": context, "head_dim": LLAMA_1B.head_dim, "d_state": D_STATE}
     by_model = {}
-    for name, model, heads in (("teacher", teacher, HeadPlan.all(teacher)), ("hybrid", student, plan)):
+    for name, model, heads in (
+        ("teacher", teacher, HeadPlan.all(teacher)),
+        ("hybrid", student, plan),
+    ):
         cache = cache_bytes(heads, **shape)
         states = cache_bytes(heads, **shape, bytes_per_element=FP32).ssm
         n_parameters = sum(p.numel() for p in model.parameters())
@@ -93,7 +96,9 @@ def row(context: int) -> dict[str, Any]:
         "bytes_held_per_sequence": {name: cost.held for name, cost in by_model.items()},
         "batch_at_equal_memory": batch,
         "tokens_per_second_limit_at_equal_memory": limits,
-        "times_the_teacher": {device: rates["hybrid"] / rates["teacher"] for device, rates in limits.items()},
+        "times_the_teacher": {
+            device: rates["hybrid"] / rates["teacher"] for device, rates in limits.items()
+        },
     }
 
 
@@ -101,8 +106,12 @@ def show(context: int, counted: dict[str, Any]) -> None:
     for name, by_batch in counted["bytes_per_token"].items():
         megabytes = ", ".join(f"{batch}: {n / 1e6:.1f}" for batch, n in by_batch.items())
         print(f"context {context}, {name}: MB a token by batch: {megabytes}")
-    times = ", ".join(f"{ratio:.1f}x on {device}" for device, ratio in counted["times_the_teacher"].items())
-    print(f"  at equal memory: batch {counted['batch_at_equal_memory']}; bandwidth allows the hybrid {times}")
+    times = ", ".join(
+        f"{ratio:.1f}x on {device}" for device, ratio in counted["times_the_teacher"].items()
+    )
+    print(
+        f"  at equal memory: batch {counted['batch_at_equal_memory']}; bandwidth allows the hybrid {times}"
+    )
 
 
 def main() -> None:

@@ -132,16 +132,26 @@ _GEMMA_4 = {"num_kv_shared_layers": 0, "global_head_dim": HEAD_DIM,
 _INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
             "indexer_compress_ratio": 2, "hc_lowrank": 8, "split_ngram_parts": 2}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text"), _EVERY_HEAD_ITS_KEYS),
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text"), _EVERY_HEAD_ITS_KEYS
+    ),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA_4),
     "gemma4": {"text_config": _GEMMA_4},
     "gemma4_unified": {"text_config": _GEMMA_4},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
     },
-    "dots3_note": {"text_config": _EVERY_HEAD_ITS_KEYS, "vision_config": {"mlp_layer_types": ["dense"] * LAYERS}},
+    "dots3_note": {
+        "text_config": _EVERY_HEAD_ITS_KEYS,
+        "vision_config": {"mlp_layer_types": ["dense"] * LAYERS},
+    },
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8}},
-    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
     "gemma3_text": {  # as published: positions of full layers scaled, those of windowed ones not
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
@@ -168,7 +178,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no window": {"sliding_window": None},
     "tied embeddings": {"tie_word_embeddings": True},
     "untied embeddings": {"tie_word_embeddings": False},
-    "biases": {"attention_bias": True, "use_bias": True, "use_qkv_bias": True, "qkv_bias": True, "mlp_bias": True},
+    "biases": {
+        "attention_bias": True,
+        "use_bias": True,
+        "use_qkv_bias": True,
+        "qkv_bias": True,
+        "mlp_bias": True,
+    },
     "wider heads in full layers": {"global_head_dim": 2 * HEAD_DIM},
     "keys shared by layers": {"num_kv_shared_layers": 2},
     "query and key norms": {"use_qk_norm": True, "qk_layernorm": True},
@@ -205,11 +221,16 @@ def tiny_fields(config_class: Any, chosen: dict[str, Any]) -> dict[str, Any]:
         return dict(chosen)
     fields = {name: size for name, size in SIZES.items() if name in default.to_dict()}
     if "qk_rope_head_dim" in fields:
-        fields["head_dim"] = SIZES["qk_rope_head_dim"]  # which RoPE reads in models with latent attention
+        fields["head_dim"] = SIZES[
+            "qk_rope_head_dim"
+        ]  # which RoPE reads in models with latent attention
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
         if isinstance(part, PretrainedConfig) and not isinstance(part, config_class):
-            fields[name] = {"model_type": part.model_type, **tiny_fields(type(part), chosen.get(name, {}))}
+            fields[name] = {
+                "model_type": part.model_type,
+                **tiny_fields(type(part), chosen.get(name, {})),
+            }
     merged = set(fields) & set(config_class.sub_configs)
     return fields | {name: value for name, value in chosen.items() if name not in merged}
 
@@ -224,7 +245,11 @@ def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
     found = {}
     for name, switches in VARIANTS.items():
         known = base | SHAPES.get(model_type, {})  # some configs drop what they are made with
-        fields = {field: value for field, value in switches.items() if field in known and known[field] != value}
+        fields = {
+            field: value
+            for field, value in switches.items()
+            if field in known and known[field] != value
+        }
         if fields:
             found[name] = fields
     return found
@@ -268,9 +293,16 @@ def measure(model_type: str, variant: str, scratch: Path) -> dict[str, Any]:
         figures = {name: differs for name, differs in comparisons(teacher, scratch)}
     except Exception as error:
         ours = is_our_refusal(error)
-        return row | {"status": "refused" if ours else "failed", "reason": str(error) if ours else _crash(error)}
+        return row | {
+            "status": "refused" if ours else "failed",
+            "reason": str(error) if ours else _crash(error),
+        }
     wrong = [name for name, limit in CHECKS.items() if not figures[name] <= limit]
-    return row | {"status": "failed" if wrong else "supported", "reason": "; ".join(wrong), "differences": figures}
+    return row | {
+        "status": "failed" if wrong else "supported",
+        "reason": "; ".join(wrong),
+        "differences": figures,
+    }
 
 
 def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, float]]:
@@ -283,16 +315,25 @@ def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, 
     student = students["some"]
 
     taught_BLV = logits_of(teacher, ids_BL, use_cache=False)
-    yield "all heads kept = teacher", difference(logits_of(students["all"], ids_BL, use_cache=False), taught_BLV)
+    yield (
+        "all heads kept = teacher",
+        difference(logits_of(students["all"], ids_BL, use_cache=False), taught_BLV),
+    )
 
     row_BL = torch.cat(documents)[None]
     seq_idx_BL = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
     packed = packed_inputs(seq_idx_BL, teacher.dtype, teacher.config)
     alone = torch.cat([logits_of(teacher, ids_L[None], use_cache=False)[0] for ids_L in documents])
-    yield "teacher packed = alone", difference(logits_of(teacher, row_BL, use_cache=False, **packed)[0], alone)
+    yield (
+        "teacher packed = alone",
+        difference(logits_of(teacher, row_BL, use_cache=False, **packed)[0], alone),
+    )
 
     alone_of = [logits_of(student, ids_L[None], use_cache=False)[0] for ids_L in documents]
-    yield "packed = alone", difference(logits_of(student, row_BL, seq_idx=seq_idx_BL)[0], torch.cat(alone_of))
+    yield (
+        "packed = alone",
+        difference(logits_of(student, row_BL, seq_idx=seq_idx_BL)[0], torch.cat(alone_of)),
+    )
     differences = []
     for model in students.values():
         whole_LV = logits_of(model, documents[-1][None], use_cache=False)[0]
@@ -300,7 +341,9 @@ def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, 
     yield "cached = full", max(differences)
     padded_BL, mask_BL = left_padded(documents)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
-    batch = logits_of(student, padded_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False)
+    batch = logits_of(
+        student, padded_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False
+    )
     differences = []
     for row_LV, own_LV in zip(batch, alone_of, strict=True):
         differences.append(difference(row_LV[-len(own_LV) :], own_LV))
@@ -308,8 +351,12 @@ def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, 
     for name, made in students.items():
         folder = scratch / f"{teacher.config.model_type}-{name}"
         export_checkpoint(made, None, folder, plan=plans[name], gate=False)
-        reloaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-        apart = difference(logits_of(reloaded, ids_BL, use_cache=False), logits_of(made, ids_BL, use_cache=False))
+        reloaded = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, dtype=torch.float32
+        )
+        apart = difference(
+            logits_of(reloaded, ids_BL, use_cache=False), logits_of(made, ids_BL, use_cache=False)
+        )
         yield "reloaded" if made is student else "all heads kept, reloaded", apart
         shutil.rmtree(folder)
 
@@ -326,7 +373,9 @@ def decoded(student: HybridForCausalLM, ids_L: Tensor) -> Tensor:
     half = len(ids_L) // 2
     cache = student.new_cache()
     pieces = [ids_L[:half], *ids_L[half:].split(1)]
-    return torch.cat([student(input_ids=piece_L[None], cache=cache).logits[0] for piece_L in pieces])
+    return torch.cat(
+        [student(input_ids=piece_L[None], cache=cache).logits[0] for piece_L in pieces]
+    )
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -337,7 +386,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def is_our_refusal(error: BaseException) -> bool:
     """Return True for a one-line error that this package raised on purpose."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return isinstance(error, ValueError) and PACKAGE in Path(raised_in).parents and "\n" not in str(error)
+    return (
+        isinstance(error, ValueError)
+        and PACKAGE in Path(raised_in).parents
+        and "\n" not in str(error)
+    )
 
 
 def _scoring(teacher: PreTrainedModel) -> str:
@@ -368,9 +421,14 @@ def measure_all(model_types: list[str], done: Callable[[str, list[dict[str, Any]
         for model_type in bar:
             bar.set_postfix_str(model_type)
             rows = [measure(model_type, "", Path(name))]
-            rows += [measure(model_type, variant, Path(name)) for variant in variants_of(model_type)]
+            rows += [
+                measure(model_type, variant, Path(name)) for variant in variants_of(model_type)
+            ]
             # A variant that transformers itself cannot run does not count.
-            done(model_type, [row for row in rows if not row["variant"] or row["status"] != NO_TEACHER])
+            done(
+                model_type,
+                [row for row in rows if not row["variant"] or row["status"] != NO_TEACHER],
+            )
 
 
 def write_page() -> None:
@@ -387,7 +445,9 @@ def write_page() -> None:
     lines = [head, "| check | largest difference | limit |\n| --- | ---: | ---: |"]
     for name, worst in worst_differences(families).items():
         lines.append(f"| {name} | {worst:.1e} | {CHECKS[name]:g} |")
-    lines.append("\n| model type | class | scored by | student | oldest transformers for an export | remarks |")
+    lines.append(
+        "\n| model type | class | scored by | student | oldest transformers for an export | remarks |"
+    )
     lines.append("| --- | --- | --- | --- | --- | --- |")
     order = ("supported", "failed", "refused", NO_TEACHER)
     for name in sorted(families, key=lambda name: (order.index(families[name][0]["status"]), name)):
@@ -433,8 +493,12 @@ def page_row(name: str, rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = parser_of(__doc__, RESULTS)
-    parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", help="these alone; others stay as recorded")
-    parser.add_argument("--resume", action="store_true", help="skip model types that --out holds already")
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODEL_TYPE", help="these alone; others stay as recorded"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="skip model types that --out holds already"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -443,11 +507,15 @@ def main() -> int:
 
     everything = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if unknown := set(options.only or ()) - set(everything):
-        parser.error(f"{', '.join(sorted(unknown))}: not a causal-LM model type of this transformers")
+        parser.error(
+            f"{', '.join(sorted(unknown))}: not a causal-LM model type of this transformers"
+        )
     keeps_record = options.only or options.resume
     recorded = read(options.out).get("families", {}) if keeps_record else {}
     families = {name: rows for name, rows in recorded.items() if name in everything}
-    wanted = options.only or [name for name in everything if not (options.resume and name in families)]
+    wanted = options.only or [
+        name for name in everything if not (options.resume and name in families)
+    ]
 
     def done(model_type: str, rows: list[dict[str, Any]]) -> None:
         families[model_type] = rows
@@ -473,7 +541,9 @@ def main() -> int:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
     if options.out == RESULTS:
         write_page()
-    print(f"{len(families)} model types, shapes: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()))}")
+    print(
+        f"{len(families)} model types, shapes: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()))}"
+    )
     return int(counts.get("failed", 0) > 0)
 
 

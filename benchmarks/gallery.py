@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import tyro
+from records import ROOT, cpu_time
 from transformers import PreTrainedModel
 
 from hybrid_distill.cli import main as run_command
@@ -28,9 +28,11 @@ from hybrid_distill.pipeline import RunInputs, last_stage, trained_student
 from hybrid_distill.pipeline.run import align_all_heads, choose_heads, prepare, score, train
 from hybrid_distill.teacher import TINY
 
-ROOT = Path(__file__).parent.parent
 ALIGN_STEPS = 200  # instead of the demo's 500
-KEPT_OF_TINY = ("2:6", "2:none", "5:5", "5:none", "2:6/5:5", "2:none/5:none")
+COUNTS = "2 4 6"
+"""Numbers of heads to remove, in ranked order."""
+KEPT_OF_TINY = "2:6 2:none 5:5 5:none 2:6/5:5 2:none/5:none"
+"""Heads that keep-heads keeps of the embedded teacher, one variant each."""
 
 
 class Students(NamedTuple):
@@ -42,67 +44,50 @@ class Students(NamedTuple):
 
 @dataclass(frozen=True)
 class Gallery:
-    """Models, rankings and the folder for the figures."""
+    """Models and the folder for the figures."""
 
     model: str = TINY
     """A local folder, a hub id, or ``tiny`` for the embedded teacher, whose student is made here."""
     student: Path | None = None
     """The export of a student of that model. Without it, only the model is shown."""
-    scores: Path | None = None
-    """A scores.json of the model; by default its heads are scored first, unless an earlier call has done it."""
-    counts: tuple[int, ...] = (2, 4, 6)
-    """Numbers of heads to remove, in ranked order."""
-    keep: tuple[str, ...] = ()
-    """Heads that keep-heads keeps, one variant each, such as ``16:22/17:24 16:none/17:24``; for your own model,
-    none skips keep-heads."""
     only: tuple[str, ...] = ()
     """Names of experiments; by default all."""
-    work: Path | None = None
-    """Scores and students; by default runs/gallery for the embedded teacher, OUT for a model of your own."""
-    out: Path | None = None
-    """Tables and figures; by default docs/gallery for the embedded teacher, runs/analysis for a model of your own."""
+    work: Path = Path("runs/gallery")
+    """Scores and students; another folder for each model."""
+    out: Path = Path("docs/gallery")
+    """Tables and figures."""
 
     @property
     def is_tiny(self) -> bool:
         return self.model == TINY
 
     @property
-    def figures(self) -> Path:
-        return self.out or Path("docs/gallery" if self.is_tiny else "runs/analysis")
-
-    @property
-    def made(self) -> Path:
-        """Return the paths that the experiments need."""
-        return self.work or (Path("runs/gallery") if self.is_tiny else self.figures)
-
-    @property
     def ranking(self) -> Path:
-        return self.scores or self.made / "scores.json"
+        return self.work / "scores.json"
 
 
 def main(gallery: Gallery) -> None:
     """Run the commands; say how long each took."""
-    students = None if gallery.student is None else Students(gallery.student, gallery.student)
-    started = time.process_time()
-    if gallery.is_tiny and students is None:
-        students = make_students(gallery.made)
-    seconds = {"students": time.process_time() - started}
+    students = None
+    seconds: dict[str, float] = {}
+    if gallery.student is not None:
+        students = Students(gallery.student, gallery.student)
+    elif gallery.is_tiny:
+        students, seconds["students"] = cpu_time(lambda: make_students(gallery.work))
     commands = experiments(gallery, students)
-    if unknown := [name for name in gallery.only if name not in commands]:
+    unknown = [name for name in gallery.only if name not in commands]
+    if unknown:
         raise SystemExit(f"--only {' '.join(unknown)}: there are {', '.join(commands)}.")
     if not gallery.ranking.exists():
-        _run(f"score --model {gallery.model} --out {gallery.ranking}")
-    for name, command in commands.items():
-        if name in gallery.only or not gallery.only:
-            started = time.process_time()
-            _run(command)
-            seconds[name] = time.process_time() - started
+        run_shown(f"score --model {gallery.model} --out {gallery.ranking}")
+    for name in gallery.only or commands:
+        _, seconds[name] = cpu_time(lambda name=name: run_shown(commands[name]))
     print("seconds of CPU time:", json.dumps({name: round(used) for name, used in seconds.items()}))
     print(f"in all: {sum(seconds.values()) / 60:.1f} minutes")
 
 
 def make_students(work: Path) -> Students:
-    """The embedded teacher's, from the demo's recipe with a shorter alignment; what is there is taken as it is."""
+    """Make the embedded teacher's, by the demo's recipe with a shorter alignment; keep those that are there."""
     config = runpy.run_path(str(ROOT / "recipes/hybrid_tiny.py"))["config"]()
     config = replace(config, name="gallery", out=work).with_stage("align", steps=ALIGN_STEPS)
     run = RunInputs(config)
@@ -111,47 +96,54 @@ def make_students(work: Path) -> Students:
     aligned = align_all_heads(run)
     students = Students(work / "recurrent", work / "hybrid")
     if not students.recurrent.exists():
-        _save(trained_student(aligned)[0], run, students.recurrent)
+        save(trained_student(aligned)[0], run, students.recurrent)
     if not students.hybrid.exists():
         grafted = replace(config.student, aligned=last_stage(aligned.paths))
         # Aligned heads and the teacher's own side by side are the student: no stage is left to run.
         hybrid = RunInputs(replace(config, student=grafted, stages=()), run.teacher_and_tokenizer)
         model = train(hybrid, choose_heads(run))
-        _save(model, run, students.hybrid)
+        save(model, run, students.hybrid)
     return students
 
 
-def _save(student: PreTrainedModel, run: RunInputs, folder: Path) -> None:
+def save(student: PreTrainedModel, run: RunInputs, folder: Path) -> None:
     student.save_pretrained(folder)
     run.tokenizer.save_pretrained(folder)
 
 
 def experiments(gallery: Gallery, students: Students | None) -> dict[str, str]:
-    """The command of each, by name; without students, those that need none."""
-    scores, counts = gallery.ranking, " ".join(map(str, gallery.counts))
-    keep = gallery.keep or (KEPT_OF_TINY if gallery.is_tiny else ())
-    of_model = {
-        "remove-heads": f"--scores {scores} --counts {counts} --examples 64",
+    """Return the command of each experiment; without students, of those that need none."""
+    ranked = f"--scores {gallery.ranking}"
+    counted = f"{ranked} --counts {COUNTS} --examples 64"
+    maps = f"{ranked} --pairs 4 --k 2"
+    if gallery.is_tiny:
+        maps += " --heads L2H6 L5H5"
+    if students is not None:
+        maps += f" --beside {students.recurrent}"
+    options = {
+        "remove-heads": counted,
         "prune-layers": "--tasks kv,knowledge --examples 64",
-        **({"keep-heads": f"--keep {' '.join(keep)} --examples 64"} if keep else {}),
-        "formats": f"--scores {scores} --counts {counts} --examples 64",
-        "maps": f"--scores {scores} --pairs 4 --k 2"
-        + (" --heads L2H6 L5H5" if gallery.is_tiny else "")
-        + (f" --beside {students.recurrent}" if students else ""),
-        "mask": f"--scores {scores} --examples 32",
+        "formats": counted,
+        "maps": maps,
+        "mask": f"{ranked} --examples 32",
     }
-    named = "" if gallery.is_tiny else f"--model {gallery.model} "
-    commands = {name: named + options for name, options in of_model.items()}
+    if gallery.is_tiny:
+        options["keep-heads"] = f"--keep {KEPT_OF_TINY} --examples 64"
+    else:
+        options = {name: f"--model {gallery.model} {words}" for name, words in options.items()}
     if students is not None:
         teacher = "" if gallery.is_tiny else f" --teacher {gallery.model}"
-        commands |= {
-            "replace-layer": f"--student {students.recurrent}{teacher} --tasks kv,knowledge --pairs 8 --examples 64",
-            "carriers": f"--model {students.hybrid} --n-control-texts 4",
-        }
-    return {name: f"analyze {name} {options} --out {gallery.figures}" for name, options in commands.items()}
+        replaced = f"--student {students.recurrent}{teacher}"
+        options["replace-layer"] = f"{replaced} --tasks kv,knowledge --pairs 8 --examples 64"
+        options["carriers"] = f"--model {students.hybrid} --n-control-texts 4"
+    commands = {}
+    for name, words in options.items():
+        commands[name] = f"analyze {name} {words} --out {gallery.out}"
+    return commands
 
 
-def _run(command: str) -> None:
+def run_shown(command: str) -> None:
+    """Print a command of hybrid-distill and run it."""
     print(f"\nhybrid-distill {command}\n", flush=True)
     run_command(shlex.split(command))
 

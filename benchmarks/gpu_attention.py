@@ -57,7 +57,9 @@ def compare(device: str) -> dict[str, float]:
         expected = attended(heads, document_mask.visible(rows.first_BL).unsqueeze(1))
         for way, function in ways.items():
             document_kernels.flash_function = lambda function=function: function
-            actual = attended(heads, document_mask.DocumentMask.of(rows.first_BL, None, rows.window))
+            actual = attended(
+                heads, document_mask.DocumentMask.of(rows.first_BL, None, rows.window)
+            )
             for name, tensor in expected.items():
                 error = (actual[name] - tensor).abs().max() / tensor.abs().max()
                 named = f"{way} {name} {str(rows.dtype).removeprefix('torch.')}"
@@ -72,7 +74,11 @@ def draw(rows: Packed) -> list[Tensor]:
     n_queries, n_keys = HEADS
     heads = []
     for n_heads in (n_queries, n_keys, n_keys):
-        heads.append(torch.randn(batch, n_heads, length, WIDTH, device=rows.first_BL.device, dtype=rows.dtype))
+        heads.append(
+            torch.randn(
+                batch, n_heads, length, WIDTH, device=rows.first_BL.device, dtype=rows.dtype
+            )
+        )
     return heads
 
 
@@ -83,7 +89,9 @@ def attended(heads: list[Tensor], mask: Tensor) -> dict[str, Tensor]:
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
     tensors = {"out": out.detach().float()}
     if has_gradients:
-        weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(out.shape)
+        weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(
+            out.shape
+        )
         gradients = torch.autograd.grad((out * weights).sum(), leaves)
         for name, gradient in zip(("dq", "dk", "dv"), gradients):
             tensors[name] = gradient.float()
@@ -102,7 +110,9 @@ def wrong(errors: dict[str, float]) -> list[str]:
 
 def main() -> None:
     """Print the largest errors in a line; exit status 1 if one is too large."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("device", choices=ROWS_OF)
     errors = compare(parser.parse_args().device)
     text = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())

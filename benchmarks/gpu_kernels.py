@@ -69,7 +69,12 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        words = ["ssd", str(self.dtype).removeprefix("torch."), f"N={self.d_state}", f"P={self.head_dim}"]
+        words = [
+            "ssd",
+            str(self.dtype).removeprefix("torch."),
+            f"N={self.d_state}",
+            f"P={self.head_dim}",
+        ]
         words.append("full" if self.full else "plain")
         if self.n_segments > 1:
             words.append(f"{self.n_segments} segments")
@@ -109,7 +114,11 @@ def check_ssd(case: Case) -> Result:
         if not case.softplus:
             decays = log_decay(problem.a).detach().float().double()
             problem = problem._replace(a=decays.requires_grad_())
-        options: dict[str, Any] = {"dtype": case.dtype, "softplus": case.softplus, "n_segments": case.n_segments}
+        options: dict[str, Any] = {
+            "dtype": case.dtype,
+            "softplus": case.softplus,
+            "n_segments": case.n_segments,
+        }
         options["seq_idx"] = ssd_problem.documents(BATCH, LENGTH) if case.full else None
         torch.manual_seed(1)
         actual, expected = ssd_problem.compare(problem, **options)
@@ -131,7 +140,13 @@ def check_huge_offsets() -> Result:
         return {"ok": True, "skipped": f"needs {HUGE_BYTES / 1e9:.0f} GB"}
     heads, head_dim, tail = 32, 64, 256
     length = HUGE // (heads * head_dim) + 2 * tail
-    sizes = {"x": (heads, head_dim), "a": (heads,), "b": (heads, 4), "c": (heads, 4), "z": (heads, head_dim)}
+    sizes = {
+        "x": (heads, head_dim),
+        "a": (heads,),
+        "b": (heads, 4),
+        "c": (heads, 4),
+        "z": (heads, head_dim),
+    }
     inputs = {}
     for name, size in sizes.items():
         inputs[name] = torch.randn(1, length, *size, device=DEVICE, dtype=torch.bfloat16)
@@ -147,7 +162,11 @@ def check_huge_offsets() -> Result:
         end = y[:, -tail:]
         weights = torch.linspace(-1, 1, tail, device=DEVICE, dtype=y.dtype).view(1, -1, 1, 1)
         gradients = torch.autograd.grad((end * weights).sum() + final.sum(), leaves)
-        return [end.detach(), final.detach(), *(gradient[:, -tail:].clone() for gradient in gradients)]
+        return [
+            end.detach(),
+            final.detach(),
+            *(gradient[:, -tail:].clone() for gradient in gradients),
+        ]
 
     with torch.no_grad():
         _, before = run(slice(None, -tail))
@@ -199,7 +218,9 @@ def run_cases(names: list[str], out: Path) -> None:
         with out.open("a") as file:
             file.write(json.dumps([name, result]) + "\n")
         if "CUDA error" in result.get("error", ""):
-            raise SystemExit("the device is in an error state; the other cases of this process were not run.")
+            raise SystemExit(
+                "the device is in an error state; the other cases of this process were not run."
+            )
 
 
 def line(name: str, result: Result) -> str:
@@ -283,7 +304,9 @@ def run_checks(record: Result, only: str, deadline: float) -> None:
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     variables = {**os.environ, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
     with log.open("w") as file:
-        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
+        )
 
 
 def status_of(process: subprocess.Popen[bytes], deadline: float) -> str:
@@ -353,9 +376,13 @@ def main() -> None:
     """See the module docstring."""
     parser = parser_of(__doc__, RECORD)
     parser.add_argument("--list", action="store_true", help="name the cases")
-    parser.add_argument("--only", default="", help="cases whose name contains this; no further steps")
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains this; no further steps"
+    )
     parser.add_argument("--again", action="store_true", help="forget what is known")
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # run the cases that this file names
+    parser.add_argument(
+        "--part", type=Path, help=argparse.SUPPRESS
+    )  # run the cases that this file names
     options = parser.parse_args()
     begun = time.monotonic()
     if options.list:

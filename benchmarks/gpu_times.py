@@ -94,7 +94,9 @@ def peers() -> dict[str, Callable[[], float | str]]:
             continue
         words = f"B={target.batch} L={target.length} N={target.d_state}"
         for library, run in (("mamba-ssm", mamba_ssm_scan), ("fla", fla_scan)):
-            timed[f"{library} {words}"] = lambda run=run, target=target: time_peer(run, our_scan, draw(target.shape))
+            timed[f"{library} {words}"] = lambda run=run, target=target: time_peer(
+                run, our_scan, draw(target.shape)
+            )
     timed["liger loss"] = lambda: time_peer(liger_loss, our_loss, draw_loss())
     return timed
 
@@ -133,7 +135,9 @@ def mamba_ssm_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor) -> Tensor:
     # It scales x by dt and decays by exp(-dt).
     dt = -log_decay(raw)
     scaled = (x / dt.unsqueeze(-1)).to(x.dtype)
-    return mamba_chunk_scan_combined(scaled, dt, -torch.ones(x.shape[2], device=x.device), b, c, 128)
+    return mamba_chunk_scan_combined(
+        scaled, dt, -torch.ones(x.shape[2], device=x.device), b, c, 128
+    )
 
 
 def fla_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -148,7 +152,9 @@ def our_loss(hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head:
     return distillation_loss(hidden, head, TeacherHead(teacher_hidden, teacher_head), kind="jsd")
 
 
-def liger_loss(hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor) -> Tensor:
+def liger_loss(
+    hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor
+) -> Tensor:
     from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 
     return LigerFusedLinearJSD(jsd_beta=0.5)(hidden, head, teacher_hidden, teacher_head, None)
@@ -173,7 +179,9 @@ def time_peer(theirs: Function, ours: Function, inputs: list[Tensor]) -> float |
         with torch.no_grad():
             expected = ours(*inputs)
             error = (theirs(*inputs) - expected).abs().max() / expected.abs().max()
-    except Exception as error:  # of somebody else's package, or out of memory: it belongs into the table
+    except (
+        Exception
+    ) as error:  # of somebody else's package, or out of memory: it belongs into the table
         return reason_of(error)
     if not error < AGREEMENT:
         return f"differs by {error:.1e} of the largest output; not timed"

@@ -2,14 +2,13 @@
 
     python benchmarks/kernel_resources.py            # writes benchmarks/results/kernel_resources.json
     python benchmarks/kernel_resources.py --only "ssd backward CBX N=64"
-    python benchmarks/kernel_resources.py --check    # compiles nothing: is the file complete, and are promises kept?
 
 For every entry of the kernels' tile tables and each architecture: registers a thread, spill instructions, shared
 memory, programs on a multiprocessor, tensor-core instructions and barriers of the main loop, read from the binary. The
 file has one section for each version of triton it was run with, and the digest of the sources it belongs to. Exit code
 1 when a configuration breaks a promise: more spills than its tile table accepts or fewer resident programs than it
 counts on (under the triton it was chosen by), more shared memory than a multiprocessor has, no tensor-core instruction
-where one is wanted.
+where one is wanted. tests/kernels/test_compiled.py checks that the file is complete and keeps these promises.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ import hashlib
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
-os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: interpreted kernels cannot be compiled
+os.environ.pop(
+    "TRITON_INTERPRET", None
+)  # read when triton is imported: interpreted kernels cannot be compiled
 
 import hybrid_kernels
 import triton
@@ -87,7 +88,9 @@ def compile_for(compilation: Any, capability: int, target: GPUTarget | None = No
             attributes[place,] = [["tt.divisibility", 16]]
     source = ASTSource(compilation.kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": compilation.num_warps, "num_stages": compilation.num_stages}
-    return triton.compile(source, target=target or GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(
+        source, target=target or GPUTarget("cuda", capability, 32), options=options
+    )
 
 
 def code_of(compilation: Any, capability: int) -> Code:
@@ -104,21 +107,29 @@ def resources(compilation: Any, capability: int) -> dict[str, int]:
         "spills": code.spills,
         "shared_bytes": code.shared_bytes,
         "resident": programs_per_processor(code, compilation.num_warps, GPUS[capability]),
-        "tensor_core_instructions": sum(i.operation.startswith(("HGMMA", "HMMA")) for i in code.instructions),
+        "tensor_core_instructions": sum(
+            i.operation.startswith(("HGMMA", "HMMA")) for i in code.instructions
+        ),
         "instructions": len(code.instructions),
         "barriers_of_loop": code.count("BAR"),
     }
 
 
-def broken_promises(compilation: Any, capability: int, version: str, used: dict[str, int]) -> list[str]:
+def broken_promises(
+    compilation: Any, capability: int, version: str, used: dict[str, int]
+) -> list[str]:
     """Return the broken promises in words; empty if all are kept."""
     broken = []
     if version == TABLE_TRITON and used["spills"] > compilation.max_spills:
         broken.append(f"{used['spills']} spill instructions, {compilation.max_spills} accepted")
     if used["shared_bytes"] > MAX_SHARED_BYTES[capability]:
-        broken.append(f"{used['shared_bytes']} bytes of shared memory, {MAX_SHARED_BYTES[capability]} exist")
+        broken.append(
+            f"{used['shared_bytes']} bytes of shared memory, {MAX_SHARED_BYTES[capability]} exist"
+        )
     if version == TABLE_TRITON and used["resident"] < compilation.min_resident:
-        broken.append(f"{used['resident']} programs on a multiprocessor, {compilation.min_resident} in the tile table")
+        broken.append(
+            f"{used['resident']} programs on a multiprocessor, {compilation.min_resident} in the tile table"
+        )
     if compilation.tensor_cores and not used["tensor_core_instructions"]:
         broken.append("no tensor-core instruction")
     return [f"sm_{capability} {compilation.name}: {problem}" for problem in broken]
@@ -133,12 +144,12 @@ class Wanted(NamedTuple):
     compilation: Any
 
 
-def wanted(capabilities: Sequence[int] = CAPABILITIES) -> Iterator[Wanted]:
+def wanted() -> Iterator[Wanted]:
     """Yield every configuration of every module."""
     for module in kernel_modules():
         name = module.__name__.rpartition(".")[2]
         current = digest(module)
-        for capability in capabilities:
+        for capability in CAPABILITIES:
             for compilation in module.compilations(capability):
                 yield Wanted(name, current, capability, compilation)
 
@@ -163,7 +174,9 @@ def check(record: dict[str, Any]) -> tuple[list[str], list[str]]:
             if row is None:
                 missing.append(f"{version} sm_{one.capability} {one.compilation.name}")
             else:
-                broken += broken_promises(one.compilation, one.capability, version.removeprefix("triton "), row)
+                broken += broken_promises(
+                    one.compilation, one.capability, version.removeprefix("triton "), row
+                )
     return broken, missing
 
 
@@ -179,37 +192,27 @@ def still_valid(section: dict[str, Any]) -> dict[str, Any]:
     return valid
 
 
-def report(record: dict[str, Any]) -> int:
-    """Print what `check` finds; return the exit status."""
-    broken, missing = check(record)
-    print("\n".join(broken) or f"{len(missing)} configurations are not in the file: {missing[:1]}")
-    if broken:
-        return 1
-    return 3 if missing else 0
-
-
 def main() -> None:
     """Compile, print, write the JSON; exit code 1 when a promise is broken."""
     parser = parser_of(__doc__, RECORD)
     parser.add_argument("--only", default="", help="configurations whose name contains this")
-    parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES), choices=CAPABILITIES)
-    parser.add_argument("--check", action="store_true", help="compile nothing, read the file")
     options = parser.parse_args()
 
     record = read(options.out)
-    if options.check:
-        raise SystemExit(report(record))
     version = f"triton {triton.__version__}"
     section = still_valid(record.get(version, {}))
     record[version] = section
     broken = []
-    for one in wanted(options.capability):
+    for one in wanted():
         if options.only not in one.compilation.name:
             continue
         used = resources(one.compilation, one.capability)
         broken += broken_promises(one.compilation, one.capability, triton.__version__, used)
         print(f"sm_{one.capability} {one.compilation.name}: {used}", flush=True)
-        section[one.module][f"sm_{one.capability}"][one.compilation.name] = {"key": key(one.compilation), **used}
+        section[one.module][f"sm_{one.capability}"][one.compilation.name] = {
+            "key": key(one.compilation),
+            **used,
+        }
         # Compiling everything takes minutes: what is there is kept if it is stopped.
         write(options.out, record, sort_keys=True)
     if broken:

@@ -55,7 +55,10 @@ def passes(s: Shape, capability: int) -> dict[str, float]:
     n_chunks = math.ceil(s.L / tile.chunk)
     heads = s.B * s.H
     times = {}
-    for direction, launch, kinds in (("forward", tile.forward, ["forward"]), ("backward", tile.backward, backward)):
+    for direction, launch, kinds in (
+        ("forward", tile.forward, ["forward"]),
+        ("backward", tile.backward, backward),
+    ):
         n_segments = segments(heads, n_chunks, launch.resident * gpu.processors)
         chunks = math.ceil(n_chunks / n_segments)
         programs = heads * math.ceil(n_chunks / chunks)
@@ -123,7 +126,10 @@ def main() -> None:
     rows = []
     for capability in NAMES:
         rows += [row(shape, capability) for shape in shapes()[: options.shapes]]
-    record = read(options.out) | {"what": "a model, no measurement", f"triton {triton.__version__}": rows}
+    record = read(options.out) | {
+        "what": "a model, no measurement",
+        f"triton {triton.__version__}": rows,
+    }
     write(options.out, record)
     print(*table(record), sep="\n")
 

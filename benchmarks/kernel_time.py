@@ -212,7 +212,9 @@ def _timed(instruction: Instruction, gpu: Gpu, *, spills_stay: bool) -> _Timed:
         latency=_LATENCIES.get(base, 20),
     )
     if base in ("LDL", "STL") and not spills_stay:
-        return timed._replace(pipe="second level", held=2 * _width(operation), latency=gpu.cache_latency)
+        return timed._replace(
+            pipe="second level", held=2 * _width(operation), latency=gpu.cache_latency
+        )
     if base in ("LDS", "STS", "LDL", "STL"):
         return timed._replace(pipe="shared", held=_width(operation))
     if base in ("LDSM", "STSM"):
@@ -251,7 +253,9 @@ def _timed_group(timed: _Timed, instruction: Instruction, gpu: Gpu) -> _Timed:
     sizes = re.findall(r"\.(\d+)x(\d+)x(\d+)", instruction.operation)[0]
     rows, columns, inner = map(int, sizes)
     operands = columns
-    if re.search(r"HGMMA\S* R\d+, gdesc", instruction.text):  # the left operand comes from shared memory too
+    if re.search(
+        r"HGMMA\S* R\d+, gdesc", instruction.text
+    ):  # the left operand comes from shared memory too
         operands += rows
     multiplying = rows * columns * inner / SCHEDULERS / gpu.hgmma
     reading = operands * inner * 2 / 128
@@ -305,7 +309,9 @@ class _Warp:
         if step.sets != NOTHING:
             self.scoreboards[step.sets] = max(self.scoreboards[step.sets], done)
         if step.reads != NOTHING:
-            self.scoreboards[step.reads] = max(self.scoreboards[step.reads], at + min(step.latency, 20))
+            self.scoreboards[step.reads] = max(
+                self.scoreboards[step.reads], at + min(step.latency, 20)
+            )
         self.ready = at + step.stall
         self.place += 1
 
@@ -313,7 +319,9 @@ class _Warp:
 class _Scheduler:
     """One of a multiprocessor's four schedulers: its warps, its pipes, and its share of the bus."""
 
-    def __init__(self, trace: list[_Timed], gpu: Gpu, warps: int, programs: int, bytes_scale: float) -> None:
+    def __init__(
+        self, trace: list[_Timed], gpu: Gpu, warps: int, programs: int, bytes_scale: float
+    ) -> None:
         self.trace = trace
         self.gpu = gpu
         self.per_cycle = gpu.bandwidth * 1e3 / gpu.clock / gpu.processors / SCHEDULERS
@@ -393,7 +401,9 @@ class Cycles(NamedTuple):
     loop: float
 
 
-def cycles(code: Code, gpu: Gpu, num_warps: int, programs: int, bytes_of_iteration: float | None = None) -> Cycles:
+def cycles(
+    code: Code, gpu: Gpu, num_warps: int, programs: int, bytes_of_iteration: float | None = None
+) -> Cycles:
     """Model ``programs`` resident programs, of which an iteration moves ``bytes_of_iteration`` to and from memory."""
     first_level = gpu.cache_bytes - programs * (code.shared_bytes + 1024)
     spills_stay = programs * num_warps * 32 * code.stack_bytes <= first_level
@@ -415,7 +425,9 @@ def cycles(code: Code, gpu: Gpu, num_warps: int, programs: int, bytes_of_iterati
     return Cycles(of_few - few * per_loop, per_loop)
 
 
-def bytes_of_chunk(kind: str, d_state: int, head_dim: int, chunk: int, element: int, *, full: bool) -> int:
+def bytes_of_chunk(
+    kind: str, d_state: int, head_dim: int, chunk: int, element: int, *, full: bool
+) -> int:
     """Count what one iteration of a kernel of the recurrence moves to and from memory."""
     x = chunk * head_dim * element
     b = chunk * d_state * element

@@ -106,7 +106,9 @@ class Case(NamedTuple):
 def cases(device: str) -> list[Case]:
     """Return alignment and end-to-end distillation, with and without recompute, float32 and bf16, and their options."""
     listed = []
-    for model, config, recompute in itertools.product(("tiny", "mid"), (ALIGN, DISTILL), (False, True)):
+    for model, config, recompute in itertools.product(
+        ("tiny", "mid"), (ALIGN, DISTILL), (False, True)
+    ):
         whole = replace(config, gradient_checkpointing=recompute)
         listed.append(Case(model, whole))
         listed.append(Case(model, replace(whole, precision="bf16"), dtype=torch.bfloat16))
@@ -147,7 +149,9 @@ def make_teacher(case: Case, device: str) -> PreTrainedModel:
     else:
         shape = LlamaConfig(**SHAPES[case.model])
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(shape, dtype=case.dtype, attn_implementation=attention)
+        return AutoModelForCausalLM.from_config(
+            shape, dtype=case.dtype, attn_implementation=attention
+        )
 
 
 def make_real_stage(case: Case, device: str) -> Stage:
@@ -155,7 +159,9 @@ def make_real_stage(case: Case, device: str) -> Stage:
     torch.manual_seed(0)
     teacher = make_teacher(case, device)
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    student, _ = build_student(teacher, plan, d_state=case.d_state, recurrence=case.recurrence, init="random")
+    student, _ = build_student(
+        teacher, plan, d_state=case.d_state, recurrence=case.recurrence, init="random"
+    )
     stage = make_stage(case.config, student, teacher)
     stage.place(torch.device(device))
     stage.bf16 = case.config.precision == "bf16"
@@ -168,7 +174,13 @@ def predict(case: Case, device: str = "cpu", **options: Any) -> MemoryPlan:
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
     student = empty_student(teacher, plan, d_state=case.d_state, conv_width=4, recurrence=case.recurrence)
     shape = StageShape(case.config, student, teacher)
-    settings = {"world": 1, "strategy": "ddp", "micro_batch": case.rows, "seq_len": case.length, "device": device}
+    settings = {
+        "world": 1,
+        "strategy": "ddp",
+        "micro_batch": case.rows,
+        "seq_len": case.length,
+        "device": device,
+    }
     return memory_plan(shape, **{**settings, **options})
 
 
@@ -230,12 +242,11 @@ def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
     stage(batch).total.backward()
     trained = list(trainable(stage).values())
     frozen = [p for p in stage.parameters() if not p.requires_grad]
-    moments = [t for state in optimizer.state.values() for t in state.values()]
     parts = {
         "trained": nbytes(trained),
         "frozen": nbytes(frozen),
         "gradients": nbytes(p.grad for p in trained if p.grad is not None),
-        "optimizer": nbytes(moments),
+        "optimizer": nbytes(moments(optimizer)),
         "teacher": nbytes(stage.teacher.parameters()),
     }
     lasting = sum(parts.values())
@@ -249,6 +260,14 @@ def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
     with allocations(device) as step:
         stage(batch).total.backward()
     return {**parts, "total": lasting + step.peak}
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return everything that an optimizer keeps between steps."""
+    tensors = []
+    for state in optimizer.state.values():
+        tensors += state.values()
+    return tensors
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -297,7 +316,9 @@ def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
     student: Any = stage.student
     teacher = stage.teacher.base_model
     with torch.autocast(device, torch.bfloat16, enabled=stage.bf16), torch.no_grad():
-        ours = student.model(input_ids=batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
+        ours = student.model(
+            input_ids=batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False
+        )[0]
         theirs = teacher(input_ids=batch["input_ids"], use_cache=False)[0]
     ours = ours.detach().requires_grad_()
     student.model.forward = lambda *args, **kwargs: (ours,)
@@ -352,7 +373,11 @@ def one_process(case: Case, device: str) -> dict[str, Any]:
     stage = make_real_stage(case, device)
     batch = make_batch(case, stage.teacher.config.vocab_size, device)
     parts = compare(measure(stage, batch, device), predicted(predict(case, device)))
-    record: dict[str, Any] = {"case": case.named(), "tokens": case.rows * case.length, "parts": parts}
+    record: dict[str, Any] = {
+        "case": case.named(),
+        "tokens": case.rows * case.length,
+        "parts": parts,
+    }
     record["misses"] = misses(parts)
     if not case.config.gradient_checkpointing and not stage.bf16:
         record["saved_tensors"] = saved_tensors(stage, batch)
@@ -378,14 +403,23 @@ def two_processes(strategy: str) -> dict[str, Any]:
     launcher = [sys.executable, "-m", *LAUNCHERS[strategy]]
     command = [*launcher, str(PROCESSES), __file__, "--as-process", strategy]
     on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    ended = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=600, check=False)
+    ended = subprocess.run(
+        command, env=on_cpu, capture_output=True, text=True, timeout=600, check=False
+    )
     peaks = [line for line in ended.stdout.splitlines() if line.startswith("peak ")]
     if ended.returncode or not peaks:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+        )
     measured = int(peaks[0].split()[1])
     plan = predict(DIVIDED, world=PROCESSES, strategy=strategy, reduce_bucket=BUCKET)
     parts = compare({"total": measured}, predicted(plan))
-    return {"case": f"{DIVIDED.named()} {strategy}", "processes": PROCESSES, "parts": parts, "misses": misses(parts)}
+    return {
+        "case": f"{DIVIDED.named()} {strategy}",
+        "processes": PROCESSES,
+        "parts": parts,
+        "misses": misses(parts),
+    }
 
 
 def as_process(strategy: str) -> None:
@@ -512,7 +546,15 @@ def plans() -> list[dict[str, Any]]:
         totals = {}
         for strategy in STRATEGIES:
             totals[strategy] = sum(predict(case, "cuda", world=GPUS, strategy=strategy).values())
-        planned.append({"case": case.named(), "rows": case.rows, "length": case.length, "gpus": GPUS, "totals": totals})
+        planned.append(
+            {
+                "case": case.named(),
+                "rows": case.rows,
+                "length": case.length,
+                "gpus": GPUS,
+                "totals": totals,
+            }
+        )
     return planned
 
 

@@ -36,7 +36,9 @@ Result = TypeVar("Result")
 
 def parser_of(doc: str | None, out: Path | None = None) -> argparse.ArgumentParser:
     """Return a parser whose help is a script's docstring, with ``--out`` if there is a record to write."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if out is not None:
         parser.add_argument("--out", type=Path, default=out)
     return parser
@@ -80,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def write(path: Path, record: dict[str, Any], *, indent: int = 1, sort_keys: bool = False) -> None:
+def write(path: Path, record: Any, *, indent: int = 1, sort_keys: bool = False) -> None:
     path.write_text(json.dumps(record, indent=indent, sort_keys=sort_keys) + "\n")
 
 

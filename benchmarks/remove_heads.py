@@ -48,7 +48,9 @@ def main() -> None:
     texts = list(islice(read_documents("tiny:held_out"), options.texts))
     probe = KVRetrieval(PAIRS, seed=0)
     controls = texts[:CONTROL_TEXTS]
-    scores = score_heads(teacher, tokenizer, probe, n_examples=options.examples, control_texts=controls)
+    scores = score_heads(
+        teacher, tokenizer, probe, n_examples=options.examples, control_texts=controls
+    )
     rows: dict[str, Any] = {}
     for name, heads in sets_of_heads(scores, teacher).items():
         with ablate_heads(teacher, heads):

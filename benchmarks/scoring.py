@@ -41,7 +41,9 @@ from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.teacher import ablate_heads
 
 PACKAGES = ("torch", "transformers", "tokenizers")
-PAIRS, EXAMPLES, BATCH = 25, 256, 16
+PAIRS = 25
+EXAMPLES = 256
+BATCH = 16
 CIRCUIT = Circuit(HeadId(2, 1), HeadId(2, 6), HeadId(5, 10))
 # Widths of a small Llama, the vocabulary of Llama 3.
 SPEED = Shape(8, 16, 4, head_dim=64, width=512, intermediate=2048, vocabulary=128256)
@@ -52,7 +54,9 @@ Measured = dict[str, Any]
 
 
 @torch.no_grad()
-def plain(model: Any, tokenizer: Any, examples: Sequence[Example], head: HeadId, **options: Any) -> float:
+def plain(
+    model: Any, tokenizer: Any, examples: Sequence[Example], head: HeadId, **options: Any
+) -> float:
     """Return the share right without a head: batches of prompts, padded to the longest, one forward each."""
     n_right = 0
     with ablate_heads(model, [head]):
@@ -60,7 +64,9 @@ def plain(model: Any, tokenizer: Any, examples: Sequence[Example], head: HeadId,
             batch = examples[start : start + BATCH]
             prompts = [example.prompt for example in batch]
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-            logits_BLV = model(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options).logits
+            logits_BLV = model(
+                inputs["input_ids"], attention_mask=inputs["attention_mask"], **options
+            ).logits
             for logits_V, example in zip(logits_BLV[:, -1], batch):
                 values = tokenizer(list(example.choices), return_tensors="pt")["input_ids"][:, 0]
                 chosen = example.choices[int(logits_V[values].argmax())]
@@ -104,9 +110,13 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
 
     # A machine that others use slows down and speeds up: the plain ways are measured before, between and after.
     measure_plain(HeadId(0, 3))
-    race, race_seconds = cpu_time(lambda: score_heads(model, tokenizer, probe, n_examples=n_examples, race_k=3))
+    race, race_seconds = cpu_time(
+        lambda: score_heads(model, tokenizer, probe, n_examples=n_examples, race_k=3)
+    )
     measure_plain(CIRCUIT.aggregate)
-    exact, exact_seconds = cpu_time(lambda: score_heads(model, tokenizer, probe, n_examples=n_examples))
+    exact, exact_seconds = cpu_time(
+        lambda: score_heads(model, tokenizer, probe, n_examples=n_examples)
+    )
     measure_plain(HeadId(7, 8))
 
     n_heads = shape.n_layers * shape.n_heads
@@ -117,8 +127,12 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
         "what": "CPU seconds for all 128 heads; plain ways measured for some and multiplied",
         "shape": asdict(shape),
         "parameters": model.num_parameters(),
-        "prompts": {"n": n_examples, "pairs": PAIRS, "tokens": len(tokenizer(examples[0].prompt)["input_ids"])},
-        "measured_seconds": {name: [round(t, 2) for t in each] for name, each in times.items()},
+        "prompts": {
+            "n": n_examples,
+            "pairs": PAIRS,
+            "tokens": len(tokenizer(examples[0].prompt)["input_ids"]),
+        },
+        "measured_seconds": {name: rounded(each) for name, each in times.items()},
         "prompts_with_candidates": len(few),
         "seconds": {name: round(t, 1) for name, t in seconds.items()},
         "times_as_fast": {
@@ -127,6 +141,10 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
         },
         **agreement(race, exact, n_examples),
     }
+
+
+def rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(each, 2) for each in seconds]
 
 
 def times_as_fast(name: str, seconds: float, totals: dict[str, float]) -> Measured:

@@ -83,7 +83,9 @@ class NotedRows:
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         batch = self.rows.batch(step, batch_size, rank, world)
-        hashes = [blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in batch["input_ids"]]
+        hashes = [
+            blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in batch["input_ids"]
+        ]
         with self.path.open("a") as file:
             file.write(json.dumps({"pid": os.getpid(), "step": step, "rows": hashes}) + "\n")
         return batch
@@ -92,7 +94,13 @@ class NotedRows:
 def train(out: Path) -> None:
     """The run, as any recipe would start it, on noted rows."""
     from hybrid_distill.cli import run_recipe
-    from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
+    from hybrid_distill.config import (
+        EvaluationConfig,
+        PlanConfig,
+        RunConfig,
+        ScoringConfig,
+        StudentConfig,
+    )
     from hybrid_distill.pipeline import run as steps
     from hybrid_distill.train.config import Align, Distill
     from hybrid_distill.train.loop import train_stage
@@ -237,7 +245,9 @@ class Soak:
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, __file__, "--train", str(self.out)]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
 
     def killed(self, kill: Kill, n_stage: int) -> dict[str, Any]:
         """Start the run and kill it; return what was seen. Raises RuntimeError when it ends before."""
@@ -245,7 +255,9 @@ class Soak:
         process = self.start()
         for has_come in self._moments(kill, n_stage, before):
             if process.poll() is not None:
-                raise RuntimeError(f"the run ended by itself, before {kill}:\n{process.communicate()[1][-2000:]}")
+                raise RuntimeError(
+                    f"the run ended by itself, before {kill}:\n{process.communicate()[1][-2000:]}"
+                )
             if has_come:
                 break
             time.sleep(0.002)
@@ -254,7 +266,9 @@ class Soak:
         printed = process.communicate()[1]
         own = []
         for stage in STAGES:
-            own += [line["step"] for line in rows_read(self.out, stage) if line["pid"] == process.pid]
+            own += [
+                line["step"] for line in rows_read(self.out, stage) if line["pid"] == process.pid
+            ]
         return {
             "killed_at": kill.at,
             "went_on_from_step": own[0] if own else None,
@@ -343,7 +357,12 @@ def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any
         if damaged and kill.at != "start":
             faults[damaged] = {"previous_checkpoint_used": seen["warned"], "exact": seen["exact"]}
             damaged = None
-        elif damages and not damaged and 3 <= number % 10 < 9 and len(whole_checkpoints(soak.out)) >= 2:
+        elif (
+            damages
+            and not damaged
+            and 3 <= number % 10 < 9
+            and len(whole_checkpoints(soak.out)) >= 2
+        ):
             damaged, damage = damages.popitem()
             damage(soak.out)
         if full and number == 13:
@@ -377,7 +396,9 @@ def passed(record: dict[str, Any]) -> bool:
 def main() -> None:
     """Run the reference, then the soak; print and write what came out."""
     parser = parser_of(__doc__, RESULTS / "soak.json")
-    parser.add_argument("--train", type=Path, metavar="OUT", help=argparse.SUPPRESS)  # be the program that is killed
+    parser.add_argument(
+        "--train", type=Path, metavar="OUT", help=argparse.SUPPRESS
+    )  # be the program that is killed
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.train is not None:

@@ -78,8 +78,16 @@ def students() -> dict[str, Any]:
 
 
 def compare_students(folder: Path) -> dict[str, Any]:
-    job = SweepJob(out=folder / "shared", heads=HEADS, d_state=str(D_STATE), seeds=SEEDS, selection="top,random")
-    shared, shared_seconds = cpu_time(lambda: sweep(job, SimpleNamespace(config=config, __file__=__file__)))
+    job = SweepJob(
+        out=folder / "shared",
+        heads=HEADS,
+        d_state=str(D_STATE),
+        seeds=SEEDS,
+        selection="top,random",
+    )
+    shared, shared_seconds = cpu_time(
+        lambda: sweep(job, SimpleNamespace(config=config, __file__=__file__))
+    )
     independent_seconds = 0.0
     rows: dict[str, dict[str, list[float]]] = {}
     for cell in shared.cells:
@@ -91,7 +99,13 @@ def compare_students(folder: Path) -> dict[str, Any]:
             for figure in FIGURES:
                 row.setdefault(f"{figure}, {way}", []).append(result.figures()[figure])
     return {
-        "settings": {"heads": HEADS, "d_state": D_STATE, "seeds": SEEDS, "align": ALIGN, "distill": DISTILL},
+        "settings": {
+            "heads": HEADS,
+            "d_state": D_STATE,
+            "seeds": SEEDS,
+            "align": ALIGN,
+            "distill": DISTILL,
+        },
         "cpu_seconds": {
             "shared": round(shared_seconds, 1),
             "independent": round(independent_seconds, 1),
@@ -130,7 +144,10 @@ def _difference(rows: dict[str, dict[str, list[float]]], figure: str) -> dict[st
         ways += [abs(a - b) for a, b in zip(shared, alone)]
         for way in (shared, alone):
             seeds += [abs(a - b) for a, b in pairwise(way)]
-    return {"between_ways": round(sum(ways) / len(ways), 4), "between_seeds": round(sum(seeds) / len(seeds), 4)}
+    return {
+        "between_ways": round(sum(ways) / len(ways), 4),
+        "between_seeds": round(sum(seeds) / len(seeds), 4),
+    }
 
 
 def heads() -> dict[str, Any]:
@@ -141,7 +158,9 @@ def heads() -> dict[str, Any]:
     some = HeadPlan.random(run.teacher, 6, seed=0)
     distances = {}
     for name, clip in CLIPS.items():
-        distances[name] = _apart(run, none, some, replace(base.stage("align"), steps=DISTILL, clip=clip))
+        distances[name] = _apart(
+            run, none, some, replace(base.stage("align"), steps=DISTILL, clip=clip)
+        )
     return distances
 
 
@@ -156,11 +175,15 @@ def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tens
     return sum((a - b).square().sum() for a, b in zip(some, others)) ** 0.5
 
 
-def _recurrent(run: RunInputs, plan: HeadPlan, some: HeadPlan, align: StageConfig | None) -> list[torch.Tensor]:
+def _recurrent(
+    run: RunInputs, plan: HeadPlan, some: HeadPlan, align: StageConfig | None
+) -> list[torch.Tensor]:
     """Return the weights of the heads that ``some`` makes recurrent, after alignment under ``plan``."""
     rows = open_rows(run.config.data, run.tokenizer)
     calibration = rows.batch(0, 8)
-    student, _ = build_student(run.teacher, plan, d_state=D_STATE, init="fitted", calibration=calibration)
+    student, _ = build_student(
+        run.teacher, plan, d_state=D_STATE, init="fitted", calibration=calibration
+    )
     if align is not None:
         with tempfile.TemporaryDirectory() as out:
             train_stage(make_stage(align, student, run.teacher), rows, out, progress=False)
@@ -168,7 +191,9 @@ def _recurrent(run: RunInputs, plan: HeadPlan, some: HeadPlan, align: StageConfi
     for layer, mixer in enumerate(student.mixers()):
         picked = [mixer.replaced.index(head) for head in some.replaced_in(layer)]
         for name in ("x_proj", "b_proj", "c_proj", "z_proj"):
-            weight = getattr(mixer.ssm, name).weight.detach().unflatten(0, (len(mixer.replaced), -1))
+            weight = (
+                getattr(mixer.ssm, name).weight.detach().unflatten(0, (len(mixer.replaced), -1))
+            )
             weights.append(weight[picked].clone())
     return weights
 
@@ -178,20 +203,31 @@ def steps() -> dict[str, Any]:
     base = config()
     run = RunInputs(base)
     rows = open_rows(base.data, run.tokenizer)
-    plans = {"align": HeadPlan.none(run.teacher), "distill": HeadPlan.random(run.teacher, 4, seed=0)}
+    plans = {
+        "align": HeadPlan.none(run.teacher),
+        "distill": HeadPlan.random(run.teacher, 4, seed=0),
+    }
     by_stage: dict[str, dict[str, float]] = {"align": {}, "distill": {}}
     for d_state in (4, 16, 64):
         for name, plan in plans.items():
             student, _ = build_student(run.teacher, plan, d_state=d_state, init="teacher")
             options = replace(base.stage(name), steps=TIMED)
-            stage = make_stage(options, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer))
+            stage = make_stage(
+                options, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer)
+            )
             with tempfile.TemporaryDirectory() as out:
-                _, seconds = cpu_time(lambda stage=stage, out=out: train_stage(stage, rows, out, progress=False))
+                _, seconds = cpu_time(
+                    lambda stage=stage, out=out: train_stage(stage, rows, out, progress=False)
+                )
             by_stage[name][str(d_state)] = round(seconds / TIMED, 3)
     return {"cpu_seconds_a_step": by_stage}
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"students": students, "heads": heads, "steps": steps}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "students": students,
+    "heads": heads,
+    "steps": steps,
+}
 
 if __name__ == "__main__":
     main()

@@ -75,7 +75,9 @@ def measure(steps: int, settings: dict[str, str]) -> dict[str, float]:
     """`steps_per_second` of a fresh process under these variables."""
     environment = {name: value for name, value in os.environ.items() if name not in READ_BY_LIBGOMP}
     command = [sys.executable, __file__, "--here", "--steps", str(steps)]
-    ran = subprocess.run(command, env=environment | settings, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        command, env=environment | settings, capture_output=True, text=True, check=True
+    )
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -101,7 +103,9 @@ def times_slower(results: dict[str, dict[str, dict[str, float]]]) -> dict[str, f
 def main() -> None:
     """Measure on an idle machine, then beside a busy process; write the JSON."""
     # This process only starts others, which import the package before torch: so it imports neither at the top.
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12, help="steps timed of each stage")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -117,7 +121,10 @@ def main() -> None:
     from records import RESULTS, about, write
 
     what = "steps a second on the embedded teacher; how many times slower than the best row a program is"
-    record = about(what, threads=os.cpu_count()) | {"results": results, "times_slower_than_best": slower}
+    record = about(what, threads=os.cpu_count()) | {
+        "results": results,
+        "times_slower_than_best": slower,
+    }
     write(RESULTS / "threads.json", record)
 
 

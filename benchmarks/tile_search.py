@@ -97,7 +97,9 @@ class Search:
     def timed(self, kind: str, chunk: int, launch: Launch, full: bool) -> dict[str, Any]:
         gpu = GPUS[self.capability]
         dtype = DTYPES[self.dtype]
-        compilation = ssd_triton.compilation(kind, self.n, self.p, chunk, launch, dtype=dtype, full=full)
+        compilation = ssd_triton.compilation(
+            kind, self.n, self.p, chunk, launch, dtype=dtype, full=full
+        )
         code = code_of(compilation, self.capability)
         row: dict[str, Any] = {
             "resident": programs_per_processor(code, launch.num_warps, gpu),
@@ -109,7 +111,9 @@ class Search:
         }
         if row["resident"]:
             moved = bytes_of_chunk(kind, self.n, self.p, chunk, dtype.itemsize, full=full)
-            time = milliseconds(code, gpu, launch.num_warps, PROGRAMS, math.ceil(LENGTH / chunk), moved)
+            time = milliseconds(
+                code, gpu, launch.num_warps, PROGRAMS, math.ceil(LENGTH / chunk), moved
+            )
             row["ms"] = round(time, 4)
         return row
 

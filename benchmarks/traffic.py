@@ -27,8 +27,13 @@ from typing import NamedTuple
 from records import RESULTS, parser_of, write
 
 RECORD = RESULTS / "traffic.json"
-BF16, FP32 = 2, 4
-MAMBA_CHUNK, FLA_CHUNK, LIMIT_CHUNK = 128, 64, 64
+# Bytes of an element.
+BF16 = 2
+FP32 = 4
+# Tokens between two states.
+MAMBA_CHUNK = 128
+FLA_CHUNK = 64
+LIMIT_CHUNK = 64
 OUR_CHUNK = 32  # P = 64, sm_90: the tile table
 CONV_WIDTH = 4
 LIGER_PASSES = 11
@@ -47,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the time limit for all heads."""
+        """Count the tokens of all heads, each by itself."""
         return self.B * self.L * self.H
 
     def x(self, element: int = BF16) -> int:
@@ -76,7 +81,11 @@ class Device(NamedTuple):
     flops: float
 
 
-DEVICES = {"H100": Device(3.0e12, 800e12), "H200": Device(4.3e12, 800e12), "A100": Device(1.75e12, 250e12)}
+DEVICES = {
+    "H100": Device(3.0e12, 800e12),
+    "H200": Device(4.3e12, 800e12),
+    "A100": Device(1.75e12, 250e12),
+}
 
 
 def shapes() -> list[Shape]:
@@ -187,7 +196,7 @@ def operations(s: Shape, chunk: int, *, backward: bool) -> int:
 
 
 def milliseconds(s: Shape, work: Work, device: Device, *, backward: bool) -> float:
-    """The longer of moving and computing."""
+    """Return the longer of moving and computing."""
     moving = work.bytes_(backward=backward) / device.bandwidth
     computing = operations(s, work.chunk, backward=backward) / device.flops
     return 1e3 * max(moving, computing)
@@ -200,7 +209,7 @@ class Kernel(NamedTuple):
     flops: int = 0
 
     def seconds(self, device: Device) -> float:
-        """The longer of moving and computing."""
+        """Return the longer of moving and computing."""
         return max(self.moved / device.bandwidth, self.flops / device.flops)
 
 
@@ -211,7 +220,10 @@ class Edge(NamedTuple):
     kernels: dict[str, list[Kernel]]
 
     def bytes_(self) -> dict[str, int]:
-        return {name: sum(kernel.moved for kernel in kernels) for name, kernels in self.kernels.items()}
+        moved = {}
+        for name, kernels in self.kernels.items():
+            moved[name] = sum(kernel.moved for kernel in kernels)
+        return moved
 
     def milliseconds(self, device: Device) -> dict[str, float]:
         times = {}
@@ -229,7 +241,9 @@ def convolution(s: Shape) -> Edge:
     """Forward and backward over x, B and C of all heads; in plain torch each tap is a pass of its own."""
     xbc = s.x() + 2 * s._replace(G=s.H).bc()
     taps_in_torch = 3 * (CONV_WIDTH - 1) + 2
-    moved = moving(limit=5 * xbc, ours=5 * xbc, causal_conv1d=5 * xbc, torch=3 * taps_in_torch * xbc)
+    moved = moving(
+        limit=5 * xbc, ours=5 * xbc, causal_conv1d=5 * xbc, torch=3 * taps_in_torch * xbc
+    )
     return Edge(f"conv B={s.B} L={s.L} H={s.H} N={s.N}", moved)
 
 
@@ -244,7 +258,9 @@ def decoding_step(s: Shape) -> Edge:
     return Edge(f"step B={s.B} H={s.H} N={s.N}", moving(limit=state, ours=once, mamba_ssm=apart))
 
 
-def loss(tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "forward_kl") -> Edge:
+def loss(
+    tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "forward_kl"
+) -> Edge:
     """Products of both heads and of the gradient, and passes over the logits; ours writes and reads bf16 in place."""
 
     def product(m: int, k: int, n: int, element: int = BF16) -> Kernel:
@@ -274,7 +290,6 @@ def loss(tokens: int, vocabulary: int, student: int, teacher: int, kind: str = "
         "torch": [*whole, Kernel(2 * LIGER_PASSES * 2 * logits * FP32)],
     }
     return Edge(f"loss {kind} {tokens} x {vocabulary} x {student}/{teacher}", contenders)
-
 
 
 def edges() -> list[Edge]:
@@ -317,7 +332,9 @@ def edge_row(edge: Edge) -> dict[str, object]:
 def show(device: str) -> None:
     """Print both tables, of forward and backward."""
     rates = DEVICES[device]
-    print(f"MB (ms on {device} at the limit of the bus or the tensor cores), {', '.join(CONTENDERS)}")
+    print(
+        f"MB (ms on {device} at the limit of the bus or the tensor cores), {', '.join(CONTENDERS)}"
+    )
     for s in shapes():
         cells = []
         for model in CONTENDERS.values():
@@ -328,15 +345,17 @@ def show(device: str) -> None:
     for edge in edges():
         moved = edge.bytes_()
         times = edge.milliseconds(rates)
-        print(edge.name, *(f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times), sep="  ")
+        print(
+            edge.name,
+            *(f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times),
+            sep="  ",
+        )
 
 
 def main() -> None:
     """Print the tables, write the JSON."""
-    parser = parser_of(__doc__, RECORD)
-    parser.add_argument("--device", default="H100", choices=DEVICES)
-    options = parser.parse_args()
-    show(options.device)
+    options = parser_of(__doc__, RECORD).parse_args()
+    show("H100")
     record = {
         "what": "predictions from the shapes, bf16, without gate and skip; no measurement",
         "devices": {name: rates._asdict() for name, rates in DEVICES.items()},

@@ -28,7 +28,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from memory_plan import ALIGN, DISTILL, SHAPES, Case, allocations, large_cases, make_batch, make_real_stage, nbytes
+from memory_plan import (
+    ALIGN,
+    DISTILL,
+    SHAPES,
+    Case,
+    allocations,
+    large_cases,
+    make_batch,
+    make_real_stage,
+    moments,
+    nbytes,
+)
 from records import RESULTS, about, parser_of, read, write
 from torch import Tensor
 
@@ -53,7 +64,9 @@ def cases(device: str) -> list[Case]:
     if device == "cuda":
         return list(large_cases("llama-3.2-1b", rows=(8, 8)))
     configs = (replace(ALIGN, target="layer"), DISTILL)
-    return [Case(model, config) for model, config in itertools.product(("tiny", "many words"), configs)]
+    return [
+        Case(model, config) for model, config in itertools.product(("tiny", "many words"), configs)
+    ]
 
 
 def plain_alignment(stage: Stage) -> Loss:
@@ -77,7 +90,9 @@ def plain_alignment(stage: Stage) -> Loss:
         rotary = teacher.model.rotary_emb(hidden[0], positions)
         layer_losses = []
         for block, before, after in zip(blocks, hidden, hidden[1:]):
-            output = block(before, position_embeddings=rotary, position_ids=positions, attention_mask=None)
+            output = block(
+                before, position_embeddings=rotary, position_ids=positions, attention_mask=None
+            )
             layer_losses.append(l2_norm_loss(output, after, batch["mask"]))
         return torch.stack(layer_losses).sum()
 
@@ -148,11 +163,17 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
         for contender in taking_turns.values():
             if not contender.is_too_large:
                 contender.step()
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    held = nbytes([*parameters(stage), *moments])
-    flops = flops_per_token(stage.student, stage.teachers, teacher_forced=not isinstance(stage, EndToEnd))
+    held = nbytes([*parameters(stage), *moments(optimizer)])
+    flops = flops_per_token(
+        stage.student, stage.teachers, teacher_forced=not isinstance(stage, EndToEnd)
+    )
     n_tokens = batch["input_ids"].numel()
-    record: dict[str, Any] = {"case": case.named(), "rows": case.rows, "tokens": n_tokens, "losses": values}
+    record: dict[str, Any] = {
+        "case": case.named(),
+        "rows": case.rows,
+        "tokens": n_tokens,
+        "losses": values,
+    }
     for name, contender in taking_turns.items():
         if contender.is_too_large:
             torch.cuda.empty_cache()
@@ -192,7 +213,9 @@ def main() -> None:
     """Print each case as it is measured, write the JSON."""
     parser = parser_of(__doc__)
     parser.add_argument("--small", action="store_true", help="two steps of each, written nowhere")
-    parser.add_argument("--stages", nargs="+", choices=["align", "distill"], default=["align", "distill"])
+    parser.add_argument(
+        "--stages", nargs="+", choices=["align", "distill"], default=["align", "distill"]
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"

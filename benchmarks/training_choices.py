@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from mixers import FIGURES, differences, plain
+from by_seed import FIGURES, differences, rounded
 from more_itertools import chunked
 from records import RESULTS, ROOT, about, environment, parser_of, write
 
@@ -51,7 +51,9 @@ TEMPLATE = """{%- for message in messages -%}{%- if message.role == "assistant" 
 def main() -> None:
     """Train what is missing, write the record, print the table."""
     parser = parser_of(__doc__, RESULTS / "training_choices.json")
-    parser.add_argument("--runs", type=Path, default=Path("runs/choices"), help="folder of the runs")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/choices"), help="folder of the runs"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     # Other flags are those of every run, such as --align.steps 2.
     options, flags = parser.parse_known_args()
@@ -63,7 +65,7 @@ def main() -> None:
     students = pd.DataFrame(rows)
     means = students.groupby("choice", sort=False)[list(FIGURES)].agg(["mean", "std"])
     record = {
-        "students": {name: plain(row) for name, row in means.iterrows()},
+        "students": {name: rounded(row) for name, row in means.iterrows()},
         f"less {STANDARD}, same seed": differences(students, "choice", STANDARD),
         "seeds": options.seeds,
         **about("ways to distill for 250 steps"),
@@ -80,7 +82,14 @@ def train(out: Path, seed: int, answers: Path, flags: list[str]) -> list[dict[st
         command("score", "--model", "tiny", *SCORING, "--seed", str(seed), "--out", str(scores))
     no_heads = ["--plan.selection", "none", "--plan.k", "0", "--stages", "align"]
     command("run", "tiny", *seeded(seed, aligned), *ASKED, *no_heads, *flags)
-    begun = ["--scoring.file", str(scores), "--plan.k", str(KEPT), "--student.aligned", str(aligned / STAGE)]
+    begun = [
+        "--scoring.file",
+        str(scores),
+        "--plan.k",
+        str(KEPT),
+        "--student.aligned",
+        str(aligned / STAGE),
+    ]
     rows = []
     for name, changed in CHOICES.items():
         words = "-".join(name.replace(",", "").split())
@@ -88,14 +97,20 @@ def train(out: Path, seed: int, answers: Path, flags: list[str]) -> list[dict[st
         # The teacher's evaluation is the same for all: it is measured once.
         shutil.copytree(aligned / "teacher", run / "teacher", dirs_exist_ok=True)
         more = changed.format(answers=answers).split()
-        command("run", "tiny", *seeded(seed, run), *ASKED, *begun, "--stages", "distill", *more, *flags)
-        rows.append({"choice": name, "seed": seed, **EvalResult.load(run / "evaluation.json").figures()})
+        command(
+            "run", "tiny", *seeded(seed, run), *ASKED, *begun, "--stages", "distill", *more, *flags
+        )
+        rows.append(
+            {"choice": name, "seed": seed, **EvalResult.load(run / "evaluation.json").figures()}
+        )
     return rows
 
 
 def command(*arguments: str) -> None:
     """Run hybrid-distill on one thread; what is finished is skipped."""
-    subprocess.run([sys.executable, "-m", "hybrid_distill", *arguments], check=True, env=environment(ROOT))
+    subprocess.run(
+        [sys.executable, "-m", "hybrid_distill", *arguments], check=True, env=environment(ROOT)
+    )
 
 
 def seeded(seed: int, out: Path) -> list[str]:

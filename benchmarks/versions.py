@@ -5,83 +5,93 @@
 
 Exports a tiny random student that keeps some heads of every model type that benchmarks/results/families.json has as
 supported, and students in the forms falcon-h1 and safetensors. Each export's own program then checks it in one process
-per version: tensors, logits, cached decoding, padding, generated tokens, tokenizer. Writes what was found to
-benchmarks/results/versions.json and docs/families.md, and the oldest version from which on all are right to the table
-that exports take theirs from (hybrid_distill/export/versions.json). ``--model`` checks exports that exist, and writes
-nothing.
+per version (`versions_worker.py`): tensors, logits, cached decoding, padding, generated tokens, tokenizer. Writes what
+was found to benchmarks/results/versions.json and docs/families.md, and the oldest version from which on all are right
+to the table that exports take theirs from (hybrid_distill/export/versions.json). ``--model`` checks exports that exist,
+and writes nothing.
 """
 
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# `check_all` runs where the package must not be imported: so nothing of it, nor of what imports it, at the top.
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-RECORD = HERE / "results" / "versions.json"
-FAMILIES = HERE / "results" / "families.json"
+import families
+import torch
+import transformers
+import versions_worker
+from records import RESULTS, ROOT, device_name, parser_of, read, write
+from tqdm.auto import tqdm
+
+from hybrid_distill.export import export_checkpoint, gate
+from hybrid_distill.model.configuration_hybrid import release
+
+sys.path.append(str(ROOT / "tests"))
+from students import byte_tokenizer, tiny_student
+
+RECORD = RESULTS / "versions.json"
 OLDEST = ROOT / "hybrid_distill" / "export" / "versions.json"
+OWN_FORM = "remote-code"
 FORMS = ("falcon-h1", "safetensors")
 # Checks whose figures are kept; of a check's name, what stands before the first comma.
-FIGURES = ("reloaded = exported model", "cached decode = full forward", "left-padded batch = single prompts")
+FIGURES = (
+    "reloaded = exported model",
+    "cached decode = full forward",
+    "left-padded batch = single prompts",
+)
+Exports = dict[str, list[Path]]
+"""Folders by form."""
+Result = dict[str, Any]
+ByVersion = dict[str, Result]
+"""Results of an export, from the newest transformers to the oldest."""
 
 
-def check_all(folders: list[str], results: Path) -> None:
-    """Check exports with the transformers that this process has; one line of JSON each, written as it is found."""
-    import torch
-
-    torch.set_num_threads(1)
-    with results.open("a") as out:
-        for folder in map(Path, folders):
-            spec = importlib.util.spec_from_file_location("check_export", folder / "gate" / "check.py")
-            assert spec is not None and spec.loader is not None
-            program = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = program
-            spec.loader.exec_module(program)
-            if json.loads((folder / "gate" / "reference.json").read_text()).get("form") != "safetensors":
-                sys.modules.update(dict.fromkeys(program.FORBIDDEN_PACKAGES))  # importing them fails
-            checks = program.run_checks(folder, folder / "gate")
-            out.write(json.dumps([folder.name, [[c.name, c.measured, c.limit, c.detail] for c in checks]]) + "\n")
-            out.flush()
+def check_exports(exports: Exports, others: Path | None) -> dict[str, Result]:
+    """Check all exports with one transformers, by default this process's; results by export."""
+    alone = exports[OWN_FORM] + exports["falcon-h1"]
+    results = run_worker(others, alone, [])
+    if exports["safetensors"]:
+        # Plain weights are read by the package itself.
+        results |= run_worker(others, exports["safetensors"], [ROOT, ROOT / "kernels"])
+    return results
 
 
-def checked(others: Path | None, folders: list[Path], needs_package: bool) -> dict[str, dict[str, Any]]:
-    """Run `check_all` in a process with the transformers of the folder ``others``; results by export."""
+def run_worker(
+    others: Path | None, folders: Sequence[Path], sources: list[Path]
+) -> dict[str, Result]:
+    path = sources if others is None else [others, *sources]
     with tempfile.TemporaryDirectory() as scratch:
-        results = Path(scratch) / "results.jsonl"
-        results.touch()
-        path = []
-        if others is not None:
-            path.append(str(others))
-        if needs_package:
-            path += [str(ROOT), str(ROOT / "kernels")]
+        file = Path(scratch) / "results.jsonl"
+        file.touch()
         variables = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
             "HF_MODULES_CACHE": f"{scratch}/modules",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
-        command = [sys.executable, __file__, "--check", str(results), *map(str, folders)]
-        run = subprocess.run(command, cwd=scratch, env=variables, capture_output=True, text=True)
-        by_export = dict(json.loads(line) for line in results.read_text().splitlines())
-    last_words = run.stderr.strip().splitlines()[-1:] if run.returncode else []
-    return {folder.name: summary(by_export.get(folder.name), last_words) for folder in folders}
+        command = [sys.executable, versions_worker.__file__, str(file), *map(str, folders)]
+        process = subprocess.run(
+            command, cwd=scratch, env=variables, capture_output=True, text=True
+        )
+        checks = dict(map(json.loads, file.read_text().splitlines()))
+    last_words = ""
+    if process.returncode:
+        last_words = process.stderr.strip().rpartition("\n")[2]
+    return {folder.name: summary(checks.get(folder.name), last_words) for folder in folders}
 
 
-def summary(checks: list[list[Any]] | None, died: list[str]) -> dict[str, Any]:
+def summary(checks: list[list[Any]] | None, last_words: str) -> Result:
     """Return whether all checks hold, the figures, and the first failed check."""
     if checks is None:
-        return {"right": False, "reason": f"the process ended: {' '.join(died)}"[:300]}
+        return {"right": False, "reason": f"the process ended: {last_words}"[:300]}
     figures = {}
     wrong = []
     for name, measured, limit, detail in checks:
@@ -96,36 +106,44 @@ def summary(checks: list[list[Any]] | None, died: list[str]) -> dict[str, Any]:
     return result
 
 
-def make_exports(scratch: Path, only: list[str]) -> dict[str, list[Path]]:
-    """Return folders of exports by form, of which nothing says how old a transformers may be."""
-    sys.path.append(str(ROOT / "tests"))
-    import families
-    from students import byte_tokenizer, tiny_student
-    from tqdm.auto import tqdm
-
-    from hybrid_distill.export import export_checkpoint, gate
-
+def make_exports(scratch: Path, only: Sequence[str]) -> Exports:
+    """Export tiny students, of which nothing says how old a transformers may be."""
     # More would take hours, over all families and versions.
     gate.PROMPT_LENGTHS = (5, 24)
     gate.NEW_TOKENS = 8
-    recorded = json.loads(FAMILIES.read_text())["families"]
-    supported = [name for name, rows in recorded.items() if rows[0]["status"] == "supported"]
-    made: dict[str, list[Path]] = {form: [] for form in ("remote-code", *FORMS)}
-    for model_type in tqdm([name for name in supported if not only or name in only], desc="exports"):
+    exports: Exports = {form: [] for form in (OWN_FORM, *FORMS)}
+    for model_type in tqdm(only or supported_types(), desc="exports"):
         teacher = families.tiny_teacher(model_type)
         plan = families.keep_some(teacher)
         student = families.make_student(teacher, plan)
-        made["remote-code"].append(scratch / model_type)
-        export_checkpoint(student, None, scratch / model_type, plan=plan, gate=False, max_shard_size="100KB")
+        folder = scratch / model_type
+        export_checkpoint(student, None, folder, plan=plan, gate=False, max_shard_size="100KB")
+        exports[OWN_FORM].append(folder)
     for form in FORMS if not only else ():
         for family in ("llama", "qwen2"):
             student, plan = tiny_student(family, recurrence="mamba2")
-            made[form].append(scratch / f"{family}, {form}")
-            export_checkpoint(student, byte_tokenizer(), made[form][-1], plan=plan, export_format=form, gate=False)
-    for folders in made.values():
+            folder = scratch / f"{family}, {form}"
+            export_checkpoint(
+                student, byte_tokenizer(), folder, plan=plan, export_format=form, gate=False
+            )
+            exports[form].append(folder)
+    for folders in exports.values():
         for folder in folders:
             forget_version(folder / "config.json")
-    return made
+    return exports
+
+
+def supported_types() -> list[str]:
+    recorded = read(families.RESULTS)["families"]
+    return [name for name, rows in recorded.items() if rows[0]["status"] == "supported"]
+
+
+def existing_exports(folders: Sequence[Path]) -> Exports:
+    exports: Exports = {form: [] for form in (OWN_FORM, *FORMS)}
+    for folder in folders:
+        reference = read(folder / "gate" / "reference.json")
+        exports[reference.get("form", OWN_FORM)].append(folder.resolve())
+    return exports
 
 
 def forget_version(file: Path) -> None:
@@ -135,7 +153,7 @@ def forget_version(file: Path) -> None:
     file.write_text(json.dumps(config))
 
 
-def oldest_right(results: dict[str, dict[str, Any]]) -> str | None:
+def oldest_right(results: ByVersion) -> str | None:
     """Return the oldest version from which on every version tried is right; ``results`` go from new to old."""
     oldest = None
     for version, result in results.items():
@@ -145,67 +163,60 @@ def oldest_right(results: dict[str, dict[str, Any]]) -> str | None:
     return oldest
 
 
-def main() -> int:
-    from records import device_name, parser_of
-
+def main() -> None:
+    """Check, print, and write unless the exports were there before."""
     parser = parser_of(__doc__)
-    parser.add_argument("others", type=Path, help="folder that holds a folder per version of transformers")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TYPE", help="these alone; others stay as recorded")
-    parser.add_argument("--model", nargs="+", type=Path, default=[], help="exports to check, instead of tiny ones")
+    parser.add_argument(
+        "others", type=Path, help="folder that holds a folder per version of transformers"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TYPE", help="these alone; others stay as recorded"
+    )
+    parser.add_argument(
+        "--model", nargs="+", type=Path, default=[], help="exports to check, instead of tiny ones"
+    )
     options = parser.parse_args()
-
-    import torch
-    import transformers
-
-    from hybrid_distill.model.configuration_hybrid import release
-
     torch.set_num_threads(1)
-    versions: dict[str, Path | None] = {path.name: path for path in options.others.iterdir() if path.is_dir()}
+    versions: dict[str, Path | None] = {}
+    for path in options.others.iterdir():
+        if path.is_dir():
+            versions[path.name] = path
     versions[transformers.__version__] = None
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as name:
+    results: dict[str, ByVersion] = {}
+    with tempfile.TemporaryDirectory() as scratch:
         if options.model:
-            exports: dict[str, list[Path]] = {form: [] for form in ("remote-code", *FORMS)}
-            for folder in options.model:
-                form = json.loads((folder / "gate" / "reference.json").read_text()).get("form", "remote-code")
-                exports[form].append(folder.resolve())
+            exports = existing_exports(options.model)
         else:
-            exports = make_exports(Path(name), options.only)
+            exports = make_exports(Path(scratch), options.only)
         for version in sorted(versions, key=release, reverse=True):
-            alone = checked(versions[version], exports["remote-code"] + exports["falcon-h1"], False)
-            ours = checked(versions[version], exports["safetensors"], True) if exports["safetensors"] else {}
-            for export, result in {**alone, **ours}.items():
+            by_export = check_exports(exports, versions[version])
+            n_right = sum(result["right"] for result in by_export.values())
+            n_wrong = len(by_export) - n_right
+            print(f"transformers {version}: {n_right} right, {n_wrong} wrong", flush=True)
+            for export, result in by_export.items():
                 results.setdefault(export, {})[version] = result
-            wrong = sum(not result["right"] for result in {**alone, **ours}.values())
-            print(f"transformers {version}: {len(alone) + len(ours) - wrong} right, {wrong} wrong", flush=True)
-
     for export, by_version in results.items():
-        wrong = {version: result["reason"] for version, result in by_version.items() if not result["right"]}
-        print(f"{export}: right from {oldest_right(by_version)} on{'' if not wrong else f'; wrong: {wrong}'}")
+        print(f"{export}: right from {oldest_right(by_version)} on")
+        for version, result in by_version.items():
+            if not result["right"]:
+                print(f"  wrong under {version}: {result['reason']}")
     if not options.model:
-        write(results, transformers.__version__, device_name(), torch.__version__)
-    return 0
+        record(results)
 
 
-def write(results: Mapping[str, dict[str, dict[str, Any]]], exported_with: str, device: str, torch: str) -> None:
+def record(new: Mapping[str, ByVersion]) -> None:
     """Add results to those on record of other exports, then make the table and the page anew."""
-    import families
-    from records import read
-    from records import write as write_record
-
-    from hybrid_distill.model.configuration_hybrid import release
-
-    results = dict(sorted({**read(RECORD).get("results", {}), **results}.items()))
-    record = {
-        "what": "exports of tiny random students, checked by other versions of transformers; differences are relative "
-        "to the largest logit",
-        "device": device,
-        "torch": torch,
-        "exported_with": exported_with,
+    recorded = read(RECORD).get("results", {})
+    results = dict(sorted({**recorded, **new}.items()))
+    what = "exports of tiny random students, checked by other versions of transformers"
+    head = {
+        "what": f"{what}; differences are relative to the largest logit",
+        "device": device_name(),
+        "torch": torch.__version__,
+        "exported_with": transformers.__version__,
         "date": datetime.date.today().isoformat(),
-        "results": results,
     }
-    write_record(RECORD, record)
+    write(RECORD, {**head, "results": results})
     tried = set()
     oldest = {}
     stock = []
@@ -216,13 +227,14 @@ def write(results: Mapping[str, dict[str, dict[str, Any]]], exported_with: str, 
         if name.endswith(", falcon-h1"):
             stock.append(by_version)
     versions = sorted(tried, key=release)
-    right = [v for v in versions if all(by_version.get(v, {"right": False})["right"] for by_version in stock)]
-    write_record(OLDEST, {"tried": versions, "oldest": oldest, "falcon-h1": right})
+    right = [version for version in versions if all(is_right(each, version) for each in stock)]
+    write(OLDEST, {"tried": versions, "oldest": oldest, "falcon-h1": right})
     families.write_page()
 
 
+def is_right(by_version: ByVersion, version: str) -> bool:
+    return version in by_version and by_version[version]["right"]
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--check"]:
-        check_all(sys.argv[3:], Path(sys.argv[2]))
-    else:
-        sys.exit(main())
+    main()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..distributed import LaunchRefused, OtherProcessError, UnsharedFolder, WorldError, disconnect, is_launched_main
-from ..exchange import OtherProcessError
 from ..locking import InUse
 
 IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)

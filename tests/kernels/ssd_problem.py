@@ -3,7 +3,7 @@ pytest."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,29 +79,49 @@ def reference(
     return (y if given.z is None else y * F.silu(given.z)), state
 
 
-def in_dtype(given: Problem, dtype: torch.dtype, in_row: bool = False) -> Problem:
-    """The kernel's arguments: the decay stays in fp32, as the model computes it; x, B and C may be
-    slices of a row."""
-    cast = [
-        None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in given
-    ]
-    narrow = Problem(*cast)._replace(a=given.a.detach().float().requires_grad_())
-    if in_row:
-        parts = [tensor.detach().flatten(2) for tensor in (narrow.x, narrow.b, narrow.c)]
-        slices = torch.cat(parts, -1).split([part.shape[-1] for part in parts], -1)
-        x, b, c = (
-            part.unflatten(-1, (given.x.shape[2], -1)).detach().requires_grad_() for part in slices
-        )
-        narrow = narrow._replace(x=x, b=b, c=c)
-    return narrow
+def in_dtype(given: Problem, dtype: torch.dtype) -> Problem:
+    """Return the kernel's arguments: the decay stays in fp32, as the model computes it."""
+    leaves = {}
+    for name, tensor in given._asdict().items():
+        if tensor is not None:
+            own_dtype = torch.float32 if name == "a" else dtype
+            tensor = tensor.detach().to(own_dtype).requires_grad_()
+        leaves[name] = tensor
+    return Problem(**leaves)
+
+
+def in_one_row(given: Problem) -> Problem:
+    """Return the problem with x, B and C as slices of one tensor, as a student's projection has them."""
+    parts = [tensor.detach().flatten(2) for tensor in (given.x, given.b, given.c)]
+    row = torch.cat(parts, -1)
+    heads = given.x.shape[2]
+    slices = []
+    for part in row.split([part.shape[-1] for part in parts], -1):
+        slices.append(part.unflatten(-1, (heads, -1)).detach().requires_grad_())
+    x, b, c = slices
+    return given._replace(x=x, b=b, c=c)
+
+
+def run_kernels(given: Problem, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return outputs and final state of `ssd`."""
+    return ssd(
+        given.x,
+        given.a,
+        given.b,
+        given.c,
+        D_H=given.D,
+        z_BLHP=given.z,
+        state_BHPN=given.state,
+        **options,
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest element; infinity for NaN."""
     assert actual.shape == expected.shape
     scale = expected.abs().max().clamp_min(1e-12)
-    return (
-        ((actual.double() - expected.double()).abs().max() / scale).nan_to_num(float("inf")).item()
-    )
+    largest = (actual.double() - expected.double()).abs().max()
+    return (largest / scale).nan_to_num(float("inf")).item()
 
 
 def compare(
@@ -113,35 +133,27 @@ def compare(
     n_segments=None,
     in_row=False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs, final state and every gradient, of the kernels and of the recurrence."""
+    """Return outputs, final state and every gradient, of the kernels and of the recurrence."""
     y, state = reference(given, seq_idx, softplus)
     # Or dD may be small by chance
     to_y = (torch.randn(y.shape).abs() * given.x.sign()).detach().to(dtype).double()
     to_state = torch.randn(state.shape).float().double()
     expected = torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), given.leaves())
 
-    narrow = in_dtype(given, dtype, in_row)
-    actual_y, actual_state = ssd(
-        narrow.x,
-        narrow.a,
-        narrow.b,
-        narrow.c,
-        D_H=narrow.D,
-        z_BLHP=narrow.z,
-        state_BHPN=narrow.state,
-        seq_idx_BL=seq_idx,
-        softplus=softplus,
-        n_segments=n_segments,
+    narrow = in_dtype(given, dtype)
+    if in_row:
+        narrow = in_one_row(narrow)
+    actual_y, actual_state = run_kernels(
+        narrow, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments
     )
     loss = (actual_y * to_y.to(dtype)).sum() + (actual_state * to_state.float()).sum()
     actual = torch.autograd.grad(loss, narrow.leaves())
     assert (actual_y.dtype, actual_state.dtype) == (dtype, FP32)
     assert [g.dtype for g in actual] == [t.dtype for t in narrow.leaves()]
-    names = [
-        "y",
-        "final",
-        *(f"d{name}" for name, tensor in given._asdict().items() if tensor is not None),
-    ]
-    return dict(zip(names, [actual_y, actual_state, *actual])), dict(
-        zip(names, [y, state, *expected])
-    )
+    names = ["y", "final"]
+    for name, tensor in given._asdict().items():
+        if tensor is not None:
+            names.append(f"d{name}")
+    by_kernels = dict(zip(names, [actual_y, actual_state, *actual]))
+    by_recurrence = dict(zip(names, [y, state, *expected]))
+    return by_kernels, by_recurrence

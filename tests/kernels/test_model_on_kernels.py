@@ -46,9 +46,11 @@ def gradients(
     student.zero_grad()
     logits = student(**inputs, use_cache=False).logits
     logits.square().mean().backward()
-    return logits.detach(), {
-        n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None
-    }
+    by_name = {}
+    for name, parameter in student.named_parameters():
+        if parameter.grad is not None:
+            by_name[name] = parameter.grad.clone()
+    return logits.detach(), by_name
 
 
 def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM) -> None:
@@ -59,10 +61,9 @@ def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert actual_gradients.keys() == expected_gradients.keys()
     for name, gradient in actual_gradients.items():
-        scale = expected_gradients[name].abs().max().clamp_min(1e-8)
-        torch.testing.assert_close(
-            gradient / scale, expected_gradients[name] / scale, rtol=1e-3, atol=1e-4, msg=name
-        )
+        right = expected_gradients[name]
+        scale = right.abs().max().clamp_min(1e-8)
+        torch.testing.assert_close(gradient / scale, right / scale, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
@@ -81,20 +82,22 @@ def test_one_input_projection_with_padded_rows(recurrence, d_state, segment_len,
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, 11:] = 0
     seq_idx = torch.arange(16).ge(6).long().expand(2, 16) if packed else None
-    found = {}
+    by_impl = {}
     for impl in ("torch", "triton"):
         heads.impl = impl
-        cache = HybridLayerCache()
-        y = heads(hidden, mask, seq_idx, None if packed else cache) * mask[:, :, None, None]
-        gradients = torch.autograd.grad(
-            (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [hidden, *heads.parameters()]
-        )
-        states = [] if packed else [cache.conv_state, cache.ssm_state]
-        if not packed:  # the row goes on from its states
+        cache = None if packed else HybridLayerCache()
+        shown = mask[:, :, None, None]
+        y = heads(hidden, mask, seq_idx, cache) * shown
+        weights = torch.linspace(-1, 1, y.numel()).view_as(y)
+        gradients = torch.autograd.grad((y * weights).sum(), [hidden, *heads.parameters()])
+        states = []
+        if cache is not None:
+            states = [cache.conv_state, cache.ssm_state]
+            # The row goes on from its states.
             with torch.no_grad():
-                states.append(heads(hidden, mask, None, cache) * mask[:, :, None, None])
-        found[impl] = [y, *states, *gradients]
-    for actual, expected in zip(found["triton"], found["torch"], strict=True):
+                states.append(heads(hidden, mask, None, cache) * shown)
+        by_impl[impl] = [y, *states, *gradients]
+    for actual, expected in zip(by_impl["triton"], by_impl["torch"], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -133,16 +136,17 @@ def test_padded_prefill_and_decoding_on_the_kernels(student: HybridForCausalLM) 
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     mask[:, 8:11] = 0
-    shown = {}
+    generated = {}
     for impl in ("torch", "triton"):
         student.set_ssm_implementation(impl)
-        options = {
-            "max_new_tokens": 2,
-            "do_sample": False,
-            "output_logits": True,
-            "return_dict_in_generate": True,
-        }
-        shown[impl] = student.generate(ids, attention_mask=mask, **options)
-    assert torch.equal(shown["torch"].sequences, shown["triton"].sequences)
-    for actual, expected in zip(shown["triton"].logits, shown["torch"].logits, strict=True):
+        generated[impl] = student.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=2,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    assert torch.equal(generated["torch"].sequences, generated["triton"].sequences)
+    for actual, expected in zip(generated["triton"].logits, generated["torch"].logits, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

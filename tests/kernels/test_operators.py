@@ -27,9 +27,17 @@ K = 4
 
 
 def scan_arguments(length: int = L) -> list[Tensor]:
-    """x, raw decays, B, C, D, z and the state before."""
+    """Draw x, raw decays, B, C, D, z and the state before."""
     tokens = (B, length, H)
-    sizes = [(*tokens, P), tokens, (*tokens, N), (*tokens, N), (H,), (*tokens, P), (B, H, P, N)]
+    sizes = [
+        (*tokens, P),
+        tokens,
+        (*tokens, N),
+        (*tokens, N),
+        (H,),
+        (*tokens, P),
+        (B, H, P, N),
+    ]
     return [torch.randn(size, requires_grad=True) for size in sizes]
 
 
@@ -55,23 +63,24 @@ def step_arguments() -> list[Tensor]:
 def test_operators_keep_what_torch_asks_of_them(full: bool) -> None:
     """Schema, fake kernels, autograd and the traced program, as `torch.library.opcheck` compares
     them."""
-    given = scan_arguments()
-    x, a, b, c, D, z, state = given
-    scan = (x, a, b, c, D, state, documents()) if full else (x, a, b, c, None, None, None)
-    torch.library.opcheck(ssd._forward_op, (*scan, True, None, True))
+    x, a, b, c, D, z, state = scan_arguments()
+    options = (D, state, documents()) if full else (None, None, None)
+    torch.library.opcheck(ssd._forward_op, (x, a, b, c, *options, True, None, True))
     torch.library.opcheck(ssd.gate, (x, z))
     x_BLC = torch.randn(B, L, 12, requires_grad=True)
     weight_CK = torch.randn(12, K, requires_grad=True)
     state_BCK = torch.randn(B, 12, K - 1, requires_grad=True) if full else None
     torch.library.opcheck(conv._forward_op, (x_BLC, weight_CK, state_BCK, None, full))
-    torch.library.opcheck(step._op, (*step_arguments(), torch.tensor([1, 0]) if full else None))
+    token_mask_B = torch.tensor([1, 0]) if full else None
+    torch.library.opcheck(step._op, (*step_arguments(), token_mask_B))
 
 
 def layer(given: list[Tensor], weight_CK: Tensor, seq_idx_BL: Tensor) -> Tensor:
     x_BLHP, raw_BLH, b_BLHN, c_BLHN, D_H, z_BLHP = given
-    x_BLC, _ = causal_conv(x_BLHP.flatten(2), weight_CK, seq_idx_BL=seq_idx_BL, impl="triton")
-    inputs = x_BLC.view_as(x_BLHP), raw_BLH, b_BLHN, c_BLHN, D_H, z_BLHP
-    y_BLHP, state = gated_ssd_scan(*inputs, seq_idx_BL=seq_idx_BL, impl="triton")
+    options = {"seq_idx_BL": seq_idx_BL, "impl": "triton"}
+    x_BLC, _ = causal_conv(x_BLHP.flatten(2), weight_CK, **options)
+    convolved_BLHP = x_BLC.view_as(x_BLHP)
+    y_BLHP, state = gated_ssd_scan(convolved_BLHP, raw_BLH, b_BLHN, c_BLHN, D_H, z_BLHP, **options)
     plain_BLHP, _ = ssd_scan(y_BLHP, -raw_BLH.exp(), b_BLHN, c_BLHN, impl="triton")
     return plain_BLHP.square().sum() + state.sum()
 
@@ -91,8 +100,8 @@ def test_a_layer_compiles_without_a_graph_break_and_once_for_all_lengths() -> No
         leaves = [*given, weight_CK]
         expected = torch.autograd.grad(layer(given, weight_CK, seq_idx_BL), leaves)
         actual = torch.autograd.grad(whole(given, weight_CK, seq_idx_BL), leaves)
-        for found, wanted in zip(actual, expected, strict=True):
-            torch.testing.assert_close(found, wanted)
+        for compiled, eager in zip(actual, expected, strict=True):
+            torch.testing.assert_close(compiled, eager)
     assert len(compiled_for) == 1
 
 
@@ -117,18 +126,14 @@ def test_a_fake_gpu_needs_no_gpu() -> None:
 
 
 def test_second_derivatives_are_refused_in_words() -> None:
-    given = scan_arguments()
-    y, _ = ssd.ssd(*given[:4])
-    (dx,) = torch.autograd.grad(y.square().sum(), given[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        dx.sum().backward()
+    x, a, b, c, *_ = scan_arguments()
+    scanned, _ = ssd.ssd(x, a, b, c)
     x_BLC = torch.randn(B, L, 12, requires_grad=True)
-    weight_CK = torch.randn(12, K)
-    (dx,) = torch.autograd.grad(
-        conv.causal_conv(x_BLC, weight_CK)[0].square().sum(), x_BLC, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        dx.sum().backward()
+    convolved, _ = conv.causal_conv(x_BLC, torch.randn(12, K))
+    for output, source in ((scanned, x), (convolved, x_BLC)):
+        (dx,) = torch.autograd.grad(output.square().sum(), source, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            dx.sum().backward()
 
 
 def test_no_kernel_is_compiled_anew_for_each_length() -> None:

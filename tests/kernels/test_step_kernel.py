@@ -8,6 +8,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in triton")
 from hybrid_kernels import common
 from hybrid_kernels.step import ssd_step
+from ssd_problem import relative_error
 
 from hybrid_distill.model import ssd
 
@@ -21,18 +22,18 @@ pytestmark = pytest.mark.skipif(not common.RUNS_HERE, reason="needs TRITON_INTER
 def draw(
     heads: int, head_dim: int, d_state: int, width: int = 4, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """The arguments of a step; two sequences."""
+    """Draw the arguments of a step, of two sequences."""
     channels = heads * (head_dim + 2 * d_state)
-    shapes = [
-        (2, channels),
-        (2, heads),
-        (2, heads, head_dim),
-        (channels, width),
-        (heads,),
-        (2, channels, width - 1),
-    ]
     state = torch.randn(2, heads, head_dim, d_state)
-    return [torch.randn(shape).to(dtype) for shape in shapes] + [state]
+    return [
+        torch.randn(2, channels).to(dtype),
+        torch.randn(2, heads).to(dtype),
+        torch.randn(2, heads, head_dim).to(dtype),
+        torch.randn(channels, width).to(dtype),
+        torch.randn(heads).to(dtype),
+        torch.randn(2, channels, width - 1).to(dtype),
+        state,
+    ]
 
 
 def reference(xbc, a, z, conv_weight, D, conv_state, ssm_state) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +41,8 @@ def reference(xbc, a, z, conv_weight, D, conv_state, ssm_state) -> tuple[Tensor,
     _, heads, head_dim, d_state = ssm_state.shape
     conv, conv_state = ssd.causal_conv(xbc.unsqueeze(1), conv_weight, state_BCK=conv_state)
     sizes = [heads * size for size in (head_dim, d_state, d_state)]
-    x, b, c = (part.unflatten(-1, (heads, -1)) for part in conv[:, 0].split(sizes, dim=-1))
+    parts = conv[:, 0].split(sizes, dim=-1)
+    x, b, c = (part.unflatten(-1, (heads, -1)) for part in parts)
     log_a = ssd.log_decay(a).clamp_min(ssd.MIN_LOG_DECAY)
     y, ssm_state = ssd.ssd_step(x, log_a, b, c, ssm_state)
     return (y + D.unsqueeze(-1) * x) * F.silu(z), conv_state, ssm_state
@@ -52,20 +54,14 @@ def check(inputs: list[Tensor], dtype: torch.dtype = torch.float32) -> float:
     y = ssd_step(*inputs)
     assert y.dtype == dtype
     assert torch.equal(inputs[5].double(), conv_expected)
-    pairs = ((y, y_expected), (inputs[6], ssm_expected))
-    of_y, of_state = (
-        (actual.double() - wanted).abs().max() / wanted.abs().max() for actual, wanted in pairs
-    )
-    assert of_y <= TOLERANCE[dtype] and of_state <= 1e-5, (of_y, of_state)
-    return of_y.item()
+    error_of_y = relative_error(y, y_expected)
+    error_of_state = relative_error(inputs[6], ssm_expected)
+    assert error_of_y <= TOLERANCE[dtype] and error_of_state <= 1e-5
+    return error_of_y
 
 
-SIZES = [(3, 16, n) for n in (4, 5, 8, 16, 32, 64, 128)] + [
-    (1, 16, 8),
-    (1, 48, 8),
-    (3, 128, 8),
-    (7, 16, 8),
-]
+SIZES = [(3, 16, n) for n in (4, 5, 8, 16, 32, 64, 128)]
+SIZES += [(1, 16, 8), (1, 48, 8), (3, 128, 8), (7, 16, 8)]
 SIZES += [(1, 80, 128)]  # a state larger than a block
 
 
@@ -130,22 +126,10 @@ def test_inputs_of_any_strides():
     [
         ("xbc_BC", torch.zeros(2, 47), r"xbc_BC has shape \(2, 47\)"),
         ("conv_weight_CK", torch.zeros(48, 7), "conv_weight_CK has width 7"),
-        (
-            "conv_state_BCK",
-            torch.zeros(2, 3, 48).mT,
-            "conv_state_BCK has strides",
-        ),
-        (
-            "ssm_state_BHPN",
-            torch.zeros(2, 2, 16, 4).bfloat16(),
-            "ssm_state_BHPN is bfloat16",
-        ),
+        ("conv_state_BCK", torch.zeros(2, 3, 48).mT, "conv_state_BCK has strides"),
+        ("ssm_state_BHPN", torch.zeros(2, 2, 16, 4).bfloat16(), "ssm_state_BHPN is bfloat16"),
         ("ssm_state_BHPN", torch.zeros(2, 2, 16, 129), "N=129"),
-        (
-            "D_H",
-            torch.zeros(2, requires_grad=True),
-            "needs a gradient",
-        ),
+        ("D_H", torch.zeros(2, requires_grad=True), "needs a gradient"),
         ("token_mask_B", torch.ones(3), r"token_mask_B has shape \(3,\)"),
     ],
 )

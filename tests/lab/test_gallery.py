@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import shlex
-import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -19,27 +18,19 @@ PAGE = (ROOT / "docs/gallery.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
-    """benchmarks/gallery.py as a module."""
-    spec = importlib.util.spec_from_file_location("gallery", ROOT / "benchmarks/gallery.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gallery"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def commands_of(script: Any, **options: Any) -> dict[str, str]:
-    gallery = script.Gallery(**options)
-    students = None if options else script.Students(gallery.made / "recurrent", gallery.made / "hybrid")
+def commands() -> dict[str, str]:
+    """The commands of benchmarks/gallery.py for the embedded teacher, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        script = importlib.import_module("gallery")
+    gallery = script.Gallery()
+    students = script.Students(gallery.work / "recurrent", gallery.work / "hybrid")
     return script.experiments(gallery, students)
 
 
-def test_the_page_gives_the_commands_that_the_script_runs(script: Any) -> None:
-    for command in commands_of(script).values():
-        assert f"\nhybrid-distill {command}\n" in PAGE
+def test_the_page_gives_the_commands_that_the_script_runs(commands: dict[str, str]) -> None:
     written = re.findall(r"^hybrid-distill (.*)$", PAGE, re.MULTILINE)
-    assert sorted(written) == sorted(commands_of(script).values())
+    assert sorted(written) == sorted(commands.values())
 
 
 def test_the_page_shows_all_figures_and_they_are_there() -> None:
@@ -48,12 +39,13 @@ def test_the_page_shows_all_figures_and_they_are_there() -> None:
     assert sorted(shown) == sorted(drawn) and len(shown) == len(set(shown))
 
 
-def test_the_commands_are_ones_that_the_command_line_knows(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_are_ones_that_the_command_line_knows(
+    commands: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
     for experiment in get_args(Experiment):
         kind = get_args(experiment)[0]
         monkeypatch.setattr(kind, "run", lambda self: ran.append(type(self).__name__) or "")
-    commands = commands_of(script)
     for command in commands.values():
         main(shlex.split(command))
     assert len(ran) == len(commands)
