@@ -34,7 +34,19 @@ TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}}
 BF16_RELATIVE_ERROR = 0.04
 # Of 8 heads in 4 KV groups: three of groups 0, 0, 1; all but one.
 THREE, ALL_BUT_ONE = (0, 1, 2), (0, 1, 2, 3, 4, 6, 7)
-FROM_5 = since("5.0")
+# What makes each family hard: biases, head norms, short windows, layers of two kinds, tied
+# embeddings, norms over all heads, one projection for queries, keys and values, RoPE on a part of
+# each head.
+HARD: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"attention_bias": True},
+    "mistral": {"sliding_window": 6},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"tie_word_embeddings": True, "rotary_pct": 0.5},
+}
 SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
 
 

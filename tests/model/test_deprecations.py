@@ -1,7 +1,5 @@
 """Nothing that transformers deprecates is relied on: a name that goes in one of its next releases fails here today."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_family_model
 from students import mixed_student, packed_logits, tokens
 from transformers import PreTrainedModel
 
@@ -54,8 +53,8 @@ def test_a_deprecated_argument_is_recognized() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_argument_that_is_passed_is_deprecated(family: str, family_model) -> None:
-    for forward in forwards(family_model(family)):
+def test_no_argument_that_is_passed_is_deprecated(family: str) -> None:
+    for forward in forwards(make_family_model(family)):
         assert not deprecated_arguments(forward) & {*PASSED, cache_argument(forward)}
 
 
@@ -76,8 +75,8 @@ def deprecations(caplog) -> Iterator[Callable[[], list[str]]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_says_that_something_is_deprecated(family: str, family_model, deprecations) -> None:
-    teacher = family_model(family)
+def test_no_family_says_that_something_is_deprecated(family: str, deprecations) -> None:
+    teacher = make_family_model(family)
     check_family(teacher)
     student = mixed_student(teacher)
     ids = tokens(2, 12)

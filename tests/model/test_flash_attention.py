@@ -1,7 +1,5 @@
 """Calls of flash-attn, checked against its documented definition in float64. The kernels themselves need a GPU."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

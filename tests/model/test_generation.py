@@ -1,11 +1,10 @@
 """`generate` in all its ways, against the forward pass without a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest import make_family_model
 import torch
 from students import (
     ALL_BUT_ONE,
@@ -42,19 +41,19 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=["qwen2", "olmo3", "gpt_neox", "tiny", "gdn"])
-def student(request: pytest.FixtureRequest, family_model: Callable[..., PreTrainedModel]) -> HybridForCausalLM:
+def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
     """Biases and a short window in two layers of three; norms over all heads; the embedded teacher's student."""
     if request.param == "tiny":
         teacher, _ = load_teacher(TINY)
         return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))
     if request.param == "gdn":
-        return mixed_student(family_model("llama"), recurrence="gdn")
-    return mixed_student(family_model(request.param, **WINDOWS.get(request.param, {})))
+        return mixed_student(make_family_model("llama"), recurrence="gdn")
+    return mixed_student(make_family_model(request.param, **WINDOWS.get(request.param, {})))
 
 
 @pytest.fixture
-def llama_student(family_model: Callable[..., PreTrainedModel]) -> HybridForCausalLM:
-    return mixed_student(family_model("llama"))
+def llama_student() -> HybridForCausalLM:
+    return mixed_student(make_family_model("llama"))
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [20.0, 3.0, 4.0, 5.0],
@@ -63,10 +62,10 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", [pytest.param("phi3", marks=since("5.14")), "llama"])
-def test_generation_over_the_longrope_switch(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
+def test_generation_over_the_longrope_switch(family: str) -> None:
     """Phi-3's keys in the cache were turned by the short factors: it reads all anew there, Llama goes on."""
     options = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
-    teacher = family_model(family, rope_parameters=LONGROPE, **options)
+    teacher = make_family_model(family, rope_parameters=LONGROPE, **options)
     prompt = tokens(1, 17)
 
     def written(model: Any) -> Any:
@@ -173,10 +172,10 @@ def test_beams_are_those_without_a_cache_and_score_what_they_say(student: Hybrid
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 def test_a_cache_is_continued_by_more_than_one_token(
-    kept: tuple[int, ...], family_model: Callable[..., PreTrainedModel]
+    kept: tuple[int, ...], 
 ) -> None:
     """A conversation: the cache of the first turn, the second turn's tokens, further generation."""
-    teacher = family_model("qwen2")
+    teacher = make_family_model("qwen2")
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     ids, mask = left_padded([tokens(9), tokens(6)])
     first = student.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
@@ -240,11 +239,9 @@ def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student: 
     assert addresses() == before and len(before) == 13  # keys, values, states and counts of three layers
 
 
-def test_generate_compiles_a_static_step_as_rarely_as_a_teachers(
-    family_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_generate_compiles_a_static_step_as_rarely_as_a_teachers() -> None:
     """Shorter texts fit the first cache; a longer one is compiled once more, for every length."""
-    teacher = family_model("llama", num_hidden_layers=1)
+    teacher = make_family_model("llama", num_hidden_layers=1)
     student = student_of(teacher, keep(teacher, KEPT["mixed"]))
     for model in (teacher, student):
         graphs, backend = counting_backend()
@@ -277,8 +274,8 @@ def test_a_static_cache_that_generate_returned_is_not_used_again(llama_student: 
     same_logits(logits(llama_student, last, cache=cache_of(first))[:, -1], whole)
 
 
-def test_what_must_roll_a_cache_back_is_refused(family_model: Callable[..., PreTrainedModel]) -> None:
-    teacher, ids = family_model("llama"), tokens(1, 6)
+def test_what_must_roll_a_cache_back_is_refused() -> None:
+    teacher, ids = make_family_model("llama"), tokens(1, 6)
     student = mixed_student(teacher)
     for options in ({"assistant_model": teacher}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
@@ -288,9 +285,9 @@ def test_what_must_roll_a_cache_back_is_refused(family_model: Callable[..., PreT
 
 
 @torch.no_grad()
-def test_decoding_compiles_into_one_graph_for_all_steps(family_model: Callable[..., PreTrainedModel]) -> None:
+def test_decoding_compiles_into_one_graph_for_all_steps() -> None:
     """``fullgraph`` fails at a graph break. The first step has a graph of its own, until torch sees what grows."""
-    teacher = family_model("llama", num_hidden_layers=1)
+    teacher = make_family_model("llama", num_hidden_layers=1)
     student, ids = student_of(teacher, keep(teacher, KEPT["mixed"])), tokens(2, 16)
     expected = logits(student, ids, use_cache=False)
     cache = cache_of(student(ids[:, :8], use_cache=True))
@@ -349,10 +346,10 @@ class LargestTensor(TorchDispatchMode):
     ((), None, False), ((), None, True), (THREE, None, False), pytest.param(THREE, 128, True, marks=since("5.5.0")),
 ], ids=["recurrent", "recurrent, padded", "mixed", "mixed, padded, in pieces"])  # fmt: skip
 def test_memory_of_a_long_prefill_grows_with_its_length(
-    kept: tuple[int, ...], chunk: int | None, padded: bool, family_model: Callable[..., PreTrainedModel]
+    kept: tuple[int, ...], chunk: int | None, padded: bool, 
 ) -> None:
     """Twice the tokens, at most twice the largest tensor; none with length² elements."""
-    teacher = family_model("llama")
+    teacher = make_family_model("llama")
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     largest = []
     for length in (1024, 2048):

@@ -1,7 +1,5 @@
 """Long rows: recurrent heads run segment by segment, and the rest cannot tell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -20,11 +18,25 @@ from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 
 D, R, P, N, K, L = 12, 3, 4, 5, 4, 23
-TEXT = (torch.arange(L) >= torch.tensor([[5], [0]])).long()  # the first row is padded on the left
-TURNS = TEXT * (torch.arange(L) % torch.tensor([[9], [10]]) < 7).long()  # and both of them inside
+TEXT = (
+    torch.arange(L) >= torch.tensor([[5], [0]])
+).long()  # the first row is padded on the left
+TURNS = (
+    TEXT * (torch.arange(L) % torch.tensor([[9], [10]]) < 7).long()
+)  # and both of them inside
 # Documents that begin within, at, just before and just after the ends of segments of 4, 5 and 8.
-PACKED = torch.isin(torch.arange(L), torch.tensor([1, 4, 7, 10, 17])).long().cumsum(0).expand(2, L)
-ROWS = {"plain": (None, None), "padded": (TEXT, None), "inside": (TURNS, None), "packed": (None, PACKED)}
+PACKED = (
+    torch.isin(torch.arange(L), torch.tensor([1, 4, 7, 10, 17]))
+    .long()
+    .cumsum(0)
+    .expand(2, L)
+)
+ROWS = {
+    "plain": (None, None),
+    "padded": (TEXT, None),
+    "inside": (TURNS, None),
+    "packed": (None, PACKED),
+}
 ROWS |= {"both": (TEXT, PACKED), "all": (TURNS, PACKED)}
 
 
@@ -39,7 +51,9 @@ def random_heads(recurrence: str = "discrete") -> SSMHeads:
     return heads
 
 
-def outputs_and_gradients(heads: SSMHeads, segment_len: int | None, hidden, rows) -> list[torch.Tensor]:
+def outputs_and_gradients(
+    heads: SSMHeads, segment_len: int | None, hidden, rows
+) -> list[torch.Tensor]:
     heads.segment_len = segment_len
     inputs = [hidden.clone().requires_grad_(), *heads.parameters()]
     y = heads(inputs[0], *rows)
@@ -55,7 +69,9 @@ def outputs_and_gradients(heads: SSMHeads, segment_len: int | None, hidden, rows
 def test_values_and_gradients_are_those_of_whole_rows(recurrence, rows, segment_len):
     heads, hidden = random_heads(recurrence), torch.randn(2, L, D, dtype=torch.float64)
     whole = outputs_and_gradients(heads, None, hidden, rows)
-    for found, expected in zip(outputs_and_gradients(heads, segment_len, hidden, rows), whole):
+    for found, expected in zip(
+        outputs_and_gradients(heads, segment_len, hidden, rows), whole
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -86,12 +102,16 @@ def test_the_next_stage_runs_whole_rows_again():
     student, teacher = small_models()
     for config, expected in ((Distill(name="long", segment_len=7), 7), (Distill(), None)):
         make_stage(config, student, teacher)
-        assert {mixer.ssm.segment_len for mixer in student.mixers() if mixer.ssm is not None} == {expected}
+        assert {
+            mixer.ssm.segment_len for mixer in student.mixers() if mixer.ssm is not None
+        } == {expected}
 
 
 def allocations(run: Callable[[], object]) -> tuple[int, int]:
     """Bytes that are left of what a function allocates, and bytes at the fullest."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as record:
         _kept = run()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = list(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
@@ -123,7 +143,14 @@ def test_memory_grows_with_the_segment_and_hardly_with_the_row():
 
 
 def long_run(tmp_path, seq_len: int) -> RunConfig:
-    stage = Distill(name="long", steps=2, batch_size=2, micro_batch_size=1, seq_len=seq_len, segment_len=48)
+    stage = Distill(
+        name="long",
+        steps=2,
+        batch_size=2,
+        micro_batch_size=1,
+        seq_len=seq_len,
+        segment_len=48,
+    )
     return small_run(tmp_path / "run", stages=(ALIGN, stage), data=DataConfig(seq_len=64))
 
 

@@ -14,8 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_distill.model import ssd
-from hybrid_distill.model.gated_delta import delta_mixing_matrix, delta_scan, delta_step, gates, unit_keys
-from hybrid_distill.model.ssd import causal_conv, log_decay, mixing_matrix, raw_decay, ssd_scan, ssd_step
+from hybrid_distill.model.gated_delta import (
+    delta_mixing_matrix,
+    delta_scan,
+    delta_step,
+    gates,
+    unit_keys,
+)
+from hybrid_distill.model.ssd import (
+    causal_conv,
+    log_decay,
+    mixing_matrix,
+    raw_decay,
+    ssd_scan,
+    ssd_step,
+)
 
 # dtype of the inputs -> relative and absolute tolerance
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 1e-2}
@@ -24,10 +37,14 @@ BATCH, HEADS, HEAD_DIM, STATE = 2, 3, 4, 5
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
 
 
-def inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    length: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = torch.randn(BATCH, length, HEADS, HEAD_DIM, dtype=dtype)
     b, c = (torch.randn(BATCH, length, HEADS, STATE, dtype=dtype) for _ in range(2))
     return x, log_decay(2 * torch.randn(BATCH, length, HEADS, dtype=dtype)), b, c
@@ -40,7 +57,14 @@ def delta_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tenso
 
 
 def delta_steps(
-    x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor, *, state_BHPN: Tensor, seq_idx_BL: Tensor | None
+    x: Tensor,
+    log_a: Tensor,
+    write: Tensor,
+    k: Tensor,
+    c: Tensor,
+    *,
+    state_BHPN: Tensor,
+    seq_idx_BL: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule token by token."""
     ys, state = [], state_BHPN
@@ -85,14 +109,26 @@ def test_reference_is_the_recurrence_of_the_paper() -> None:
 
 
 def values_and_gradients(
-    args: Sequence[Tensor], seq_idx: Tensor | None, scan: Any = ssd_scan, start: Tensor | None = None, **options: Any
+    args: Sequence[Tensor],
+    seq_idx: Tensor | None,
+    scan: Any = ssd_scan,
+    start: Tensor | None = None,
+    **options: Any,
 ) -> list[Tensor]:
     """y, the final state, and the gradients of ``args`` and, if given, the state before."""
-    leaves = [t.detach().requires_grad_() for t in (*args, *([] if start is None else [start]))]
+    leaves = [
+        t.detach().requires_grad_() for t in (*args, *([] if start is None else [start]))
+    ]
     before = None if start is None else leaves[-1]
     y, state = scan(*leaves[: len(args)], state_BHPN=before, seq_idx_BL=seq_idx, **options)
-    to_y, to_state = (torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state))
-    return [y.detach(), state.detach(), *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves)]
+    to_y, to_state = (
+        torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).cos() for t in (y, state)
+    )
+    return [
+        y.detach(),
+        state.detach(),
+        *torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), leaves),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,23 +139,35 @@ def values_and_gradients(
 @pytest.mark.parametrize("chunk_size", [1, 16, 32])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_equal_steps(length: int, packed: bool, chunk_size: int, inputs: Any, scan: Any, steps: Any) -> None:
+def test_chunks_equal_steps(
+    length: int, packed: bool, chunk_size: int, inputs: Any, scan: Any, steps: Any
+) -> None:
     """In values, final state and gradients; the state before belongs to the first document."""
-    args, seq_idx, start = inputs(length), documents(length) if packed else None, some_state()
+    args, seq_idx, start = (
+        inputs(length),
+        documents(length) if packed else None,
+        some_state(),
+    )
     found = values_and_gradients(args, seq_idx, scan, start, chunk_size=chunk_size)
-    for actual, expected in zip(found, values_and_gradients(args, seq_idx, steps, start), strict=True):
+    for actual, expected in zip(
+        found, values_and_gradients(args, seq_idx, steps, start), strict=True
+    ):
         close(actual, expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_states_are_carried_over_blocks_of_chunks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_carried_over_blocks_of_chunks(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
     test_chunks_equal_steps(77, packed, 8, inputs, ssd_scan, ssd_steps)
 
 
 @EVERY_RECURRENCE
 @pytest.mark.parametrize("packed", [False, True])
-def test_scan_is_the_mixing_matrix_times_the_values(packed: bool, inputs: Any, scan: Any, matrix: Any) -> None:
+def test_scan_is_the_mixing_matrix_times_the_values(
+    packed: bool, inputs: Any, scan: Any, matrix: Any
+) -> None:
     x, *others = inputs(45)
     seq_idx = documents(45) if packed else None
     mixing_BHLS = matrix(*others, seq_idx)
@@ -141,7 +189,9 @@ def test_scan_is_prefill_then_steps() -> None:
 
 
 @EVERY_RECURRENCE
-def test_packed_documents_equal_the_same_documents_alone(inputs: Any, scan: Any, matrix: Any) -> None:
+def test_packed_documents_equal_the_same_documents_alone(
+    inputs: Any, scan: Any, matrix: Any
+) -> None:
     args, seq_idx = inputs(77), documents(77)
     y, state = scan(*args, seq_idx_BL=seq_idx)
     for row in range(BATCH):
@@ -161,26 +211,40 @@ def test_decay_of_zero_and_of_one() -> None:
     expected_y, expected_state = ssd_scan(*leaves, impl="reference")
     close(y, expected_y, torch.float32)
     close(state, expected_state, torch.float32)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum() + state.sum(), leaves))
-    close(torch.einsum("bhls,bshp->blhp", mixing_matrix(log_a, b, c), x), expected_y, torch.float32)
+    assert all(
+        g.isfinite().all() for g in torch.autograd.grad(y.sum() + state.sum(), leaves)
+    )
+    close(
+        torch.einsum("bhls,bshp->blhp", mixing_matrix(log_a, b, c), x),
+        expected_y,
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("per_token", [1e-4, 1e-2, 1.0, 3.0, 10.0, 29.0, None])
-def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packed: bool) -> None:
+def test_decays_of_any_strength_lose_no_precision(
+    per_token: float | None, packed: bool
+) -> None:
     """Float32 values and gradients are within 1e-6 of those in float64; None: all strengths in one row."""
     x, _, b, c = inputs(200, torch.float32)
     drawn = torch.rand(BATCH, 200, HEADS)
-    log_a = -(30 * drawn**8 + 1e-4) if per_token is None else -per_token * (0.9 + 0.1 * drawn)
+    log_a = (
+        -(30 * drawn**8 + 1e-4) if per_token is None else -per_token * (0.9 + 0.1 * drawn)
+    )
     seq_idx = documents(200) if packed else None
-    expected = values_and_gradients([t.double() for t in (x, log_a, b, c)], seq_idx, ssd_steps)
+    expected = values_and_gradients(
+        [t.double() for t in (x, log_a, b, c)], seq_idx, ssd_steps
+    )
     for actual, wanted in zip(values_and_gradients([x, log_a, b, c], seq_idx), expected):
         # 1e-15: the rounding of sums around 1 in float64, beside which the gradients of the strongest decays are 1e-12.
         assert (actual - wanted).abs().max() < 1e-6 * wanted.abs().max() + 1e-15
 
 
 @pytest.mark.parametrize("changed", [slice(0, 75), slice(75, 140), slice(140, 200)])
-def test_another_document_changes_no_bit(changed: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_document_changes_no_bit(
+    changed: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither of a document's values nor of its gradients, whatever the decays; borders lie inside chunks."""
     monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
     seq_idx = torch.tensor([0] * 75 + [1] * 65 + [2] * 60).expand(BATCH, -1)
@@ -197,13 +261,17 @@ def test_another_document_changes_no_bit(changed: slice, monkeypatch: pytest.Mon
         assert torch.equal(one[:, kept], other[:, kept])
         assert not torch.equal(one[:, changed], other[:, changed])
     assert torch.equal(state, other_state) == (changed.stop != 200)
-    maps, other_maps = (mixing_matrix(*each[1:], seq_idx)[:, :, kept] for each in (args, others))
+    maps, other_maps = (
+        mixing_matrix(*each[1:], seq_idx)[:, :, kept] for each in (args, others)
+    )
     assert torch.equal(maps, other_maps)
 
 
 @EVERY_RECURRENCE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neither_half_precision_nor_autocast_reach_the_states(dtype: Any, inputs: Any, scan: Any, matrix: Any) -> None:
+def test_neither_half_precision_nor_autocast_reach_the_states(
+    dtype: Any, inputs: Any, scan: Any, matrix: Any
+) -> None:
     args = [t.to(dtype) for t in inputs(45, torch.float32)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, state = scan(*args)
@@ -221,13 +289,19 @@ def test_no_tokens_leave_the_state_alone(inputs: Any, scan: Any, matrix: Any) ->
 
 def test_raw_decay_gives_the_half_life() -> None:
     half_lives = torch.tensor([1.0, 2.0, 100.0, 1e4], dtype=torch.float64)
-    close(log_decay(raw_decay(half_lives)) * half_lives, torch.full((4,), -math.log(2.0), dtype=torch.float64))
+    close(
+        log_decay(raw_decay(half_lives)) * half_lives,
+        torch.full((4,), -math.log(2.0), dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_convolution_is_a_depthwise_conv1d(length: int, width: int) -> None:
-    x, weight = torch.randn(2, length, 6, dtype=torch.float64), torch.randn(6, width, dtype=torch.float64)
+    x, weight = (
+        torch.randn(2, length, 6, dtype=torch.float64),
+        torch.randn(6, width, dtype=torch.float64),
+    )
     past = torch.randn(2, 6, width - 1, dtype=torch.float64)
     y, state = causal_conv(x, weight, state_BCK=past)
     all_inputs = torch.cat([past, x.mT], dim=-1)
@@ -243,7 +317,10 @@ def test_convolution_does_not_cross_documents() -> None:
     y, _ = causal_conv(x, weight, seq_idx_BL=seq_idx)
     for row in range(BATCH):
         for document in document_slices(seq_idx[row]):
-            assert torch.equal(y[row : row + 1, document], causal_conv(x[row : row + 1, document], weight)[0])
+            assert torch.equal(
+                y[row : row + 1, document],
+                causal_conv(x[row : row + 1, document], weight)[0],
+            )
 
 
 def test_a_carried_convolution_state_is_of_the_first_document() -> None:
@@ -256,7 +333,11 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
 
 def test_what_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed" if impl == "mamba_ssm" else None)
+    monkeypatch.setattr(
+        ssd,
+        "_unusable",
+        lambda impl: "mamba_ssm is not installed" if impl == "mamba_ssm" else None,
+    )
     with pytest.raises(ValueError, match=r"impl is 'cuda'.*auto, torch"):
         ssd_scan(*args, impl="cuda")
     with pytest.raises(RuntimeError, match=r"mamba_ssm is not installed\. Pass 'auto'"):
@@ -265,10 +346,14 @@ def test_what_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         ssd_scan(*args, chunk_size=0)
 
 
-def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_that_is_broken_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
     for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))  # without its parts
+    monkeypatch.setitem(
+        sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm")
+    )  # without its parts
     with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):
         ssd_scan(*inputs(3), impl="mamba_ssm")
