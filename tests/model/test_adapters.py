@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import make_family_model
 from datasets import Dataset
 from peft import (
@@ -62,21 +63,26 @@ def test_a_merged_adapter_computes_what_the_adapter_does(
     )
 
 
-def test_an_adapters_own_bias_is_merged_or_refused() -> None:
-    """mamba2's x, B and C have no bias before the convolution: PEFT refuses to merge one into them."""
+def with_own_bias(recurrence: str, target: str) -> Any:
+    student = mixed_student(make_family_model("qwen2"), recurrence)
     settings = {"r": 4, "init_lora_weights": False, "lora_bias": True}
+    return get_peft_model(student, LoraConfig(target_modules=[target], **settings)).eval()
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "target"), [("discrete", "x_proj"), ("mamba2", "z_proj")]
+)
+def test_an_adapters_own_bias_is_merged(recurrence: str, target: str) -> None:
+    adapted = with_own_bias(recurrence, target)
     ids = tokens(2, 9)
-    for recurrence, target in (("discrete", "x_proj"), ("mamba2", "z_proj")):
-        student = mixed_student(make_family_model("qwen2"), recurrence)
-        adapted: Any = get_peft_model(
-            student, LoraConfig(target_modules=[target], **settings)
-        ).eval()
-        unmerged = logits(adapted, ids)
-        close(logits(adapted.merge_and_unload(), ids), unmerged)
-    student = mixed_student(make_family_model("qwen2"), "mamba2")
-    adapted = get_peft_model(student, LoraConfig(target_modules=["x_proj"], **settings))
+    unmerged = logits(adapted, ids)
+    close(logits(adapted.merge_and_unload(), ids), unmerged)
+
+
+def test_an_adapters_own_bias_that_has_no_place_is_refused() -> None:
+    """mamba2's x, B and C have no bias before the convolution."""
     with pytest.raises(RuntimeError, match="lora_bias"):
-        adapted.merge_and_unload()
+        with_own_bias("mamba2", "x_proj").merge_and_unload()
 
 
 @pytest.mark.parametrize("method", PROMPTS)
@@ -86,18 +92,19 @@ def test_prompts_are_learned_before_the_embeddings(method: str) -> None:
     ids = tokens(2, 9)
     mask = torch.ones_like(ids)
     output = prompted(ids, attention_mask=mask, labels=ids)
-    embeddings = torch.cat(
-        [prompted.get_prompt(2), student.get_input_embeddings()(ids)], dim=1
-    )
+    prompts = prompted.get_prompt(2)
+    embeddings = torch.cat([prompts, student.get_input_embeddings()(ids)], dim=1)
     close(output.logits, student(inputs_embeds=embeddings).logits)
     output.loss.backward()
     learned = [parameter for parameter in prompted.parameters() if parameter.requires_grad]
-    assert learned and all(parameter.grad is not None for parameter in learned)
-    options = {"max_new_tokens": 3, "eos_token_id": None, "use_cache": False}
-    # PEFT 0.21 looks for a cache by its name before transformers 5.24: without one, it reads all tokens anew.
-    written = prompted.generate(input_ids=ids, attention_mask=mask, **options)[:, 9:]
-    options["use_cache"] = True
-    assert torch.equal(written, student.generate(inputs_embeds=embeddings, **options))
+    assert learned
+    assert all(parameter.grad is not None for parameter in learned)
+    options = {"max_new_tokens": 3, "eos_token_id": None}
+    # PEFT 0.21 looks for a cache by its name before transformers 5.24; without one, it reads all
+    # tokens anew.
+    text = prompted.generate(input_ids=ids, attention_mask=mask, use_cache=False, **options)
+    expected = student.generate(inputs_embeds=embeddings, use_cache=True, **options)
+    assert torch.equal(text[:, 9:], expected)
 
 
 def test_a_prefix_of_keys_is_refused() -> None:
@@ -108,39 +115,46 @@ def test_a_prefix_of_keys_is_refused() -> None:
         prefixed(tokens(2, 9))
 
 
-def scaled_teacher(name: str) -> PreTrainedModel:
-    """A family that scales or caps its logits, so far that a loss without it differs."""
-    import transformers
+SHARED_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "pad_token_id",
+)
+SCALES: dict[str, dict[str, Any]] = {
+    "Granite": {"logits_scaling": 4.0},
+    "Cohere": {"logit_scale": 0.25},
+    "Gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
+}
+"""Families that scale or cap their logits, so far that a loss without it differs."""
 
-    shape = dict(
-        make_family_model("llama").config.to_dict(), vocab_size=300, initializer_range=0.3
-    )
-    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-              "num_key_value_heads", "max_position_embeddings", "pad_token_id", "initializer_range")  # fmt: skip
-    own = {
-        "Granite": {"logits_scaling": 4.0},
-        "Cohere": {"logit_scale": 0.25},
-        "Gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
-    }[name]
-    config = getattr(transformers, f"{name}Config")(
-        **{field: shape[field] for field in fields}, **own
-    )
+
+def scaled_teacher(name: str) -> PreTrainedModel:
+    shape = make_family_model("llama", vocab_size=300).config.to_dict()
+    fields = {field: shape[field] for field in SHARED_SIZES}
+    config_class = getattr(transformers, f"{name}Config")
+    config = config_class(**fields, initializer_range=0.3, **SCALES[name])
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
-@pytest.mark.parametrize("family", ["Granite", "Cohere", "Gemma2"])
+@pytest.mark.parametrize("family", SCALES)
 def test_trl_computes_the_students_own_loss(family: str, tmp_path: Path) -> None:
     """Its default loss multiplies the decoder's hidden states by the output embedding, in pieces."""
     trl = pytest.importorskip("trl")
     student: HybridForCausalLM = mixed_student(scaled_teacher(family))
     rows = Dataset.from_list([{"input_ids": tokens(length).tolist()} for length in (12, 7)])
-    settings = {
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "per_device_train_batch_size": 2,
-    }
-    arguments = trl.SFTConfig(str(tmp_path), disable_tqdm=True, **settings)
+    arguments = trl.SFTConfig(
+        str(tmp_path),
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=2,
+    )
     trainer = trl.SFTTrainer(
         student, arguments, train_dataset=rows, processing_class=byte_tokenizer()
     )

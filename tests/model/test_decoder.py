@@ -5,7 +5,6 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,13 +26,8 @@ from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.model.layout import cache_of
 from hybrid_distill.plan import HeadPlan
 
-WAYS: dict[str, Callable[[HybridForCausalLM], Any]] = {
-    "model": lambda student: student.model,
-    "base_model": lambda student: student.base_model,
-    "get_decoder": lambda student: student.get_decoder(),
-}
 FAMILIES = ("llama", "gpt_neox", "nemotron", "gemma2")
-"""GPT-NeoX orders the arguments differently, Nemotron's layers drop what they do not know, Gemma-2 has windows."""
+"""GPT-NeoX orders arguments differently, Nemotron drops unknown ones, Gemma-2 has windows."""
 
 
 @pytest.fixture(params=FAMILIES)
@@ -46,12 +40,10 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", WAYS)
-def test_a_decoder_reads_padding_and_documents_itself(
-    way: str, student: HybridForCausalLM
-) -> None:
+def test_a_decoder_reads_padding_and_documents_itself(student: HybridForCausalLM) -> None:
     """TRL's GRPO computes the log-probabilities of a completion from these hidden states."""
-    decoder = WAYS[way](student)
+    decoder = student.model
+    assert student.base_model is student.get_decoder() is decoder
     prompts = [tokens(5), tokens(11)]
     alone = [decoder(prompt[None]).last_hidden_state[0] for prompt in prompts]
     ids, mask = left_padded(prompts)
@@ -59,14 +51,14 @@ def test_a_decoder_reads_padding_and_documents_itself(
     close(padded[0, 6:], alone[0])
     close(padded[1], alone[1])
     packed = torch.cat(prompts)[None]
-    lengths = torch.tensor([0, 5, 16])
-    documents = {
-        "positions": {"position_ids": torch.cat([torch.arange(5), torch.arange(11)])[None]},
-        "borders": {"cu_seq_lens_q": lengths},
-        "numbers": {"seq_idx": torch.tensor([[0] * 5 + [1] * 11])},
-    }
-    for inputs in documents.values():
-        close(decoder(input_ids=packed, **inputs).last_hidden_state[0], torch.cat(alone))
+    positions = torch.cat([torch.arange(5), torch.arange(11)])[None]
+    for documents in (
+        {"position_ids": positions},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 16])},
+        {"seq_idx": torch.tensor([[0] * 5 + [1] * 11])},
+    ):
+        output = decoder(input_ids=packed, **documents)
+        close(output.last_hidden_state[0], torch.cat(alone))
 
 
 @torch.no_grad()
@@ -128,8 +120,11 @@ def test_a_decoder_compiles_without_a_break() -> None:
     ids, mask = left_padded([tokens(9), tokens(4)])
     torch.compiler.reset()
     compiled = torch.compile(student.model, backend="eager", fullgraph=True)
-    found = compiled(ids, mask, use_cache=False).last_hidden_state
-    close(found, student.model(ids, mask, use_cache=False).last_hidden_state)
+    output = compiled(ids, mask, use_cache=False)
+    close(
+        output.last_hidden_state,
+        student.model(ids, mask, use_cache=False).last_hidden_state,
+    )
 
 
 def saved_and_loaded(student: HybridForCausalLM) -> HybridForCausalLM:
@@ -152,14 +147,11 @@ COPIES: dict[str, Callable[[HybridForCausalLM], HybridForCausalLM]] = {
 def test_a_copy_is_the_same_model(way: str, recurrence: str) -> None:
     student = mixed_student(make_family_model("qwen2"), recurrence)
     ids, mask = left_padded([tokens(9), tokens(4)])
-    student.generate(
-        ids, attention_mask=mask, cache_implementation="static", max_new_tokens=2
-    )
+    static = {"cache_implementation": "static", "max_new_tokens": 2}
+    student.generate(ids, attention_mask=mask, **static)
     copied = COPIES[way](student)
     assert not hasattr(copied, "_static_cache")
-    assert [type(module) for module in copied.modules()] == [
-        type(module) for module in student.modules()
-    ]
+    assert list(map(type, copied.modules())) == list(map(type, student.modules()))
     close(
         logits(copied, ids, attention_mask=mask), logits(student, ids, attention_mask=mask)
     )

@@ -1,4 +1,4 @@
-"""Students whose weights accelerate brings to the device only while the module that owns them runs."""
+"""Students whose weights accelerate brings to the device only while their module runs."""
 
 from collections.abc import Callable
 from pathlib import Path
