@@ -55,7 +55,12 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8},
     "gemma3": {"head_dim": 8},
     "nemotron": {"head_dim": 8},
-    "llama4": {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 96, "no_rope_layers": [1, 1, 0]},
+    "llama4": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 1, 0],
+    },
     "stablelm": {},
 }
 _CLASS_PREFIX = {
@@ -81,7 +86,9 @@ def make_family_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrain
     config = getattr(transformers, f"{_CLASS_PREFIX[name]}Config")(**shape)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{_CLASS_PREFIX[name].removesuffix('Text')}ForCausalLM")(config)
+        model = getattr(
+            transformers, f"{_CLASS_PREFIX[name].removesuffix('Text')}ForCausalLM"
+        )(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:

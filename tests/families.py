@@ -1,7 +1,15 @@
 """Small tokenizers that treat digits, blanks and newlines as those of the large families do."""
 
 from planted import KEYS
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -17,19 +25,29 @@ TEMPLATE = (
 STYLES = ("llama3", "qwen", "smollm2", "gemma", "glued")
 
 
-def family_tokenizer(style: str, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def family_tokenizer(
+    style: str, template: str | None = TEMPLATE
+) -> PreTrainedTokenizerFast:
     """A small BPE tokenizer that splits as its family does; "glued" takes blanks and newlines into numbers' tokens."""
     if style == "gemma":
         tokenizer = Tokenizer(models.BPE(byte_fallback=True))
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d|\n+|▁?[^▁\d\n]+"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(
+            Regex(r"\d|\n+|▁?[^▁\d\n]+"), "isolated"
+        )
         tokenizer.decoder = decoders.Replace("▁", " ")
         alphabet = [*map(chr, range(33, 127)), "▁", "\n"]
     else:
         pattern = {"llama3": LLAMA3, "qwen": QWEN, "glued": r"\s?\S+|\s+"}.get(style)
-        split = pre_tokenizers.Split(Regex(pattern), "isolated") if pattern else pre_tokenizers.Digits(True)
+        split = (
+            pre_tokenizers.Split(Regex(pattern), "isolated")
+            if pattern
+            else pre_tokenizers.Digits(True)
+        )
         tokenizer = Tokenizer(models.BPE())
-        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style == "smollm2")
+        last = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=style == "smollm2"
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, last])
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -1,7 +1,5 @@
 """Small random students, and what is asked of them in more than one test file."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,9 @@ from hybrid_distill.student.build import build_student
 def since(version: str) -> pytest.MarkDecorator:
     """Skip a test under older versions of transformers, which do this otherwise, or not."""
     older = release(transformers.__version__) < release(version)
-    return pytest.mark.skipif(older, reason=f"transformers before {version} does this otherwise, or not")
+    return pytest.mark.skipif(
+        older, reason=f"transformers before {version} does this otherwise, or not"
+    )
 
 
 TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}}
@@ -51,7 +51,9 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
 
 
 def keep(teacher: PreTrainedModel, *per_layer: tuple[int, ...]) -> HeadPlan:
-    return HeadPlan.from_pairs(teacher, [(layer, head) for layer, heads in enumerate(per_layer) for head in heads])
+    return HeadPlan.from_pairs(
+        teacher, [(layer, head) for layer, heads in enumerate(per_layer) for head in heads]
+    )
 
 
 def student_of(
@@ -66,9 +68,13 @@ def student_of(
     return student
 
 
-def tiny_student(family: str, *, d_state: int = 8, recurrence: str = "discrete") -> tuple[HybridForCausalLM, HeadPlan]:
+def tiny_student(
+    family: str, *, d_state: int = 8, recurrence: str = "discrete"
+) -> tuple[HybridForCausalLM, HeadPlan]:
     """A student that keeps 4 heads in two layers and none in the third; Qwen2 with tied embeddings."""
-    teacher = make_family_model(family, vocab_size=300, tie_word_embeddings=family == "qwen2")
+    teacher = make_family_model(
+        family, vocab_size=300, tie_word_embeddings=family == "qwen2"
+    )
     plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
     return build_student(teacher, plan, d_state=d_state, recurrence=recurrence)[0], plan
 
@@ -81,10 +87,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     roles = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, additional_special_tokens=["<tool>", "<image>"], **roles
+    )
 
 
-def mixed_student(teacher: PreTrainedModel, recurrence: str = "discrete") -> HybridForCausalLM:
+def mixed_student(
+    teacher: PreTrainedModel, recurrence: str = "discrete"
+) -> HybridForCausalLM:
     """Layers that keep three heads (which share KV heads unevenly), none, and all but one."""
     return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE), recurrence=recurrence)
 
@@ -95,8 +105,12 @@ def tokens(*shape: int) -> Tensor:
 
 def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     length = max(len(prompt) for prompt in prompts)
-    ids = torch.stack([torch.cat([tokens(length - len(p)), p]) for p in prompts])  # the pads are no zeros
-    mask = torch.stack([torch.cat([torch.zeros(length - len(p)), torch.ones(len(p))]) for p in prompts])
+    ids = torch.stack(
+        [torch.cat([tokens(length - len(p)), p]) for p in prompts]
+    )  # the pads are no zeros
+    mask = torch.stack(
+        [torch.cat([torch.zeros(length - len(p)), torch.ones(len(p))]) for p in prompts]
+    )
     return ids, mask.long()
 
 
@@ -113,21 +127,27 @@ def packed_logits(model: PreTrainedModel, ids: Tensor, seq_idx: Tensor) -> Tenso
     """Logits of a student, or of its teacher, on packed documents."""
     if isinstance(model, HybridForCausalLM):
         return logits(model, ids, seq_idx=seq_idx)
-    return logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
+    return logits(
+        model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config)
+    )
 
 
 def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None:
     """Check exports here, where torch is loaded already; ``modules`` is for their Python files."""
 
     def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
-        alias = modules.with_name("alias")  # transformers 4.56 imports no code from a folder with a dot in its name
+        alias = modules.with_name(
+            "alias"
+        )  # transformers 4.56 imports no code from a folder with a dot in its name
         alias.unlink(missing_ok=True)
         alias.symlink_to(folder.resolve(), target_is_directory=True)
         return GateReport(tuple(run_checks(alias, alias / "gate", device=device)))
 
     monkeypatch.setattr("hybrid_distill.export.gate.run_gate", run_gate)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
-    monkeypatch.delitem(sys.modules, "transformers_modules", raising=False)  # before 5.10 another test's come first
+    monkeypatch.delitem(
+        sys.modules, "transformers_modules", raising=False
+    )  # before 5.10 another test's come first
     modules.mkdir(exist_ok=True)
     monkeypatch.syspath_prepend(modules)
 
@@ -144,6 +164,10 @@ def lose_caches(monkeypatch: Any) -> None:
     whole = HybridMixer.heads
 
     def without_cache(self: HybridMixer, *args: Any, **kwargs: Any) -> Tensor:
-        return whole(self, *args, **{name: value for name, value in kwargs.items() if name not in CACHE_NAMES})
+        return whole(
+            self,
+            *args,
+            **{name: value for name, value in kwargs.items() if name not in CACHE_NAMES},
+        )
 
     monkeypatch.setattr(HybridMixer, "heads", without_cache)

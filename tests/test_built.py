@@ -3,8 +3,6 @@
 This file is also the program that each of two processes runs: ``test_built.py OUT``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -143,7 +141,9 @@ def test_an_alignment_is_grafted_once(before, tmp_path, monkeypatch):
     donor = trained_student(RunInputs(none))[0]
     for mixer, source in zip(built.mixers(), donor.mixers()):
         for place, head in enumerate(mixer.recurrent):
-            assert torch.equal(mixer.ssm.D[place], source.ssm.D[source.recurrent.index(head)])
+            assert torch.equal(
+                mixer.ssm.D[place], source.ssm.D[source.recurrent.index(head)]
+            )
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
     assert weights_hash(build(RunInputs(config), choose_heads(this))) == weights_hash(built)
 

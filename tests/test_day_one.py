@@ -1,7 +1,5 @@
 """docs/training.md, day one on GPUs: its figures follow from each other, and its commands are accepted."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -21,7 +19,9 @@ from hybrid_distill.student.build import empty_student
 from hybrid_distill.train.meter import PEAK_FLOPS, flops_per_token
 
 ROOT = Path(__file__).parents[1]
-DAY = (ROOT / "docs/training.md").read_text().partition("## Day one")[2].partition("\n## ")[0]
+DAY = (
+    (ROOT / "docs/training.md").read_text().partition("## Day one")[2].partition("\n## ")[0]
+)
 CONTAINER = ("--gpus all", "--ipc=host", "--ulimit memlock=-1", "--ulimit stack=67108864")
 N_GPUS = 8
 
@@ -37,7 +37,9 @@ def test_the_table_follows_from_its_milliseconds() -> None:
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(LLAMA)
     plan = HeadPlan.random(teacher, config.plan.k, 0)
-    student = empty_student(teacher, plan, config.student.d_state, 4, config.student.recurrence)
+    student = empty_student(
+        teacher, plan, config.student.d_state, 4, config.student.recurrence
+    )
     rows = re.findall(r"^\| (align|distill) \| (.*) \|$", DAY, re.MULTILINE)
     assert [name for name, _ in rows] == ["align", "distill"]
     for name, row in rows:
@@ -66,12 +68,22 @@ def test_memory_is_what_a_dry_run_counts(
     AutoTokenizer.from_pretrained(tiny_teacher_path()).save_pretrained(teacher)
     (teacher / "model.safetensors").touch()  # a dry run reads no weights
     words = ["run", "llama_1b", "--teacher", str(teacher), "--data.sources", "tiny"]
-    words += ["--data.weights", "1", "--plan.selection", "random", "--out", str(tmp_path / "run")]
+    words += [
+        "--data.weights",
+        "1",
+        "--plan.selection",
+        "random",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     main([*words, "--dry-run"])
     printed = capsys.readouterr().out
-    totals = re.findall(r"^ *total (with gradient checkpointing)? *([\d. ]+)$", printed, re.MULTILINE)
+    totals = re.findall(
+        r"^ *total (with gradient checkpointing)? *([\d. ]+)$", printed, re.MULTILINE
+    )
     (align, _), (distill, with_checkpointing) = (
-        [[round(float(gb)) for gb in row.split()] for _, row in totals[place : place + 2]] for place in (0, 2)
+        [[round(float(gb)) for gb in row.split()] for _, row in totals[place : place + 2]]
+        for place in (0, 2)
     )
     ddp, zero2 = 0, 2  # columns
     assert f"{align[ddp]} GB in alignment and {distill[ddp]} GB in distillation" in DAY
@@ -89,11 +101,17 @@ def test_tokens_hours_and_gigabytes() -> None:
 
 
 def test_documented_commands_have_flags_that_exist() -> None:
-    commands = re.findall(r"^ *hybrid-distill prepare-data (.*)$", DAY.replace("\\\n", " "), re.MULTILINE)
+    commands = re.findall(
+        r"^ *hybrid-distill prepare-data (.*)$", DAY.replace("\\\n", " "), re.MULTILINE
+    )
     sources = config_of(load_recipe(Path("llama_1b"))).data.sources
-    parsed = [flags_of(prepare_data).parse_args(shlex.split(command)) for command in commands]
+    parsed = [
+        flags_of(prepare_data).parse_args(shlex.split(command)) for command in commands
+    ]
     assert len(parsed) == len(sources) == 2
-    assert {source for command in commands for source in sources if source in command} == set(sources)
+    assert {
+        source for command in commands for source in sources if source in command
+    } == set(sources)
 
 
 @pytest.mark.parametrize("page", ["docs/training.md", "launch/README.md", "Dockerfile"])

@@ -3,8 +3,6 @@
 This file is also the program that each of two processes runs: ``test_devices.py``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -38,7 +36,12 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A machine with a GPU, a torch for CUDA, and a driver that is too old."""
-    for name in (CPU_ASKED, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+    for name in (
+        CPU_ASKED,
+        "CUDA_VISIBLE_DEVICES",
+        "LOCAL_RANK",
+        "ACCELERATE_MIXED_PRECISION",
+    ):
         monkeypatch.delenv(name, raising=False)
 
     def refuse() -> None:
@@ -95,7 +98,9 @@ def test_a_torch_without_cuda_is_somebodys_choice(machine, monkeypatch, caplog):
 
 @pytest.mark.parametrize("launched", ["LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
 @pytest.mark.parametrize("built_for", ["13.0", None])
-def test_a_launched_process_never_falls_back_to_the_cpu(machine, monkeypatch, launched, built_for):
+def test_a_launched_process_never_falls_back_to_the_cpu(
+    machine, monkeypatch, launched, built_for
+):
     """Not even where there is nothing to see of a GPU: someone has launched it for one."""
     monkeypatch.setattr(torch.version, "cuda", built_for)
     for sign in ("nvidia0", "version"):

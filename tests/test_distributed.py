@@ -1,7 +1,5 @@
 """A launch trains on the processes that were asked for, or not at all; trackers are asked for by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from types import SimpleNamespace
@@ -19,11 +17,16 @@ from hybrid_distill.distributed import (
 
 
 def test_a_tracker_is_asked_for_by_name(monkeypatch):
-    with pytest.raises(ValueError, match="tracker 'mlflow' is unknown; pass one of tensorboard, trackio, wandb"):
+    with pytest.raises(
+        ValueError,
+        match="tracker 'mlflow' is unknown; pass one of tensorboard, trackio, wandb",
+    ):
         check_trackers(["mlflow"])
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ValueError, match="tracker 'wandb' is not installed; run `pip install wandb`"):
+        with pytest.raises(
+            ValueError, match="tracker 'wandb' is not installed; run `pip install wandb`"
+        ):
             check_trackers(["wandb"])
 
 
@@ -51,13 +54,31 @@ def test_bfloat16_on_a_cpu_without_it_is_warned_of(monkeypatch, caplog, is_nativ
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1 is not supported; .* launch/fsdp2.yaml"),
         (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
+            "accelerate started one",
+        ),
+        (
+            {"ACCELERATE_USE_FSDP": "true"},
+            "FSDP version 1 is not supported; .* launch/fsdp2.yaml",
+        ),
+        (
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+            },
             "or add --fsdp_cpu_ram_efficient_loading false",
         ),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1", "RANK": "0", "ACCELERATE_USE_CPU": "true"}, None),
+        (
+            {
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "-1",
+                "RANK": "0",
+                "ACCELERATE_USE_CPU": "true",
+            },
+            None,
+        ),
     ],
 )
 def test_a_world_that_was_not_asked_for_is_refused(monkeypatch, environment, message):

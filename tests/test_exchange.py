@@ -3,8 +3,6 @@
 This file is also the program that each of two processes runs: ``test_exchange.py OUT``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,7 +13,10 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
+    sys.path[:0] = [
+        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[1] / "kernels"),
+    ]
 
 import torch
 
@@ -60,7 +61,9 @@ def test_a_wait_is_longer_than_a_collective_may_be(results, late):
 @pytest.mark.launched
 def test_values_of_every_size_arrive_in_rank_order(results):
     for found in results:
-        assert found["gathered"] == [[rank, number] for number in range(20) for rank in range(2)]
+        assert found["gathered"] == [
+            [rank, number] for number in range(20) for rank in range(2)
+        ]
         assert found["large"] == [3_000_000, 2_999_999]
 
 
@@ -72,7 +75,10 @@ def test_what_the_store_held_is_removed(results):
 @pytest.mark.launched
 def test_an_error_of_one_process_is_one_in_the_others(results):
     assert [found["main fails"] for found in results] == ["ValueError", "OtherProcessError"]
-    assert [found["other fails"] for found in results] == ["OtherProcessError", "ValueError"]
+    assert [found["other fails"] for found in results] == [
+        "OtherProcessError",
+        "ValueError",
+    ]
 
 
 @pytest.mark.launched
@@ -130,7 +136,9 @@ def waits(out: Path) -> None:
     found: dict[str, object] = {}
     wait_for_all()
     limit_collectives(LIMIT_S / 60)
-    found["main is late"] = seconds_of(lambda: on_main_process(lambda: time.sleep(LONGER_S)))
+    found["main is late"] = seconds_of(
+        lambda: on_main_process(lambda: time.sleep(LONGER_S))
+    )
 
     def other_is_late() -> None:
         if rank == 1:

@@ -1,7 +1,5 @@
 """kill -9 in the middle of a save: whoever reads finds what was there before, or what is there now."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -28,7 +26,9 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(OSError), replacing(path) as temporary:
         temporary.write_text("half")
         raise OSError(28, "No space left on device")
-    assert json.loads(path.read_text()) == {"n": 1} and [left.name for left in tmp_path.iterdir()] == ["file"]
+    assert json.loads(path.read_text()) == {"n": 1} and [
+        left.name for left in tmp_path.iterdir()
+    ] == ["file"]
 
 
 def die_at_call(n: int, place: Any, name: str) -> None:
@@ -46,9 +46,16 @@ def die_at_call(n: int, place: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("place", "name", "n"),
-    [(checkpoint, "model_card", 1), (Path, "rename", 1), (Path, "rename", 2), (shutil, "rmtree", 4)],
+    [
+        (checkpoint, "model_card", 1),
+        (Path, "rename", 1),
+        (Path, "rename", 2),
+        (shutil, "rmtree", 4),
+    ],
 )
-def test_a_killed_export_leaves_the_one_before_and_no_other(tmp_path: Path, place: Any, name: str, n: int) -> None:
+def test_a_killed_export_leaves_the_one_before_and_no_other(
+    tmp_path: Path, place: Any, name: str, n: int
+) -> None:
     """While it is written, before and between the two renames, before what was replaced is deleted."""
     student, plan = tiny_student("llama")
     path = tmp_path / "export"
@@ -64,7 +71,9 @@ def test_a_killed_export_leaves_the_one_before_and_no_other(tmp_path: Path, plac
     assert [left.name for left in tmp_path.iterdir()] == ["export"]
 
 
-def test_a_full_disk_is_said_in_one_line_and_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_in_one_line_and_what_was_moved_aside_is_put_back(
+    tmp_path: Path,
+) -> None:
     """The error that safetensors itself raises, without a stand-in."""
     student, plan = tiny_student("llama")
     path = tmp_path / "export"
@@ -75,7 +84,10 @@ def test_a_full_disk_is_said_in_one_line_and_what_was_moved_aside_is_put_back(tm
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(ExportError, match=r"cannot write .*export \(.*too large.* is unchanged: make room"):
+        with pytest.raises(
+            ExportError,
+            match=r"cannot write .*export \(.*too large.* is unchanged: make room",
+        ):
             export_checkpoint(student, None, path, plan=plan, gate=False, license="second")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,8 +1,6 @@
 """The option that selects kernels: what it reaches in every command, and what it refuses before it
 computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -14,7 +12,13 @@ from training import refusal, small_models, small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, StudentConfig
-from hybrid_distill.kernels import LOSS, Kernels, check_kernels, loss_implementation, use_kernels
+from hybrid_distill.kernels import (
+    LOSS,
+    Kernels,
+    check_kernels,
+    loss_implementation,
+    use_kernels,
+)
 from hybrid_distill.lab.analysis.experiment import Subject
 from hybrid_distill.model import ssd
 from hybrid_distill.pipeline import RunInputs, building
@@ -99,7 +103,10 @@ def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
     for kernels in ("auto", "torch"):
         student, teacher = small_models()
         stage = make_stage(
-            small_config("distill"), use_kernels(student, kernels, CPU), teacher, vocab_size=99
+            small_config("distill"),
+            use_kernels(student, kernels, CPU),
+            teacher,
+            vocab_size=99,
         )
         stage(small_rows().batch(0, 2))
     assert asked == ["auto", "torch"]
@@ -119,7 +126,9 @@ def student_folder(tmp_path: Path) -> Path:
     return tmp_path / "student"
 
 
-def test_experiments_load_a_student_on_the_kernels(student_folder: Path, monkeypatch) -> None:
+def test_experiments_load_a_student_on_the_kernels(
+    student_folder: Path, monkeypatch
+) -> None:
     student, _ = tiny_student("llama")
     loads = "hybrid_distill.lab.analysis.experiment"
     monkeypatch.setattr(f"{loads}.load_on_own_device", lambda *_, **__: (student, None))
@@ -139,7 +148,9 @@ def test_the_suite_measures_a_student_on_the_kernels(
     monkeypatch.setattr(suite, "load_tasks", lambda job: {})
     monkeypatch.setattr(teacher, "load_on_own_device", lambda *_, **__: (student, None))
     measured = []
-    monkeypatch.setattr(suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0)
+    monkeypatch.setattr(
+        suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0
+    )
     words = ["evaluate", "--suite", "kv", "--model", str(student_folder)]
     with pytest.raises(ZeroDivisionError):
         main([*words, "--kernels", "torch", "--out", str(tmp_path / "out")])

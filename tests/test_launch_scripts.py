@@ -3,8 +3,6 @@
 SLURM's commands are stand-ins that do on this machine what the manual says of them; it was not run on a cluster.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -87,8 +85,18 @@ def machine(tmp_path: Path) -> dict[str, str]:
         "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    ours = ("NNODES", "NODE_RANK", "NPROC", "MASTER_ADDR", "MASTER_PORT", "CONFIG", "ACCELERATE_USE_CPU")
-    return {name: value for name, value in os.environ.items() if name not in ours} | variables
+    ours = (
+        "NNODES",
+        "NODE_RANK",
+        "NPROC",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CONFIG",
+        "ACCELERATE_USE_CPU",
+    )
+    return {
+        name: value for name, value in os.environ.items() if name not in ours
+    } | variables
 
 
 STARTED: list[subprocess.Popen[str]] = []
@@ -103,7 +111,10 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 
 def run(
-    script: str, environment: dict[str, str], *arguments: str, stop: tuple[int, Callable[[], bool]] | None = None
+    script: str,
+    environment: dict[str, str],
+    *arguments: str,
+    stop: tuple[int, Callable[[], bool]] | None = None,
 ) -> tuple[int, str]:
     """Return (exit status, all that was said), with a signal sent once a condition holds."""
     process = subprocess.Popen(
@@ -133,7 +144,9 @@ def trains(environment: dict[str, str], n: int) -> Callable[[], bool]:
 def test_bash_reads_a_script(name: str) -> None:
     assert os.access(ROOT / "launch" / name, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / "launch" / name], check=True)
-    if shellcheck := shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"):
+    if shellcheck := shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ):
         subprocess.run([shellcheck, ROOT / "launch" / name], check=True)
 
 
@@ -142,18 +155,32 @@ def test_bash_reads_a_script(name: str) -> None:
     [
         ("torchrun.sh", {"NNODES": "two"}, "NNODES is 'two'"),
         ("torchrun.sh", {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
-        ("torchrun.sh", {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is '2'"),
+        (
+            "torchrun.sh",
+            {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
+            "NODE_RANK is '2'",
+        ),
         ("torchrun.sh", {"CONFIG": "launch/zero9.yaml"}, "CONFIG is 'launch/zero9.yaml'"),
         ("torchrun.sh", {"PYTHON": "no-such-python"}, "'no-such-python'"),
         ("torchrun.sh", {"GPUS": "0"}, "the driver is too old"),
-        ("torchrun.sh", {"GPUS": "0", "NPROC": "2", "CONFIG": "launch/fsdp2.yaml"}, "the driver is too old"),
-        ("torchrun.sh", {"GPUS": "0", "ACCELERATE_USE_CPU": "false"}, "ACCELERATE_USE_CPU=true"),
+        (
+            "torchrun.sh",
+            {"GPUS": "0", "NPROC": "2", "CONFIG": "launch/fsdp2.yaml"},
+            "the driver is too old",
+        ),
+        (
+            "torchrun.sh",
+            {"GPUS": "0", "ACCELERATE_USE_CPU": "false"},
+            "ACCELERATE_USE_CPU=true",
+        ),
         ("torchrun.sh", {"GPUS": "2", "NPROC": "3"}, "'3'"),
         ("slurm.sbatch", {"SLURM_GPUS_ON_NODE": ""}, "--gpus-per-node"),
         ("slurm.sbatch", {"GPUS": "0"}, "the driver is too old"),
     ],
 )
-def test_what_cannot_run_is_named_in_a_line_and_starts_nothing(machine: dict[str, str], script, changes, named) -> None:
+def test_what_cannot_run_is_named_in_a_line_and_starts_nothing(
+    machine: dict[str, str], script, changes, named
+) -> None:
     status, said = run(script, machine | changes, "recipe.py")
     assert status == 2
     assert named in said
@@ -162,7 +189,9 @@ def test_what_cannot_run_is_named_in_a_line_and_starts_nothing(machine: dict[str
     assert not recorded(machine, "commands")
 
 
-def test_a_job_that_would_begin_again_at_every_requeue_is_refused(machine: dict[str, str]) -> None:
+def test_a_job_that_would_begin_again_at_every_requeue_is_refused(
+    machine: dict[str, str],
+) -> None:
     status, said = run("slurm.sbatch", machine, "recipe.py", "--resume", "never")
     assert status == 2
     assert "--resume never" in said
@@ -189,8 +218,17 @@ def test_a_machine_starts_a_process_for_each_gpu_or_on_the_cpu_that_was_asked_fo
 
 
 @pytest.mark.parametrize("config", ["launch/zero2.yaml", ""])
-def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], config: str) -> None:
-    status, said = run("slurm.sbatch", {**machine, "CONFIG": config}, "recipe.py", "--out", "runs/a b", "--flag=*")
+def test_a_job_starts_one_launcher_on_each_machine(
+    machine: dict[str, str], config: str
+) -> None:
+    status, said = run(
+        "slurm.sbatch",
+        {**machine, "CONFIG": config},
+        "recipe.py",
+        "--out",
+        "runs/a b",
+        "--flag=*",
+    )
     assert status == 0, said
     common = (
         "-m torch.distributed.run --nnodes 2 --node_rank {} --nproc_per_node 4 --master_addr node-a "
@@ -201,9 +239,13 @@ def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], conf
             f"-m accelerate.commands.launch --config_file {config} --num_processes 8 --num_machines 2 "
             f"--machine_rank {{}} --main_process_port 2{JOB} --main_process_ip node-a"
         )
-    expected = [common.format(rank) + " recipe.py --out runs/a b --flag=*" for rank in (0, 1)]
+    expected = [
+        common.format(rank) + " recipe.py --out runs/a b --flag=*" for rank in (0, 1)
+    ]
     assert sorted(recorded(machine, "commands")) == expected
-    assert recorded(machine, "scontrol") == ["show hostnames node-[a-b]"], "nothing was requeued"
+    assert recorded(machine, "scontrol") == ["show hostnames node-[a-b]"], (
+        "nothing was requeued"
+    )
 
 
 def test_a_job_that_fails_is_not_requeued(machine: dict[str, str]) -> None:
@@ -212,46 +254,78 @@ def test_a_job_that_fails_is_not_requeued(machine: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_stop", "seconds", "requeued"), [("save", 60, True), ("finish", 60, False), ("go on", 3, True)]
+    ("on_stop", "seconds", "requeued"),
+    [("save", 60, True), ("finish", 60, False), ("go on", 3, True)],
 )
 def test_a_job_whose_time_is_up_is_requeued_unless_it_is_finished(
     machine: dict[str, str], on_stop: str, seconds: int, requeued: bool
 ) -> None:
     environment = {**machine, "SECONDS_OF_WORK": str(seconds), "ON_STOP": on_stop}
     environment |= {"GRACE": "1"} if on_stop == "go on" else {}
-    assert run("slurm.sbatch", environment, "recipe.py", stop=(signal.SIGUSR1, trains(machine, 2)))[0] == 0
+    assert (
+        run(
+            "slurm.sbatch",
+            environment,
+            "recipe.py",
+            stop=(signal.SIGUSR1, trains(machine, 2)),
+        )[0]
+        == 0
+    )
     assert (f"requeue {JOB}" in recorded(machine, "scontrol")) == requeued
     assert not list(ROOT.glob(f".slurm-{JOB}-*"))
 
 
 def test_a_machine_that_is_told_to_stop_ends_with_status_0(machine: dict[str, str]) -> None:
     environment = {**machine, "NPROC": "1", "SECONDS_OF_WORK": "60"}
-    assert run("torchrun.sh", environment, "recipe.py", stop=(signal.SIGTERM, trains(machine, 1)))[0] == 0
+    assert (
+        run(
+            "torchrun.sh",
+            environment,
+            "recipe.py",
+            stop=(signal.SIGTERM, trains(machine, 1)),
+        )[0]
+        == 0
+    )
 
 
 def steps(out: Path) -> list[int]:
     """Those in the metrics of a run's alignment, as far as they are written."""
     path = out / ALIGNED / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 @pytest.mark.launched
-def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(machine: dict[str, str], tmp_path: Path) -> None:
+def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
     """Two processes that really train, on one machine."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    )
     one_machine = machine | {
         "PYTHON": sys.executable, "PYTHONPATH": paths, "CONFIG": "launch/ddp.yaml", "SLURM_JOB_NUM_NODES": "1",
         "NPROC": "2", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     out = tmp_path / "run"
     arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]
-    status, said = run("slurm.sbatch", one_machine, *arguments, stop=(signal.SIGUSR1, lambda: len(steps(out)) >= 3))
+    status, said = run(
+        "slurm.sbatch",
+        one_machine,
+        *arguments,
+        stop=(signal.SIGUSR1, lambda: len(steps(out)) >= 3),
+    )
     assert status == 0 and f"requeue {JOB}" in recorded(one_machine, "scontrol"), said
     saved = [path.name for path in (out / ALIGNED / "checkpoints").iterdir()]
     assert saved == [f"step-{steps(out)[-1]:08d}"] and steps(out)[-1] < 40
 
     (Path(one_machine["RECORD"]) / "scontrol").unlink()
-    status, said = run("slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments)
+    status, said = run(
+        "slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments
+    )
     assert status == 0 and (out / "report.md").exists(), said
     assert steps(out) == list(range(1, 41)), "none twice, none left out"
     assert f"requeue {JOB}" not in recorded(one_machine, "scontrol")

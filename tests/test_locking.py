@@ -1,7 +1,5 @@
 """One process at a time writes to a folder; the error of a second one names it; a killed one holds nothing."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -49,16 +47,24 @@ def test_a_second_command_is_told_who_is_at_work(
     if "{done}" in command:
         prepare(RunInputs(small_run(done)))
     files = {"score": (out / "scores.json", True), "evaluate {": (done, False)}
-    place, beside = next((found for word, found in files.items() if command.startswith(word)), (out, False))
+    place, beside = next(
+        (found for word, found in files.items() if command.startswith(word)), (out, False)
+    )
     with locked(place, beside=beside), pytest.raises(SystemExit) as exit_:
         main(command.format(recipe=recipe, out=out, done=done).split())
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    said = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("error")
+    ]
     assert exit_.value.code == 2 and len(said) == 1
-    assert f"{place} is in use by process {os.getpid()} on {socket.gethostname()}" in said[0]
+    assert (
+        f"{place} is in use by process {os.getpid()} on {socket.gethostname()}" in said[0]
+    )
     assert not out.exists(), "nothing was written but the lock, which is gone"
 
 
-def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lock_of_a_killed_process_is_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def hold_and_die() -> None:
         with locked(tmp_path / "out"):
             die()
@@ -91,13 +97,18 @@ def test_a_child_that_outlives_a_killed_holder_holds_nothing(tmp_path: Path) -> 
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
-def test_without_locks_of_the_file_system_a_file_is_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_of_the_file_system_a_file_is_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def without_locks(*_: object, **__: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(locking.FileLock, "acquire", without_locks)
     with locked(tmp_path / "out"):
-        with pytest.raises(InUse, match=f"in use by process {os.getpid()} on"), locked(tmp_path / "out"):
+        with (
+            pytest.raises(InUse, match=f"in use by process {os.getpid()} on"),
+            locked(tmp_path / "out"),
+        ):
             pass
     assert not (tmp_path / "out").exists()
 
@@ -123,9 +134,13 @@ def test_never_two_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.launched
-def test_of_launched_processes_one_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_launched_processes_one_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    )
     words = ("run", tmp_path / "recipe.py", "--out", tmp_path / "run")
     with locked(tmp_path / "run"):
         ended = launch((*DDP, "-m"), *words, program=Path("hybrid_distill"))

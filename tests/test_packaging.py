@@ -1,7 +1,5 @@
 """The wheel: everything that a command needs is in it, and it runs where there is no clone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -38,9 +36,16 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
         if path.is_file() and path.suffix != ".pyc"
     }
     [info] = wheel.glob("*.dist-info")
-    found = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file() and info not in path.parents}
+    found = {
+        str(path.relative_to(wheel))
+        for path in wheel.rglob("*")
+        if path.is_file() and info not in path.parents
+    }
     assert found == ours and "hybrid_distill/assets/tiny_teacher/model.safetensors" in found
-    assert "hybrid-distill = hybrid_distill.__main__:main" in (info / "entry_points.txt").read_text()
+    assert (
+        "hybrid-distill = hybrid_distill.__main__:main"
+        in (info / "entry_points.txt").read_text()
+    )
 
 
 @pytest.mark.launched
@@ -51,7 +56,10 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
             "run recipes/hybrid_tiny.py --dry-run --align.steps 1 --distill.steps 1",
             "hybrid-distill run recipes/hybrid_tiny.py",
         ),
-        ("sweep recipes/sweep_llama_1b.py --set teacher=tiny --dry-run", "sweep-llama-1b: 31 cells"),
+        (
+            "sweep recipes/sweep_llama_1b.py --set teacher=tiny --dry-run",
+            "sweep-llama-1b: 31 cells",
+        ),
         ("sweep sweep_tiny --dry-run", "sweep-tiny: "),
     ],
 )
@@ -62,7 +70,12 @@ def test_without_a_clone_a_recipe_runs_as_the_docs_call_it(
     words = command.split()
     code = "import hybrid_distill.cli as cli; print(cli.__file__); cli.main()"
     ran = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(str(wheel)) and shown in ran.stdout
@@ -72,6 +85,10 @@ def test_the_program_of_this_environment_runs_outside_the_clone(tmp_path: Path) 
     program = Path(sys.executable).parent / "hybrid-distill"
     if not program.is_file():
         pytest.skip("not installed in this environment; pip install -e .")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run([program, "recipes"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }
+    ran = subprocess.run(
+        [program, "recipes"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert ran.returncode == 0 and "tiny" in ran.stdout, ran.stderr

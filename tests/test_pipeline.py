@@ -1,7 +1,5 @@
 """A whole run on the embedded teacher, cut down to seconds: its parts fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -30,8 +28,15 @@ from hybrid_distill.train.checkpoint import StageManifest
 
 def weights(out: Path) -> dict[str, str]:
     """Hash of the weights of each finished stage, by its folder below ``out``."""
-    found = {path.parent: StageManifest.read(path.parent) for path in sorted(out.rglob("manifest.json"))}
-    return {str(folder.relative_to(out)): manifest.weights for folder, manifest in found.items() if manifest}
+    found = {
+        path.parent: StageManifest.read(path.parent)
+        for path in sorted(out.rglob("manifest.json"))
+    }
+    return {
+        str(folder.relative_to(out)): manifest.weights
+        for folder, manifest in found.items()
+        if manifest
+    }
 
 
 def names(out: Path) -> set[str]:
@@ -63,7 +68,10 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(
     assert list(weights(out)) == ["aligned/stages/1-align", "stages/1-distill"]
     plan = HeadPlan.load(out / "plan.json")
     assert plan.k == 2 and plan == HeadPlan.load(out / "restoration-2.json")
-    assert [stage["name"] for stage in training_record(finished_run(out))] == ["align", "distill"]
+    assert [stage["name"] for stage in training_record(finished_run(out))] == [
+        "align",
+        "distill",
+    ]
     before = weights(out)
     assert weights(run(config)) == before
 
@@ -80,38 +88,65 @@ def test_an_export_of_a_finished_run_carries_its_results(
     assert "FAIL" not in capsys.readouterr().out
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "license: apache-2.0" in card and "| student |" in card
-    modes = {(tmp_path / "exported" / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    modes = {
+        (tmp_path / "exported" / name).stat().st_mode
+        for name in ("model.safetensors", "config.json")
+    }
     assert len(modes) == 1, "whoever may read the config may read the weights"
 
 
-def test_a_resumed_run_builds_and_measures_on_its_device(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_builds_and_measures_on_its_device(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the first start did after scoring: the student has other last bits when it is built elsewhere."""
     placed: dict[int, str] = {}
-    monkeypatch.setattr(steps.nn.Module, "to", lambda model, device: placed.update({id(model): device}))
+    monkeypatch.setattr(
+        steps.nn.Module, "to", lambda model, device: placed.update({id(model): device})
+    )
     monkeypatch.setattr(steps, "connect", lambda: SimpleNamespace(device="gpu"))
     built, measured, plain = [], [], building.build_student
     monkeypatch.setattr(
-        building, "build_student", lambda t, *a, **o: built.append(placed[id(t)]) or plain(t, *a, **o)
+        building,
+        "build_student",
+        lambda t, *a, **o: built.append(placed[id(t)]) or plain(t, *a, **o),
     )
-    monkeypatch.setattr(steps, "evaluate", lambda model, *_, **__: measured.append(placed[id(model)]) or Mock())
+    monkeypatch.setattr(
+        steps,
+        "evaluate",
+        lambda model, *_, **__: measured.append(placed[id(model)]) or Mock(),
+    )
     this = RunInputs(small_run(finished))
     student = build(this, choose_heads(this))
     evaluate_run(this, student, again=True)
     assert (built, measured) == (["gpu"], ["gpu", "gpu"])
 
 
-def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, monkeypatch) -> None:
+def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(
+    finished, monkeypatch
+) -> None:
     monkeypatch.chdir(finished / "stages")
     this = RunInputs(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
     assert [stage["name"] for stage in training_record(this)] == ["align", "distill"] * 2
 
 
-def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:
+def test_resume_never_leaves_nothing_of_the_run_before(
+    finished: Path, tmp_path: Path
+) -> None:
     out, base = tmp_path / "run", small_run()
     shutil.copytree(finished, out)
-    for other in ("notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"):
+    for other in (
+        "notes.txt",
+        "stages/notes.txt",
+        "teacher/model.safetensors",
+        "heads.json",
+    ):
         (out / other).write_text("somebody else's")
-    for old in ("scores.json", "aligned/stages/1-align/manifest.json", "export/config.json", "restoration-2.json"):
+    for old in (
+        "scores.json",
+        "aligned/stages/1-align/manifest.json",
+        "export/config.json",
+        "restoration-2.json",
+    ):
         (out / old).parent.mkdir(parents=True, exist_ok=True)
         (out / old).write_text("{}")
     settings: dict[str, Any] = {
@@ -123,25 +158,45 @@ def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path:
     run(replace(base, out=out, resume="never", **settings))
     run(replace(base, out=tmp_path / "fresh", **settings))
 
-    measured = ("scores.json", "plan.json", "build.json", "evaluation.json", "teacher/evaluation.json")
+    measured = (
+        "scores.json",
+        "plan.json",
+        "build.json",
+        "evaluation.json",
+        "teacher/evaluation.json",
+    )
     assert_same_results(out, tmp_path / "fresh", *measured)
-    not_a_runs = {"notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"}
+    not_a_runs = {
+        "notes.txt",
+        "stages/notes.txt",
+        "teacher/model.safetensors",
+        "heads.json",
+    }
     assert names(out) == names(tmp_path / "fresh") | not_a_runs
 
 
-def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(tmp_path: Path) -> None:
+def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     base = small_run(out)
     prepare(RunInputs(base))
     (out / "scores.json").write_text("{}")
     (out / "plan.json").write_text("{}")
-    reading = replace(base, resume="never", scoring=replace(base.scoring, file=out / "scores.json"))
-    with pytest.raises(ValueError, match=r"scores\.json is an input of this run, but --resume never would delete it"):
+    reading = replace(
+        base, resume="never", scoring=replace(base.scoring, file=out / "scores.json")
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"scores\.json is an input of this run, but --resume never would delete it",
+    ):
         prepare(RunInputs(reading))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
     (out / "config.json").write_text('{"model_type": "llama"}')
     for resume in ("auto", "never"):
-        with pytest.raises(ValueError, match=r"holds a model, an export .* not a run; pass another --out"):
+        with pytest.raises(
+            ValueError, match=r"holds a model, an export .* not a run; pass another --out"
+        ):
             prepare(RunInputs(replace(base, resume=resume)))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
 
@@ -151,8 +206,13 @@ def test_a_run_with_other_settings_names_them(tmp_path: Path) -> None:
     prepare(RunInputs(base))
     choose_heads(RunInputs(base))
     prepare(RunInputs(replace(base, trackers=(), export=True)))
-    (tmp_path / "run" / "stages" / "1-align" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"other settings: align\.steps \(2 there, 3 here\); use another --out"):
+    (tmp_path / "run" / "stages" / "1-align" / "checkpoints" / "step-00000001").mkdir(
+        parents=True
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"other settings: align\.steps \(2 there, 3 here\); use another --out",
+    ):
         prepare(RunInputs(base.with_stage("align", steps=3)))
 
 
@@ -160,7 +220,10 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
     out, base = finished, small_run(finished)
     trained = weights(out)
     (out / "plan.json").touch()
-    before = {name: (out / name).stat().st_mtime_ns for name in ("plan.json", "stages/2-distill/model.safetensors")}
+    before = {
+        name: (out / name).stat().st_mtime_ns
+        for name in ("plan.json", "stages/2-distill/model.safetensors")
+    }
     run(replace(base, evaluation=replace(base.evaluation, n_examples=6)))
     for name in ("evaluation.json", "teacher/evaluation.json"):
         assert json.loads((out / name).read_text())["n_examples"] == 6, name
@@ -168,19 +231,30 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
 
 
-def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=3))
+def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=3)
+    )
     config = small_run(tmp_path / "run", teacher=TeacherConfig("/no/such/teacher"))
-    with pytest.raises(ValueError, match=r"align\.batch_size is 2, which 3 processes cannot share; use a mult"):
+    with pytest.raises(
+        ValueError,
+        match=r"align\.batch_size is 2, which 3 processes cannot share; use a mult",
+    ):
         run(config)
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
-def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(implementation: str, tmp_path: Path) -> None:
+def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(
+    implementation: str, tmp_path: Path
+) -> None:
     """Also by a dry run, which asks the same questions."""
     this = RunInputs(small_run(tmp_path / "run"))
     teacher, tokenizer = this.teacher_and_tokenizer
-    teacher.config._attn_implementation = implementation  # as a caller's teacher, or a config.json, may name it
+    teacher.config._attn_implementation = (
+        implementation  # as a caller's teacher, or a config.json, may name it
+    )
     given = RunInputs(this.config, (teacher, tokenizer))
     with pytest.raises(ValueError, match=implementation):
         prepare(given)
@@ -191,14 +265,21 @@ def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(impleme
 
 @pytest.mark.parametrize("words", [["--dry-run"], []])
 def test_a_transformers_that_breaks_students_is_refused_before_anything_is_computed(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lose_caches(monkeypatch)
-    monkeypatch.setattr(steps, "score_heads", Mock(side_effect=AssertionError("heads were scored")))
+    monkeypatch.setattr(
+        steps, "score_heads", Mock(side_effect=AssertionError("heads were scored"))
+    )
     with pytest.raises(SystemExit) as exit_:
         main(["run", "tiny", "--out", str(tmp_path / "run"), *words])
     assert exit_.value.code == 2
-    assert f"cache with transformers {transformers.__version__}" in only_error(capsys.readouterr().err)
+    assert f"cache with transformers {transformers.__version__}" in only_error(
+        capsys.readouterr().err
+    )
     assert not (tmp_path / "run" / "scores.json").exists()
 
 
@@ -218,7 +299,12 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     assert not (out / "export").exists()
 
     gate_in_this_process(monkeypatch, tmp_path / "modules")
-    monkeypatch.setattr(steps, "evaluate", Mock(side_effect=AssertionError("measured again")))
-    monkeypatch.setattr("hybrid_distill.train.loop._Training.run", Mock(side_effect=AssertionError("trained again")))
+    monkeypatch.setattr(
+        steps, "evaluate", Mock(side_effect=AssertionError("measured again"))
+    )
+    monkeypatch.setattr(
+        "hybrid_distill.train.loop._Training.run",
+        Mock(side_effect=AssertionError("trained again")),
+    )
     run(config)
     assert (out / "export" / "gate" / "report.json").is_file()

@@ -1,7 +1,5 @@
 """docs/reference.md is what the code says."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 
@@ -11,4 +9,6 @@ PAGE = ROOT / "docs/reference.md"
 
 def test_the_reference_is_up_to_date() -> None:
     made = runpy.run_path(str(ROOT / "docs/reference.py"))["reference"]()
-    assert PAGE.read_text() == made, "the command line has changed: run `python docs/reference.py`"
+    assert PAGE.read_text() == made, (
+        "the command line has changed: run `python docs/reference.py`"
+    )

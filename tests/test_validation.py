@@ -1,7 +1,5 @@
 """No number gets in that cannot be meant: every numeric field of a run and of a scoring is tried."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -13,7 +11,13 @@ from training import small_run
 from hybrid_distill.cli.score import ScoreJob
 from hybrid_distill.validation import numbers
 
-OPTIONAL = {"min_accuracy": 0.5, "batch_size": 1, "stated_pairs": 4, "prefilter": 1, "segment_len": 1}
+OPTIONAL = {
+    "min_accuracy": 0.5,
+    "batch_size": 1,
+    "stated_pairs": 4,
+    "prefilter": 1,
+    "segment_len": 1,
+}
 
 
 def numeric_fields(config: Any, prefix: str = "") -> Iterator[tuple[Any, str, str, Any]]:
@@ -26,10 +30,21 @@ def numeric_fields(config: Any, prefix: str = "") -> Iterator[tuple[Any, str, st
                 yield from numeric_fields(stage, f"{stage.name}.")
         elif dataclasses.is_dataclass(value):
             yield from numeric_fields(value, f"{prefix}{field.name}.")
-        elif isinstance(value, tuple) and value and all(isinstance(v, int | float) for v in value):
+        elif (
+            isinstance(value, tuple)
+            and value
+            and all(isinstance(v, int | float) for v in value)
+        ):
             yield config, field.name, f"{prefix}{field.name}", value
-        elif field.name in OPTIONAL or (isinstance(value, int | float) and not isinstance(value, bool)):
-            yield config, field.name, f"{prefix}{field.name}", OPTIONAL.get(field.name, value)
+        elif field.name in OPTIONAL or (
+            isinstance(value, int | float) and not isinstance(value, bool)
+        ):
+            yield (
+                config,
+                field.name,
+                f"{prefix}{field.name}",
+                OPTIONAL.get(field.name, value),
+            )
 
 
 FIELDS = [*numeric_fields(small_run()), *numeric_fields(ScoreJob())]
@@ -40,14 +55,22 @@ def test_fields_are_found() -> None:
     assert len(names) > 50 and {"align.betas", "distill.temperature", "gpu_memory"} < names
 
 
-@pytest.mark.parametrize(("config", "field", "name", "value"), FIELDS, ids=[name for _, _, name, _ in FIELDS])
-def test_neither_nan_nor_infinite_nor_negative(config: Any, field: str, name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("config", "field", "name", "value"), FIELDS, ids=[name for _, _, name, _ in FIELDS]
+)
+def test_neither_nan_nor_infinite_nor_negative(
+    config: Any, field: str, name: str, value: Any
+) -> None:
     for bad in (math.nan, math.inf, -math.inf, -1 if isinstance(value, int) else -1.0):
         with pytest.raises(ValueError, match=rf"{field.replace('_', '.')} is "):
-            dataclasses.replace(config, **{field: (bad,) * len(value) if isinstance(value, tuple) else bad})
+            dataclasses.replace(
+                config, **{field: (bad,) * len(value) if isinstance(value, tuple) else bad}
+            )
 
 
 @pytest.mark.parametrize("text", ["nan", "1,0", "1,2.5"])
 def test_a_list_holds_whole_numbers(text: str) -> None:
-    with pytest.raises(ValueError, match=f"--pairs is '{text}'; pass whole numbers of at least 1, or all"):
+    with pytest.raises(
+        ValueError, match=f"--pairs is '{text}'; pass whole numbers of at least 1, or all"
+    ):
         numbers("pairs", text, least=1, named={"all": 48})

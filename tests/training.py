@@ -3,8 +3,6 @@
 ``accelerate launch tests/training.py OUT`` trains `CHAIN` on as many processes as were launched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -29,7 +27,13 @@ if __name__ == "__main__":
 
 from conftest import make_family_model
 
-from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
+from hybrid_distill.config import (
+    EvaluationConfig,
+    PlanConfig,
+    RunConfig,
+    ScoringConfig,
+    StudentConfig,
+)
 from hybrid_distill.data import DataConfig, PackedRows, Tokens
 from hybrid_distill.data.tokens import encode, hash_of, id_dtype
 from hybrid_distill.distributed import connect, rank_and_world
@@ -59,7 +63,13 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
     """A whole run on the tiny teacher in seconds; it learns nothing worth having."""
     run = RunConfig(
         out=out,
-        scoring=ScoringConfig(n_pairs=4, n_examples=4, n_control_texts=2, restoration_examples=2, min_accuracy=0.0),
+        scoring=ScoringConfig(
+            n_pairs=4,
+            n_examples=4,
+            n_control_texts=2,
+            restoration_examples=2,
+            min_accuracy=0.0,
+        ),
         plan=PlanConfig("random", k=3),
         student=StudentConfig(d_state=4, init="teacher"),
         data=DataConfig(seq_len=64),
@@ -77,7 +87,9 @@ def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_:
         run_recipe(config, list(argv))
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    said = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
+    ]
     assert exit_.value.code == 2 and len(said) == 1
     return said[0]
 
@@ -87,19 +99,28 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"[UNK]": 0, "<eos>": 1} | {f"w{i}": i + 2 for i in range(97)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]"
+    )
 
 
 def word_texts(n: int, first: int = 0) -> list[str]:
     """Documents of 1 to 17 words."""
-    return [" ".join(f"w{(7 * i + j) % 97}" for j in range(1 + (5 * i) % 17)) for i in range(first, first + n)]
+    return [
+        " ".join(f"w{(7 * i + j) % 97}" for j in range(1 + (5 * i) % 17))
+        for i in range(first, first + n)
+    ]
 
 
-def rows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seq_len: int = 16) -> PackedRows:
+def rows_of(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, seq_len: int = 16
+) -> PackedRows:
     """Texts in memory, cut into rows."""
     shard = encode(texts, tokenizer, id_dtype(tokenizer))
     fingerprint = hash_of([hashlib.sha256(shard.ids.tobytes()).hexdigest()])
-    return PackedRows([Tokens((shard,), tokenizer.eos_token_id, fingerprint)], seq_len=seq_len)
+    return PackedRows(
+        [Tokens((shard,), tokenizer.eos_token_id, fingerprint)], seq_len=seq_len
+    )
 
 
 def small_rows(seq_len: int = 16) -> PackedRows:
@@ -110,7 +131,9 @@ def small_rows(seq_len: int = 16) -> PackedRows:
 def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTrainedModel]:
     """(student with ``k`` kept heads, its teacher), the same ones on every call."""
     teacher = make_family_model("llama", **{**SMALL, **overrides})
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4)
+    student, _ = build_student(
+        teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4
+    )
     return student, teacher
 
 
@@ -141,7 +164,10 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
     if name == "on_policy":
         settings |= {"prompt_tokens": 8, "new_tokens": 6}
     if name == "long":
-        settings |= {"segment_len": 6, "learning_rate": 1e-3}  # Adam turns rounding into a share of it
+        settings |= {
+            "segment_len": 6,
+            "learning_rate": 1e-3,
+        }  # Adam turns rounding into a share of it
     classes = {"align": Align, "on_policy": DistillOnPolicy}
     return classes.get(name, Distill)(**{"name": name, **settings, **changes})
 
@@ -161,7 +187,10 @@ class StoppingRows(WrappedRows):
 
     def __init__(self, rows: PackedRows, step: int, action: Any = None) -> None:
         super().__init__(rows)
-        self.step, self.action = step, action or (lambda: os.kill(os.getpid(), signal.SIGTERM))
+        self.step, self.action = (
+            step,
+            action or (lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        )
 
     def batch(self, step: int, *args: int) -> Any:
         if step == self.step:
@@ -174,7 +203,9 @@ def killed(action: Callable[[], Any]) -> None:
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(torch.get_num_threads())  # renews torch's pool, which two threads at once cannot
+            torch.set_num_threads(
+                torch.get_num_threads()
+            )  # renews torch's pool, which two threads at once cannot
             action()
         except BaseException:
             traceback.print_exc()
@@ -203,7 +234,9 @@ def record_sharded_teachers(path: Path) -> None:
     def recording(*args: Any) -> Stage:
         stage = shard(*args)
         held: list[Any] = list(stage.teacher.parameters())
-        found.append(sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in held))
+        found.append(
+            sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in held)
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found))
         return stage
@@ -230,8 +263,15 @@ def train_chain(
             student, teacher = sure_models(bf16)
         stop_at = signal_at if name == signal_in and rank == world - 1 else -1
         rows = StoppingRows(small_rows(), stop_at, lambda: os.kill(os.getpid(), number))
-        stage = make_stage(small_config(name, micro_batch_size=2, **changes), student, teacher, vocab_size=99)
-        train_stage(stage, rows, out / name, progress=False, teacher_sharding=teacher_sharding)
+        stage = make_stage(
+            small_config(name, micro_batch_size=2, **changes),
+            student,
+            teacher,
+            vocab_size=99,
+        )
+        train_stage(
+            stage, rows, out / name, progress=False, teacher_sharding=teacher_sharding
+        )
 
 
 def main() -> None:

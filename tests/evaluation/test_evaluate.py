@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from conftest import make_family_model
 import torch
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
@@ -60,11 +61,9 @@ def test_the_published_table_of_cache_memory() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("family", WINDOWS)
 @pytest.mark.parametrize("length", [1, 6, 40])
-def test_cache_bytes_are_those_of_a_real_teachers_cache(
-    family_model, family: str, length: int
-) -> None:
+def test_cache_bytes_are_those_of_a_real_teachers_cache(family: str, length: int) -> None:
     """At once and token by token, shorter and longer than the window of layers that have one."""
-    model = family_model(family, **WINDOWS[family])
+    model = make_family_model(family, **WINDOWS[family])
     size = cache_bytes(
         HeadPlan.all(model),
         length=length,
@@ -106,12 +105,11 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(
     ],
 )
 def test_cache_bytes_are_those_of_a_real_students_cache(
-    family_model,
     kept: Any,
     family: str,
     length: int,
 ) -> None:
-    teacher = family_model(family, **WINDOWS[family])
+    teacher = make_family_model(family, **WINDOWS[family])
     plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)
     student, _ = build_student(teacher, plan, d_state=12, conv_width=3)
     # A window of 1: transformers' own caches fail with it.
@@ -134,13 +132,13 @@ def test_cache_bytes_are_those_of_a_real_students_cache(
 
 
 @torch.no_grad()
-def test_perplexity_and_agreement_by_hand(family_model) -> None:
+def test_perplexity_and_agreement_by_hand() -> None:
     words = "one two three four five six seven eight nine ten"
     texts = [words, "ten nine eight", "one", "four four five five six"]
     tokenizer = word_tokenizer([words])
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
-    model = family_model("llama", **sizes)
-    teacher = family_model("llama", seed=1, **sizes)
+    model = make_family_model("llama", **sizes)
+    teacher = make_family_model("llama", seed=1, **sizes)
     batches = list(text_batches(model, tokenizer, texts, max_tokens=6, batch_size=2))
     result = compare_on_text(model, teacher, batches)
     losses = []
@@ -157,7 +155,9 @@ def test_perplexity_and_agreement_by_hand(family_model) -> None:
     perplexity = torch.stack(losses).mean().exp().item()
     assert result["n_text_tokens"] == len(losses) == 5 + 2 + 4
     assert result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
-    assert result["top1_agreement"] == pytest.approx(torch.stack(same).double().mean().item())
+    assert result["top1_agreement"] == pytest.approx(
+        torch.stack(same).double().mean().item()
+    )
     kl = torch.stack(divergences).mean().item()
     assert result["kl_to_teacher"] == pytest.approx(kl, rel=1e-4)
 

@@ -1,7 +1,5 @@
 """Steps without a learned token, as data of long questions and short answers has them: they have no loss."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -31,7 +29,9 @@ NAMES = ("matrix", "align", "distill", "on_policy", "long")
 class UnlearnedRows(WrappedRows):
     """Rows of which nothing is learned in some steps, and in others nothing of the second half of the batch."""
 
-    def __init__(self, rows: PackedRows, empty: set[int], half: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def __init__(
+        self, rows: PackedRows, empty: set[int], half: set[int] = frozenset()
+    ) -> None:  # type: ignore[assignment]
         super().__init__(rows)
         self.empty, self.half, self.step = empty, half, -1
 
@@ -54,7 +54,9 @@ def short_window(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def stage_of(name: str, **changes: Any) -> Stage:
-    config: StageConfig = AlignMatrix(**changes) if name == "matrix" else small_config(name, **changes)
+    config: StageConfig = (
+        AlignMatrix(**changes) if name == "matrix" else small_config(name, **changes)
+    )
     attention = {"attn_implementation": "eager"} if name == "matrix" else {}
     return make_stage(config, *small_models(**attention), vocab_size=99)
 
@@ -69,7 +71,9 @@ def weights(stage: Stage) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_they_enter_no_statistic_in_any_stage(tmp_path, name, micro_batch_size, short_window):
+def test_they_enter_no_statistic_in_any_stage(
+    tmp_path, name, micro_batch_size, short_window
+):
     """nanochat#662, LMOps#38: their loss of 0 was the usual one, and every other step "20 times the usual 0"."""
     empty = set(range(16)) - {3, 10, 14}
     assert len(empty) > short_window
@@ -103,7 +107,9 @@ def test_they_leave_the_weights_as_they_are(tmp_path, name):
     train_stage(stage, Watched(small_rows(), {2, 3}), tmp_path, progress=False)
 
     def same(before: int, after: int) -> bool:
-        return all(torch.equal(tensor, seen[after][key]) for key, tensor in seen[before].items())
+        return all(
+            torch.equal(tensor, seen[after][key]) for key, tensor in seen[before].items()
+        )
 
     assert [same(step, step + 1) for step in range(5)] == [False, False, True, True, False]
 
@@ -112,10 +118,19 @@ def test_they_leave_the_weights_as_they_are(tmp_path, name):
 def test_a_divergence_among_them_is_still_one(tmp_path, choice, short_window):
     empty, spoilt = set(range(1, 24, 2)), 2 * short_window  # one after the window is full
     rows = UnlearnedRows(small_rows(), empty)
-    stage = stage_of("distill", steps=24, batch_size=2, micro_batch_size=2, spike=2.0, on_divergence=choice)
+    stage = stage_of(
+        "distill",
+        steps=24,
+        batch_size=2,
+        micro_batch_size=2,
+        spike=2.0,
+        on_divergence=choice,
+    )
 
     def spoil(module: Any, args: Any, output: Any) -> Any:
-        return type(output)(last_hidden_state=output[0] * (1000 if rows.step == spoilt else 1))
+        return type(output)(
+            last_hidden_state=output[0] * (1000 if rows.step == spoilt else 1)
+        )
 
     stage.teacher.model.register_forward_hook(spoil)
     if choice == "stop":
@@ -125,7 +140,9 @@ def test_a_divergence_among_them_is_still_one(tmp_path, choice, short_window):
     train_stage(stage, rows, tmp_path, progress=False)
     lines = metrics(tmp_path)
     assert [line["step"] - 1 for line in lines if "skipped" in line] == [spoilt]
-    assert [line["step"] - 1 for line in lines if line["loss"] is None] == sorted({*empty, spoilt})
+    assert [line["step"] - 1 for line in lines if line["loss"] is None] == sorted(
+        {*empty, spoilt}
+    )
 
 
 def test_resuming_goes_on_with_their_count_even_before_the_first_real_step(tmp_path):
@@ -133,9 +150,18 @@ def test_resuming_goes_on_with_their_count_even_before_the_first_real_step(tmp_p
     rows = UnlearnedRows(small_rows(), empty)
     whole = stage_of("distill")
     train_stage(whole, rows, tmp_path / "whole", progress=False)
-    for stop_at in (2, 5, 8):  # the first checkpoint is made before the optimizer has a state
+    for stop_at in (
+        2,
+        5,
+        8,
+    ):  # the first checkpoint is made before the optimizer has a state
         with pytest.raises(Interrupted):
-            train_stage(stage_of("distill"), StoppingRows(rows, stop_at), tmp_path / "parts", progress=False)  # type: ignore[arg-type]
+            train_stage(
+                stage_of("distill"),
+                StoppingRows(rows, stop_at),
+                tmp_path / "parts",
+                progress=False,
+            )  # type: ignore[arg-type]
     parts = stage_of("distill")
     train_stage(parts, rows, tmp_path / "parts", progress=False)
     pairs = [[(line["step"], line["loss"], line.get("empty_steps")) for line in metrics(tmp_path / part)]
@@ -155,7 +181,9 @@ def test_a_loss_on_the_text_alone_needs_labels(tmp_path, fused):
             batch["mask"][:, :-1] = False
             return batch
 
-    stage = stage_of("distill", steps=2, batch_size=2, micro_batch_size=1, hard_weight=1.0, fused=fused)
+    stage = stage_of(
+        "distill", steps=2, batch_size=2, micro_batch_size=1, hard_weight=1.0, fused=fused
+    )
     train_stage(stage, LastOnly(small_rows()), tmp_path, progress=False)
     assert [line["loss"] for line in metrics(tmp_path)] == [None, None]
 
@@ -182,7 +210,9 @@ def test_a_step_is_empty_if_no_process_has_a_token(tmp_path, launcher):
     assert [line["step"] - 1 for line in two if line["loss"] is None] == sorted(EMPTY)
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
     for ours, theirs in zip(one, two, strict=True):
-        assert theirs["loss"] == (None if ours["loss"] is None else pytest.approx(ours["loss"], rel=1e-4))
+        assert theirs["loss"] == (
+            None if ours["loss"] is None else pytest.approx(ours["loss"], rel=1e-4)
+        )
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
     for name, tensor in files[0].items():
         torch.testing.assert_close(tensor, files[1][name], rtol=1e-4, atol=1e-5, msg=name)

@@ -1,8 +1,6 @@
 """A student outside training has its teacher's dtype, whatever was trained, from its training to
 its export."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -24,7 +22,13 @@ from hybrid_distill.pipeline import finished_run, last_stage, trained_student
 from hybrid_distill.pipeline.run import run
 from hybrid_distill.student.dtypes import make_master_weights, settle
 from hybrid_distill.teacher import DTYPES, load_tokenizer
-from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy, StageConfig
+from hybrid_distill.train.config import (
+    Align,
+    AlignMatrix,
+    Distill,
+    DistillOnPolicy,
+    StageConfig,
+)
 
 STAGES = {
     "align": ("align",),
@@ -54,7 +58,9 @@ def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
 
 
 CASES = [
-    case for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS) if is_possible(*case)
+    case
+    for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS)
+    if is_possible(*case)
 ]
 
 
@@ -94,7 +100,9 @@ def two_steps(
         "matrix": AlignMatrix(**shared),
         "align": Align(**shared, train=aligned, target=target),
         "distill": Distill(**shared, train=trained),
-        "on_policy": DistillOnPolicy(**shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0),
+        "on_policy": DistillOnPolicy(
+            **shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0
+        ),
         "long": Distill(name="long", **shared, train=trained, seq_len=64, segment_len=32),
         "post": Distill(name="post", **shared, train=trained, data=data),
     }
@@ -127,12 +135,19 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
     if (stages, trained, selection) == GATED:
         gate_in_this_process(monkeypatch, tmp_path / "modules")
     else:
-        monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
         monkeypatch.setattr(
-            "hybrid_distill.export.checkpoint.write_record", lambda *_, **__: {"kernels": None}
+            "hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport()
         )
-        monkeypatch.setattr("hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None)
-    out = run(two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection))
+        monkeypatch.setattr(
+            "hybrid_distill.export.checkpoint.write_record",
+            lambda *_, **__: {"kernels": None},
+        )
+        monkeypatch.setattr(
+            "hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None
+        )
+    out = run(
+        two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection)
+    )
     exported = load_file(out / "export" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {DTYPES[dtype]}
     measured = json.loads((out / "evaluation.json").read_text())
@@ -160,9 +175,13 @@ def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> N
     student, _ = tiny_student("qwen2")
     frequencies = student.model.rotary_emb.inv_freq.clone()
     make_master_weights(student.parameters())
-    exact = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
+    exact = {
+        name: parameter.detach().clone() for name, parameter in student.named_parameters()
+    }
     settle(student, torch.bfloat16)
-    assert all(torch.equal(p, exact[name].bfloat16()) for name, p in student.named_parameters())
+    assert all(
+        torch.equal(p, exact[name].bfloat16()) for name, p in student.named_parameters()
+    )
     assert (
         torch.equal(student.model.rotary_emb.inv_freq, frequencies)
         and frequencies.dtype == torch.float32
