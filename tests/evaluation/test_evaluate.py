@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from conftest import make_family_model
 import torch
+from conftest import make_family_model
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
