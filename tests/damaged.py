@@ -1,4 +1,4 @@
-"""Three hundred ways to damage an exported student, each a function of its folder and a random generator.
+"""Three hundred ways to damage an exported student, as functions of its folder and a generator.
 
 Planted code writes the file CANARY beside the folder if it is ever run.
 """
@@ -424,18 +424,15 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
 
 def all_damages() -> dict[str, Damage]:
     """Return every damage by name."""
-    damages: dict[str, Damage] = {}
-    sources = [config_edits(), weight_edits(), index_edits(), file_edits()]
-    files = (
+    edits = [*config_edits(), *weight_edits(), *index_edits(), *file_edits()]
+    for file in (
         "config.json",
         INDEX,
         "tokenizer_config.json",
         "plan.json",
         "generation_config.json",
-    )
-    for name, damage in (
-        pair for source in [*sources, *map(broken_json, files)] for pair in source
     ):
-        assert name not in damages, name
-        damages[name] = damage
+        edits += broken_json(file)
+    damages = dict(edits)
+    assert len(damages) == len(edits), "two damages have one name"
     return damages

@@ -17,7 +17,9 @@ from hybrid_distill.probes.kv_retrieval import KVRetrieval
 # The families' own patterns, shortened: what comes to a piece with a blank, a newline, or other digits.
 LLAMA3 = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = LLAMA3.replace("{1,3}", "")
-BOS, TURN, END = "<s>", "<|turn|>", "<|end|>"
+BOS = "<s>"
+TURN = "<|turn|>"
+END = "<|end|>"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"

@@ -1,4 +1,6 @@
-"""Count where a training step would wait for a device: needs no GPU, so a test can hold the loop to one read a step."""
+"""Count where a training step would wait for a device: without a GPU, a test can hold the loop
+to one read a step.
+"""
 
 import traceback
 from collections import Counter

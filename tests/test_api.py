@@ -43,9 +43,8 @@ def test_every_public_name_is_there_and_documented() -> None:
 
 
 def test_importing_the_package_loads_no_library() -> None:
-    code = "import sys, hybrid_distill; sys.exit(bool({'torch', 'transformers', 'tyro', 'numpy'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "tyro", "numpy"}
+    code = f"import sys, hybrid_distill; sys.exit(bool({heavy} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode
-        == 0
-    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 0

@@ -85,8 +85,8 @@ def test_whoever_asks_for_the_cpu_gets_it(machine, monkeypatch, name, value):
 def test_a_machine_without_a_gpu_computes_on_its_cpu(machine):
     (machine / "nvidia0").unlink()
     (machine / "version").unlink()
-    found = DeviceFacts.find()
-    assert (found.kind, found.problem, found.driver) == ("cpu", "", "")
+    facts = DeviceFacts.find()
+    assert (facts.kind, facts.problem, facts.driver) == ("cpu", "", "")
 
 
 def test_a_torch_without_cuda_is_somebodys_choice(machine, monkeypatch, caplog):
@@ -145,58 +145,44 @@ def test_processes_compare_their_devices_before_they_connect(odd):
 
     ended = start_two(Path(__file__), own=[{"ODD": "no"}, {"ODD": odd}])
     assert [process.status for process in ended] == [2, 2], ended
-    said = [process.err.count("error: ") for process in ended]
-    assert said == [1, 0], "once, by the main process"
+    n_errors = [process.err.count("error: ") for process in ended]
+    assert n_errors == [1, 0], "once, by the main process"
     assert "process 1" in ended[0].err
 
 
-@pytest.mark.launched
-@pytest.mark.parametrize("file", ["single_gpu.yaml", "ddp.yaml", "fsdp2.yaml"])
-def test_a_launch_file_for_gpus_refuses_the_cpu(tmp_path, file):
-    from training import free_port
-
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def launch_this(
+    file: str, *flags: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Launch this program with a file of launch/."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     environment.pop(CPU_ASKED, None)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(LAUNCH_FILES / file),
-    ]
-    command += [
-        "--num_processes",
-        "1" if file == "single_gpu.yaml" else "2",
-        "--main_process_port",
-        str(free_port()),
-    ]
-    command.append(__file__)
-    done = subprocess.run(
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(LAUNCH_FILES / file), *flags, __file__]
+    return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode != 0 and done.stderr.count("error: ") == 1, done.stderr
-    assert "connected" not in done.stdout
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize(
+    ("file", "n_processes"),
+    [("single_gpu.yaml", "1"), ("ddp.yaml", "2"), ("fsdp2.yaml", "2")],
+)
+def test_a_launch_file_for_gpus_refuses_the_cpu(file, n_processes):
+    from training import free_port
+
+    flags = ["--num_processes", n_processes, "--main_process_port", str(free_port())]
+    ended = launch_this(file, *flags, CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode != 0
+    assert ended.stderr.count("error: ") == 1, ended.stderr
+    assert "connected" not in ended.stdout
 
 
 @pytest.mark.launched
 def test_the_launch_file_for_the_cpu_computes_there():
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(LAUNCH_FILES / "cpu.yaml"),
-    ]
-    done = subprocess.run(
-        [*command, __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0 and "connected cpu" in done.stdout, done.stderr
+    ended = launch_this("cpu.yaml")
+    assert ended.returncode == 0, ended.stderr
+    assert "connected cpu" in ended.stdout
 
 
 def test_the_first_line_of_a_run_says_what_computes(tmp_path, caplog):
@@ -222,9 +208,9 @@ def main() -> None:
     from hybrid_distill.cli.app import exit_cleanly
 
     odd = os.environ.get("ODD")
-    found = {"no": GPU, "bad": replace(CPU, problem="the driver is too old"), "mixed": CPU}
+    bad = replace(CPU, problem="the driver is too old")
     if odd:
-        facts = found[odd]
+        facts = {"no": GPU, "bad": bad, "mixed": CPU}[odd]
         DeviceFacts.find = classmethod(lambda cls: facts)  # type: ignore[method-assign,assignment]
     exit_cleanly(lambda: print("connected", connect().device.type))
 

@@ -1,4 +1,4 @@
-"""A launch trains on the processes that were asked for, or not at all; trackers are asked for by name."""
+"""A launch trains on the processes asked for, or not at all; trackers are asked for by name."""
 
 import importlib.util
 import os
@@ -17,17 +17,11 @@ from hybrid_distill.distributed import (
 
 
 def test_a_tracker_is_asked_for_by_name(monkeypatch):
-    with pytest.raises(
-        ValueError,
-        match="tracker 'mlflow' is unknown; pass one of tensorboard, trackio, wandb",
-    ):
+    with pytest.raises(ValueError, match=r"'mlflow'.*trackio"):
         check_trackers(["mlflow"])
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(
-            ValueError, match="tracker 'wandb' is not installed; run `pip install wandb`"
-        ):
-            check_trackers(["wandb"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        check_trackers(["wandb"])
 
 
 def test_without_a_key_wandb_is_offline(monkeypatch, tmp_path):
@@ -97,9 +91,12 @@ def one_process(**kwargs):
 
 
 SEVERAL_MACHINES = {
-    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
     "GLOO_SOCKET_IFNAME": "",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

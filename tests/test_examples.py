@@ -36,7 +36,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    outputs = []
+    for cell in notebook.cells:
+        outputs += cell.get("outputs", [])
     printed = "".join(output.get("text", "") for output in outputs)
     assert "six at random" in printed and "6 heads kept, 42 recurrent" in printed
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
@@ -62,17 +64,12 @@ def test_the_scripts_run_one_after_the_other(
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
     assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
-    trained, before = (
-        hybrid_distill.load_student("tuned")[0].state_dict(),
-        student.state_dict(),
-    )
-    changed = {
-        name.partition(".self_attn.")[2]
-        for name in before
-        if not torch.equal(before[name], trained[name])
-    }
-    parts = {
-        *(f"ssm.{name}_proj.weight" for name in "xbcza"),
-        *(f"attention.{name}_proj.weight" for name in "qkv"),
-    }
-    assert changed == parts | {"o_proj.weight"}
+    before = student.state_dict()
+    trained = hybrid_distill.load_student("tuned")[0].state_dict()
+    changed = set()
+    for name, tensor in before.items():
+        if not torch.equal(tensor, trained[name]):
+            changed.add(name.partition(".self_attn.")[2])
+    recurrent = {f"ssm.{name}_proj.weight" for name in "xbcza"}
+    attention = {f"attention.{name}_proj.weight" for name in "qkv"}
+    assert changed == {*recurrent, *attention, "o_proj.weight"}

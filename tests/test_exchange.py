@@ -3,6 +3,7 @@
 This file is also the program that each of two processes runs: ``test_exchange.py OUT``.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -53,18 +54,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]
 @pytest.mark.launched
 @pytest.mark.parametrize("late", ["main", "other"])
 def test_a_wait_is_longer_than_a_collective_may_be(results, late):
-    for found in results:
-        assert found["collective"] == "too long", "the limit is real"
-        assert found[f"{late} is late"] > LONGER_S - 0.5
+    for process in results:
+        assert process["collective"] == "too long", "the limit is real"
+        assert process[f"{late} is late"] > LONGER_S - 0.5
 
 
 @pytest.mark.launched
 def test_values_of_every_size_arrive_in_rank_order(results):
-    for found in results:
-        assert found["gathered"] == [
-            [rank, number] for number in range(20) for rank in range(2)
-        ]
-        assert found["large"] == [3_000_000, 2_999_999]
+    in_order = [list(pair) for pair in itertools.product(range(20), range(2))]
+    for process in results:
+        assert [[number, rank] for rank, number in process["gathered"]] == in_order
+        assert process["large"] == [3_000_000, 2_999_999]
 
 
 @pytest.mark.launched
@@ -74,8 +74,11 @@ def test_what_the_store_held_is_removed(results):
 
 @pytest.mark.launched
 def test_an_error_of_one_process_is_one_in_the_others(results):
-    assert [found["main fails"] for found in results] == ["ValueError", "OtherProcessError"]
-    assert [found["other fails"] for found in results] == [
+    assert [process["main fails"] for process in results] == [
+        "ValueError",
+        "OtherProcessError",
+    ]
+    assert [process["other fails"] for process in results] == [
         "OtherProcessError",
         "ValueError",
     ]
@@ -83,7 +86,7 @@ def test_an_error_of_one_process_is_one_in_the_others(results):
 
 @pytest.mark.launched
 def test_a_folder_in_use_is_refused_by_all_after_any_patience(results):
-    assert [found["in use"] for found in results] == ["InUse", "InUse"]
+    assert [process["in use"] for process in results] == ["InUse", "InUse"]
 
 
 @pytest.mark.launched
@@ -133,10 +136,10 @@ def fail() -> None:
 def waits(out: Path) -> None:
     """Be late in every way."""
     rank = connect().process_index
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     wait_for_all()
     limit_collectives(LIMIT_S / 60)
-    found["main is late"] = seconds_of(
+    results["main is late"] = seconds_of(
         lambda: on_main_process(lambda: time.sleep(LONGER_S))
     )
 
@@ -145,25 +148,25 @@ def waits(out: Path) -> None:
             time.sleep(LONGER_S)
         on_main_process(lambda: None)
 
-    found["other is late"] = seconds_of(other_is_late)
+    results["other is late"] = seconds_of(other_is_late)
     gathered: list[tuple[int, int]] = []
     for number in range(20):
         gathered += compute_everywhere(lambda: (rank, number))  # noqa: B023
-    found["gathered"] = gathered
+    results["gathered"] = gathered
     large = agree_on(lambda: torch.arange(3_000_000) + rank)
-    found["large"] = [len(large), int(large[-1])]
+    results["large"] = [len(large), int(large[-1])]
     # Whoever has come to the second has removed what all had read at the first.
     wait_for_all()
     wait_for_all()
     assert distributed._open_exchange is not None
-    found["keys left"] = distributed._open_exchange.store.num_keys()
-    found["main fails"] = kind_of_error(lambda: on_main_process(fail))
+    results["keys left"] = distributed._open_exchange.store.num_keys()
+    results["main fails"] = kind_of_error(lambda: on_main_process(fail))
 
     def other_fails() -> None:
         if rank == 1:
             fail()
 
-    found["other fails"] = kind_of_error(lambda: compute_everywhere(other_fails))
+    results["other fails"] = kind_of_error(lambda: compute_everywhere(other_fails))
 
     def take() -> None:
         with alone_in(out / "taken", patience=LONGER_S):
@@ -171,9 +174,9 @@ def waits(out: Path) -> None:
 
     if rank == 0:
         with locked(out / "taken"):
-            found["in use"] = kind_of_error(take)
+            results["in use"] = kind_of_error(take)
     else:
-        found["in use"] = kind_of_error(take)
+        results["in use"] = kind_of_error(take)
     assert from_main(lambda: rank) == 0
 
     def meet() -> None:
@@ -181,8 +184,8 @@ def waits(out: Path) -> None:
             time.sleep(LONGER_S)
         torch.distributed.barrier()
 
-    found["collective"] = "too long" if kind_of_error(meet) else "in time"
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    results["collective"] = "too long" if kind_of_error(meet) else "in time"
+    (out / f"{rank}.json").write_text(json.dumps(results))
 
 
 def folders() -> None:

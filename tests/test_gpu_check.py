@@ -1,4 +1,4 @@
-"""`make gpu-check`: its rows, what it skips and why, and that one bad row does not hide the others."""
+"""`make gpu-check`: its rows, what it skips and why; one bad row does not hide the others."""
 
 import importlib
 import json
@@ -168,7 +168,7 @@ def test_packed_attention_is_compared_and_a_mistake_is_found(
 
 @pytest.mark.launched
 def test_a_rehearsal_runs_without_pytest(tmp_path: Path) -> None:
-    rows = "^(run tiny|launch/ddp.*|kernels)$"
+    rows = "^(run tiny|kernels)$"
     (tmp_path / "pytest.py").write_text("raise ImportError('pytest is not installed')\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     script = str(ROOT / "benchmarks" / "gpu_check.py")
@@ -186,4 +186,4 @@ def test_a_rehearsal_runs_without_pytest(tmp_path: Path) -> None:
         command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "3 ok, 0 WRONG, 0 skipped" in ran.stdout
+    assert "2 ok, 0 WRONG, 0 skipped" in ran.stdout

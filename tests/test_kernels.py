@@ -50,7 +50,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
 
 def test_an_absent_package_is_named(monkeypatch) -> None:
     monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed")
-    with pytest.raises(ValueError, match=r"--kernels is 'mamba_ssm': .* is not installed"):
+    with pytest.raises(ValueError, match="mamba_ssm"):
         check_kernels("mamba_ssm", torch.device("cuda"))
 
 

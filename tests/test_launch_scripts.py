@@ -1,6 +1,6 @@
-"""launch/torchrun.sh and launch/slurm.sbatch: what they start, what they refuse, and what they do when time is up.
+"""launch/torchrun.sh and launch/slurm.sbatch: what they start, refuse, and do when time is up.
 
-SLURM's commands are stand-ins that do on this machine what the manual says of them; it was not run on a cluster.
+SLURM's commands are stand-ins for what its manual describes; no cluster ran this.
 """
 
 import json
@@ -65,38 +65,39 @@ sys.exit(int(os.environ["STATUS"]))
 
 
 JOB = str(4711 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
-"""Number of a job; `slurm.sbatch` writes a file of this name, and workers of a test run share the folder."""
+"""Number of a job: `slurm.sbatch` writes a file of this name into the folder that workers share."""
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job on two machines, on SLURM's stand-ins and a stand-in for Python."""
-    commands, record = tmp_path / "bin", tmp_path / "record"
+    """Environment of a job on two machines, with stand-ins for SLURM's commands and Python."""
+    commands = tmp_path / "bin"
+    record = tmp_path / "record"
     commands.mkdir()
     record.mkdir()
     for name, body in STAND_INS.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{body}")
         (commands / name).chmod(0o755)
     (record / "worker.py").write_text(WORKER)
-    variables = {
-        "PATH": f"{commands}:{os.environ['PATH']}", "RECORD": str(record), "PYTHON": "recorder",
-        "GPUS": "4", "SECONDS_OF_WORK": "0", "STATUS": "0", "ON_STOP": "save",
-        "SLURM_JOB_ID": JOB, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]",
-        "SLURM_GPUS_ON_NODE": "4", "OMP_NUM_THREADS": "1",
+    environment = dict(os.environ)
+    for name in ("NNODES", "NODE_RANK", "NPROC", "MASTER_ADDR", "MASTER_PORT", "CONFIG"):
+        environment.pop(name, None)
+    environment.pop("ACCELERATE_USE_CPU", None)
+    return environment | {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "RECORD": str(record),
+        "PYTHON": "recorder",
+        "GPUS": "4",
+        "SECONDS_OF_WORK": "0",
+        "STATUS": "0",
+        "ON_STOP": "save",
+        "SLURM_JOB_ID": JOB,
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_GPUS_ON_NODE": "4",
+        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    ours = (
-        "NNODES",
-        "NODE_RANK",
-        "NPROC",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "CONFIG",
-        "ACCELERATE_USE_CPU",
-    )
-    return {
-        name: value for name, value in os.environ.items() if name not in ours
-    } | variables
+    }
 
 
 STARTED: list[subprocess.Popen[str]] = []
@@ -116,7 +117,7 @@ def run(
     *arguments: str,
     stop: tuple[int, Callable[[], bool]] | None = None,
 ) -> tuple[int, str]:
-    """Return (exit status, all that was said), with a signal sent once a condition holds."""
+    """Return the exit status and all output; ``stop`` is a signal, sent once a condition holds."""
     process = subprocess.Popen(
         ["bash", f"launch/{script}", *arguments], cwd=ROOT, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -127,8 +128,8 @@ def run(
         while not stop[1]() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
         process.send_signal(stop[0])
-    said, _ = process.communicate(timeout=480)
-    return process.returncode, said
+    output, _ = process.communicate(timeout=480)
+    return process.returncode, output
 
 
 def recorded(environment: dict[str, str], name: str) -> list[str]:
@@ -181,20 +182,20 @@ def test_bash_reads_a_script(name: str) -> None:
 def test_what_cannot_run_is_named_in_a_line_and_starts_nothing(
     machine: dict[str, str], script, changes, named
 ) -> None:
-    status, said = run(script, machine | changes, "recipe.py")
+    status, output = run(script, machine | changes, "recipe.py")
     assert status == 2
-    assert named in said
+    assert named in output
     if script == "torchrun.sh":
-        assert len(said.splitlines()) == 1
+        assert len(output.splitlines()) == 1
     assert not recorded(machine, "commands")
 
 
 def test_a_job_that_would_begin_again_at_every_requeue_is_refused(
     machine: dict[str, str],
 ) -> None:
-    status, said = run("slurm.sbatch", machine, "recipe.py", "--resume", "never")
+    status, output = run("slurm.sbatch", machine, "recipe.py", "--resume", "never")
     assert status == 2
-    assert "--resume never" in said
+    assert "--resume never" in output
     assert not recorded(machine, "commands")
 
 
@@ -210,8 +211,8 @@ def test_a_job_that_would_begin_again_at_every_requeue_is_refused(
 def test_a_machine_starts_a_process_for_each_gpu_or_on_the_cpu_that_was_asked_for(
     machine: dict[str, str], changes, processes
 ) -> None:
-    status, said = run("torchrun.sh", machine | {"GPUS": "0"} | changes, "recipe.py")
-    assert status == 0, said
+    status, output = run("torchrun.sh", machine | {"GPUS": "0"} | changes, "recipe.py")
+    assert status == 0, output
     [command] = recorded(machine, "commands")
     flag = "--num_processes" if "CONFIG" in changes else "--nproc_per_node"
     assert f"{flag} {processes} " in command
@@ -221,7 +222,7 @@ def test_a_machine_starts_a_process_for_each_gpu_or_on_the_cpu_that_was_asked_fo
 def test_a_job_starts_one_launcher_on_each_machine(
     machine: dict[str, str], config: str
 ) -> None:
-    status, said = run(
+    status, output = run(
         "slurm.sbatch",
         {**machine, "CONFIG": config},
         "recipe.py",
@@ -229,7 +230,7 @@ def test_a_job_starts_one_launcher_on_each_machine(
         "runs/a b",
         "--flag=*",
     )
-    assert status == 0, said
+    assert status == 0, output
     common = (
         "-m torch.distributed.run --nnodes 2 --node_rank {} --nproc_per_node 4 --master_addr node-a "
         f"--master_port 2{JOB}"
@@ -312,20 +313,20 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
     }  # fmt: skip
     out = tmp_path / "run"
     arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]
-    status, said = run(
+    status, output = run(
         "slurm.sbatch",
         one_machine,
         *arguments,
         stop=(signal.SIGUSR1, lambda: len(steps(out)) >= 3),
     )
-    assert status == 0 and f"requeue {JOB}" in recorded(one_machine, "scontrol"), said
+    assert status == 0 and f"requeue {JOB}" in recorded(one_machine, "scontrol"), output
     saved = [path.name for path in (out / ALIGNED / "checkpoints").iterdir()]
     assert saved == [f"step-{steps(out)[-1]:08d}"] and steps(out)[-1] < 40
 
     (Path(one_machine["RECORD"]) / "scontrol").unlink()
-    status, said = run(
+    status, output = run(
         "slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments
     )
-    assert status == 0 and (out / "report.md").exists(), said
+    assert status == 0 and (out / "report.md").exists(), output
     assert steps(out) == list(range(1, 41)), "none twice, none left out"
     assert f"requeue {JOB}" not in recorded(one_machine, "scontrol")

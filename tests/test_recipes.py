@@ -39,7 +39,8 @@ def test_a_recipe_begins_with_its_command_its_time_and_its_result(recipe: Path) 
     text = ast.get_docstring(ast.parse(recipe.read_text())) or ""
     start = "python|accelerate launch|hybrid-distill sweep"
     commands = re.findall(rf"^(?:{start}) recipes/{recipe.name}", text, re.MULTILINE)
-    time, result = text.find("\nTime: "), text.find("\nExpected result: ")
+    time = text.find("\nTime: ")
+    result = text.find("\nExpected result: ")
     assert commands and 0 < text.find(commands[0]) < time < result
     assert re.search(r"hour|minutes", text[time:result])
 

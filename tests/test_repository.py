@@ -29,9 +29,7 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     assert all(f"{name}/" in picture for name in folders)
 
 
-PAGES = sorted(
-    path for folder in (".", "docs", "launch") for path in (ROOT / folder).glob("*.md")
-)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -68,11 +66,11 @@ def test_a_launch_file_describes_a_machine_and_nothing_else(path: Path) -> None:
 
 
 def test_the_figure_of_the_readme_shows_the_measured_numbers() -> None:
-    made = runpy.run_path(str(ROOT / "docs/method_figure.py"))["method_figure"]()
-    assert (ROOT / "docs/method.svg").read_text() == made, (
+    figure = runpy.run_path(str(ROOT / "docs/method_figure.py"))["method_figure"]()
+    assert (ROOT / "docs/method.svg").read_text() == figure, (
         "run `python docs/method_figure.py`"
     )
-    assert made.count('class="lit"') == 48 + 6
+    assert figure.count('class="lit"') == 48 + 6
 
 
 def test_hooks_before_a_commit_run_the_versions_of_make_lint() -> None:

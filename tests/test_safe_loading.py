@@ -1,4 +1,4 @@
-"""A damaged or hostile checkpoint is refused in one clear line, before anything in it is loaded, and never run."""
+"""A damaged or hostile checkpoint is refused in one line, before it is loaded, and never run."""
 
 import json
 import re
@@ -54,11 +54,10 @@ def copied(exported, tmp_path) -> Path:
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_refused(name: str, copied: Path) -> None:
     DAMAGES[name](copied, Random(name))
-    with pytest.raises(ValueError) as refusal:
-        load_student(copied)
-    said = str(refusal.value)
-    assert "\n" not in said and 30 < len(said) < 1000
-    assert str(copied) in said or ".safetensors" in said, "it does not say where"
+    error = refused(load_student, copied)
+    assert "\n" not in error
+    assert 30 < len(error) < 1000
+    assert str(copied) in error or ".safetensors" in error, "it does not name the place"
     assert not (copied.parent / CANARY).exists(), "code of the checkpoint was run"
 
 
@@ -143,9 +142,7 @@ def test_a_teacher_with_a_pickle_needs_a_flag(tmp_path, capsys) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     load_teacher(tmp_path)  # its safetensors
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"\*\.bin, which are pickles.*--teacher.allow-bin"
-    ):
+    with pytest.raises(ValueError, match=r"--teacher\.allow-bin"):
         load_teacher(tmp_path)
     with pytest.raises(SystemExit):
         main(["score", "--model", str(tmp_path)])
@@ -174,7 +171,8 @@ def test_a_teachers_index_does_not_lead_out_of_its_folder(tmp_path) -> None:
 
 
 def test_the_hub_caches_links_are_followed(exported, tmp_path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs = tmp_path / "blobs"
+    snapshot = tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
     for file in exported[1].glob("*.*"):

@@ -1,4 +1,4 @@
-"""No number gets in that cannot be meant: every numeric field of a run and of a scoring is tried."""
+"""No number gets in that cannot be meant: every numeric field of a run and a scoring is tried."""
 
 import dataclasses
 import math
@@ -56,21 +56,19 @@ def test_fields_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "field", "name", "value"), FIELDS, ids=[name for _, _, name, _ in FIELDS]
+    ("config", "field", "value"),
+    [field[:2] + field[3:] for field in FIELDS],
+    ids=[name for _, _, name, _ in FIELDS],
 )
-def test_neither_nan_nor_infinite_nor_negative(
-    config: Any, field: str, name: str, value: Any
-) -> None:
-    for bad in (math.nan, math.inf, -math.inf, -1 if isinstance(value, int) else -1.0):
+def test_neither_nan_nor_infinite_nor_negative(config: Any, field: str, value: Any) -> None:
+    negative = -1 if isinstance(value, int) else -1.0
+    for bad in (math.nan, math.inf, -math.inf, negative):
+        changed = (bad,) * len(value) if isinstance(value, tuple) else bad
         with pytest.raises(ValueError, match=rf"{field.replace('_', '.')} is "):
-            dataclasses.replace(
-                config, **{field: (bad,) * len(value) if isinstance(value, tuple) else bad}
-            )
+            dataclasses.replace(config, **{field: changed})
 
 
 @pytest.mark.parametrize("text", ["nan", "1,0", "1,2.5"])
 def test_a_list_holds_whole_numbers(text: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"--pairs is '{text}'; pass whole numbers of at least 1, or all"
-    ):
+    with pytest.raises(ValueError, match=f"'{text}'"):
         numbers("pairs", text, least=1, named={"all": 48})
