@@ -49,6 +49,13 @@ HARD: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 6, "partial_rotary_factor": 0.5},
     "gpt_neox": {"tie_word_embeddings": True, "rotary_pct": 0.5},
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [20.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 20,
+}
 SPECIAL = ["<pad>", "<s>", "</s>", "<tool>", "<image>"]
 
 

@@ -28,7 +28,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def numbered(n: int, *, shard: int, first: int = 0) -> Tokens:
-    """A source in which every token is its own number, in shards; a document begins at every seventh."""
+    """Make a source whose tokens are their own numbers; a document begins at every seventh."""
     ids = np.arange(first, first + n, dtype=np.uint32)
     pieces = [ids[begin : begin + shard] for begin in range(0, n, shard)]
     shards = tuple(

@@ -1,4 +1,4 @@
-"""The teacher's own text: prompts of many kinds, the same bytes after any stop, with its logits beside it."""
+"""The teacher's own text: prompts of many kinds, the same bytes after any stop, its logits."""
 
 import itertools
 import re

@@ -208,7 +208,7 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
     ]
     for read, content in itertools.product(readers, (whole[:-2], b"")):
         damaged.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"ids-00001.bin has {len(content)} bytes"):
+        with pytest.raises(ValueError, match=rf"ids-00001.bin .*{len(content)}"):
             read()
         damaged.write_bytes(whole)
         read()
@@ -231,10 +231,10 @@ def test_a_folder_of_other_tokens_is_not_written_over(
             check_sources(DataConfig(sources=(str(job.out),)), tokenizer)
     before = {path: path.read_bytes() for path in job.out.glob("[!.]*")}
     for change in ({"max_tokens": 50}, {"shard_tokens": 50}, {"sources": ("tiny",)}):
-        with pytest.raises(ValueError, match=f"made with another {next(iter(change))}"):
+        with pytest.raises(ValueError, match=next(iter(change))):
             prepare.prepare(replace(job, **change))
     write_source(tmp_path / "files" / "2.jsonl", ["w1"])
-    with pytest.raises(ValueError, match="a file of theirs has changed"):
+    with pytest.raises(ValueError, match="changed"):
         prepare.prepare(job)
     assert before == {path: path.read_bytes() for path in job.out.glob("[!.]*")}
 

@@ -1,4 +1,4 @@
-"""Program for two processes: open the rows of a source, and write down who asked the hub and who tokenized."""
+"""Program for two processes: open the rows of a source; record who asked the hub and tokenized."""
 
 import json
 import sys

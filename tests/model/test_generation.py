@@ -9,6 +9,7 @@ from conftest import make_family_model
 from students import (
     ALL_BUT_ONE,
     BF16_RELATIVE_ERROR,
+    LONGROPE,
     THREE,
     keep,
     left_padded,
@@ -54,15 +55,6 @@ def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
 @pytest.fixture
 def llama_student() -> HybridForCausalLM:
     return mixed_student(make_family_model("llama"))
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [20.0, 3.0, 4.0, 5.0],
-    "original_max_position_embeddings": 20,
-}
 
 
 @torch.no_grad()

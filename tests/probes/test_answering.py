@@ -78,7 +78,9 @@ def test_choices_equal_brute_force(family: str) -> None:
 
 def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
     """The model is about to write 84; " 8" alone has the higher summed log-probability."""
-    eight, four, two = 8, 4, 2
+    eight = 8
+    four = 4
+    two = 2
     choices = ((eight,), (eight, four), (two,))
     example = EncodedExample(
         (1,),

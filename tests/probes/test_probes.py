@@ -314,7 +314,7 @@ def test_a_prompt_beyond_the_context_is_named() -> None:
     examples = KVRetrieval((3, 12), keys=KEYS).examples(6)
     longest = max(len(tokenizer(e.prompt + e.answer)["input_ids"]) for e in examples)
     check_answerable(examples, tokenizer, longest)
-    with pytest.raises(ValueError, match=f"3 of 6 .* {longest - 1} tokens; example 1 "):
+    with pytest.raises(ValueError, match=f"3 of 6 .*{longest - 1}"):
         check_answerable(examples, tokenizer, longest - 1)
 
 

@@ -126,7 +126,7 @@ def test_accuracy_in_each_format_that_fits(monkeypatch: pytest.MonkeyPatch) -> N
     "prompt_format", ["shots", "shots=0", "shots=-1", "Chat", "auto", ""]
 )
 def test_unknown_formats_are_refused(prompt_format: str) -> None:
-    with pytest.raises(ValueError, match=f"--prompt-format is '{prompt_format}'"):
+    with pytest.raises(ValueError, match=f"'{prompt_format}'"):
         ScoreJob(prompt_format=prompt_format)
 
 

@@ -8,7 +8,7 @@ from test_post import MARKED, PLAIN, chat_tokenizer
 from hybrid_distill.data.chat import encode_conversation
 
 WITH_SYSTEM = "{% if messages[0].role != 'system' %}<user> w90 <end> {% endif %}" + PLAIN
-"""A template that writes a default system message, and cannot render a conversation without messages."""
+"""Template that writes a default system message, and needs messages to render anything."""
 OTHER_FIRST = PLAIN.replace(
     "<{{ m.role }}>", "{% if loop.first %}w80{% else %}<{{ m.role }}>{% endif %}"
 )

@@ -1,4 +1,4 @@
-"""Text files as people have them: marks of editors, hidden copies, links, broken characters, columns of numbers."""
+"""Text files as people have them: marks of editors, hidden copies, links, broken characters."""
 
 import gzip
 import json
@@ -25,8 +25,8 @@ def lines_of(*records: Any) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def texts(*found: str) -> list[dict[str, str]]:
-    return [{"text": text} for text in found]
+def texts(*contents: str) -> list[dict[str, str]]:
+    return [{"text": text} for text in contents]
 
 
 # Marks
@@ -66,18 +66,16 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content, expected):
 
 
 def test_a_byte_order_mark_makes_no_tokens(tmp_path):
-    tokenizer, ids = word_tokenizer(), []
-    for name, mark in (("plain", b""), ("marked", MARK)):
-        (tmp_path / f"{name}.txt").write_bytes(
-            mark + b"w1 w2\n" + SEPARATOR.encode() + b"w3 w4 w5\n"
-        )
-        config = DataConfig((str(tmp_path / f"{name}.txt"),), seq_len=16)
-        ids.append(
-            open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
-            .batch(0, 1)["input_ids"]
-            .tolist()
-        )
-    assert ids[0] == ids[1]
+    tokenizer = word_tokenizer()
+    text = b"w1 w2\n" + SEPARATOR.encode() + b"w3 w4 w5\n"
+
+    def ids(name: str, content: bytes) -> list[list[int]]:
+        (tmp_path / name).write_bytes(content)
+        config = DataConfig((str(tmp_path / name),), seq_len=16)
+        rows = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
+        return rows.batch(0, 1)["input_ids"].tolist()
+
+    assert ids("plain.txt", text) == ids("marked.txt", MARK + text)
 
 
 def test_questions_with_a_byte_order_mark_are_read(tmp_path):
@@ -97,16 +95,18 @@ def test_questions_with_a_byte_order_mark_are_read(tmp_path):
 def folder(tmp_path: Path) -> Path:
     """A folder of two files, with everything else that gets into folders."""
     top = tmp_path / "corpus"
-    hidden = (
+    for name in (
+        "a.jsonl",
+        "deep/d.jsonl",
         ".ipynb_checkpoints/a-checkpoint.jsonl",
         ".cache/b.jsonl",
         ".git/c.txt",
         "deep/._d.jsonl",
         "._a.jsonl",
-    )
-    for name in ("a.jsonl", "deep/d.jsonl", *hidden):
-        (top / name).parent.mkdir(parents=True, exist_ok=True)
-        (top / name).write_bytes(lines_of(*texts(Path(name).stem)))
+    ):
+        path = top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lines_of(*texts(path.stem)))
     return top
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import (
+    LONGROPE,
     byte_tokenizer,
     close,
     left_padded,
@@ -26,13 +27,6 @@ from hybrid_distill import export_checkpoint
 from hybrid_distill.model import HybridForCausalLM
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [20.0, 3.0, 4.0, 5.0],
-    "original_max_position_embeddings": 20,
-}
 
 
 @pytest.fixture(params=["llama", "gpt_neox", "gemma2", "mamba2"])

@@ -1,4 +1,4 @@
-"""Which models can be teachers: the question that every command asks before it computes anything."""
+"""Which models can be teachers: every command checks it before it computes anything."""
 
 from pathlib import Path
 
@@ -28,13 +28,23 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma")
     _, tokenizer = load_teacher("tiny")
     text = {
-        "vocab_size": vocabulary_size(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,
-    }  # fmt: skip
+        "vocab_size": vocabulary_size(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+    }
     vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
         "patch_size": 14,
-    }  # fmt: skip
+    }
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

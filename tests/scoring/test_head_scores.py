@@ -125,7 +125,7 @@ def test_halves_agree_as_much_as_the_noise_allows() -> None:
 
 
 def test_halves_agree_wholly_without_noise() -> None:
-    """Log-probability orders the heads that accuracy leaves equal; k has to be below their number."""
+    """Log-probability orders heads of equal accuracy; k has to be below their number."""
     accuracy_HE = table([1.0], [0.0], [0.0], [0.0]).expand(-1, 7)
     logprob_HE = table([0.0], [0.1], [0.3], [0.2]).expand(-1, 7)
     agreement = split_half(accuracy_HE, logprob_HE, [1, 2, 3, 4, 100])

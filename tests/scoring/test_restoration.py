@@ -1,5 +1,7 @@
 """A restored head is the teacher's; all of them make the student the teacher."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import make_family_model
@@ -17,7 +19,7 @@ from hybrid_distill.scoring.restoration import (
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
 
 IDS = torch.arange(2, 40).view(2, 19)
-EVERY_HEAD = [HeadId(layer, head) for layer in range(3) for head in range(8)]
+EVERY_HEAD = [HeadId(*pair) for pair in itertools.product(range(3), range(8))]
 PROBE = KVRetrieval(4, seed=3, keys=KEYS)
 
 

@@ -51,7 +51,7 @@ def scores(teacher) -> HeadScores:
     return score(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     """However the noise of the other heads is drawn: the circuit's three heads, and no other."""
     model, tokenizer = planted_teacher(QUIET, seed)
@@ -161,8 +161,14 @@ def random_model(family: str, vocab_size: int = 160) -> Any:
     return make_family_model(family.split(",")[0], **settings)
 
 
-@by_tokenizer
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tokenizer"),
+    [
+        *((family, DIGITS) for family in FAMILIES),
+        # Choices of one token are read alike in all families.
+        *((family, WORDS) for family in ("llama", "mistral", "gpt_neox")),
+    ],
+)
 def test_scores_are_those_of_full_forwards_head_by_head(
     family: str, tokenizer: Any, caplog
 ) -> None:

@@ -1,5 +1,6 @@
 """Shortcuts are taken where they agree with full forwards as well as those with one another."""
 
+import itertools
 import logging
 from typing import Any
 
@@ -15,7 +16,7 @@ from hybrid_distill.scoring import score_heads
 
 PROBE = KVRetrieval(6, keys=KEYS[:16])
 N_LAYERS = {"llama": 32, "gemma3": 26}
-HEADS = [HeadId(layer, head) for layer in (0, 12, 23) for head in (0, 3)]
+HEADS = [HeadId(*pair) for pair in itertools.product((0, 12, 23), (0, 3))]
 
 
 def deep_model(family: str, dtype: torch.dtype) -> Any:

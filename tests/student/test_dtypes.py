@@ -1,5 +1,4 @@
-"""A student outside training has its teacher's dtype, whatever was trained, from its training to
-its export."""
+"""A student outside training has its teacher's dtype, whatever was trained, up to its export."""
 
 import itertools
 import json
@@ -45,8 +44,8 @@ GATED = ("align distill", "ssm", "random")
 
 def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
     """Leave out what a config refuses, or what would run the same code twice."""
-    if dtype != "bfloat16" and stages not in ("align", "distill", "align distill"):
-        return False  # the other stages are kinds of these two
+    if dtype != "bfloat16" and stages != "align distill":
+        return False  # stages know no dtype but that of their weights
     if trained == "all" and "distill" not in stages:
         return False
     if "matrix" in stages:
@@ -75,9 +74,8 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     teacher.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     lines = [f"The river is {n} and the lantern is {n * n}." for n in range(400)]
-    (folder / "text.txt").write_text(
-        "\n\n".join(lines)
-    )  # the embedded corpus takes longer to read than to train on
+    # The embedded corpus takes longer to read than to train on.
+    (folder / "text.txt").write_text("\n\n".join(lines))
     return folder
 
 
@@ -85,7 +83,8 @@ def two_steps(
     out: Path, teacher: Path, dtype: str, stages: str, trained: str, selection: str
 ) -> RunConfig:
     """A run of two steps a stage, with evaluation and export."""
-    base, text = small_run(out), str(teacher / "text.txt")
+    base = small_run(out)
+    text = str(teacher / "text.txt")
     precision = "fp32" if dtype == "float32" else "bf16"
     shared: dict[str, Any] = {
         "steps": 2,
@@ -152,23 +151,20 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
     assert {tensor.dtype for tensor in exported.values()} == {DTYPES[dtype]}
     measured = json.loads((out / "evaluation.json").read_text())
     assert math.isfinite(measured["perplexity"])
-    student, plan = trained_student(finished_run(out))
+    finished = finished_run(out)
+    student, plan = trained_student(finished)
     if plan.keeps_all:
         return
-    finished = finished_run(out)
-    aligned_elsewhere = not finished.stages
-    if aligned_elsewhere:
+    if not finished.stages:
+        # The alignment that all plans share is a run of its own.
         finished = finished_run(out / "aligned")
     master = load_file(last_stage(finished.paths) / "model.safetensors")
-    ssm = {name: tensor for name, tensor in master.items() if ".ssm." in name}
-    assert ssm and {tensor.dtype for tensor in ssm.values()} == {torch.float32}, (
-        "nothing of what was trained is lost"
-    )
+    dtypes = {tensor.dtype for name, tensor in master.items() if ".ssm." in name}
+    assert dtypes == {torch.float32}, "nothing of what was trained is lost"
     for name, tensor in student.state_dict().items():
         assert tensor.dtype == DTYPES[dtype], name
-        assert torch.equal(tensor, exported.get(name, tensor)), (
-            "the command exports what the run exports"
-        )
+        # The command exports what the run exports.
+        assert torch.equal(tensor, exported.get(name, tensor)), name
 
 
 def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> None:
@@ -179,13 +175,10 @@ def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> N
         name: parameter.detach().clone() for name, parameter in student.named_parameters()
     }
     settle(student, torch.bfloat16)
-    assert all(
-        torch.equal(p, exact[name].bfloat16()) for name, p in student.named_parameters()
-    )
-    assert (
-        torch.equal(student.model.rotary_emb.inv_freq, frequencies)
-        and frequencies.dtype == torch.float32
-    )
+    for name, parameter in student.named_parameters():
+        assert torch.equal(parameter, exact[name].bfloat16())
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(student.model.rotary_emb.inv_freq, frequencies)
     assert student.lm_head.weight is student.model.embed_tokens.weight
 
 
