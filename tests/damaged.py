@@ -200,17 +200,17 @@ def move_weight(folder: Path, rng: Random) -> None:
     files = [file.name for file in shards(folder)]
     index = json.loads((folder / INDEX).read_text())
     name = rng.choice(sorted(index["weight_map"]))
-    index["weight_map"][name] = next(
-        file for file in files if file != index["weight_map"][name]
-    )
+    files.remove(index["weight_map"][name])
+    index["weight_map"][name] = files[0]
     (folder / INDEX).write_text(json.dumps(index))
 
 
 def in_two_files(folder: Path, rng: Random) -> None:
     first, second, *_ = shards(folder)
     tensors = load_file(first)
+    name = next(iter(tensors))
     save_file(
-        {**load_file(second), **dict([next(iter(tensors.items()))])},
+        {**load_file(second), name: tensors[name]},
         second,
         metadata={"format": "pt"},
     )
@@ -222,14 +222,24 @@ def config_edits() -> Iterator[tuple[str, Damage]]:
         for value in bad_sizes:
             yield f"{name}={value}", set_field("config.json", "backbone", name, value)
     other: list[tuple[str, list[Any]]] = [
-        ("intermediate_size", [HUGE, -96, 97]), ("num_key_value_heads", [0, 3, HUGE, 2]), ("head_dim", [-8, HUGE, 4]),
-        ("max_position_embeddings", [-1, "many"]), ("rms_norm_eps", [float("nan"), -1, "small", float("inf")]),
-        ("rope_theta", [0, -1.0, "far"]), ("hidden_act", ["no_such_function", 7]), ("num_labels", [HUGE]),
-        ("attention_dropout", [-0.5, 2]), ("tie_word_embeddings", ["yes"]), ("attention_bias", [True]),
-        ("pad_token_id", [10**6, "x"]), ("model_type", ["no_such_model", "bert", ["llama"], "hybrid_distill"]),
-        ("attn_implementation", ["somebody/kernel"]), ("rope_parameters", ["far", {"rope_type": "no_such_type"}]),
-        ("id2label", [{str(i): "x" for i in range(20000)}]), ("initializer_range", [float("inf")]),
-    ]  # fmt: skip
+        ("intermediate_size", [HUGE, -96, 97]),
+        ("num_key_value_heads", [0, 3, HUGE, 2]),
+        ("head_dim", [-8, HUGE, 4]),
+        ("max_position_embeddings", [-1, "many"]),
+        ("rms_norm_eps", [float("nan"), -1, "small", float("inf")]),
+        ("rope_theta", [0, -1.0, "far"]),
+        ("hidden_act", ["no_such_function", 7]),
+        ("num_labels", [HUGE]),
+        ("attention_dropout", [-0.5, 2]),
+        ("tie_word_embeddings", ["yes"]),
+        ("attention_bias", [True]),
+        ("pad_token_id", [10**6, "x"]),
+        ("model_type", ["no_such_model", "bert", ["llama"], "hybrid_distill"]),
+        ("attn_implementation", ["somebody/kernel"]),
+        ("rope_parameters", ["far", {"rope_type": "no_such_type"}]),
+        ("id2label", [{str(i): "x" for i in range(20000)}]),
+        ("initializer_range", [float("inf")]),
+    ]
     for name, values in other:
         for value in values:
             yield (
@@ -237,13 +247,34 @@ def config_edits() -> Iterator[tuple[str, Damage]]:
                 set_field("config.json", "backbone", name, value),
             )
     top: list[tuple[str, list[Any]]] = [
-        ("d_state", [0, -8, HUGE, "8", 8.5, True, 16]), ("conv_width", [0, HUGE, "4", 5]), ("model_type", ["llama", 3]),
-        ("kept", [None, "all", [], [[0]], [[1], [2, 3, 7], [], []], [[1], [3, 2, 7], []], [[1], [2, 3, 8], []],
-                  [[1], [2, 3, -1], []], [[1.0], [2, 3, 7], []], [[2], [2, 3, 7], []], [[0]] * 10**5]),
-        ("backbone", [None, [], "llama", {}]), ("dtype", [None, "float99", "int8", "bfloat16"]),
-        ("eos_token_id", ["x", 1.5]), ("tie_word_embeddings", [True, "yes"]), ("attn_implementation", ["a/kernel"]),
-        ("hidden_size", [32]), ("vocab_size", [HUGE, 299]), ("num_labels", [-1, HUGE]),
-    ]  # fmt: skip
+        ("d_state", [0, -8, HUGE, "8", 8.5, True, 16]),
+        ("conv_width", [0, HUGE, "4", 5]),
+        ("model_type", ["llama", 3]),
+        (
+            "kept",
+            [
+                None,
+                "all",
+                [],
+                [[0]],
+                [[1], [2, 3, 7], [], []],
+                [[1], [3, 2, 7], []],
+                [[1], [2, 3, 8], []],
+                [[1], [2, 3, -1], []],
+                [[1.0], [2, 3, 7], []],
+                [[2], [2, 3, 7], []],
+                [[0]] * 10**5,
+            ],
+        ),
+        ("backbone", [None, [], "llama", {}]),
+        ("dtype", [None, "float99", "int8", "bfloat16"]),
+        ("eos_token_id", ["x", 1.5]),
+        ("tie_word_embeddings", [True, "yes"]),
+        ("attn_implementation", ["a/kernel"]),
+        ("hidden_size", [32]),
+        ("vocab_size", [HUGE, 299]),
+        ("num_labels", [-1, HUGE]),
+    ]
     for name, values in top:
         for value in values:
             yield f"top {name}={str(value)[:20]}", set_field("config.json", name, value)
@@ -264,9 +295,15 @@ def config_edits() -> Iterator[tuple[str, Damage]]:
 
 def broken_json(file: str) -> Iterator[tuple[str, Damage]]:
     texts = {
-        "empty": "", "null": "null", "list": "[]", "cut": '{"a": [1, 2', "nan": '{"a": NaN}',
-        "binary": b"\xff\xfe\x00{", "deep": '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "junk": "{} x",
-    }  # fmt: skip
+        "empty": "",
+        "null": "null",
+        "list": "[]",
+        "cut": '{"a": [1, 2',
+        "nan": '{"a": NaN}',
+        "binary": b"\xff\xfe\x00{",
+        "deep": '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "junk": "{} x",
+    }
     for kind, text in texts.items():
         yield f"{file} {kind}", write(file, text)
     yield f"{file} key twice", repeat_key(file)
@@ -302,16 +339,32 @@ def weight_edits() -> Iterator[tuple[str, Damage]]:
         yield f"cut to {share:.2%}", cut(share)
     for i in range(40):
         yield f"bit {i} flipped in a header", flip_header_bit
-    for what, change in {"huge": lambda n: 2**63, "all ones": lambda n: 2**64 - 1, "0": lambda n: 0,
-                         "+1": lambda n: n + 1, "-1": lambda n: n - 1, "+8": lambda n: n + 8}.items():  # fmt: skip
+    for what, change in {
+        "huge": lambda n: 2**63,
+        "all ones": lambda n: 2**64 - 1,
+        "0": lambda n: 0,
+        "+1": lambda n: n + 1,
+        "-1": lambda n: n - 1,
+        "+8": lambda n: n + 8,
+    }.items():
         yield f"header length {what}", header_length(change)
     for field, value in [
-        ("shape", [-1, 64]), ("shape", "64"), ("shape", [64.0, 64]), ("shape", [0, 2**62]), ("shape", [True]),
-        ("dtype", "F31"), ("dtype", "f32"), ("dtype", None), ("dtype", "I32"), ("data_offsets", [4, 0]),
+        ("shape", [-1, 64]),
+        ("shape", "64"),
+        ("shape", [64.0, 64]),
+        ("shape", [0, 2**62]),
+        ("shape", [True]),
+        ("dtype", "F31"),
+        ("dtype", "f32"),
+        ("dtype", None),
+        ("dtype", "I32"),
+        ("data_offsets", [4, 0]),
         ("data_offsets", [0]),
         ("data_offsets", [2**62, 2**62 + 4]),
-        ("data_offsets", [0.5, 4]), ("extra", 1), ("dtype", ["F32"]),
-    ]:  # fmt: skip
+        ("data_offsets", [0.5, 4]),
+        ("extra", 1),
+        ("dtype", ["F32"]),
+    ]:
         yield f"header {field}={value}", entry(field, value)
     yield (
         "header names a tensor twice",

@@ -119,9 +119,14 @@ def run(
 ) -> tuple[int, str]:
     """Return the exit status and all output; ``stop`` is a signal, sent once a condition holds."""
     process = subprocess.Popen(
-        ["bash", f"launch/{script}", *arguments], cwd=ROOT, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        ["bash", f"launch/{script}", *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     STARTED.append(process)
     if stop:
         end = time.monotonic() + 480
@@ -308,9 +313,14 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
         [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     )
     one_machine = machine | {
-        "PYTHON": sys.executable, "PYTHONPATH": paths, "CONFIG": "launch/ddp.yaml", "SLURM_JOB_NUM_NODES": "1",
-        "NPROC": "2", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
+        "PYTHON": sys.executable,
+        "PYTHONPATH": paths,
+        "CONFIG": "launch/ddp.yaml",
+        "SLURM_JOB_NUM_NODES": "1",
+        "NPROC": "2",
+        "MASTER_PORT": str(free_port()),
+        "ACCELERATE_USE_CPU": "true",
+    }
     out = tmp_path / "run"
     arguments = [*TRAIN, "--out", str(out), "--align.steps", "40"]
     status, output = run(

@@ -20,31 +20,27 @@ OPTIONAL = {
 }
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def numeric_fields(config: Any, prefix: str = "") -> Iterator[tuple[Any, str, str, Any]]:
+    """Yield (config, field, name of its flag, a value) of every number in a config."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name == "seed":  # any whole number
+        name = f"{prefix}{field.name}"
+        if field.name == "seed":
+            # Any whole number is one.
             continue
         if field.name == "stages":
             for stage in value:
                 yield from numeric_fields(stage, f"{stage.name}.")
         elif dataclasses.is_dataclass(value):
-            yield from numeric_fields(value, f"{prefix}{field.name}.")
-        elif (
-            isinstance(value, tuple)
-            and value
-            and all(isinstance(v, int | float) for v in value)
-        ):
-            yield config, field.name, f"{prefix}{field.name}", value
-        elif field.name in OPTIONAL or (
-            isinstance(value, int | float) and not isinstance(value, bool)
-        ):
-            yield (
-                config,
-                field.name,
-                f"{prefix}{field.name}",
-                OPTIONAL.get(field.name, value),
-            )
+            yield from numeric_fields(value, f"{name}.")
+        elif isinstance(value, tuple) and value and all(map(is_number, value)):
+            yield config, field.name, name, value
+        elif is_number(value) or field.name in OPTIONAL:
+            yield config, field.name, name, OPTIONAL.get(field.name, value)
 
 
 FIELDS = [*numeric_fields(small_run()), *numeric_fields(ScoreJob())]

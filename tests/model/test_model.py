@@ -1,4 +1,4 @@
-"""The student is the teacher: what kept heads do; and every way to run a student gives one result."""
+"""The student is the teacher: what kept heads do; every way to run a student gives one result."""
 
 import copy
 from typing import Any
