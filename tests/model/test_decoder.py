@@ -10,13 +10,10 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import (
-    THREE,
-    keep,
     left_padded,
     logits,
     mixed_student,
     packed_logits,
-    student_of,
     tokens,
 )
 from torch import Tensor
@@ -24,7 +21,6 @@ from transformers import DynamicCache
 
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.model.layout import cache_of
-from hybrid_distill.plan import HeadPlan
 
 FAMILIES = ("llama", "gpt_neox", "nemotron", "gemma2")
 """GPT-NeoX orders arguments differently, Nemotron drops unknown ones, Gemma-2 has windows."""
@@ -82,49 +78,6 @@ def test_a_decoder_is_not_saved_as_its_backbone(
     with pytest.raises(ValueError, match="HybridModel"):
         student.model.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())
-
-
-@torch.no_grad()
-def test_a_decoder_that_keeps_all_heads_is_the_teachers() -> None:
-    teacher = make_family_model("qwen2")
-    student = student_of(teacher, HeadPlan.all(teacher))
-    ids, mask = left_padded([tokens(9), tokens(4)])
-    for inputs in ({"attention_mask": mask}, {"use_cache": False}):
-        expected = teacher.model(ids, **inputs).last_hidden_state
-        assert torch.equal(student.model(ids, **inputs).last_hidden_state, expected)
-
-
-def gradients(model: HybridForCausalLM, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    model.model(ids, mask).last_hidden_state[mask.bool()].square().mean().backward()
-    return {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def test_gradient_checkpointing_gives_a_decoder_the_same_gradients(
-    student: HybridForCausalLM,
-) -> None:
-    ids, mask = left_padded([tokens(9), tokens(4)])
-    student.train()
-    expected = gradients(student, ids, mask)
-    student.gradient_checkpointing_enable({"use_reentrant": False})
-    for name, gradient in gradients(student, ids, mask).items():
-        close(gradient, expected[name])
-
-
-@torch.no_grad()
-def test_a_decoder_compiles_without_a_break() -> None:
-    teacher = make_family_model("llama", num_hidden_layers=1)
-    student = student_of(teacher, keep(teacher, THREE))
-    ids, mask = left_padded([tokens(9), tokens(4)])
-    torch.compiler.reset()
-    compiled = torch.compile(student.model, backend="eager", fullgraph=True)
-    output = compiled(ids, mask, use_cache=False)
-    close(
-        output.last_hidden_state,
-        student.model(ids, mask, use_cache=False).last_hidden_state,
-    )
 
 
 def saved_and_loaded(student: HybridForCausalLM) -> HybridForCausalLM:

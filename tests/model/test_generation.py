@@ -31,12 +31,20 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import TINY, load_teacher
 
 NEW = 9
-GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "eos_token_id": None,
+}
 SAMPLE = {**GREEDY, "do_sample": True, "temperature": 0.9, "top_p": 0.9, "top_k": 0}
 BEAM = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
 KEPT = {"none": (), "one": (5,), "mixed": (*THREE, 5)}
 WINDOWS: dict[str, dict[str, Any]] = {
-    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+    },
     "olmo3": {"sliding_window": 6},
 }
 
@@ -49,7 +57,9 @@ def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
         return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))
     if request.param == "gdn":
         return mixed_student(make_family_model("llama"), recurrence="gdn")
-    return mixed_student(make_family_model(request.param, **WINDOWS.get(request.param, {})))
+    return mixed_student(
+        make_family_model(request.param, **WINDOWS.get(request.param, {}))
+    )
 
 
 @pytest.fixture
@@ -58,7 +68,9 @@ def llama_student() -> HybridForCausalLM:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [pytest.param("phi3", marks=since("5.14")), "llama"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("phi3", marks=since("5.14")), "llama"]
+)
 def test_generation_over_the_longrope_switch(family: str) -> None:
     """Llama goes on from its cache; Phi-3 reads all anew, for the short factors turned its keys."""
     settings = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
@@ -130,37 +142,50 @@ def test_greedy_takes_the_best_token_of_the_whole_forward_pass(student) -> None:
     for prompt, best in zip(prompts, expected):
         assert torch.equal(generated(student, prompt.unsqueeze(0))[0], best)
     ids, mask = left_padded(prompts)
-    assert torch.equal(generated(student, ids, attention_mask=mask), torch.stack(expected))
+    assert torch.equal(
+        generated(student, ids, attention_mask=mask), torch.stack(expected)
+    )
 
 
 @pytest.mark.parametrize(
     "prefill_chunk_size", [None, pytest.param(4, marks=since("5.5.0"))]
 )
-def test_positions_count_tokens_and_not_padding(llama_student, prefill_chunk_size) -> None:
+def test_positions_count_tokens_and_not_padding(
+    llama_student, prefill_chunk_size
+) -> None:
     """Rotary positions are relative: from the logits one would not see a shift."""
     pieces: list[Tensor] = []
 
-    def note(module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def note(
+        module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
         _, position_ids = *args, *kwargs.values()
         pieces.append(position_ids)
 
     llama_student.model.rotary_emb.register_forward_pre_hook(note, with_kwargs=True)
     ids, mask = left_padded([tokens(5), tokens(11)])
     generated(
-        llama_student, ids, attention_mask=mask, prefill_chunk_size=prefill_chunk_size
+        llama_student,
+        ids,
+        attention_mask=mask,
+        prefill_chunk_size=prefill_chunk_size,
     )
     positions = torch.cat(pieces, dim=1)
     assert positions[0, 6:].tolist() == list(range(5 + NEW - 1))
     assert positions[1].tolist() == list(range(11 + NEW - 1))
 
 
-def test_sampling_draws_from_the_distribution_of_the_whole_forward_pass(student) -> None:
+def test_sampling_draws_from_the_distribution_of_the_whole_forward_pass(
+    student,
+) -> None:
     ids, mask = left_padded([tokens(11), tokens(5)])
     outputs = {"return_dict_in_generate": True, "output_logits": True}
 
     def sampled(seed: int, **options: Any) -> Any:
         torch.manual_seed(seed)
-        return student.generate(ids, attention_mask=mask, **SAMPLE, **outputs, **options)
+        return student.generate(
+            ids, attention_mask=mask, **SAMPLE, **outputs, **options
+        )
 
     first = sampled(1)
     without = sampled(1, use_cache=False)
@@ -215,7 +240,9 @@ def test_a_cache_is_continued_by_more_than_one_token(kept: tuple[int, ...]) -> N
 def test_a_prompt_in_pieces_is_the_prompt(student, size: int) -> None:
     ids, mask = left_padded([tokens(17), tokens(6)])
     whole = generated(student, ids, attention_mask=mask)
-    in_pieces = generated(student, ids, attention_mask=mask, prefill_chunk_size=size)
+    in_pieces = generated(
+        student, ids, attention_mask=mask, prefill_chunk_size=size
+    )
     assert torch.equal(in_pieces, whole)
 
 
@@ -227,7 +254,10 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     with pytest.raises(ValueError, match="padded rows"):
         generated(llama_student, ids, attention_mask=mask, prefill_chunk_size=2)
     generated(
-        llama_student, ids, attention_mask=torch.ones_like(mask), prefill_chunk_size=2
+        llama_student,
+        ids,
+        attention_mask=torch.ones_like(mask),
+        prefill_chunk_size=2,
     )
 
 
@@ -237,7 +267,9 @@ def test_another_kind_of_cache_is_refused(llama_student, kind: str) -> None:
         generated(llama_student, tokens(1, 6), cache_implementation=kind)
 
 
-@pytest.mark.parametrize("way", [GREEDY, SAMPLE, BEAM], ids=["greedy", "sample", "beam"])
+@pytest.mark.parametrize(
+    "way", [GREEDY, SAMPLE, BEAM], ids=["greedy", "sample", "beam"]
+)
 def test_a_static_cache_gives_the_same_text(student, way: dict[str, Any]) -> None:
     """Rows with padding, prompts longer and shorter than a window; on a GPU, a CUDA graph."""
     ids, mask = left_padded([tokens(12), tokens(4)])
@@ -249,7 +281,9 @@ def test_a_static_cache_gives_the_same_text(student, way: dict[str, Any]) -> Non
     assert torch.equal(*texts)
 
 
-def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student) -> None:
+def test_a_static_cache_moves_nothing_and_its_step_compiles_once(
+    llama_student,
+) -> None:
     graphs, config = counting_compile_config()
     ids = tokens(2, 6)
     cache = llama_student.new_cache(max_length=20)
@@ -257,7 +291,9 @@ def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student) 
     def addresses() -> list[int]:
         places = []
         for layer in cache.layers:
-            tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+            tensors = [
+                value for value in vars(layer).values() if isinstance(value, Tensor)
+            ]
             places += [tensor.data_ptr() for tensor in tensors]
         return places
 
@@ -282,18 +318,24 @@ def test_generate_compiles_a_static_step_as_rarely_as_a_teachers() -> None:
         for length in (8, 6, 8, 12, 20):
             ids = tokens(2, length)
             options = {"cache_implementation": "static", "compile_config": config}
-            assert torch.equal(generated(model, ids, **options), generated(model, ids))
+            assert torch.equal(
+                generated(model, ids, **options), generated(model, ids)
+            )
             counts.append(len(graphs))
         assert counts in ([1, 1, 1, 1, 1], [1, 1, 1, 2, 2])
 
 
-def test_a_static_cache_that_generate_returned_is_not_used_again(llama_student) -> None:
+def test_a_static_cache_that_generate_returned_is_not_used_again(
+    llama_student,
+) -> None:
     ids = tokens(2, 9)
     others = tokens(2, 9)
     expected = generated(llama_student, others)
 
     def static(ids: Tensor, **options: Any) -> Tensor:
-        return generated(llama_student, ids, cache_implementation="static", **options)
+        return generated(
+            llama_student, ids, cache_implementation="static", **options
+        )
 
     # All later caches are as long.
     static(others, max_new_tokens=NEW + 5)
@@ -305,8 +347,12 @@ def test_a_static_cache_that_generate_returned_is_not_used_again(llama_student) 
         assert torch.equal(static(others), expected)
     for _ in range(2):
         assert torch.equal(static(others), expected)
-    step = logits(llama_student, first.sequences[:, -1:], cache=cache_of(first))[:, -1]
-    same_logits(step, logits(llama_student, first.sequences, use_cache=False)[:, -1])
+    step = logits(llama_student, first.sequences[:, -1:], cache=cache_of(first))[
+        :, -1
+    ]
+    same_logits(
+        step, logits(llama_student, first.sequences, use_cache=False)[:, -1]
+    )
 
 
 def test_what_must_roll_a_cache_back_is_refused() -> None:
@@ -347,7 +393,9 @@ def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
     whole = logits(student, ids, cache=cache)
     by_step = student.new_cache(kv_dtype)
     pieces = ids.split([9, *[1] * 10], dim=1)
-    steps = torch.cat([logits(student, piece, cache=by_step) for piece in pieces], dim=1)
+    steps = torch.cat(
+        [logits(student, piece, cache=by_step) for piece in pieces], dim=1
+    )
     expected = logits(student, ids, use_cache=False)
     if kv_dtype is torch.bfloat16:
         bound = BF16_RELATIVE_ERROR * expected.norm()
@@ -358,7 +406,11 @@ def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
         same_logits(steps, expected)
     for layer in cache.layers:
         if layer.keys is not None:
-            assert layer.keys.dtype == layer.values.dtype == (kv_dtype or torch.float32)
+            assert (
+                layer.keys.dtype
+                == layer.values.dtype
+                == (kv_dtype or torch.float32)
+            )
         if layer.ssm_state is not None:
             assert layer.ssm_state.dtype == torch.float32
     full = cache_of(student(ids, use_cache=True)).nbytes()
@@ -398,7 +450,9 @@ class LargestTensor(TorchDispatchMode):
     ],
     ids=["recurrent", "recurrent, padded", "mixed", "mixed, padded, in pieces"],
 )
-def test_memory_of_a_long_prefill_grows_with_its_length(kept, chunk, n_pads: int) -> None:
+def test_memory_of_a_long_prefill_grows_with_its_length(
+    kept, chunk, n_pads: int
+) -> None:
     """Twice the tokens, at most twice the largest tensor; none with length² elements."""
     teacher = make_family_model("llama")
     student = student_of(teacher, keep(teacher, kept, kept, kept))

@@ -21,7 +21,11 @@ from transformers import PreTrainedModel
 from hybrid_distill.model import decoder, packed_inputs, self_check
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import build_student, check_family, check_teacher_rows
+from hybrid_distill.student.build import (
+    build_student,
+    check_family,
+    check_teacher_rows,
+)
 from hybrid_distill.train.end_to_end import checkpoint_activations
 
 YARN = {
@@ -38,7 +42,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4", {"attention_chunk_size": 6}),
     "window of two": ("mistral", {"sliding_window": 2}),
     "long window": ("mistral", {"sliding_window": 4096}),
-    "window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 6}),
+    "window that is off": (
+        "qwen2",
+        {"use_sliding_window": False, "sliding_window": 6},
+    ),
     "yarn": ("llama", {"rope_parameters": YARN}),
 }
 
@@ -55,7 +62,9 @@ def test_a_document_is_the_same_in_every_way(shape: str) -> None:
     row = torch.cat(prompts).unsqueeze(0)
     seq_idx = torch.tensor([[0] * 3 + [1] * 17 + [2] * 8])
     for model in (teacher, mixed_student(teacher)):
-        alone = [logits(model, prompt[None], use_cache=False)[0] for prompt in prompts]
+        alone = [
+            logits(model, prompt[None], use_cache=False)[0] for prompt in prompts
+        ]
         close(packed_logits(model, row, seq_idx)[0], torch.cat(alone))
         padded_logits = logits(model, ids, use_cache=False, **padded)
         for number, prompt in enumerate(prompts):
@@ -63,7 +72,9 @@ def test_a_document_is_the_same_in_every_way(shape: str) -> None:
         cache = None
         pieces = []
         for piece in prompts[1].unsqueeze(0).split([7, 4, 1, 1, 4], dim=1):
-            output = model(piece, use_cache=True, **{cache_argument(model.forward): cache})
+            output = model(
+                piece, use_cache=True, **{cache_argument(model.forward): cache}
+            )
             cache = cache_of(output)
             pieces.append(output.logits[0])
         close(torch.cat(pieces), alone[1])
@@ -76,15 +87,23 @@ def test_a_window_that_the_attention_does_not_have() -> None:
     student = mixed_student(teacher)
     ids = tokens(1, 28)
     seq_idx = torch.tensor([[0] * 8 + [1] * 20])
-    for model, config in ((teacher, teacher.config), (student, student.model.config)):
+    for model, config in (
+        (teacher, teacher.config),
+        (student, student.model.config),
+    ):
         config.sliding_window = 6
         alone = logits(model, ids[:, 8:], use_cache=False)
         close(packed_logits(model, ids, seq_idx)[:, 8:], alone)
     cache = student.new_cache()
-    pieces = [logits(student, piece, cache=cache) for piece in ids.split([9, 1, 18], dim=1)]
+    pieces = [
+        logits(student, piece, cache=cache)
+        for piece in ids.split([9, 1, 18], dim=1)
+    ]
     close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
     other = make_family_model("llama", sliding_window=6)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* cache .*sliding_window"):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM .* cache .*sliding_window"
+    ):
         build_student(other, HeadPlan.none(other), d_state=4)
 
 
@@ -94,7 +113,11 @@ def test_a_window_that_the_attention_does_not_have() -> None:
         {"sliding_window": 1},
         {
             "sliding_window": 6,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "layer_types": [
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
         },
     ],
 )
@@ -105,8 +128,12 @@ def test_a_teacher_that_fails_is_refused_by_name(settings: Any) -> None:
     assert teacher.config.sliding_window == settings["sliding_window"]
 
 
-@pytest.mark.parametrize(("lost", "way"), [("token_mask", "padded"), ("seq_idx", "packed")])
-def test_a_layer_that_drops_arguments_is_found(lost: str, way: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("lost", "way"), [("token_mask", "padded"), ("seq_idx", "packed")]
+)
+def test_a_layer_that_drops_arguments_is_found(
+    lost: str, way: str, monkeypatch
+) -> None:
     left = tuple({"token_mask", "seq_idx"} - {lost})
     monkeypatch.setattr(decoder, "ROW_ARGUMENTS", left)
     teacher = make_family_model("nemotron").to(torch.bfloat16)
@@ -117,7 +144,10 @@ def test_a_layer_that_drops_arguments_is_found(lost: str, way: str, monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_teacher_whose_documents_leak_is_found(dtype: Any, monkeypatch) -> None:
     def without(seq_idx: Tensor, *args: Any) -> dict[str, Any]:
-        return {**packed_inputs(seq_idx, *args), "attention_mask": torch.ones_like(seq_idx)}
+        return {
+            **packed_inputs(seq_idx, *args),
+            "attention_mask": torch.ones_like(seq_idx),
+        }
 
     teacher = make_family_model("llama").to(dtype)
     check_teacher_rows(teacher)
@@ -164,7 +194,11 @@ def test_the_teacher_is_checked_once_and_nothing_is_drawn(monkeypatch) -> None:
     for _ in range(2):
         student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
         assert student.training and student.model.config.sliding_window == 6
-    assert checked == ["MistralForCausalLM", "HybridForCausalLM", "HybridForCausalLM"]
+    assert checked == [
+        "MistralForCausalLM",
+        "HybridForCausalLM",
+        "HybridForCausalLM",
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "nemotron"])
@@ -172,11 +206,15 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     """Two forwards before two backwards; Nemotron's layers drop what its mixers need."""
     student = mixed_student(make_family_model(family)).train()
     ids = tokens(2, 2, 19)
-    borders = [torch.tensor([[0] * n + [1] * (19 - n)]).expand(2, -1) for n in (8, 13)]
+    borders = [
+        torch.tensor([[0] * n + [1] * (19 - n)]).expand(2, -1) for n in (8, 13)
+    ]
 
     def gradients() -> list[Tensor]:
         student.zero_grad()
-        losses = [student(row, labels=row, seq_idx=n).loss for row, n in zip(ids, borders)]
+        losses = [
+            student(row, labels=row, seq_idx=n).loss for row, n in zip(ids, borders)
+        ]
         for loss in losses:
             loss.backward()
         return [p.grad.clone() for p in student.parameters()]

@@ -39,7 +39,9 @@ HEAD_DIM = 4
 STATE = 5
 
 
-def close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
+def close(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64
+) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
@@ -55,10 +57,17 @@ def inputs(
     return x, log_decay(2 * torch.randn(BATCH, length, HEADS, dtype=dtype)), b, c
 
 
-def delta_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def delta_inputs(
+    length: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
     """Return x, log a, the write gate, keys and C of the gated delta rule."""
     x, _, b, c = inputs(length, dtype)
-    return x, *gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype)), unit_keys(b), c
+    return (
+        x,
+        *gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype)),
+        unit_keys(b),
+        c,
+    )
 
 
 def delta_steps(
@@ -76,8 +85,13 @@ def delta_steps(
     state = state_BHPN
     for t in range(x.shape[1]):
         if seq_idx_BL is not None and t > 0:
-            state = state * (seq_idx_BL[:, t] == seq_idx_BL[:, t - 1])[:, None, None, None]
-        y, state = delta_step(x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state)
+            state = (
+                state
+                * (seq_idx_BL[:, t] == seq_idx_BL[:, t - 1])[:, None, None, None]
+            )
+        y, state = delta_step(
+            x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state
+        )
         ys.append(y)
     return torch.stack(ys, dim=1), state
 
@@ -85,7 +99,10 @@ def delta_steps(
 ssd_steps = partial(ssd_scan, impl="reference")
 EVERY_RECURRENCE = pytest.mark.parametrize(
     ("inputs", "scan", "matrix"),
-    [(inputs, ssd_scan, mixing_matrix), (delta_inputs, delta_scan, delta_mixing_matrix)],
+    [
+        (inputs, ssd_scan, mixing_matrix),
+        (delta_inputs, delta_scan, delta_mixing_matrix),
+    ],
     ids=["ssd", "gated delta"],
 )
 
@@ -110,7 +127,9 @@ def test_reference_is_the_recurrence_of_the_paper() -> None:
     state = torch.zeros(HEAD_DIM, STATE, dtype=torch.float64)
     for t in range(7):
         state = log_a[0, t, 0].exp() * state + torch.outer(x[0, t, 0], b[0, t, 0])
-        y, final = ssd_scan(x[:, : t + 1], log_a[:, : t + 1], b, c, impl="reference")
+        y, final = ssd_scan(
+            x[:, : t + 1], log_a[:, : t + 1], b, c, impl="reference"
+        )
         close(y[0, t, 0], state @ c[0, t, 0])
         close(final[0, 0], state)
 
@@ -152,7 +171,9 @@ def test_chunks_equal_steps(
     args = inputs(length)
     seq_idx = documents(length) if packed else None
     start = some_state()
-    by_chunk = values_and_gradients(args, seq_idx, scan, start, chunk_size=chunk_size)
+    by_chunk = values_and_gradients(
+        args, seq_idx, scan, start, chunk_size=chunk_size
+    )
     by_step = values_and_gradients(args, seq_idx, steps, start)
     for actual, expected in zip(by_chunk, by_step, strict=True):
         close(actual, expected)
@@ -193,7 +214,9 @@ def test_scan_is_prefill_then_steps() -> None:
 
 
 @EVERY_RECURRENCE
-def test_packed_documents_equal_the_same_documents_alone(inputs, scan, matrix) -> None:
+def test_packed_documents_equal_the_same_documents_alone(
+    inputs, scan, matrix
+) -> None:
     args = inputs(77)
     seq_idx = documents(77)
     y, state = scan(*args, seq_idx_BL=seq_idx)
@@ -217,7 +240,9 @@ def test_decay_of_zero_and_of_one() -> None:
     for gradient in torch.autograd.grad(y.sum() + state.sum(), leaves):
         assert gradient.isfinite().all()
     mixing_BHLS = mixing_matrix(log_a, b, c)
-    close(torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), expected_y, torch.float32)
+    close(
+        torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), expected_y, torch.float32
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -273,11 +298,15 @@ def test_neither_half_precision_nor_autocast_reach_the_states(
         y, state = scan(*args)
     expected_y, expected_state = scan(*(t.float() for t in args))
     assert (y.dtype, state.dtype) == (dtype, torch.float32)
-    assert torch.equal(y, expected_y.to(dtype)) and torch.equal(state, expected_state)
+    assert torch.equal(y, expected_y.to(dtype)) and torch.equal(
+        state, expected_state
+    )
 
 
 @EVERY_RECURRENCE
-def test_no_tokens_leave_the_state_alone(inputs: Any, scan: Any, matrix: Any) -> None:
+def test_no_tokens_leave_the_state_alone(
+    inputs: Any, scan: Any, matrix: Any
+) -> None:
     start = some_state()
     y, state = scan(*inputs(0), state_BHPN=start)
     assert y.shape == (BATCH, 0, HEADS, HEAD_DIM) and torch.equal(state, start)

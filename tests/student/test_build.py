@@ -38,7 +38,11 @@ from hybrid_distill.teacher import (
 # What heads 0, 1 and 2 of 8 take of each linear, in blocks of one head's rows; in 4 KV groups,
 # but for GPT-NeoX.
 SEPARATE = {"q_proj": [0, 1, 2], "k_proj": [0, 1], "v_proj": [0, 1]}
-NORMED_TOGETHER = {"q_proj": list(range(8)), "k_proj": list(range(4)), "v_proj": [0, 1]}
+NORMED_TOGETHER = {
+    "q_proj": list(range(8)),
+    "k_proj": list(range(4)),
+    "v_proj": [0, 1],
+}
 BLOCKS = {
     "olmo2": NORMED_TOGETHER,
     "olmo3": NORMED_TOGETHER,
@@ -50,7 +54,9 @@ BLOCKS = {
 @pytest.fixture
 def teacher(family: str) -> PreTrainedModel:
     has_bias = family in ("llama", "qwen3", "olmo2")
-    return make_family_model(family, **({"attention_bias": True} if has_bias else {}))
+    return make_family_model(
+        family, **({"attention_bias": True} if has_bias else {})
+    )
 
 
 def some_heads(teacher: PreTrainedModel) -> HeadPlan:
@@ -64,7 +70,9 @@ def calibration() -> dict[str, torch.Tensor]:
 
 
 def test_every_tensor_of_both_models_is_in_the_report(teacher) -> None:
-    student, report = build_student(teacher, some_heads(teacher), d_state=8, init="random")
+    student, report = build_student(
+        teacher, some_heads(teacher), d_state=8, init="random"
+    )
     shapes = {}
     used = set()
     dropped = set()
@@ -76,10 +84,14 @@ def test_every_tensor_of_both_models_is_in_the_report(teacher) -> None:
             used.update(record.source)
     assert dropped | used == set(teacher.state_dict())
     assert not dropped & used
-    assert shapes == {name: tuple(t.shape) for name, t in student.state_dict().items()}
+    assert shapes == {
+        name: tuple(t.shape) for name, t in student.state_dict().items()
+    }
 
 
-def test_copied_and_sliced_tensors_hold_the_teachers_values(family: str, teacher) -> None:
+def test_copied_and_sliced_tensors_hold_the_teachers_values(
+    family: str, teacher
+) -> None:
     student, report = build_student(teacher, some_heads(teacher), d_state=8)
     theirs = teacher.state_dict()
     ours = student.state_dict()
@@ -89,16 +101,24 @@ def test_copied_and_sliced_tensors_hold_the_teachers_values(family: str, teacher
     here = attention_sites(student)[0]
     site = attention_sites(teacher)[0]
     for linear, blocks in BLOCKS.get(family, SEPARATE).items():
-        for name in {f"{linear}.weight", f"{linear}.bias"} & {*site.module.state_dict()}:
-            by_head = theirs[f"{site.name}.{name}"].unflatten(0, (-1, site.head_dim))
+        for name in {f"{linear}.weight", f"{linear}.bias"} & {
+            *site.module.state_dict()
+        }:
+            by_head = theirs[f"{site.name}.{name}"].unflatten(
+                0, (-1, site.head_dim)
+            )
             rows = by_head[blocks].flatten(0, 1)
             assert torch.equal(ours[f"{here.name}.attention.{name}"], rows)
 
 
 def test_unused_tensors_are_dropped() -> None:
     teacher = make_family_model("qwen2")
-    _, report = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
-    dropped = {record.name for record in report.tensors if record.action == "dropped"}
+    _, report = build_student(
+        teacher, HeadPlan.none(teacher), d_state=8, init="random"
+    )
+    dropped = {
+        record.name for record in report.tensors if record.action == "dropped"
+    }
     expected = set()
     for layer, part, kind in itertools.product(range(3), "qkv", ("weight", "bias")):
         expected.add(f"model.layers.{layer}.self_attn.{part}_proj.{kind}")
@@ -110,7 +130,9 @@ def test_tied_embeddings_stay_tied(family: str) -> None:
     teacher = make_family_model(family, tie_word_embeddings=True)
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     assert student.lm_head.weight is student.get_input_embeddings().weight
-    untied, _ = build_student(make_family_model(family), some_heads(teacher), d_state=8)
+    untied, _ = build_student(
+        make_family_model(family), some_heads(teacher), d_state=8
+    )
     assert untied.lm_head.weight is not untied.get_input_embeddings().weight
 
 
@@ -119,8 +141,12 @@ def test_the_teacher_is_left_alone(teacher) -> None:
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     assert student.training
-    assert {tensor.dtype for tensor in student.state_dict().values()} == {torch.bfloat16}
-    assert not any(tensor.is_meta for tensor in (*student.parameters(), *student.buffers()))
+    assert {tensor.dtype for tensor in student.state_dict().values()} == {
+        torch.bfloat16
+    }
+    assert not any(
+        tensor.is_meta for tensor in (*student.parameters(), *student.buffers())
+    )
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(1.0)
@@ -132,11 +158,15 @@ def test_the_seed_covers_everything_drawn() -> None:
     teacher = make_family_model("llama")
 
     def weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(torch.randint(100, ()).item())  # the global seed must not matter
+        torch.manual_seed(
+            torch.randint(100, ()).item()
+        )  # the global seed must not matter
         student, _ = build_student(
             teacher, some_heads(teacher), d_state=32, init="random", seed=seed
         )
-        return torch.cat([tensor.flatten() for tensor in student.state_dict().values()])
+        return torch.cat(
+            [tensor.flatten() for tensor in student.state_dict().values()]
+        )
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -156,11 +186,15 @@ def test_recurrent_heads_start_as_averages_over_distinct_spans(
     inputs = ssm._projections(torch.randn(1, 2000, 64))
     _, b, c, raw, _ = ssm._convolved(*inputs, None, None, None)
     row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_decay(raw), b, c)
-    torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0
+    )
 
 
 def head_errors(
-    student: HybridForCausalLM, teacher: PreTrainedModel, batch: dict[str, torch.Tensor]
+    student: HybridForCausalLM,
+    teacher: PreTrainedModel,
+    batch: dict[str, torch.Tensor],
 ) -> float:
     """Return the squared error of all heads, given the teacher's inputs, relative to silence."""
     seq_idx = batch["seq_idx"]
@@ -205,7 +239,11 @@ def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
     rows = open_rows(DataConfig(sources=("tiny",), seq_len=128), tokenizer)
     errors = {}
     for name in ("discrete", "gdn"):
-        options: dict[str, Any] = {"d_state": 16, "init": "fitted", "recurrence": name}
+        options: dict[str, Any] = {
+            "d_state": 16,
+            "init": "fitted",
+            "recurrence": name,
+        }
         student, _ = build_student(
             teacher, HeadPlan.none(teacher), calibration=rows.batch(0, 4), **options
         )
@@ -215,12 +253,18 @@ def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "offset"), [("qwen3", 0), ("gemma3", 1), ("nemotron", 1), ("gpt_neox", 0)]
+    ("family", "offset"),
+    [("qwen3", 0), ("gemma3", 1), ("nemotron", 1), ("gpt_neox", 0)],
 )
-def test_gains_of_norms_that_add_one_to_their_weight(family: str, offset: int) -> None:
+def test_gains_of_norms_that_add_one_to_their_weight(
+    family: str, offset: int
+) -> None:
     site = attention_sites(make_family_model(family))[0]
     before_attention = site.block.input_layernorm
-    for norm in (before_attention, getattr(site.module, "q_norm", before_attention)):
+    for norm in (
+        before_attention,
+        getattr(site.module, "q_norm", before_attention),
+    ):
         assert torch.equal(norm_gains(norm), norm.weight + offset)
 
 
@@ -235,11 +279,15 @@ def test_the_fit_finds_what_heads_do() -> None:
         site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
     )
     one_token_back = torch.tensor([0.0, 0.0, 1.0, 0.0]).repeat(64, 1)
-    moved, _ = causal_conv(values_BLHP.flatten(-2), one_token_back, seq_idx_BL=seq_idx)
+    moved, _ = causal_conv(
+        values_BLHP.flatten(-2), one_token_back, seq_idx_BL=seq_idx
+    )
     a = 0.5 ** (1 / 8)
     ones = torch.ones(2, 96, 8, 1)
     decay = math.log(a) * ones[..., 0]
-    average, _ = ssd_scan(values_BLHP, decay, (1 - a) * ones, ones, seq_idx_BL=seq_idx)
+    average, _ = ssd_scan(
+        values_BLHP, decay, (1 - a) * ones, ones, seq_idx_BL=seq_idx
+    )
     heads_BLHP = torch.empty_like(values_BLHP)
     heads_BLHP[:, :, :3] = moved.view_as(values_BLHP)[:, :, :3]
     heads_BLHP[:, :, 3:6] = 0.7 * average[:, :, 3:6]
@@ -248,11 +296,15 @@ def test_the_fit_finds_what_heads_do() -> None:
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
     trace = LayerTrace(hidden, heads_BLHP, seq_idx)
     heads = tuple(range(8))
-    started = init_ssm("fitted", site, heads, student.config, torch.Generator(), trace)
+    started = init_ssm(
+        "fitted", site, heads, student.config, torch.Generator(), trace
+    )
     ssm = student.mixers()[0].ssm
     ssm.load_state_dict({name: tensor for name, (tensor, _) in started.items()})
     difference_BLHP = ssm(hidden, None, seq_idx) - heads_BLHP
-    error_H = difference_BLHP.square().sum((0, 1, 3)) / heads_BLHP.square().sum((0, 1, 3))
+    error_H = difference_BLHP.square().sum((0, 1, 3)) / heads_BLHP.square().sum(
+        (0, 1, 3)
+    )
     assert error_H.max() < 0.01
     half_lives = -math.log(2) / log_decay(ssm.a_proj.bias)
     torch.testing.assert_close(half_lives[3:], torch.full((5,), 8.0))
@@ -286,13 +338,19 @@ def test_a_plan_for_another_teacher_is_refused() -> None:
     other = make_family_model("llama", seed=1)
     plan = some_heads(teacher)
     made_for_teacher = HeadPlan(
-        plan.n_layers, plan.n_heads, plan.n_kv_heads, plan.kept, fingerprint(teacher)
+        plan.n_layers,
+        plan.n_heads,
+        plan.n_kv_heads,
+        plan.kept,
+        fingerprint(teacher),
     )
     build_student(teacher, made_for_teacher, d_state=8)
     with pytest.raises(ValueError, match=fingerprint(other)):
         build_student(other, made_for_teacher, d_state=8)
     with pytest.raises(ValueError, match="3 layers"):
-        build_student(make_family_model("llama", num_hidden_layers=2), plan, d_state=8)
+        build_student(
+            make_family_model("llama", num_hidden_layers=2), plan, d_state=8
+        )
 
 
 @pytest.mark.parametrize(
@@ -302,7 +360,10 @@ def test_a_plan_for_another_teacher_is_refused() -> None:
         ({"init": "xavier"}, "'xavier'.*teacher"),
         ({"init": "statistics"}, "'statistics'"),
         ({"init": "fitted"}, "calibration"),
-        ({"init": "fitted", "calibration": {"tokens": torch.zeros(1, 4)}}, "input_ids"),
+        (
+            {"init": "fitted", "calibration": {"tokens": torch.zeros(1, 4)}},
+            "input_ids",
+        ),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], named: str) -> None:
@@ -357,14 +418,22 @@ def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
     ("prefix", "fields"),
     [
         ("Helium", {"head_dim": 8, "num_key_value_heads": 4}),
-        ("NanoChat", {"num_key_value_heads": 4}),  # norms without weights, behind RoPE
-        ("Olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "NanoChat",
+            {"num_key_value_heads": 4},
+        ),  # norms without weights, behind RoPE
+        (
+            "Olmoe",
+            {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+        ),
         pytest.param(
             "Persimmon", {"qk_layernorm": True}, marks=since("5.10")
         ),  # as a teacher with a cache
     ],
 )
-def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -> None:
+def test_relatives_become_students_too(
+    prefix: str, fields: dict[str, object]
+) -> None:
     teacher = teacher_of_class(prefix, **fields)
     ids = torch.randint(3, 101, (2, 15))
     everything, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
@@ -387,11 +456,21 @@ def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -
 @pytest.mark.parametrize(
     ("prefix", "fields", "named"),
     [
-        ("BitNet", {}, r"model\.layers\.0\.self_attn .*attn_sub_norm\.weight \[64\]"),
-        ("StableLm", {"qk_layernorm": True}, r"q_layernorm\.norms\.0\.weight \[8\]"),
+        (
+            "BitNet",
+            {},
+            r"model\.layers\.0\.self_attn .*attn_sub_norm\.weight \[64\]",
+        ),
+        (
+            "StableLm",
+            {"qk_layernorm": True},
+            r"q_layernorm\.norms\.0\.weight \[8\]",
+        ),
     ],
 )
-def test_what_cannot_become_a_student_is_refused_in_a_line(prefix, fields, named) -> None:
+def test_what_cannot_become_a_student_is_refused_in_a_line(
+    prefix, fields, named
+) -> None:
     teacher = teacher_of_class(prefix, num_key_value_heads=4, **fields)
     with pytest.raises(ValueError, match=named) as error:
         build_student(teacher, HeadPlan.none(teacher), d_state=8)
@@ -402,16 +481,22 @@ def test_a_layer_with_one_recurrent_head_can_be_saved(tmp_path) -> None:
     teacher = make_family_model("llama")
     plan = HeadPlan.from_pairs(teacher, [(0, head) for head in range(7)])
     ids = {"input_ids": torch.randint(3, 97, (2, 32))}
-    student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=ids)
+    student, _ = build_student(
+        teacher, plan, d_state=8, init="fitted", calibration=ids
+    )
     # One element of stride 8: contiguous to torch, and not a view of bytes.
     odd = torch.empty(8)[::8]
-    save_tensors(tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd})
+    save_tensors(
+        tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd}
+    )
     assert torch.equal(load_file(tmp_path / "weights.safetensors")["odd"], odd)
 
 
 def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    teacher = make_family_model("llama", rope_parameters=rope, max_position_embeddings=32)
+    teacher = make_family_model(
+        "llama", rope_parameters=rope, max_position_embeddings=32
+    )
     ids = torch.randint(3, 97, (1, 60))
     with torch.no_grad():
         teacher(ids)
