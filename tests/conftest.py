@@ -143,7 +143,7 @@ def _one_thread_one_seed() -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write shows: ``torch.empty`` and ``empty_like`` return NaN."""
+    """Show what a kernel forgets to write: ``torch.empty`` and ``empty_like`` return NaN."""
     for name in ("empty", "empty_like"):
         plain = getattr(torch, name)
 
@@ -170,7 +170,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random models with recurrent layers and the embedded tokenizer's vocabulary, a folder each."""
+    """Random models with recurrent layers and the embedded tokenizer, a folder each."""
     from test_head_sites import FAMILIES as SETTINGS
     from test_head_sites import make_model
 
@@ -204,7 +204,7 @@ def watch(request: pytest.FixtureRequest) -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
-    """Call a function in a process in which triton compiles, into its own cache: here it interprets.
+    """Call a function in a process in which triton compiles, into its own cache.
 
     Each module has its own process: the emulator's kernels have no machine code.
     """

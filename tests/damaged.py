@@ -111,7 +111,7 @@ def as_dtype(dtype: torch.dtype) -> Damage:
 
 
 def edit_header(edit: Callable[[dict[str, Any], str], Any]) -> Damage:
-    """Rewrite a weight file's header; ``edit`` gets it and the name of a tensor, and may return its text."""
+    """Rewrite a weight file's header; ``edit`` gets it and a tensor's name, may return text."""
 
     def change(content: bytes, rng: Random) -> bytes:
         end = 8 + int.from_bytes(content[:8], "little")

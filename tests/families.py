@@ -14,14 +14,16 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 
-# The families' own patterns, shortened: what comes to a piece with a blank, a newline, or other digits.
+# The families' own patterns, shortened: what shares a piece with a blank, newline or other digits.
 LLAMA3 = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = LLAMA3.replace("{1,3}", "")
 BOS = "<s>"
 TURN = "<|turn|>"
 END = "<|end|>"
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 STYLES = ("llama3", "qwen", "smollm2", "gemma", "glued")
@@ -30,7 +32,10 @@ STYLES = ("llama3", "qwen", "smollm2", "gemma", "glued")
 def family_tokenizer(
     style: str, template: str | None = TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """A small BPE tokenizer that splits as its family does; "glued" takes blanks and newlines into numbers' tokens."""
+    """Train a small BPE tokenizer that splits as its family does.
+
+    "glued" takes blanks and newlines into the tokens of numbers.
+    """
     if style == "gemma":
         tokenizer = Tokenizer(models.BPE(byte_fallback=True))
         tokenizer.normalizer = normalizers.Replace(" ", "▁")

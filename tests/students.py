@@ -69,7 +69,7 @@ def keep(teacher: PreTrainedModel, *heads_of_layers: tuple[int, ...]) -> HeadPla
 def student_of(
     teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5, recurrence: str = "discrete"
 ) -> HybridForCausalLM:
-    """A student whose recurrent heads use all they have: conv taps, gate, data-dependent decay, D."""
+    """Build a student whose recurrent heads use all they have: taps, gate, decay by token, D."""
     student, _ = build_student(teacher, plan, d_state=d_state, recurrence=recurrence)
     with torch.no_grad():
         for name, parameter in student.named_parameters():
@@ -81,7 +81,7 @@ def student_of(
 def tiny_student(
     family: str, *, d_state: int = 8, recurrence: str = "discrete"
 ) -> tuple[HybridForCausalLM, HeadPlan]:
-    """A student that keeps 4 heads in two layers and none in the third; Qwen2 with tied embeddings."""
+    """Build a student with heads kept in two layers of three; Qwen2's embeddings are tied."""
     teacher = make_family_model(
         family, vocab_size=300, tie_word_embeddings=family == "qwen2"
     )

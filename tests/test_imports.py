@@ -176,8 +176,8 @@ def test_kernels_do_not_know_the_package() -> None:
         }, path
 
 
-# Everything is imported twice: libraries set what they like when they are loaded, which the first pass does, and this
-# package's own modules must set nothing in the second.
+# Everything is imported twice. Libraries set what they like when they are loaded, in the first
+# pass; this package's own modules must set nothing in the second.
 IMPORT_TWICE = """
 import importlib, logging, os, signal, sys
 import torch
@@ -195,8 +195,11 @@ def state():
         "environment": dict(os.environ),
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "logging": [(logger.name, logger.level, logger.propagate, logger.disabled) for logger in loggers()
-                    if logger.level or not logger.propagate or logger.disabled],
+        "logging": [
+            (logger.name, logger.level, logger.propagate, logger.disabled)
+            for logger in loggers()
+            if logger.level or not logger.propagate or logger.disabled
+        ],
         "handlers": {logger.name: list(logger.handlers) for logger in loggers() if logger.handlers},
         "disabled": logging.root.manager.disable,
     }
@@ -220,7 +223,7 @@ assert state() == before, (before, state())
 
 @pytest.mark.launched
 def test_importing_the_package_changes_nothing_in_the_process() -> None:
-    """Environment, torch's threads, signal handlers and logging; only the command line prepares its process."""
+    """Only the command line sets its process's environment, threads, signals and logging."""
     programs = [
         *files("hybrid_distill/cli"),
         *(ROOT / "hybrid_distill").rglob("__main__.py"),
@@ -249,7 +252,8 @@ def test_a_program_sets_how_its_threads_wait_before_torch_is_loaded(
 import json, os, sys
 import hybrid_distill.cli
 names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-print(json.dumps([{name: os.environ[name] for name in names if name in os.environ}, "torch" in sys.modules]))
+waiting = {name: os.environ[name] for name in names if name in os.environ}
+print(json.dumps([waiting, "torch" in sys.modules]))
 """
     environment = {**os.environ, **given}
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):

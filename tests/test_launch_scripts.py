@@ -19,7 +19,8 @@ from training import free_port
 
 ROOT = Path(__file__).parents[1]
 TRAIN = """
-    recipes/hybrid_tiny.py --plan.selection random --stages align --align.batch-size 2 --align.log-every 1
+    recipes/hybrid_tiny.py --plan.selection random --stages align
+    --align.batch-size 2 --align.log-every 1
     --data.seq-len 64 --student.d-state 4 --scoring.n-control-texts 2 --no-export
     --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2
 """.split()
@@ -29,7 +30,9 @@ STAND_INS = {
     # One task for each machine, here; a signal to srun is one to each task.
     "srun": """
         while [[ $1 == --* ]]; do shift; done
-        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
+        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+            SLURM_NODEID=$node "$@" & tasks+=($!)
+        done
         trap 'kill -USR1 "${tasks[@]}"' USR1
         while kill -0 "${tasks[@]}" 2> /dev/null; do wait "${tasks[@]}"; done
         for task in "${tasks[@]}"; do wait "$task" || status=$?; done
@@ -39,7 +42,7 @@ STAND_INS = {
         echo "$*" >> "$RECORD/scontrol"
         if [[ $1 == show ]]; then printf 'node-%s\\n' a b; fi
     """,
-    # An interpreter that only writes down what it was to run; the process below it is what would train.
+    # An interpreter that only records what it was to run; the process below it would train.
     # Asked with -c, it counts GPUs.
     "recorder": f"""
         if [[ $1 == -c ]]; then echo "$GPUS the driver is too old"; exit; fi
@@ -237,12 +240,14 @@ def test_a_job_starts_one_launcher_on_each_machine(
     )
     assert status == 0, output
     common = (
-        "-m torch.distributed.run --nnodes 2 --node_rank {} --nproc_per_node 4 --master_addr node-a "
+        "-m torch.distributed.run --nnodes 2 --node_rank {} --nproc_per_node 4 "
+        "--master_addr node-a "
         f"--master_port 2{JOB}"
     )
     if config:
         common = (
-            f"-m accelerate.commands.launch --config_file {config} --num_processes 8 --num_machines 2 "
+            f"-m accelerate.commands.launch --config_file {config} "
+            "--num_processes 8 --num_machines 2 "
             f"--machine_rank {{}} --main_process_port 2{JOB} --main_process_ip node-a"
         )
     expected = [

@@ -34,7 +34,9 @@ from hybrid_distill.probes.kv_retrieval import DIALOGUE, REWORDED
 from hybrid_distill.teacher import fingerprint, load_teacher
 
 CHAT = """
-{%- for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor -%}
+{%- for m in messages %}
+{{- m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}
+{%- endfor -%}
 {%- if add_generation_prompt %}assistant: {% endif -%}
 """
 

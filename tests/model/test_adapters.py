@@ -143,7 +143,7 @@ def scaled_teacher(name: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", SCALES)
 def test_trl_computes_the_students_own_loss(family: str, tmp_path: Path) -> None:
-    """Its default loss multiplies the decoder's hidden states by the output embedding, in pieces."""
+    """Its default loss multiplies hidden states by the output embedding, in pieces."""
     trl = pytest.importorskip("trl")
     student: HybridForCausalLM = mixed_student(scaled_teacher(family))
     rows = Dataset.from_list([{"input_ids": tokens(length).tolist()} for length in (12, 7)])

@@ -183,7 +183,7 @@ def test_resuming_goes_on_with_their_count_even_before_the_first_real_step(tmp_p
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_loss_on_the_text_alone_needs_labels(tmp_path, fused):
-    """The only token of each row that is learned is its last, whose next token is in another row."""
+    """Each row learns its last token alone, whose next token is in another row."""
 
     class LastOnly(WrappedRows):
         def batch(self, *args: int) -> Any:

@@ -52,7 +52,7 @@ def test_text_is_generated_from_embeddings(
 
 @torch.no_grad()
 def test_text_from_embeddings_goes_over_the_longrope_switch() -> None:
-    """unsloth#3796, where Phi-3 rotates all keys anew: the prompt's embeddings are read once more."""
+    """unsloth#3796: Phi-3 rotates all keys anew, and reads the prompt's embeddings once more."""
     settings = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
     student = mixed_student(make_family_model("phi3", rope_parameters=LONGROPE, **settings))
     ids = tokens(2, 17)

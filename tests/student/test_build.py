@@ -176,7 +176,7 @@ def test_the_seed_covers_everything_drawn() -> None:
 def test_recurrent_heads_start_as_averages_over_distinct_spans(
     teacher: PreTrainedModel,
 ) -> None:
-    """With scores of zero, a started head is a decaying average: rows of its mixing matrix sum to 1."""
+    """With scores of zero a head starts as a decaying average: its mixing matrix's rows sum to 1."""
     for site in attention_sites(teacher):
         for parameter in getattr(site.module, site.layout.query).parameters():
             parameter.zero_()
