@@ -44,8 +44,10 @@ GATED = ("align distill", "ssm", "random")
 
 def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
     """Leave out what a config refuses, or what would run the same code twice."""
-    if dtype != "bfloat16" and stages != "align distill":
-        return False  # stages know no dtype but that of their weights
+    if dtype != "bfloat16":
+        # Stages know no dtype but that of their weights.
+        is_new = trained == "ssm" or selection == "random"
+        return stages == "align distill" and is_new
     if trained == "all" and "distill" not in stages:
         return False
     if "matrix" in stages:
