@@ -127,7 +127,9 @@ def test_processes_on_one_kind_of_device_may_compute():
 def test_one_bad_node_of_four_is_named():
     bad = replace(CPU, problem="the driver is too old")
     problem = problem_of_launch([GPU, GPU, GPU, bad])
-    assert "process 3" in problem and "node-d" in problem and bad.problem in problem
+    assert "process 3" in problem
+    assert "node-d" in problem
+    assert bad.problem in problem
     mixed = problem_of_launch([GPU, CPU])
     assert "node-a" in mixed and "node-d" in mixed
 

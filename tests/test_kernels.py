@@ -73,7 +73,8 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     prepare(run)
     seen.clear()  # of the small student that `prepare` checks
     student = build(run, choose_heads(run))
-    assert student.ssm_implementation == "torch" and seen == [None, "torch"]
+    assert student.ssm_implementation == "torch"
+    assert seen == [None, "torch"]
     assert loss_implementation(student) == "torch"
 
     # Resumed on other kernels: it is the same run.

@@ -336,7 +336,8 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
     )
     assert status == 0 and f"requeue {JOB}" in recorded(one_machine, "scontrol"), output
     saved = [path.name for path in (out / ALIGNED / "checkpoints").iterdir()]
-    assert saved == [f"step-{steps(out)[-1]:08d}"] and steps(out)[-1] < 40
+    assert saved == [f"step-{steps(out)[-1]:08d}"]
+    assert steps(out)[-1] < 40
 
     (Path(one_machine["RECORD"]) / "scontrol").unlink()
     status, output = run(

@@ -186,14 +186,13 @@ def test_the_teacher_is_checked_once_and_nothing_is_drawn(monkeypatch) -> None:
     teacher = make_family_model("mistral", sliding_window=6).train()
     before = torch.get_rng_state()
     check_teacher_rows(teacher)
-    assert (
-        torch.equal(torch.get_rng_state(), before)
-        and teacher.training
-        and teacher.config.sliding_window == 6
-    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert teacher.training
+    assert teacher.config.sliding_window == 6
     for _ in range(2):
         student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
-        assert student.training and student.model.config.sliding_window == 6
+        assert student.training
+        assert student.model.config.sliding_window == 6
     assert checked == [
         "MistralForCausalLM",
         "HybridForCausalLM",

@@ -298,9 +298,8 @@ def test_neither_half_precision_nor_autocast_reach_the_states(
         y, state = scan(*args)
     expected_y, expected_state = scan(*(t.float() for t in args))
     assert (y.dtype, state.dtype) == (dtype, torch.float32)
-    assert torch.equal(y, expected_y.to(dtype)) and torch.equal(
-        state, expected_state
-    )
+    assert torch.equal(y, expected_y.to(dtype))
+    assert torch.equal(state, expected_state)
 
 
 @EVERY_RECURRENCE
@@ -309,7 +308,8 @@ def test_no_tokens_leave_the_state_alone(
 ) -> None:
     start = some_state()
     y, state = scan(*inputs(0), state_BHPN=start)
-    assert y.shape == (BATCH, 0, HEADS, HEAD_DIM) and torch.equal(state, start)
+    assert y.shape == (BATCH, 0, HEADS, HEAD_DIM)
+    assert torch.equal(state, start)
 
 
 def test_raw_decay_gives_the_half_life() -> None:

@@ -87,14 +87,11 @@ def test_a_model_that_wraps_its_language_model_is_refused_before_weights_are_rea
     out = tmp_path / "out"
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit, match="2"):
         main(COMMANDS[name].format(model=multimodal, recipe=recipe, out=out).split())
     line = only_error(capsys.readouterr().err)
-    assert (
-        exit_.value.code == 2
-        and str(multimodal) in line
-        and "Gemma3ForConditionalGeneration" in line
-    )
+    assert str(multimodal) in line
+    assert "Gemma3ForConditionalGeneration" in line
     assert not out.exists() or not list(out.iterdir())
 
 
@@ -157,7 +154,5 @@ def test_a_gguf_file_is_asked_before_its_weights_are_converted(
     )
     with pytest.raises(SystemExit, match="2"):
         main(["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "out")])
-    assert (
-        "self_attn" in only_error(capsys.readouterr().err)
-        and not (tmp_path / "out").exists()
-    )
+    assert "self_attn" in only_error(capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
