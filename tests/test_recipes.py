@@ -53,8 +53,8 @@ def test_the_first_steps_of_a_recipe(
     out = tmp_path / "run"
     flags = ["--teacher", "tiny", "--trackers", "--out", str(out), *SETTINGS, "--no-export"]
     if recipe.stem != "hybrid_tiny":
-        # All of them score alike: half of the time for nothing new.
-        flags += ["--plan.selection", "random"]
+        # All of them score and fit alike: most of the time for nothing new.
+        flags += ["--plan.selection", "random", "--student.init", "random"]
     main(["run", str(recipe), *flags])
     stages = [path.parent.name for path in sorted(out.glob("stages/*/metrics.jsonl"))]
     assert stages == ["1-align", "2-distill"]
