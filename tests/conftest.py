@@ -1,4 +1,4 @@
-"""Shared by every test: one thread, one seed, no network, tiny random models of each supported family."""
+"""Shared by every test: one thread, one seed, no network, tiny random models of each family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Read when triton is imported, which transformers does. With 0, tests/kernels run on a GPU (benchmarks/gpu_kernels.py).
+# Read when triton is imported, which transformers does. With 0, tests/kernels run on a GPU
+# (benchmarks/gpu_kernels.py).
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator
@@ -55,39 +56,59 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8},
     "gemma3": {"head_dim": 8},
     "nemotron": {"head_dim": 8},
-    "llama4": {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 96, "no_rope_layers": [1, 1, 0]},
+    "llama4": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 1, 0],
+    },
     "stablelm": {},
 }
 _CLASS_PREFIX = {
-    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral",
-    "olmo2": "Olmo2", "olmo3": "Olmo3", "phi3": "Phi3", "gpt_neox": "GPTNeoX",
-    "gemma2": "Gemma2", "gemma3": "Gemma3Text", "nemotron": "Nemotron", "llama4": "Llama4Text", "stablelm": "StableLm",
-}  # fmt: skip
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "phi3": "Phi3",
+    "gpt_neox": "GPTNeoX",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3Text",
+    "nemotron": "Nemotron",
+    "llama4": "Llama4Text",
+    "stablelm": "StableLm",
+}
 
 
 def make_family_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random float32 model of a family (of `_CLASS_PREFIX`) in eval mode; ``overrides`` are fields of its config.
+    """Make a random float32 model of a family in eval mode; ``overrides`` are of its config.
 
-    Every vector is drawn too: biases of zero and norm weights of one would hide a tensor that was not copied.
+    Every vector is drawn too: biases of zero and norm weights of one would hide a tensor that was
+    not copied.
     """
-    shape = {**_SHAPE, **_FAMILY_SHAPE[name], **overrides}
-    if name == "olmo3":  # every other layer has a window
-        kinds = ("sliding_attention", "full_attention") * shape["num_hidden_layers"]
-        shape = {"layer_types": list(kinds[: shape["num_hidden_layers"]]), **shape}
     from hybrid_distill.export.versions import oldest_transformers, release
 
     if release(transformers.__version__) < release(oldest_transformers(name)):
         pytest.skip(f"{name} needs transformers {oldest_transformers(name)}")
-    config = getattr(transformers, f"{_CLASS_PREFIX[name]}Config")(**shape)
-    with torch.random.fork_rng():
+    shape = {**_SHAPE, **_FAMILY_SHAPE[name], **overrides}
+    if name == "olmo3":
+        # Every other layer has a window.
+        kinds = ["sliding_attention", "full_attention"] * shape["num_hidden_layers"]
+        shape = {"layer_types": kinds[: shape["num_hidden_layers"]], **shape}
+    prefix = _CLASS_PREFIX[name]
+    config = getattr(transformers, f"{prefix}Config")(**shape)
+    model_class = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{_CLASS_PREFIX[name].removesuffix('Text')}ForCausalLM")(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-            for block in model.model.layers if name.startswith("olmo") else ():
-                # These norm what a layer adds. At unit size it would bring tiny heads' rounding up to the logits' size.
+        model = model_class(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        if name.startswith("olmo"):
+            # These norm what a layer adds. At unit size it would bring tiny heads' rounding up to
+            # the logits' size.
+            for block in model.model.layers:
                 block.post_attention_layernorm.weight.mul_(0.1)
                 block.post_feedforward_layernorm.weight.mul_(0.1)
     return model.float().eval()
@@ -122,7 +143,7 @@ def _one_thread_one_seed() -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write shows: ``torch.empty`` and ``empty_like`` return NaN."""
+    """Show what a kernel forgets to write: ``torch.empty`` and ``empty_like`` return NaN."""
     for name in ("empty", "empty_like"):
         plain = getattr(torch, name)
 
@@ -135,7 +156,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def scores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that ranks the embedded teacher's circuit first (tests/cli/test_score.py finds it)."""
+    """File that ranks the embedded teacher's circuit first; tests/cli/test_score.py finds it."""
     from hybrid_distill.scoring import HeadScores
 
     drop_LH = torch.zeros(6, 8, dtype=torch.float64)
@@ -149,7 +170,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random models with recurrent layers that the embedded teacher's tokenizer fits, a folder each."""
+    """Random models with recurrent layers and the embedded tokenizer, a folder each."""
     from test_head_sites import FAMILIES as SETTINGS
     from test_head_sites import make_model
 
@@ -167,7 +188,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def watch(request: pytest.FixtureRequest) -> Iterator[object]:
-    """Run the interpreted kernels of tests/kernels in a random order, and check bounds and races between programs."""
+    """Run interpreted kernels in a random order; check bounds, and races between programs."""
     interpreted = False
     if request.path.parent.name == "kernels":
         with contextlib.suppress(ModuleNotFoundError):  # triton
@@ -183,7 +204,7 @@ def watch(request: pytest.FixtureRequest) -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
-    """Call a function in a process in which triton compiles, into a cache of its own: here it interprets.
+    """Call a function in a process in which triton compiles, into its own cache.
 
     Each module has its own process: the emulator's kernels have no machine code.
     """

@@ -1,9 +1,7 @@
-"""Three hundred ways to damage an exported student, each a function of its folder and a random generator.
+"""Three hundred ways to damage an exported student, as functions of its folder and a generator.
 
 Planted code writes the file CANARY beside the folder if it is ever run.
 """
-
-from __future__ import annotations
 
 import json
 import pickle
@@ -63,7 +61,9 @@ def set_field(file: str, *path_and_value: Any) -> Damage:
 
 
 def write(file: str, content: str | bytes) -> Damage:
-    return lambda folder, rng: (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    return lambda folder, rng: (folder / file).write_bytes(
+        content.encode() if isinstance(content, str) else content
+    )
 
 
 def edit_bytes(edit: Callable[[bytes, Random], bytes]) -> Damage:
@@ -78,7 +78,9 @@ def edit_bytes(edit: Callable[[bytes, Random], bytes]) -> Damage:
 
 def cut(share: float) -> Damage:
     """Keep a weight file's first bytes alone."""
-    return edit_bytes(lambda content, rng: content[: min(int(len(content) * share), len(content) - 1)])
+    return edit_bytes(
+        lambda content, rng: content[: min(int(len(content) * share), len(content) - 1)]
+    )
 
 
 def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
@@ -87,7 +89,9 @@ def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
     def damage(folder: Path, rng: Random) -> None:
         file = rng.choice(shards(folder))
         tensors = load_file(file)
-        name = rng.choice([name for name, tensor in sorted(tensors.items()) if tensor.ndim == 2])
+        name = rng.choice(
+            [name for name, tensor in sorted(tensors.items()) if tensor.ndim == 2]
+        )
         edit(tensors, name)
         save_file(tensors, file, metadata={"format": "pt"})
 
@@ -95,15 +99,19 @@ def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
 
 
 def one_number(value: float) -> Damage:
-    return edit_tensors(lambda held, name: held[name].view(-1)[held[name].numel() // 2].fill_(value))
+    return edit_tensors(
+        lambda held, name: held[name].view(-1)[held[name].numel() // 2].fill_(value)
+    )
 
 
 def as_dtype(dtype: torch.dtype) -> Damage:
-    return edit_tensors(lambda tensors, name: tensors.update({name: tensors[name].to(dtype)}))
+    return edit_tensors(
+        lambda tensors, name: tensors.update({name: tensors[name].to(dtype)})
+    )
 
 
 def edit_header(edit: Callable[[dict[str, Any], str], Any]) -> Damage:
-    """Rewrite a weight file's header; ``edit`` gets it and the name of a tensor, and may return its text."""
+    """Rewrite a weight file's header; ``edit`` gets it and a tensor's name, may return text."""
 
     def change(content: bytes, rng: Random) -> bytes:
         end = 8 + int.from_bytes(content[:8], "little")
@@ -121,14 +129,19 @@ def entry(field: str, value: Any) -> Damage:
 
 def header_length(change: Callable[[int], int]) -> Damage:
     return edit_bytes(
-        lambda content, rng: change(int.from_bytes(content[:8], "little")).to_bytes(8, "little") + content[8:]
+        lambda content, rng: (
+            change(int.from_bytes(content[:8], "little")).to_bytes(8, "little")
+            + content[8:]
+        )
     )
 
 
 @edit_bytes
 def flip_header_bit(content: bytes, rng: Random) -> bytes:
     flipped = bytearray(content)
-    flipped[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(8)
+    flipped[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(
+        8
+    )
     return bytes(flipped)
 
 
@@ -155,7 +168,9 @@ def link_out(file: str) -> Damage:
 
 
 def plant_pickle(file: str) -> Damage:
-    return lambda folder, rng: (folder / file).write_bytes(pickle.dumps(Bomb(folder.parent / CANARY)))
+    return lambda folder, rng: (folder / file).write_bytes(
+        pickle.dumps(Bomb(folder.parent / CANARY))
+    )
 
 
 def only_a_pickle(folder: Path, rng: Random) -> None:
@@ -169,7 +184,9 @@ def plant_code(file: str, auto_map: str | None = None) -> Damage:
         old = (folder / file).read_text() if (folder / file).exists() else ""
         (folder / file).write_text(old + "\n" + evil_code(folder))
         if auto_map is not None:
-            set_field("config.json", "auto_map", "AutoModelForCausalLM", auto_map)(folder, rng)
+            set_field("config.json", "auto_map", "AutoModelForCausalLM", auto_map)(
+                folder, rng
+            )
 
     return damage
 
@@ -183,14 +200,20 @@ def move_weight(folder: Path, rng: Random) -> None:
     files = [file.name for file in shards(folder)]
     index = json.loads((folder / INDEX).read_text())
     name = rng.choice(sorted(index["weight_map"]))
-    index["weight_map"][name] = next(file for file in files if file != index["weight_map"][name])
+    files.remove(index["weight_map"][name])
+    index["weight_map"][name] = files[0]
     (folder / INDEX).write_text(json.dumps(index))
 
 
 def in_two_files(folder: Path, rng: Random) -> None:
     first, second, *_ = shards(folder)
     tensors = load_file(first)
-    save_file({**load_file(second), **dict([next(iter(tensors.items()))])}, second, metadata={"format": "pt"})
+    name = next(iter(tensors))
+    save_file(
+        {**load_file(second), name: tensors[name]},
+        second,
+        metadata={"format": "pt"},
+    )
 
 
 def config_edits() -> Iterator[tuple[str, Damage]]:
@@ -199,37 +222,88 @@ def config_edits() -> Iterator[tuple[str, Damage]]:
         for value in bad_sizes:
             yield f"{name}={value}", set_field("config.json", "backbone", name, value)
     other: list[tuple[str, list[Any]]] = [
-        ("intermediate_size", [HUGE, -96, 97]), ("num_key_value_heads", [0, 3, HUGE, 2]), ("head_dim", [-8, HUGE, 4]),
-        ("max_position_embeddings", [-1, "many"]), ("rms_norm_eps", [float("nan"), -1, "small", float("inf")]),
-        ("rope_theta", [0, -1.0, "far"]), ("hidden_act", ["no_such_function", 7]), ("num_labels", [HUGE]),
-        ("attention_dropout", [-0.5, 2]), ("tie_word_embeddings", ["yes"]), ("attention_bias", [True]),
-        ("pad_token_id", [10**6, "x"]), ("model_type", ["no_such_model", "bert", ["llama"], "hybrid_distill"]),
-        ("attn_implementation", ["somebody/kernel"]), ("rope_parameters", ["far", {"rope_type": "no_such_type"}]),
-        ("id2label", [{str(i): "x" for i in range(20000)}]), ("initializer_range", [float("inf")]),
-    ]  # fmt: skip
+        ("intermediate_size", [HUGE, -96, 97]),
+        ("num_key_value_heads", [0, 3, HUGE, 2]),
+        ("head_dim", [-8, HUGE, 4]),
+        ("max_position_embeddings", [-1, "many"]),
+        ("rms_norm_eps", [float("nan"), -1, "small", float("inf")]),
+        ("rope_theta", [0, -1.0, "far"]),
+        ("hidden_act", ["no_such_function", 7]),
+        ("num_labels", [HUGE]),
+        ("attention_dropout", [-0.5, 2]),
+        ("tie_word_embeddings", ["yes"]),
+        ("attention_bias", [True]),
+        ("pad_token_id", [10**6, "x"]),
+        ("model_type", ["no_such_model", "bert", ["llama"], "hybrid_distill"]),
+        ("attn_implementation", ["somebody/kernel"]),
+        ("rope_parameters", ["far", {"rope_type": "no_such_type"}]),
+        ("id2label", [{str(i): "x" for i in range(20000)}]),
+        ("initializer_range", [float("inf")]),
+    ]
     for name, values in other:
         for value in values:
-            yield f"{name}={str(value)[:20]}", set_field("config.json", "backbone", name, value)
+            yield (
+                f"{name}={str(value)[:20]}",
+                set_field("config.json", "backbone", name, value),
+            )
     top: list[tuple[str, list[Any]]] = [
-        ("d_state", [0, -8, HUGE, "8", 8.5, True, 16]), ("conv_width", [0, HUGE, "4", 5]), ("model_type", ["llama", 3]),
-        ("kept", [None, "all", [], [[0]], [[1], [2, 3, 7], [], []], [[1], [3, 2, 7], []], [[1], [2, 3, 8], []],
-                  [[1], [2, 3, -1], []], [[1.0], [2, 3, 7], []], [[2], [2, 3, 7], []], [[0]] * 10**5]),
-        ("backbone", [None, [], "llama", {}]), ("dtype", [None, "float99", "int8", "bfloat16"]),
-        ("eos_token_id", ["x", 1.5]), ("tie_word_embeddings", [True, "yes"]), ("attn_implementation", ["a/kernel"]),
-        ("hidden_size", [32]), ("vocab_size", [HUGE, 299]), ("num_labels", [-1, HUGE]),
-    ]  # fmt: skip
+        ("d_state", [0, -8, HUGE, "8", 8.5, True, 16]),
+        ("conv_width", [0, HUGE, "4", 5]),
+        ("model_type", ["llama", 3]),
+        (
+            "kept",
+            [
+                None,
+                "all",
+                [],
+                [[0]],
+                [[1], [2, 3, 7], [], []],
+                [[1], [3, 2, 7], []],
+                [[1], [2, 3, 8], []],
+                [[1], [2, 3, -1], []],
+                [[1.0], [2, 3, 7], []],
+                [[2], [2, 3, 7], []],
+                [[0]] * 10**5,
+            ],
+        ),
+        ("backbone", [None, [], "llama", {}]),
+        ("dtype", [None, "float99", "int8", "bfloat16"]),
+        ("eos_token_id", ["x", 1.5]),
+        ("tie_word_embeddings", [True, "yes"]),
+        ("attn_implementation", ["a/kernel"]),
+        ("hidden_size", [32]),
+        ("vocab_size", [HUGE, 299]),
+        ("num_labels", [-1, HUGE]),
+    ]
     for name, values in top:
         for value in values:
             yield f"top {name}={str(value)[:20]}", set_field("config.json", name, value)
-    for value in ("../evil.Model", "/tmp/evil.Model", "somebody/repo--evil.Model", "evil.Model", "evil", 7, ["x.Y"]):
-        yield f"auto_map={value}", set_field("config.json", "auto_map", "AutoModelForCausalLM", value)
+    for value in (
+        "../evil.Model",
+        "/tmp/evil.Model",
+        "somebody/repo--evil.Model",
+        "evil.Model",
+        "evil",
+        7,
+        ["x.Y"],
+    ):
+        yield (
+            f"auto_map={value}",
+            set_field("config.json", "auto_map", "AutoModelForCausalLM", value),
+        )
 
 
 def broken_json(file: str) -> Iterator[tuple[str, Damage]]:
     texts = {
-        "empty": "", "null": "null", "list": "[]", "cut": '{"a": [1, 2', "nan": '{"a": NaN}',
-        "binary": b"\xff\xfe\x00{", "deep": '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "junk": "{} x",
-    }  # fmt: skip
+        "empty": "",
+        "null": "null",
+        "list": "[]",
+        "cut": '{"a": [1, 2',
+        "nan": '{"a": NaN}',
+        "binary": b"\xff\xfe\x00{",
+        "deep": '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "junk": "{} x",
+    }
     for kind, text in texts.items():
         yield f"{file} {kind}", write(file, text)
     yield f"{file} key twice", repeat_key(file)
@@ -238,10 +312,25 @@ def broken_json(file: str) -> Iterator[tuple[str, Damage]]:
 def index_edits() -> Iterator[tuple[str, Damage]]:
     yield "index without map", edit_json(INDEX, lambda record: {"metadata": {}})
     yield "index with an empty map", set_field(INDEX, "weight_map", {})
-    yield "index lists one more", set_field(INDEX, "weight_map", "model.layers.9.weight", "model-9.safetensors")
-    yield "index lists one less", edit_json(INDEX, lambda record: record["weight_map"].popitem() and None)
+    yield (
+        "index lists one more",
+        set_field(INDEX, "weight_map", "model.layers.9.weight", "model-9.safetensors"),
+    )
+    yield (
+        "index lists one less",
+        edit_json(INDEX, lambda record: record["weight_map"].popitem() and None),
+    )
     yield "index has a tensor elsewhere", move_weight
-    for value in ("../w.safetensors", "/w.safetensors", "a/w.safetensors", "..\\w.safetensors", "w.bin", 7, "..", ""):
+    for value in (
+        "../w.safetensors",
+        "/w.safetensors",
+        "a/w.safetensors",
+        "..\\w.safetensors",
+        "w.bin",
+        7,
+        "..",
+        "",
+    ):
         yield f"index -> {value}", set_field(INDEX, "weight_map", "lm_head.weight", value)
 
 
@@ -250,42 +339,98 @@ def weight_edits() -> Iterator[tuple[str, Damage]]:
         yield f"cut to {share:.2%}", cut(share)
     for i in range(40):
         yield f"bit {i} flipped in a header", flip_header_bit
-    for what, change in {"huge": lambda n: 2**63, "all ones": lambda n: 2**64 - 1, "0": lambda n: 0,
-                         "+1": lambda n: n + 1, "-1": lambda n: n - 1, "+8": lambda n: n + 8}.items():  # fmt: skip
+    for what, change in {
+        "huge": lambda n: 2**63,
+        "all ones": lambda n: 2**64 - 1,
+        "0": lambda n: 0,
+        "+1": lambda n: n + 1,
+        "-1": lambda n: n - 1,
+        "+8": lambda n: n + 8,
+    }.items():
         yield f"header length {what}", header_length(change)
     for field, value in [
-        ("shape", [-1, 64]), ("shape", "64"), ("shape", [64.0, 64]), ("shape", [0, 2**62]), ("shape", [True]),
-        ("dtype", "F31"), ("dtype", "f32"), ("dtype", None), ("dtype", "I32"), ("data_offsets", [4, 0]),
+        ("shape", [-1, 64]),
+        ("shape", "64"),
+        ("shape", [64.0, 64]),
+        ("shape", [0, 2**62]),
+        ("shape", [True]),
+        ("dtype", "F31"),
+        ("dtype", "f32"),
+        ("dtype", None),
+        ("dtype", "I32"),
+        ("data_offsets", [4, 0]),
         ("data_offsets", [0]),
         ("data_offsets", [2**62, 2**62 + 4]),
-        ("data_offsets", [0.5, 4]), ("extra", 1), ("dtype", ["F32"]),
-    ]:  # fmt: skip
+        ("data_offsets", [0.5, 4]),
+        ("extra", 1),
+        ("dtype", ["F32"]),
+    ]:
         yield f"header {field}={value}", entry(field, value)
     yield (
         "header names a tensor twice",
-        edit_header(lambda header, name: f"{{{json.dumps(name)}: {json.dumps(header[name])}, {json.dumps(header)[1:]}"),
+        edit_header(
+            lambda header, name: (
+                f"{{{json.dumps(name)}: {json.dumps(header[name])}, {json.dumps(header)[1:]}"
+            )
+        ),
     )
     yield "header is a list", edit_header(lambda header, name: "[]")
     yield "header is deep", edit_header(lambda header, name: '{"a":' * 10**5)
-    yield "header lacks a tensor", edit_header(lambda header, name: header.pop(name) and None)
-    yield "metadata of another format", edit_header(lambda header, name: header.update(__metadata__={"format": "np"}))
-    yield "bytes after the tensors", lambda folder, rng: shards(folder)[0].open("ab").write(b"\0" * 8) and None
+    yield (
+        "header lacks a tensor",
+        edit_header(lambda header, name: header.pop(name) and None),
+    )
+    yield (
+        "metadata of another format",
+        edit_header(lambda header, name: header.update(__metadata__={"format": "np"})),
+    )
+    yield (
+        "bytes after the tensors",
+        lambda folder, rng: shards(folder)[0].open("ab").write(b"\0" * 8) and None,
+    )
     for i in range(3):
         yield f"tensor missing {i}", edit_tensors(lambda held, name: held.pop(name))
-        yield f"tensor renamed {i}", edit_tensors(lambda held, name: held.update({f"{name}.x": held.pop(name)}))
-        yield f"tensor too many {i}", edit_tensors(lambda held, name: held.update(extra=torch.zeros(2, 2)))
-        yield f"wrong shape {i}", edit_tensors(lambda held, name: held.update({name: held[name][:, 1:].clone()}))
-        yield f"flat {i}", edit_tensors(lambda held, name: held.update({name: held[name].flatten()}))
+        yield (
+            f"tensor renamed {i}",
+            edit_tensors(lambda held, name: held.update({f"{name}.x": held.pop(name)})),
+        )
+        yield (
+            f"tensor too many {i}",
+            edit_tensors(lambda held, name: held.update(extra=torch.zeros(2, 2))),
+        )
+        yield (
+            f"wrong shape {i}",
+            edit_tensors(lambda held, name: held.update({name: held[name][:, 1:].clone()})),
+        )
+        yield (
+            f"flat {i}",
+            edit_tensors(lambda held, name: held.update({name: held[name].flatten()})),
+        )
     for value in (float("nan"), float("inf"), float("-inf")):
         for i in range(3):
             yield f"{value} {i}", one_number(value)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn):
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int32,
+        torch.uint8,
+        torch.float8_e4m3fn,
+    ):
         yield str(dtype), as_dtype(dtype)
     yield "tensor in two files", in_two_files
 
 
 def file_edits() -> Iterator[tuple[str, Damage]]:
-    for file in ("model.bin", "pytorch_model.bin", "a.pt", "x.PKL", "gate/x.pickle", "optimizer.pt", "x.npy"):
+    for file in (
+        "model.bin",
+        "pytorch_model.bin",
+        "a.pt",
+        "x.PKL",
+        "gate/x.pickle",
+        "optimizer.pt",
+        "x.npy",
+    ):
         yield f"planted {file}", plant_pickle(file)
     yield "only a pickle", only_a_pickle
     yield "planted evil.py", plant_code("evil.py")
@@ -301,22 +446,46 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
     yield "tokenizer.json gone", remove("tokenizer.json")
     for file in ("config.json", INDEX, "tokenizer.json", "ssd.py"):
         yield f"link out: {file}", link_out(file)
-    yield "folder linked out", lambda folder, rng: (folder / "more").symlink_to(folder.parent)
-    yield "adapter", write("adapter_config.json", '{"base_model_name_or_path": "somebody/model"}')
-    yield "weights besides", lambda folder, rng: shutil.copy(shards(folder)[0], folder / "other.safetensors") and None
+    yield (
+        "folder linked out",
+        lambda folder, rng: (folder / "more").symlink_to(folder.parent),
+    )
+    yield (
+        "adapter",
+        write("adapter_config.json", '{"base_model_name_or_path": "somebody/model"}'),
+    )
+    yield (
+        "weights besides",
+        lambda folder, rng: (
+            shutil.copy(shards(folder)[0], folder / "other.safetensors") and None
+        ),
+    )
     yield "tokenizer.json cut", write("tokenizer.json", '{"version": "1.0", "trunc')
     yield "tokenizer.json empty", write("tokenizer.json", "{}")
-    yield "tokenizer code", set_field("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["../evil.T", None]})
-    yield "tokenizer file", set_field("tokenizer_config.json", "vocab_file", "/etc/hostname")
+    yield (
+        "tokenizer code",
+        set_field(
+            "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["../evil.T", None]}
+        ),
+    )
+    yield (
+        "tokenizer file",
+        set_field("tokenizer_config.json", "vocab_file", "/etc/hostname"),
+    )
     yield "another plan", set_field("plan.json", "kept", [[0, 0]])
 
 
 def all_damages() -> dict[str, Damage]:
     """Return every damage by name."""
-    damages: dict[str, Damage] = {}
-    sources = [config_edits(), weight_edits(), index_edits(), file_edits()]
-    files = ("config.json", INDEX, "tokenizer_config.json", "plan.json", "generation_config.json")
-    for name, damage in (pair for source in [*sources, *map(broken_json, files)] for pair in source):
-        assert name not in damages, name
-        damages[name] = damage
+    edits = [*config_edits(), *weight_edits(), *index_edits(), *file_edits()]
+    for file in (
+        "config.json",
+        INDEX,
+        "tokenizer_config.json",
+        "plan.json",
+        "generation_config.json",
+    ):
+        edits += broken_json(file)
+    damages = dict(edits)
+    assert len(damages) == len(edits), "two damages have one name"
     return damages

@@ -1,35 +1,60 @@
 """Small tokenizers that treat digits, blanks and newlines as those of the large families do."""
 
 from planted import KEYS
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 
-# The families' own patterns, shortened: what comes to a piece with a blank, a newline, or other digits.
+# The families' own patterns, shortened: what shares a piece with a blank, newline or other digits.
 LLAMA3 = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = LLAMA3.replace("{1,3}", "")
-BOS, TURN, END = "<s>", "<|turn|>", "<|end|>"
+BOS = "<s>"
+TURN = "<|turn|>"
+END = "<|end|>"
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 STYLES = ("llama3", "qwen", "smollm2", "gemma", "glued")
 
 
-def family_tokenizer(style: str, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """A small BPE tokenizer that splits as its family does; "glued" takes blanks and newlines into numbers' tokens."""
+def family_tokenizer(
+    style: str, template: str | None = TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """Train a small BPE tokenizer that splits as its family does.
+
+    "glued" takes blanks and newlines into the tokens of numbers.
+    """
     if style == "gemma":
         tokenizer = Tokenizer(models.BPE(byte_fallback=True))
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d|\n+|▁?[^▁\d\n]+"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(
+            Regex(r"\d|\n+|▁?[^▁\d\n]+"), "isolated"
+        )
         tokenizer.decoder = decoders.Replace("▁", " ")
         alphabet = [*map(chr, range(33, 127)), "▁", "\n"]
     else:
         pattern = {"llama3": LLAMA3, "qwen": QWEN, "glued": r"\s?\S+|\s+"}.get(style)
-        split = pre_tokenizers.Split(Regex(pattern), "isolated") if pattern else pre_tokenizers.Digits(True)
+        split = (
+            pre_tokenizers.Split(Regex(pattern), "isolated")
+            if pattern
+            else pre_tokenizers.Digits(True)
+        )
         tokenizer = Tokenizer(models.BPE())
-        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style == "smollm2")
+        last = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=style == "smollm2"
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, last])
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -1,7 +1,5 @@
 """Made-up questions of an lm-eval task, in a task file that reads them instead of the hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,9 @@ def write_task(folder: Path, name: str, n_rows: int) -> None:
     definition = Path(lm_eval.tasks.__file__).parent / FOLDERS[name] / f"{name}.yaml"
     questions = folder / f"{name}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    questions.write_text("".join(f"{json.dumps(_row(number))}\n" for number in range(n_rows)))
+    questions.write_text(
+        "".join(f"{json.dumps(_row(number))}\n" for number in range(n_rows))
+    )
     lines = [
         f"include: {definition}",
         "tag: made_up_tag",
@@ -34,7 +34,10 @@ def write_task(folder: Path, name: str, n_rows: int) -> None:
 
 
 def _row(number: int) -> dict[str, Any]:
-    choices = {"text": ["a stone", "a bird", "a cup", "a tree"], "label": ["A", "B", "C", "D"]}
+    choices = {
+        "text": ["a stone", "a bird", "a cup", "a tree"],
+        "label": ["A", "B", "C", "D"],
+    }
     return {
         "question": f"What flies over thing {number}?",
         "choices": choices,

@@ -1,7 +1,5 @@
 """Head scores made by hand, for tests in more than one folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,6 +1,6 @@
-"""Count where a training step would wait for a device: needs no GPU, so a test can hold the loop to one read a step."""
-
-from __future__ import annotations
+"""Count where a training step would wait for a device: without a GPU, a test can hold the loop
+to one read a step.
+"""
 
 import traceback
 from collections import Counter
@@ -14,10 +14,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive")
+OPERATORS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "_unique2",
+    "unique_consecutive",
+)
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index")
 METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
-CPU_ONLY = ("_check_numbers", "_check_tensors")  # of the fused loss, which checks values of CPU tensors alone
+CPU_ONLY = (
+    "_check_numbers",
+    "_check_tensors",
+)  # of the fused loss, which checks values of CPU tensors alone
 NOT_PLACES = (Path(__file__).name, "overrides.py", "_tensor.py")
 
 
@@ -28,7 +39,9 @@ class HostReads(TorchDispatchMode):
         super().__init__()
         self.places: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         indices = args[1] if name in INDEXING else ()
         by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
@@ -37,7 +50,11 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str) -> None:
-        stack = [frame for frame in traceback.extract_stack() if Path(frame.filename).name not in NOT_PLACES]
+        stack = [
+            frame
+            for frame in traceback.extract_stack()
+            if Path(frame.filename).name not in NOT_PLACES
+        ]
         if not any(frame.name in CPU_ONLY for frame in stack):
             place = f"{name} in {stack[-1].name}, {Path(stack[-1].filename).name}"
             self.places[place] += 1
@@ -50,7 +67,9 @@ class _Methods(TorchFunctionMode):
         super().__init__()
         self.reads = reads
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in METHODS:
             self.reads.count(func.__name__)
         return func(*args, **(kwargs or {}))

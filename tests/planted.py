@@ -7,8 +7,6 @@ looks for the value whose key is asked for and copies it to the output. All othe
 noise, MLPs are zero.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +69,10 @@ class Circuit:
 
 
 def word_tokenizer(
-    texts: list[str], pattern: str = r"\n|:|'|\p{N}+", spaces: str = "removed", **special: str
+    texts: list[str],
+    pattern: str = r"\n|:|'|\p{N}+",
+    spaces: str = "removed",
+    **special: str,
 ) -> PreTrainedTokenizerFast:
     """Make one token a word or match of ``pattern``; spaces vanish, or are tokens ("isolated").
 

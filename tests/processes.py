@@ -1,7 +1,5 @@
 """Two processes of one launch, each started by hand with its own environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -37,7 +35,9 @@ def start_two(
     running = []
     try:
         for rank, changes in enumerate(own):
-            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(changes)
+            environment = (
+                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(changes)
+            )
             running.append(
                 subprocess.Popen(
                     command,

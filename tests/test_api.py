@@ -1,7 +1,5 @@
 """The public names, and the example of docs/api.md."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -16,13 +14,19 @@ import hybrid_distill
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
+def test_the_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     exec(blocks[0], {})
     printed = capsys.readouterr().out
-    assert "kept: L" in printed and "retrieval by choice: " in printed and (tmp_path / "student/config.json").is_file()
+    assert "kept: L" in printed
+    assert "retrieval by choice: " in printed
+    assert (tmp_path / "student/config.json").is_file()
     compile(blocks[1], "docs/api.md", "exec")
 
 
@@ -37,6 +41,8 @@ def test_every_public_name_is_there_and_documented() -> None:
 
 
 def test_importing_the_package_loads_no_library() -> None:
-    code = "import sys, hybrid_distill; sys.exit(bool({'torch', 'transformers', 'tyro', 'numpy'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "tyro", "numpy"}
+    code = f"import sys, hybrid_distill; sys.exit(bool({heavy} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 0

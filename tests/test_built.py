@@ -3,8 +3,6 @@
 This file is also the program that each of two processes runs: ``test_built.py OUT``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -21,6 +19,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 
 import torch
+from safetensors.torch import load_file
 from training import small_run
 
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
@@ -45,11 +44,16 @@ def run_of(out: Path, **changes: Any) -> RunConfig:
     return small_run(out, stages=(ALIGN,), **changes)
 
 
+def prepared(config: RunConfig) -> RunInputs:
+    inputs = RunInputs(config)
+    prepare(inputs)
+    return inputs
+
+
 def trained(config: RunConfig) -> str:
-    """Train a run; the hash of its student."""
-    this = RunInputs(config)
-    prepare(this)
-    return weights_hash(train(this, choose_heads(this)))
+    """Train a run; return the hash of its student."""
+    inputs = prepared(config)
+    return weights_hash(train(inputs, choose_heads(inputs)))
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +72,7 @@ def test_other_bits_are_other_weights(before, tmp_path, monkeypatch):
 @pytest.mark.parametrize("stopped", ["after building", "while aligning"])
 def test_a_later_start_that_fits_otherwise_goes_on(before, tmp_path, monkeypatch, stopped):
     config = run_of(tmp_path / "run")
-    this = RunInputs(config)
-    prepare(this)
+    inputs = prepared(config)
 
     def stop(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -79,10 +82,10 @@ def test_a_later_start_that_fits_otherwise_goes_on(before, tmp_path, monkeypatch
             patch.setattr("hybrid_distill.pipeline.run.train_stage", stop)
         else:
             # With a checkpoint of the first of two steps.
-            this = RunInputs(config.with_stage("align", checkpoint_every=1))
+            inputs = RunInputs(config.with_stage("align", checkpoint_every=1))
             patch.setattr("hybrid_distill.train.loop._Training.finish", stop)
         with pytest.raises(KeyboardInterrupt):
-            train(this, choose_heads(this))
+            train(inputs, choose_heads(inputs))
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
     assert trained(config) == before[1]
 
@@ -101,77 +104,71 @@ def test_processes_that_fit_otherwise_train_one_student(before, tmp_path):
 
 
 def test_the_file_holds_the_recurrent_heads_and_nothing_else(before):
-    from safetensors.torch import load_file
-
     stored = load_file(before[0] / "build.safetensors")
-    assert stored and all(".ssm." in name for name in stored)
-    sources = json.loads((before[0] / "build.json").read_text())["tensors"]
-    assert set(stored) == {
-        tensor["name"] for tensor in sources if tensor["action"] == "initialized"
+    assert stored
+    assert all(".ssm." in name for name in stored)
+    tensors = json.loads((before[0] / "build.json").read_text())["tensors"]
+    initialized = {
+        tensor["name"] for tensor in tensors if tensor["action"] == "initialized"
     }
+    assert set(stored) == initialized
 
 
-@pytest.mark.parametrize("keep", ["some", "all"])
+@pytest.mark.parametrize("selection", ["random", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_student_is_the_built_one(tmp_path, monkeypatch, keep, dtype):
-    config = run_of(tmp_path / "run")
+def test_a_loaded_student_is_the_built_one(tmp_path, monkeypatch, selection, dtype):
+    config = run_of(tmp_path / "run", plan=PlanConfig(selection, k=3))
     config = replace(config, teacher=replace(config.teacher, dtype=dtype))
     config = config.with_stage("align", precision="bf16")
-    plan = PlanConfig("all") if keep == "all" else config.plan
-    config = replace(config, plan=plan)
-    this = RunInputs(config)
-    prepare(this)
-    built = build(this, choose_heads(this))
+    inputs = prepared(config)
+    built = build(inputs, choose_heads(inputs))
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
-    loaded = build(RunInputs(config, this.teacher_and_tokenizer), choose_heads(this))
+    again = RunInputs(config, inputs.teacher_and_tokenizer)
+    loaded = build(again, choose_heads(again))
     assert loaded.dtype == built.dtype == getattr(torch, dtype)
     assert loaded.training == built.training
-    theirs = built.state_dict()
-    assert loaded.state_dict().keys() == theirs.keys()
+    expected = built.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
     for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, theirs[name]), name
+        assert torch.equal(tensor, expected[name]), name
 
 
-def test_an_alignment_is_grafted_once(before, tmp_path, monkeypatch):
+def test_an_alignment_is_grafted_once(tmp_path, monkeypatch):
     """The recurrent heads come from the alignment's file, which is read head by head."""
     none = run_of(tmp_path / "none", plan=PlanConfig("none", k=0))
     trained(none)
     aligned = tmp_path / "none/stages/1-align"
     student = StudentConfig(d_state=4, init="teacher", aligned=aligned)
     config = replace(small_run(tmp_path / "run"), student=student, stages=(DISTILL,))
-    this = RunInputs(config)
-    prepare(this)
-    built = build(this, choose_heads(this))
-    donor = trained_student(RunInputs(none))[0]
+    inputs = prepared(config)
+    plan = choose_heads(inputs)
+    built = build(inputs, plan)
+    donor, _ = trained_student(RunInputs(none))
     for mixer, source in zip(built.mixers(), donor.mixers()):
-        for place, head in enumerate(mixer.replaced):
-            assert torch.equal(mixer.ssm.D[place], source.ssm.D[source.replaced.index(head)])
+        places = [source.replaced.index(head) for head in mixer.replaced]
+        assert torch.equal(mixer.ssm.D, source.ssm.D[places])
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
-    assert weights_hash(build(RunInputs(config), choose_heads(this))) == weights_hash(built)
+    assert weights_hash(build(RunInputs(config), plan)) == weights_hash(built)
 
 
 def test_another_plan_is_another_student(tmp_path):
     """A file from before is not taken for it, although it lies there."""
-    config = run_of(tmp_path / "run")
-    this = RunInputs(config)
-    prepare(this)
-    build(this, choose_heads(this))
-    other = HeadPlan.random(this.teacher, 5, seed=3)
-    assert sum(len(mixer.kept) for mixer in build(this, other).mixers()) == 5
+    inputs = prepared(run_of(tmp_path / "run"))
+    build(inputs, choose_heads(inputs))
+    other = build(inputs, HeadPlan.random(inputs.teacher, 5, seed=3))
+    assert sum(len(mixer.kept) for mixer in other.mixers()) == 5
 
 
 def test_a_damaged_student_is_refused(tmp_path):
-    config = run_of(tmp_path / "run")
-    this = RunInputs(config)
-    prepare(this)
-    plan = choose_heads(this)
-    build(this, plan)
-    path = tmp_path / "run" / "build.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    inputs = prepared(run_of(tmp_path / "run"))
+    plan = choose_heads(inputs)
+    build(inputs, plan)
+    path = inputs.paths.out / "build.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
     with pytest.raises(CorruptCheckpoint, match=r"build\.safetensors"):
-        build(this, plan)
+        build(inputs, plan)
 
 
 def main(out: Path) -> None:
@@ -180,7 +177,7 @@ def main(out: Path) -> None:
 
     rank = connect().process_index
     if rank == 1:
-        build.init_ssm = other_bits  # type: ignore[assignment]
+        student_build.init_ssm = other_bits
     digest = trained(run_of(out / "run"))
     assert StageManifest.read(out / "run/stages/1-align")
     (out / f"{rank}.txt").write_text(digest)

@@ -1,7 +1,5 @@
 """The notebook and the scripts of examples/ run as they are, at smaller sizes."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys
@@ -14,7 +12,10 @@ from students import gate_in_this_process
 import hybrid_distill
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALLER = {"EXAMPLES = 64": "EXAMPLES = 8", "ALIGN_STEPS, DISTILL_STEPS = 60, 30": "ALIGN_STEPS, DISTILL_STEPS = 1, 1"}
+SMALLER = {
+    "EXAMPLES = 64": "EXAMPLES = 8",
+    "ALIGN_STEPS, DISTILL_STEPS = 60, 30": "ALIGN_STEPS, DISTILL_STEPS = 1, 1",
+}
 
 
 @pytest.mark.launched
@@ -24,16 +25,23 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     import nbformat
 
     notebook = nbformat.read(EXAMPLES / "heads.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not committed"
+    assert not any(cell.get("outputs") for cell in notebook.cells), (
+        "outputs are not committed"
+    )
     for whole, small in SMALLER.items():
         [cell] = [cell for cell in notebook.cells if whole in cell.source]
         cell.source = cell.source.replace(whole, small)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = []
+    for cell in notebook.cells:
+        outputs += cell.get("outputs", [])
     printed = "".join(output.get("text", "") for output in outputs)
-    assert "six at random" in printed and "6 heads kept, 42 recurrent" in printed
+    assert "six at random" in printed
+    assert "6 heads kept, 42 recurrent" in printed
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
 
 
@@ -51,13 +59,19 @@ def test_the_scripts_run_one_after_the_other(
     assert re.search(r"48 heads.*\n  L2H6 ", printed("rank_heads.py"))
     assert "6 heads kept, 42 recurrent" in printed("build_student.py")
     student, tokenizer = hybrid_distill.load_student("student")
-    assert tokenizer is not None and isinstance(student.lm_head.weight, torch.Tensor)
+    assert tokenizer is not None
+    assert isinstance(student.lm_head.weight, torch.Tensor)
     pytest.importorskip("trl", reason="pip install 'hybrid-distill[finetune]'")
     pytest.importorskip("peft", reason="pip install 'hybrid-distill[finetune]'")
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
     assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
-    trained, before = hybrid_distill.load_student("tuned")[0].state_dict(), student.state_dict()
-    changed = {name.partition(".self_attn.")[2] for name in before if not torch.equal(before[name], trained[name])}
-    parts = {*(f"ssm.{name}_proj.weight" for name in "xbcza"), *(f"attention.{name}_proj.weight" for name in "qkv")}
-    assert changed == parts | {"o_proj.weight"}
+    before = student.state_dict()
+    trained = hybrid_distill.load_student("tuned")[0].state_dict()
+    changed = set()
+    for name, tensor in before.items():
+        if not torch.equal(tensor, trained[name]):
+            changed.add(name.partition(".self_attn.")[2])
+    recurrent = {f"ssm.{name}_proj.weight" for name in "xbcza"}
+    attention = {f"attention.{name}_proj.weight" for name in "qkv"}
+    assert changed == {*recurrent, *attention, "o_proj.weight"}

@@ -1,8 +1,6 @@
 """The option that selects kernels: what it reaches in every command, and what it refuses before it
 computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -47,7 +45,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
 
 def test_an_absent_package_is_named(monkeypatch) -> None:
     monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed")
-    with pytest.raises(ValueError, match=r"--kernels is 'mamba_ssm': .* is not installed"):
+    with pytest.raises(ValueError, match="mamba_ssm"):
         check_kernels("mamba_ssm", torch.device("cuda"))
 
 
@@ -70,7 +68,8 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     prepare(run)
     seen.clear()  # of the small student that `prepare` checks
     student = build(run, choose_heads(run))
-    assert student.ssm_implementation == "torch" and seen == [None, "torch"]
+    assert student.ssm_implementation == "torch"
+    assert seen == [None, "torch"]
     assert loss_implementation(student) == "torch"
 
     # Resumed on other kernels: it is the same run.
@@ -100,7 +99,10 @@ def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
     for kernels in ("auto", "torch"):
         student, teacher = small_models()
         stage = make_stage(
-            small_config("distill"), use_kernels(student, kernels, CPU), teacher, vocab_size=99
+            small_config("distill"),
+            use_kernels(student, kernels, CPU),
+            teacher,
+            vocab_size=99,
         )
         stage(small_rows().batch(0, 2))
     assert asked == ["auto", "torch"]
@@ -120,7 +122,9 @@ def student_folder(tmp_path: Path) -> Path:
     return tmp_path / "student"
 
 
-def test_experiments_load_a_student_on_the_kernels(student_folder: Path, monkeypatch) -> None:
+def test_experiments_load_a_student_on_the_kernels(
+    student_folder: Path, monkeypatch
+) -> None:
     student, _ = tiny_student("llama")
     loads = "hybrid_distill.lab.analysis.experiment"
     monkeypatch.setattr(f"{loads}.load_on_own_device", lambda *_, **__: (student, None))
@@ -140,7 +144,9 @@ def test_the_suite_measures_a_student_on_the_kernels(
     monkeypatch.setattr(suite, "load_tasks", lambda job: {})
     monkeypatch.setattr(teacher, "load_on_own_device", lambda *_, **__: (student, None))
     measured = []
-    monkeypatch.setattr(suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0)
+    monkeypatch.setattr(
+        suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0
+    )
     words = ["evaluate", "--suite", "kv", "--model", str(student_folder)]
     with pytest.raises(ZeroDivisionError):
         main([*words, "--kernels", "torch", "--out", str(tmp_path / "out")])

@@ -1,7 +1,5 @@
 """A whole run on the embedded teacher, cut down to seconds: its parts fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -29,41 +27,47 @@ from hybrid_distill.train.result import StageManifest
 
 
 def weights(out: Path) -> dict[str, str]:
-    """Hash of the weights of each finished stage, by its folder below ``out``."""
-    found = {path.parent: StageManifest.read(path.parent) for path in sorted(out.rglob("manifest.json"))}
-    return {str(folder.relative_to(out)): manifest.weights for folder, manifest in found.items() if manifest}
+    """Return the hash of the weights of each finished stage, by its folder below ``out``."""
+    hashes = {}
+    for path in sorted(out.rglob("manifest.json")):
+        manifest = StageManifest.read(path.parent)
+        if manifest:
+            hashes[str(path.parent.relative_to(out))] = manifest.weights
+    return hashes
 
 
 def names(out: Path) -> set[str]:
-    """Names of all files below ``out``."""
+    """Return the names of all files below ``out``."""
     return {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
 
 
 def assert_same_results(one: Path, other: Path, *files: str) -> None:
     assert weights(one) == weights(other) != {}
     for name in files:
-        ours, theirs = (json.loads((folder / name).read_text()) for folder in (one, other))
-        assert {**ours, "provenance": 0} == {**theirs, "provenance": 0}, name
+        record = json.loads((one / name).read_text())
+        expected = json.loads((other / name).read_text())
+        assert {**record, "provenance": 0} == {**expected, "provenance": 0}, name
 
 
-def test_a_plan_by_restoration_aligns_once_and_plans_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path, monkeypatch) -> None:
     config = small_run(tmp_path / "run", plan=PlanConfig(selection="restoration", k=2))
     prepared: list[Path] = []
 
-    def noted(inputs: RunInputs) -> None:
+    def note(inputs: RunInputs) -> None:
         prepared.append(inputs.paths.out)
         prepare(inputs)
 
-    monkeypatch.setattr(steps, "prepare", noted)
+    monkeypatch.setattr(steps, "prepare", note)
     out = run(config)
-    # Once, under the lock that cells of a sweep take for it: a second start would write its files at any time.
+    # Once, under the lock that cells of a sweep take for it: a second start would write its files
+    # at any time.
     assert prepared == [out, out / "aligned"]
     assert list(weights(out)) == ["aligned/stages/1-align", "stages/1-distill"]
     plan = HeadPlan.load(out / "plan.json")
-    assert plan.k == 2 and plan == HeadPlan.load(out / "restoration-2.json")
-    assert [stage["name"] for stage in training_record(finished_run(out))] == ["align", "distill"]
+    assert plan.k == 2
+    assert plan == HeadPlan.load(out / "restoration-2.json")
+    record = training_record(finished_run(out))
+    assert [stage["name"] for stage in record] == ["align", "distill"]
     before = weights(out)
     assert weights(run(config)) == before
 
@@ -74,44 +78,74 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_export_of_a_finished_run_carries_its_results(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished, tmp_path, capsys
 ) -> None:
-    main(["export", "--model", str(finished), "--out", str(tmp_path / "exported")])
+    exported = tmp_path / "exported"
+    main(["export", "--model", str(finished), "--out", str(exported)])
     assert "FAIL" not in capsys.readouterr().out
-    card = (tmp_path / "exported" / "README.md").read_text()
-    assert "license: apache-2.0" in card and "| student |" in card
-    modes = {(tmp_path / "exported" / name).stat().st_mode for name in ("model.safetensors", "config.json")}
-    assert len(modes) == 1, "whoever may read the config may read the weights"
+    card = (exported / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert "| student |" in card
+    weights_mode = (exported / "model.safetensors").stat().st_mode
+    assert weights_mode == (exported / "config.json").stat().st_mode
 
 
-def test_a_resumed_run_builds_and_measures_on_its_device(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first start did after scoring: the student has other last bits when it is built elsewhere."""
-    placed: dict[int, str] = {}
-    monkeypatch.setattr(steps.nn.Module, "to", lambda model, device: placed.update({id(model): device}))
+def test_a_resumed_run_builds_and_measures_on_its_device(finished, monkeypatch) -> None:
+    """A student that is built elsewhere than the first start built it has other last bits."""
+    device_of: dict[int, str] = {}
+    built_on = []
+    measured_on = []
+    build_student = building.build_student
+
+    def move(model: Any, device: str) -> None:
+        device_of[id(model)] = device
+
+    def build_and_note(teacher: Any, *args: Any, **options: Any) -> Any:
+        built_on.append(device_of[id(teacher)])
+        return build_student(teacher, *args, **options)
+
+    def note_evaluation(model: Any, *_: Any, **__: Any) -> Mock:
+        measured_on.append(device_of[id(model)])
+        return Mock()
+
+    monkeypatch.setattr(steps.nn.Module, "to", move)
     monkeypatch.setattr(steps, "connect", lambda: SimpleNamespace(device="gpu"))
-    built, measured, plain = [], [], building.build_student
-    monkeypatch.setattr(
-        building, "build_student", lambda t, *a, **o: built.append(placed[id(t)]) or plain(t, *a, **o)
-    )
-    monkeypatch.setattr(steps, "evaluate", lambda model, *_, **__: measured.append(placed[id(model)]) or Mock())
-    this = RunInputs(small_run(finished))
-    student = build(this, choose_heads(this))
-    evaluate_run(this, student, again=True)
-    assert (built, measured) == (["gpu"], ["gpu", "gpu"])
+    monkeypatch.setattr(building, "build_student", build_and_note)
+    monkeypatch.setattr(steps, "evaluate", note_evaluation)
+    inputs = RunInputs(small_run(finished))
+    student = build(inputs, choose_heads(inputs))
+    evaluate_run(inputs, student, again=True)
+    assert built_on == ["gpu"]
+    assert measured_on == ["gpu", "gpu"]
 
 
-def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, monkeypatch) -> None:
+def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(
+    finished, monkeypatch
+) -> None:
     monkeypatch.chdir(finished / "stages")
     this = RunInputs(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
     assert [stage["name"] for stage in training_record(this)] == ["align", "distill"] * 2
 
 
-def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:
-    out, base = tmp_path / "run", small_run()
+def test_resume_never_leaves_nothing_of_the_run_before(
+    finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    base = small_run()
     shutil.copytree(finished, out)
-    for other in ("notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"):
+    for other in (
+        "notes.txt",
+        "stages/notes.txt",
+        "teacher/model.safetensors",
+        "heads.json",
+    ):
         (out / other).write_text("somebody else's")
-    for old in ("scores.json", "aligned/stages/1-align/manifest.json", "export/config.json", "restoration-2.json"):
+    for old in (
+        "scores.json",
+        "aligned/stages/1-align/manifest.json",
+        "export/config.json",
+        "restoration-2.json",
+    ):
         (out / old).parent.mkdir(parents=True, exist_ok=True)
         (out / old).write_text("{}")
     settings: dict[str, Any] = {
@@ -123,25 +157,40 @@ def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path:
     run(replace(base, out=out, resume="never", **settings))
     run(replace(base, out=tmp_path / "fresh", **settings))
 
-    measured = ("scores.json", "plan.json", "build.json", "evaluation.json", "teacher/evaluation.json")
+    measured = (
+        "scores.json",
+        "plan.json",
+        "build.json",
+        "evaluation.json",
+        "teacher/evaluation.json",
+    )
     assert_same_results(out, tmp_path / "fresh", *measured)
-    not_a_runs = {"notes.txt", "stages/notes.txt", "teacher/model.safetensors", "heads.json"}
+    not_a_runs = {
+        "notes.txt",
+        "stages/notes.txt",
+        "teacher/model.safetensors",
+        "heads.json",
+    }
     assert names(out) == names(tmp_path / "fresh") | not_a_runs
 
 
-def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(tmp_path: Path) -> None:
+def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     base = small_run(out)
     prepare(RunInputs(base))
     (out / "scores.json").write_text("{}")
     (out / "plan.json").write_text("{}")
-    reading = replace(base, resume="never", scoring=replace(base.scoring, file=out / "scores.json"))
-    with pytest.raises(ValueError, match=r"scores\.json is an input of this run, but --resume never would delete it"):
+    reading = replace(
+        base, resume="never", scoring=replace(base.scoring, file=out / "scores.json")
+    )
+    with pytest.raises(ValueError, match=r"scores\.json.*--resume never"):
         prepare(RunInputs(reading))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
     (out / "config.json").write_text('{"model_type": "llama"}')
     for resume in ("auto", "never"):
-        with pytest.raises(ValueError, match=r"holds a model, an export .* not a run; pass another --out"):
+        with pytest.raises(ValueError, match="not a run"):
             prepare(RunInputs(replace(base, resume=resume)))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
 
@@ -151,16 +200,22 @@ def test_a_run_with_other_settings_names_them(tmp_path: Path) -> None:
     prepare(RunInputs(base))
     choose_heads(RunInputs(base))
     prepare(RunInputs(replace(base, trackers=(), export=True)))
-    (tmp_path / "run" / "stages" / "1-align" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"other settings: align\.steps \(2 there, 3 here\); use another --out"):
+    (tmp_path / "run" / "stages" / "1-align" / "checkpoints" / "step-00000001").mkdir(
+        parents=True
+    )
+    with pytest.raises(ValueError, match=r"align\.steps .*2.*3"):
         prepare(RunInputs(base.with_stage("align", steps=3)))
 
 
 def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path) -> None:
-    out, base = finished, small_run(finished)
+    out = finished
+    base = small_run(finished)
     trained = weights(out)
     (out / "plan.json").touch()
-    before = {name: (out / name).stat().st_mtime_ns for name in ("plan.json", "stages/2-distill/model.safetensors")}
+    before = {
+        name: (out / name).stat().st_mtime_ns
+        for name in ("plan.json", "stages/2-distill/model.safetensors")
+    }
     run(replace(base, evaluation=replace(base.evaluation, n_examples=6)))
     for name in ("evaluation.json", "teacher/evaluation.json"):
         assert json.loads((out / name).read_text())["n_examples"] == 6, name
@@ -168,37 +223,48 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
 
 
-def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=3))
+def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=3)
+    )
     config = small_run(tmp_path / "run", teacher=TeacherConfig("/no/such/teacher"))
-    with pytest.raises(ValueError, match=r"align\.batch_size is 2, which 3 processes cannot share; use a mult"):
+    with pytest.raises(ValueError, match=r"align\.batch_size is 2.* 3 "):
         run(config)
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
-def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(implementation: str, tmp_path: Path) -> None:
-    """Also by a dry run, which asks the same questions."""
-    this = RunInputs(small_run(tmp_path / "run"))
-    teacher, tokenizer = this.teacher_and_tokenizer
-    teacher.config._attn_implementation = implementation  # as a caller's teacher, or a config.json, may name it
-    given = RunInputs(this.config, (teacher, tokenizer))
+def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(
+    implementation: str, tmp_path: Path
+) -> None:
+    """Also by a dry run, which checks the same."""
+    config = small_run(tmp_path / "run")
+    teacher, tokenizer = RunInputs(config).teacher_and_tokenizer
+    # A caller's teacher, or a config.json, may name it.
+    teacher.config._attn_implementation = implementation
+    inputs = RunInputs(config, (teacher, tokenizer))
     with pytest.raises(ValueError, match=implementation):
-        prepare(given)
+        prepare(inputs)
     with pytest.raises(ValueError, match=implementation):
-        check_teachers(given)
-    assert not this.paths.out.exists()
+        check_teachers(inputs)
+    assert not inputs.paths.out.exists()
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []])
 def test_a_transformers_that_breaks_students_is_refused_before_anything_is_computed(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lose_caches(monkeypatch)
-    monkeypatch.setattr(steps, "score_heads", Mock(side_effect=AssertionError("heads were scored")))
-    with pytest.raises(SystemExit) as exit_:
+    monkeypatch.setattr(
+        steps, "score_heads", Mock(side_effect=AssertionError("heads were scored"))
+    )
+    with pytest.raises(SystemExit, match="2"):
         main(["run", "tiny", "--out", str(tmp_path / "run"), *words])
-    assert exit_.value.code == 2
-    assert f"cache with transformers {transformers.__version__}" in only_error(capsys.readouterr().err)
+    assert transformers.__version__ in only_error(capsys.readouterr().err)
     assert not (tmp_path / "run" / "scores.json").exists()
 
 
@@ -218,7 +284,12 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     assert not (out / "export").exists()
 
     gate_in_this_process(monkeypatch, tmp_path / "modules")
-    monkeypatch.setattr(steps, "evaluate", Mock(side_effect=AssertionError("measured again")))
-    monkeypatch.setattr("hybrid_distill.train.loop._Training.run", Mock(side_effect=AssertionError("trained again")))
+    monkeypatch.setattr(
+        steps, "evaluate", Mock(side_effect=AssertionError("measured again"))
+    )
+    monkeypatch.setattr(
+        "hybrid_distill.train.loop._Training.run",
+        Mock(side_effect=AssertionError("trained again")),
+    )
     run(config)
     assert (out / "export" / "gate" / "report.json").is_file()

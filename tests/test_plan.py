@@ -1,7 +1,5 @@
 """HeadPlan: which heads stay attention, by unit of a ranking, at random or by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_family_model
 from head_tables import some_scores
-from transformers import PreTrainedModel
 
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.scoring import HeadScores
@@ -32,7 +30,9 @@ def ranked() -> HeadScores:
         accuracy_LH[head] = accuracy
         logprob_LH[head] = logprob
     provenance = {"fingerprint": "abc"}
-    return some_scores(accuracy_LH, logprob_LH, n_kv_heads=N_KV_HEADS, provenance=provenance)
+    return some_scores(
+        accuracy_LH, logprob_LH, n_kv_heads=N_KV_HEADS, provenance=provenance
+    )
 
 
 def test_top_k_takes_the_head_of_the_ranking(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +62,11 @@ def test_random_follows_from_its_seed_on_every_python() -> None:
 def test_whole_layers_all_and_none() -> None:
     one = HeadPlan.layers(SHAPE, [1])
     every = HeadPlan.all(SHAPE)
-    assert [one.kept_in(layer) for layer in range(N_LAYERS)] == [(), tuple(range(N_HEADS)), ()]
+    assert [one.kept_in(layer) for layer in range(N_LAYERS)] == [
+        (),
+        tuple(range(N_HEADS)),
+        (),
+    ]
     assert every == HeadPlan.layers(SHAPE, range(N_LAYERS))
     assert every.keeps_all
     assert HeadPlan.none(SHAPE).kept == ()
@@ -89,9 +93,9 @@ def test_a_plan_and_its_teacher_are_read_back(tmp_path: Path) -> None:
 
 
 def test_shape_is_read_from_a_model_and_from_its_config(
-    family: str, family_model: Callable[..., PreTrainedModel]
+    family: str,
 ) -> None:
-    model = family_model(family)
+    model = make_family_model(family)
     plan = HeadPlan.none(model)
     assert plan == HeadPlan.none(model.config)
     assert plan.n_layers == N_LAYERS
@@ -160,7 +164,9 @@ GROUPED = some_scores([[0.1, 0.6, 0.2, 0.3], [0.5, 0.4, 0.0, 0.0]], n_kv_heads=2
         ("container", 0, []),
     ],
 )
-def test_the_best_units_are_kept_whole(unit: Any, k: int, kept: list[tuple[int, int]]) -> None:
+def test_the_best_units_are_kept_whole(
+    unit: Any, k: int, kept: list[tuple[int, int]]
+) -> None:
     assert list(HeadPlan.top_k(GROUPED, k, unit=unit).kept) == kept
 
 

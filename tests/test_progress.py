@@ -1,7 +1,5 @@
 """Progress: a moving line on a terminal, plain lines elsewhere, nothing when asked for."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -30,7 +28,9 @@ def work(clock: list[float]) -> None:
             phase.update()
 
 
-def test_plain_lines_come_seldom_and_last_at_the_end(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_come_seldom_and_last_at_the_end(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     work(clock)
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [
@@ -42,7 +42,9 @@ def test_plain_lines_come_seldom_and_last_at_the_end(clock: list[float], capsys:
     assert not shown.out
 
 
-def test_a_phase_says_what_it_waits_for(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_says_what_it_waits_for(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     with Phase("measuring the student"):
         for _ in track(range(4), "plain text"):
             clock[0] += 4000.0
@@ -71,7 +73,9 @@ def test_quick_quiet_hidden_and_unfinished_phases_have_no_line(
     assert (shown.out, shown.err, progress._open) == ("", "", [])
 
 
-def test_a_terminal_gets_one_line_a_phase(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_one_line_a_phase(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -79,5 +83,8 @@ def test_a_terminal_gets_one_line_a_phase(clock: list[float], monkeypatch: pytes
     monkeypatch.setattr(sys, "stderr", shown := Terminal())
     monkeypatch.setenv("COLUMNS", "100")
     work(clock)
-    (line,) = filter(None, re.sub(r"\x1b\[[\d;?]*\w", "", shown.getvalue().rpartition("\r")[2]).split("\n"))
+    (line,) = filter(
+        None,
+        re.sub(r"\x1b\[[\d;?]*\w", "", shown.getvalue().rpartition("\r")[2]).split("\n"),
+    )
     assert re.fullmatch("align ━+ 100 of 100 steps, in 1:00, loss 59 *", line)

@@ -1,6 +1,4 @@
-"""A damaged or hostile checkpoint is refused in one clear line, before anything in it is loaded, and never run."""
-
-from __future__ import annotations
+"""A damaged or hostile checkpoint is refused in one line, before it is loaded, and never run."""
 
 import json
 import re
@@ -11,7 +9,15 @@ from random import Random
 import pytest
 import torch
 from conftest import make_family_model
-from damaged import CANARY, all_damages, evil_code, one_number, plant_code, plant_pickle, set_field
+from damaged import (
+    CANARY,
+    all_damages,
+    evil_code,
+    one_number,
+    plant_code,
+    plant_pickle,
+    set_field,
+)
 from students import byte_tokenizer, only_error, tiny_student
 from transformers import AutoConfig
 
@@ -32,7 +38,9 @@ def exported(tmp_path_factory):
     torch.set_num_threads(1)
     student, plan = tiny_student("llama")
     path = tmp_path_factory.mktemp("guard") / "export"
-    export_checkpoint(student, byte_tokenizer(), path, plan=plan, max_shard_size="200KB", gate=False)
+    export_checkpoint(
+        student, byte_tokenizer(), path, plan=plan, max_shard_size="200KB", gate=False
+    )
     return student, path
 
 
@@ -46,11 +54,10 @@ def copied(exported, tmp_path) -> Path:
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_refused(name: str, copied: Path) -> None:
     DAMAGES[name](copied, Random(name))
-    with pytest.raises(ValueError) as refusal:
-        load_student(copied)
-    said = str(refusal.value)
-    assert "\n" not in said and 30 < len(said) < 1000
-    assert str(copied) in said or ".safetensors" in said, "it does not say where"
+    error = refused(load_student, copied)
+    assert "\n" not in error
+    assert 30 < len(error) < 1000
+    assert str(copied) in error or ".safetensors" in error, "it does not name the place"
     assert not (copied.parent / CANARY).exists(), "code of the checkpoint was run"
 
 
@@ -73,7 +80,9 @@ def test_an_undamaged_student_is_the_student(family: str, tmp_path) -> None:
     export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, gate=False)
     loaded, tokenizer = load_student(tmp_path / "export")
     ids_BL = torch.randint(5, 261, (2, 17))
-    assert torch.equal(loaded(input_ids=ids_BL).logits, student.eval()(input_ids=ids_BL).logits)
+    assert torch.equal(
+        loaded(input_ids=ids_BL).logits, student.eval()(input_ids=ids_BL).logits
+    )
     assert tokenizer is not None and not loaded.training
     assert foreign_code(tmp_path / "export") == []
 
@@ -83,9 +92,9 @@ def test_a_nan_is_refused_by_name_wherever_a_model_is_loaded(copied, capsys) -> 
     name = re.search(r"the tensor (\S+) of", refused(load_student, copied))[1]
     for load in (load_teacher, verify_export):
         assert f"the tensor {name} of" in refused(load, copied)
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit, match="2"):
         main(["score", "--model", str(copied)])
-    assert exit_.value.code == 2 and name in only_error(capsys.readouterr().err)
+    assert name in only_error(capsys.readouterr().err)
 
 
 def refused(load, folder: Path) -> str:
@@ -95,19 +104,25 @@ def refused(load, folder: Path) -> str:
 
 
 def test_verify_runs_no_code_that_it_does_not_know(copied, capsys) -> None:
-    for damage in (plant_code("ssd.py"), plant_pickle("model.bin"), set_field("config.json", "d_state", 10**9)):
+    for damage in (
+        plant_code("ssd.py"),
+        plant_pickle("model.bin"),
+        set_field("config.json", "d_state", 10**9),
+    ):
         path = copied.parent / "again"
         shutil.copytree(copied, path)
         damage(path, Random(0))
-        with pytest.raises(SystemExit) as exit_:
+        with pytest.raises(SystemExit, match="2"):
             main(["verify", str(path)])
-        assert exit_.value.code == 2 and only_error(capsys.readouterr().err)
+        assert only_error(capsys.readouterr().err)
         assert not (path.parent / CANARY).exists()
         shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_another_versions_export_loads_and_its_code_is_run_by_nobody_who_did_not_ask(copied, recorded: bool) -> None:
+def test_another_versions_export_loads_and_its_code_is_run_by_nobody_who_did_not_ask(
+    copied, recorded: bool
+) -> None:
     """Exports record their Python files; the first versions' did not."""
     (copied / "ssd.py").write_text(evil_code(copied))
     record = json.loads((copied / MARK).read_text())
@@ -127,17 +142,21 @@ def test_a_teacher_with_a_pickle_needs_a_flag(tmp_path, capsys) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     load_teacher(tmp_path)  # its safetensors
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"\*\.bin, which are pickles.*--teacher.allow-bin"):
+    with pytest.raises(ValueError, match=r"--teacher\.allow-bin"):
         load_teacher(tmp_path)
     with pytest.raises(SystemExit):
         main(["score", "--model", str(tmp_path)])
     assert " --allow-bin" in capsys.readouterr().err
-    assert torch.equal(load_teacher(tmp_path, allow_bin=True)[0].lm_head.weight, model.lm_head.weight)
+    assert torch.equal(
+        load_teacher(tmp_path, allow_bin=True)[0].lm_head.weight, model.lm_head.weight
+    )
 
 
 def test_a_teachers_index_does_not_lead_out_of_its_folder(tmp_path) -> None:
     folder = tmp_path / "teacher"
-    make_family_model("llama", vocab_size=300).save_pretrained(folder, max_shard_size="100KB")
+    make_family_model("llama", vocab_size=300).save_pretrained(
+        folder, max_shard_size="100KB"
+    )
     byte_tokenizer().save_pretrained(folder)
     load_teacher(folder)
     first = sorted(folder.glob("*.safetensors"))[0]
@@ -152,7 +171,8 @@ def test_a_teachers_index_does_not_lead_out_of_its_folder(tmp_path) -> None:
 
 
 def test_the_hub_caches_links_are_followed(exported, tmp_path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs = tmp_path / "blobs"
+    snapshot = tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
     for file in exported[1].glob("*.*"):
@@ -164,8 +184,21 @@ def test_the_hub_caches_links_are_followed(exported, tmp_path) -> None:
 def test_a_config_validates_itself_inside_an_export(exported) -> None:
     """The class that travels refuses for plain transformers, without this package's guard."""
     record = AutoConfig.from_pretrained(exported[1]).to_dict()
-    for name, value in {"hidden_size": 10**12, "rms_norm_eps": float("nan"), "num_hidden_layers": -1}.items():
+    for name, value in {
+        "hidden_size": 10**12,
+        "rms_norm_eps": float("nan"),
+        "num_hidden_layers": -1,
+    }.items():
         with pytest.raises(ValueError, match=name):
             HybridConfig(**{**record, "backbone": {**record["backbone"], name: value}})
     with pytest.raises(ValueError, match="parameters"):
-        HybridConfig(**{**record, "backbone": {**record["backbone"], "hidden_size": 2**17, "vocab_size": 2**24}})
+        HybridConfig(
+            **{
+                **record,
+                "backbone": {
+                    **record["backbone"],
+                    "hidden_size": 2**17,
+                    "vocab_size": 2**24,
+                },
+            }
+        )

@@ -1,6 +1,4 @@
-"""No number gets in that cannot be meant: every numeric field of a run and of a scoring is tried."""
-
-from __future__ import annotations
+"""No number gets in that cannot be meant: every numeric field of a run and a scoring is tried."""
 
 import dataclasses
 import math
@@ -13,23 +11,36 @@ from training import small_run
 from hybrid_distill.cli.score import ScoreJob
 from hybrid_distill.validation import numbers
 
-OPTIONAL = {"min_accuracy": 0.5, "batch_size": 1, "stated_pairs": 4, "prefilter": 1, "segment_len": 1}
+OPTIONAL = {
+    "min_accuracy": 0.5,
+    "batch_size": 1,
+    "stated_pairs": 4,
+    "prefilter": 1,
+    "segment_len": 1,
+}
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def numeric_fields(config: Any, prefix: str = "") -> Iterator[tuple[Any, str, str, Any]]:
+    """Yield (config, field, name of its flag, a value) of every number in a config."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name == "seed":  # any whole number
+        name = f"{prefix}{field.name}"
+        if field.name == "seed":
+            # Any whole number is one.
             continue
         if field.name == "stages":
             for stage in value:
                 yield from numeric_fields(stage, f"{stage.name}.")
         elif dataclasses.is_dataclass(value):
-            yield from numeric_fields(value, f"{prefix}{field.name}.")
-        elif isinstance(value, tuple) and value and all(isinstance(v, int | float) for v in value):
-            yield config, field.name, f"{prefix}{field.name}", value
-        elif field.name in OPTIONAL or (isinstance(value, int | float) and not isinstance(value, bool)):
-            yield config, field.name, f"{prefix}{field.name}", OPTIONAL.get(field.name, value)
+            yield from numeric_fields(value, f"{name}.")
+        elif isinstance(value, tuple) and value and all(map(is_number, value)):
+            yield config, field.name, name, value
+        elif is_number(value) or field.name in OPTIONAL:
+            yield config, field.name, name, OPTIONAL.get(field.name, value)
 
 
 FIELDS = [*numeric_fields(small_run()), *numeric_fields(ScoreJob())]
@@ -37,17 +48,24 @@ FIELDS = [*numeric_fields(small_run()), *numeric_fields(ScoreJob())]
 
 def test_fields_are_found() -> None:
     names = {name for _, _, name, _ in FIELDS}
-    assert len(names) > 50 and {"align.betas", "distill.temperature", "gpu_memory"} < names
+    assert len(names) > 50
+    assert {"align.betas", "distill.temperature", "gpu_memory"} < names
 
 
-@pytest.mark.parametrize(("config", "field", "name", "value"), FIELDS, ids=[name for _, _, name, _ in FIELDS])
-def test_neither_nan_nor_infinite_nor_negative(config: Any, field: str, name: str, value: Any) -> None:
-    for bad in (math.nan, math.inf, -math.inf, -1 if isinstance(value, int) else -1.0):
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [field[:2] + field[3:] for field in FIELDS],
+    ids=[name for _, _, name, _ in FIELDS],
+)
+def test_neither_nan_nor_infinite_nor_negative(config: Any, field: str, value: Any) -> None:
+    negative = -1 if isinstance(value, int) else -1.0
+    for bad in (math.nan, math.inf, -math.inf, negative):
+        changed = (bad,) * len(value) if isinstance(value, tuple) else bad
         with pytest.raises(ValueError, match=rf"{field.replace('_', '.')} is "):
-            dataclasses.replace(config, **{field: (bad,) * len(value) if isinstance(value, tuple) else bad})
+            dataclasses.replace(config, **{field: changed})
 
 
 @pytest.mark.parametrize("text", ["nan", "1,0", "1,2.5"])
 def test_a_list_holds_whole_numbers(text: str) -> None:
-    with pytest.raises(ValueError, match=f"--pairs is '{text}'; pass whole numbers of at least 1, or all"):
+    with pytest.raises(ValueError, match=f"'{text}'"):
         numbers("pairs", text, least=1, named={"all": 48})

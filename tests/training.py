@@ -1,9 +1,7 @@
-"""A stage small enough to train in a second: its text, models and settings; also a program to launch.
+"""A stage small enough to train in a second: text, models, settings; also a program to launch.
 
 ``accelerate launch tests/training.py OUT`` trains `CHAIN` on as many processes as were launched.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -29,7 +27,13 @@ if __name__ == "__main__":
 
 from conftest import make_family_model
 
-from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
+from hybrid_distill.config import (
+    EvaluationConfig,
+    PlanConfig,
+    RunConfig,
+    ScoringConfig,
+    StudentConfig,
+)
 from hybrid_distill.data import DataConfig, PackedRows, Tokens
 from hybrid_distill.data.tokens import encode, hash_of, id_dtype
 from hybrid_distill.distributed import connect, rank_and_world
@@ -45,11 +49,12 @@ from hybrid_distill.train.stages import make_stage
 CHAIN = ("align", "long", "distill")
 """Stages of `train_chain`."""
 SMALL: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
-
-
+}
 QUICK: dict[str, Any] = {"steps": 2, "batch_size": 2, "micro_batch_size": 2}
 ALIGN = Align(target="head", **QUICK)
 DISTILL = Distill(**QUICK)
@@ -59,7 +64,13 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
     """A whole run on the tiny teacher in seconds; it learns nothing worth having."""
     run = RunConfig(
         out=out,
-        scoring=ScoringConfig(n_pairs=4, n_examples=4, n_control_texts=2, restoration_examples=2, min_accuracy=0.0),
+        scoring=ScoringConfig(
+            n_pairs=4,
+            n_examples=4,
+            n_control_texts=2,
+            restoration_examples=2,
+            min_accuracy=0.0,
+        ),
         plan=PlanConfig("random", k=3),
         student=StudentConfig(d_state=4, init="teacher"),
         data=DataConfig(seq_len=64),
@@ -71,15 +82,15 @@ def small_run(out: Path = Path("runs/small"), **changes: Any) -> RunConfig:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], config: RunConfig, *argv: str) -> str:
-    """Run a config with flags that must end in one line and exit status 2; returns the line."""
+    """Run a config with flags that must end in one line and exit status 2; return the line."""
     from hybrid_distill.cli.app import run_recipe
 
     capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit, match="2"):
         run_recipe(config, list(argv))
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert exit_.value.code == 2 and len(said) == 1
-    return said[0]
+    lines = capsys.readouterr().err.splitlines()
+    (error,) = [line for line in lines if line.startswith("error: ")]
+    return error
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -87,19 +98,29 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"[UNK]": 0, "<eos>": 1} | {f"w{i}": i + 2 for i in range(97)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]"
+    )
 
 
 def word_texts(n: int, first: int = 0) -> list[str]:
-    """Documents of 1 to 17 words."""
-    return [" ".join(f"w{(7 * i + j) % 97}" for j in range(1 + (5 * i) % 17)) for i in range(first, first + n)]
+    """Return documents of 1 to 17 words."""
+    texts = []
+    for number in range(first, first + n):
+        words = [f"w{(7 * number + place) % 97}" for place in range(1 + (5 * number) % 17)]
+        texts.append(" ".join(words))
+    return texts
 
 
-def rows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seq_len: int = 16) -> PackedRows:
+def rows_of(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, seq_len: int = 16
+) -> PackedRows:
     """Texts in memory, cut into rows."""
     shard = encode(texts, tokenizer, id_dtype(tokenizer))
     fingerprint = hash_of([hashlib.sha256(shard.ids.tobytes()).hexdigest()])
-    return PackedRows([Tokens((shard,), tokenizer.eos_token_id, fingerprint)], seq_len=seq_len)
+    return PackedRows(
+        [Tokens((shard,), tokenizer.eos_token_id, fingerprint)], seq_len=seq_len
+    )
 
 
 def small_rows(seq_len: int = 16) -> PackedRows:
@@ -110,17 +131,22 @@ def small_rows(seq_len: int = 16) -> PackedRows:
 def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTrainedModel]:
     """(student with ``k`` kept heads, its teacher), the same ones on every call."""
     teacher = make_family_model("llama", **{**SMALL, **overrides})
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4)
+    student, _ = build_student(
+        teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4
+    )
     return student, teacher
 
 
 def sure_models(bf16: bool = False) -> tuple[HybridForCausalLM, PreTrainedModel]:
-    """`small_models` whose teacher is sure of its tokens: a loss that is far above the rounding of its terms.
+    """`small_models` with a teacher that is sure of its tokens.
 
-    With ``bf16`` all weights are, until a stage makes those it trains float32.
+    The loss is then far above the rounding of its terms. With ``bf16`` all weights are, until a
+    stage makes those it trains float32.
     """
     student, teacher = small_models(initializer_range=0.1)
-    return (student.bfloat16(), teacher.bfloat16()) if bf16 else (student, teacher)
+    if bf16:
+        return student.bfloat16(), teacher.bfloat16()
+    return student, teacher
 
 
 def small_stage(config: StageConfig, **overrides: Any) -> Stage:
@@ -128,40 +154,48 @@ def small_stage(config: StageConfig, **overrides: Any) -> Stage:
     return make_stage(config, *small_models(**overrides), vocab_size=99)
 
 
+CLASSES = {"align": Align, "on_policy": DistillOnPolicy}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "align": {"loss": "nmse"},
+    "distill": {"hard_weight": 0.3, "lr_scale": (0.8, 1.2, 1.0)},
+    "on_policy": {"prompt_tokens": 8, "new_tokens": 6},
+    # Adam turns rounding into a share of the learning rate.
+    "long": {"segment_len": 6, "learning_rate": 1e-3},
+}
+
+
 def small_config(name: str = "align", **changes: Any) -> StageConfig:
-    """12 steps of 8 rows, a checkpoint every 4; losses that divide by more than a count of tokens."""
+    """12 steps of 8 rows, a checkpoint every 4; losses that divide by more than a token count."""
     settings: dict[str, Any] = {
-        "steps": 12, "batch_size": 8, "micro_batch_size": 4, "learning_rate": 3e-3, "checkpoint_every": 4,
+        "steps": 12,
+        "batch_size": 8,
+        "micro_batch_size": 4,
+        "learning_rate": 3e-3,
+        "checkpoint_every": 4,
         "log_every": 1,
-    }  # fmt: skip
-    if name == "align":
-        settings |= {"loss": "nmse"}
-    if name == "distill":
-        settings |= {"hard_weight": 0.3, "lr_scale": (0.8, 1.2, 1.0)}
-    if name == "on_policy":
-        settings |= {"prompt_tokens": 8, "new_tokens": 6}
-    if name == "long":
-        settings |= {"segment_len": 6, "learning_rate": 1e-3}  # Adam turns rounding into a share of it
-    classes = {"align": Align, "on_policy": DistillOnPolicy}
-    return classes.get(name, Distill)(**{"name": name, **settings, **changes})
+    }
+    settings |= SETTINGS.get(name, {})
+    return CLASSES.get(name, Distill)(**{"name": name, **settings, **changes})
 
 
 class WrappedRows:
     """Rows with a behavior of their own; as they stand, those that they wrap."""
 
     def __init__(self, rows: PackedRows) -> None:
-        self.rows, self.fingerprint = rows, rows.fingerprint
+        self.rows = rows
+        self.fingerprint = rows.fingerprint
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         return self.rows.batch(step, batch_size, rank, world)
 
 
 class StoppingRows(WrappedRows):
-    """Rows that call ``action`` when a step's batch is asked for, by default SIGTERM to this process."""
+    """Rows that call ``action`` when a step's batch is asked for; by default SIGTERM to itself."""
 
     def __init__(self, rows: PackedRows, step: int, action: Any = None) -> None:
         super().__init__(rows)
-        self.step, self.action = step, action or (lambda: os.kill(os.getpid(), signal.SIGTERM))
+        self.step = step
+        self.action = action or (lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def batch(self, step: int, *args: int) -> Any:
         if step == self.step:
@@ -174,14 +208,16 @@ def killed(action: Callable[[], Any]) -> None:
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(torch.get_num_threads())  # renews torch's pool, which two threads at once cannot
+            # Renews torch's pool, which two threads at once cannot.
+            torch.set_num_threads(torch.get_num_threads())
             action()
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
 
 
 def die(*args: Any, **kwargs: Any) -> None:
@@ -196,16 +232,21 @@ def free_port() -> int:
 
 
 def record_sharded_teachers(path: Path) -> None:
-    """Write down how many bytes of parameters this process holds of every teacher that is sharded from now on."""
+    """Write how many bytes of parameters this process holds of each teacher that is sharded."""
     shard = fsdp2.with_sharded_teacher
-    found: list[int] = []
+    sizes: list[int] = []
 
     def recording(*args: Any) -> Stage:
         stage = shard(*args)
-        held: list[Any] = list(stage.teacher.parameters())
-        found.append(sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in held))
+        n_bytes = 0
+        for parameter in stage.teacher.parameters():
+            local: Any = (
+                parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            )
+            n_bytes += local.nbytes
+        sizes.append(n_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(sizes))
         return stage
 
     fsdp2.with_sharded_teacher = recording
@@ -221,17 +262,22 @@ def train_chain(
 ) -> None:
     """Align, go on with long rows in segments, and distill a new student, 12 steps each.
 
-    ``number`` is sent to the last process when it asks for the batch of step ``signal_at`` of the stage ``signal_in``.
+    The last process gets signal ``number`` when it asks for the batch of step ``signal_at`` of
+    the stage ``signal_in``.
     """
     changes = {"precision": "bf16", "gradient_checkpointing": True} if bf16 else {}
     rank, world = rank_and_world()
     for name in CHAIN:
         if name != "long":
             student, teacher = sure_models(bf16)
-        stop_at = signal_at if name == signal_in and rank == world - 1 else -1
+        is_signalled = name == signal_in and rank == world - 1
+        stop_at = signal_at if is_signalled else -1
         rows = StoppingRows(small_rows(), stop_at, lambda: os.kill(os.getpid(), number))
-        stage = make_stage(small_config(name, micro_batch_size=2, **changes), student, teacher, vocab_size=99)
-        train_stage(stage, rows, out / name, progress=False, teacher_sharding=teacher_sharding)
+        config = small_config(name, micro_batch_size=2, **changes)
+        stage = make_stage(config, student, teacher, vocab_size=99)
+        train_stage(
+            stage, rows, out / name, progress=False, teacher_sharding=teacher_sharding
+        )
 
 
 def main() -> None:

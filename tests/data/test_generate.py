@@ -1,6 +1,4 @@
-"""The teacher's own text: prompts of many kinds, the same bytes after any stop, with its logits beside it."""
-
-from __future__ import annotations
+"""The teacher's own text: prompts of many kinds, the same bytes after any stop, its logits."""
 
 import itertools
 import re
@@ -36,7 +34,9 @@ from hybrid_distill.probes.kv_retrieval import DIALOGUE, REWORDED
 from hybrid_distill.teacher import fingerprint, load_teacher
 
 CHAT = """
-{%- for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor -%}
+{%- for m in messages %}
+{{- m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}
+{%- endfor -%}
 {%- if add_generation_prompt %}assistant: {% endif -%}
 """
 
@@ -44,7 +44,9 @@ CHAT = """
 @pytest.fixture
 def job(tmp_path: Path) -> GenerateJob:
     sampling = Sampling(seed=3, new_tokens=12, batch_size=4)
-    return GenerateJob("tiny", "1.2K", tmp_path / "self", sampling=sampling, shard_tokens=200)
+    return GenerateJob(
+        "tiny", "1.2K", tmp_path / "self", sampling=sampling, shard_tokens=200
+    )
 
 
 @pytest.fixture
@@ -61,14 +63,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("chat", "turns"), [(True, {1, 2, 3}), (False, {1})])
-def test_prompts_are_of_many_kinds_and_follow_from_the_seed(chat: bool, turns: set[int]) -> None:
+def test_prompts_are_of_many_kinds_and_follow_from_the_seed(
+    chat: bool, turns: set[int]
+) -> None:
     prompts = [prompt(0, number, chat) for number in range(600)]
     assert prompts == [prompt(0, number, chat) for number in range(600)]
     assert prompts[:50] != [prompt(1, number, chat) for number in range(50)]
     assert len(set(prompts)) > 480
     assert {len(messages) for messages in prompts} == turns
     for messages in prompts:
-        assert not re.search(r"\{.*\}", " ".join(messages), re.DOTALL), "a slot that was not filled"
+        assert not re.search(r"\{.*\}", " ".join(messages), re.DOTALL), (
+            "a slot that was not filled"
+        )
 
 
 def test_no_prompt_uses_the_wording_of_a_probe() -> None:
@@ -84,7 +90,9 @@ def test_no_prompt_uses_the_wording_of_a_probe() -> None:
         assert words not in text
 
 
-def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_path: Path) -> None:
+def test_a_killed_command_resumes_to_the_bytes_of_one_go(
+    job: GenerateJob, tmp_path: Path
+) -> None:
     line = generate(job)
     header = TokenHeader.load(job.out / "tokens.json")
     assert f"{header.tokens:,} tokens of {header.documents:,} documents" in line
@@ -106,19 +114,30 @@ def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_p
     assert TokenHeader.file(stopped.out, partial=True).exists()
     generate(stopped)
     assert contents(stopped.out) == contents(job.out)
-    assert generate(job).split(",")[0] == line.split(",")[0], "a finished folder is left alone"
+    assert generate(job).split(",")[0] == line.split(",")[0], (
+        "a finished folder is left alone"
+    )
     with pytest.raises(ValueError, match="another sources"):
         generate(replace(job, sampling=replace(job.sampling, temperature=1.0)))
 
 
 @torch.no_grad()
-def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows(chat_job: GenerateJob) -> None:
+def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows(
+    chat_job: GenerateJob,
+) -> None:
     generate(replace(chat_job, top_k_logits=5, seq_len=32))
     model, tokenizer = load_teacher(chat_job.model)
     config = DataConfig(sources=(str(chat_job.out),), chat=True, seq_len=32)
     rows = open_rows(config, tokenizer)
     logits = open_logits(chat_job.out / "logits")
-    logits.check(rows, tokenizer, fingerprint(model), vocab_size=len(tokenizer), places=10**6, temperature=1.0)
+    logits.check(
+        rows,
+        tokenizer,
+        fingerprint(model),
+        vocab_size=len(tokenizer),
+        places=10**6,
+        temperature=1.0,
+    )
     ids = np.fromfile(chat_job.out / "ids-00000.bin", "<u2")
     learned = np.fromfile(chat_job.out / "learned-00000.bin", bool)
     starts = np.fromfile(chat_job.out / "starts-00000.bin", "<i8")
@@ -140,7 +159,9 @@ def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None
     model, tokenizer = load_teacher("tiny")
     eos = tokenizer.eos_token_id
     inputs = {}
-    closing = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)])
+    closing = TemplateProcessing(
+        single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)]
+    )
     tokenizer.backend_tokenizer.post_processor = closing
 
     def generated(model: Any, **options: Any) -> torch.Tensor:
@@ -154,17 +175,38 @@ def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_logits_of_rows_without_a_loss_are_written(tmp_path: Path) -> None:
-    shard = Shard(np.arange(2, 66, dtype="<u2"), np.array([0]), learned=np.zeros(64, dtype=bool))
+    shard = Shard(
+        np.arange(2, 66, dtype="<u2"), np.array([0]), learned=np.zeros(64, dtype=bool)
+    )
     rows = PackedRows([Tokens((shard,), 1, "questions")], seq_len=16)
     _, teacher = small_models()
-    write_logits(tmp_path, teacher, word_tokenizer(), rows, name="small", top_k=3, places=rows.n_rows, vocab_size=99)
+    write_logits(
+        tmp_path,
+        teacher,
+        word_tokenizer(),
+        rows,
+        name="small",
+        top_k=3,
+        places=rows.n_rows,
+        vocab_size=99,
+    )
     assert open_logits(tmp_path).header.measured == {"rows": 4, "tokens": 0}
 
 
-def test_bad_input_ends_in_one_line(job: GenerateJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_ends_in_one_line(
+    job: GenerateJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.md").touch()
-    flags = ["generate-data", "--model", "tiny", "--tokens", "600", "--out", str(tmp_path / "new")]
+    flags = [
+        "generate-data",
+        "--model",
+        "tiny",
+        "--tokens",
+        "600",
+        "--out",
+        str(tmp_path / "new"),
+    ]
     mistakes = {
         "--tokens many": "'many'",
         "--form chat": "chat template",

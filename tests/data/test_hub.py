@@ -1,7 +1,5 @@
 """Sources on the hub: asked for once by one process, pinned, and read again without a network."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -52,10 +50,16 @@ class FakeHub:
     def dataset_info(self, name: str, **_: Any) -> DatasetInfo:
         self.asked += 1
         assert name == "somebody/texts"
-        siblings = [{"rfilename": file, "blobId": blob} for file, blob in self.files.items()]
-        return DatasetInfo(id=name, sha=self.commit, siblings=siblings, cardData=dict(self.card))
+        siblings = [
+            {"rfilename": file, "blobId": blob} for file, blob in self.files.items()
+        ]
+        return DatasetInfo(
+            id=name, sha=self.commit, siblings=siblings, cardData=dict(self.card)
+        )
 
-    def load_dataset(self, name: str, config: str, *, split: str, streaming: bool, revision: str) -> Any:
+    def load_dataset(
+        self, name: str, config: str, *, split: str, streaming: bool, revision: str
+    ) -> Any:
         if not self.is_there:
             raise ConnectionError("no route")
         self.loaded.append(revision)
@@ -75,7 +79,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake = FakeHub(tmp_path / "hub")
     monkeypatch.setattr(huggingface_hub, "dataset_info", fake.dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", fake.load_dataset)
-    monkeypatch.setattr(hub, "hub_error", lambda: None if fake.is_there else "HF_HUB_OFFLINE is set")
+    monkeypatch.setattr(
+        hub, "hub_error", lambda: None if fake.is_there else "HF_HUB_OFFLINE is set"
+    )
     monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
     return fake
 
@@ -115,7 +121,9 @@ def test_a_run_asks_once_for_all_its_stages_and_a_later_start_not_at_all(fake, r
     assert pins(run) == pinned
 
 
-def test_a_run_that_was_stopped_while_it_tokenized_goes_on_at_its_commit(fake, run, monkeypatch):
+def test_a_run_that_was_stopped_while_it_tokenized_goes_on_at_its_commit(
+    fake, run, monkeypatch
+):
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -149,7 +157,9 @@ def test_a_run_that_starts_over_reads_the_newest_commit(fake, run):
     ],
     ids=["card", "attributes", "another config", "data", "more data"],
 )
-def test_only_a_commit_to_the_data_is_tokenized_again(fake, run, tmp_path, changed, is_read_again):
+def test_only_a_commit_to_the_data_is_tokenized_again(
+    fake, run, tmp_path, changed, is_read_again
+):
     """In another run too."""
     prepare(RunInputs(run))
     fake.change("c1", **changed)
@@ -165,7 +175,15 @@ def test_only_a_commit_to_the_data_is_tokenized_again(fake, run, tmp_path, chang
     [
         ({"configs": [{"config_name": "small", "data_files": "small/b.jsonl"}]}, False),
         ({**CARD, "pretty_name": "Texts"}, True),
-        ({"configs": [*CARD["configs"], {"config_name": "more", "data_files": "more/*"}]}, True),
+        (
+            {
+                "configs": [
+                    *CARD["configs"],
+                    {"config_name": "more", "data_files": "more/*"},
+                ]
+            },
+            True,
+        ),
     ],
     ids=["other files", "a name", "another config"],
 )
@@ -175,7 +193,9 @@ def test_what_the_card_has_read_counts_and_nothing_else_of_it(fake, card, same):
     assert (hub.resolve(SOURCE).files == before) == same
 
 
-@pytest.mark.parametrize("card", [{}, {"configs": [{"config_name": "small", "data_files": "elsewhere/*"}]}])
+@pytest.mark.parametrize(
+    "card", [{}, {"configs": [{"config_name": "small", "data_files": "elsewhere/*"}]}]
+)
 def test_without_patterns_that_name_files_every_data_file_counts(fake, card):
     fake.card = card
     before = hub.resolve(SOURCE).files
@@ -183,7 +203,9 @@ def test_without_patterns_that_name_files_every_data_file_counts(fake, card):
     assert hub.resolve(SOURCE).files != before
 
 
-def test_a_new_run_without_a_network_reads_what_the_cache_knows(fake, run, tmp_path, caplog):
+def test_a_new_run_without_a_network_reads_what_the_cache_knows(
+    fake, run, tmp_path, caplog
+):
     prepare(RunInputs(run))
     fake.is_there = False
     other = replace(run, out=tmp_path / "other")
@@ -191,7 +213,9 @@ def test_a_new_run_without_a_network_reads_what_the_cache_knows(fake, run, tmp_p
     assert fake.asked == 1
     assert "c0" in caplog.text
     assert pins(other) == pins(run)
-    unknown = replace(run, out=tmp_path / "unknown", data=replace(run.data, sources=("hf:somebody/else",)))
+    unknown = replace(
+        run, out=tmp_path / "unknown", data=replace(run.data, sources=("hf:somebody/else",))
+    )
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
         prepare(RunInputs(unknown))
     assert not (tmp_path / "unknown" / "config.json").exists()
@@ -202,7 +226,9 @@ def test_a_run_of_every_head_asks_nobody(fake, run):
     assert fake.asked == 0
 
 
-def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(fake, tmp_path, monkeypatch):
+def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(
+    fake, tmp_path, monkeypatch
+):
     monkeypatch.setattr(prepare_data, "load_tokenizer", lambda *_: word_tokenizer())
     job = PrepareJob("mine", (SOURCE,), tmp_path / "tokens", shard_tokens=100)
     add = writer.ShardWriter.add
@@ -239,7 +265,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
 
 
-def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(fake, run, monkeypatch, request):
+def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(
+    fake, run, monkeypatch, request
+):
     large = replace(run.data, hub_tokens=100_000_001)
     tokenizer = word_tokenizer()
     check_launch(large, tokenizer)  # one process may tokenize as much as it likes
@@ -250,15 +278,21 @@ def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(fa
             act(large, tokenizer)
     assert fake.loaded == []
     monkeypatch.setattr(data_config, "LARGEST_IN_A_LAUNCH", 5)
-    monkeypatch.setattr("hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=2))
-    monkeypatch.setattr("hybrid_distill.pipeline.run.own_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(
+        "hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=2)
+    )
+    monkeypatch.setattr(
+        "hybrid_distill.pipeline.run.own_device", lambda: torch.device("cpu")
+    )
     with pytest.raises(ValueError, match="prepare-data"):
         prepare(RunInputs(run))
     assert fake.loaded == []
     assert not (run.out / "config.json").exists()
 
 
-def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(fake, run, monkeypatch, request):
+def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(
+    fake, run, monkeypatch, request
+):
     tokenizer = word_tokenizer()
     rows = open_rows(run.data, tokenizer)
     request.getfixturevalue("launched")
@@ -268,10 +302,15 @@ def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(
 
 
 def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
-    large = replace(run, data=replace(run.data, hub_tokens=100_000_001), stages=(DISTILL,), gpus=2)
+    large = replace(
+        run, data=replace(run.data, hub_tokens=100_000_001), stages=(DISTILL,), gpus=2
+    )
     run_recipe(large, ["--dry-run"])
     printed = capsys.readouterr().out
-    assert f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1" in printed
+    assert (
+        f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1"
+        in printed
+    )
     run_recipe(replace(large, gpus=1), ["--dry-run"])
     assert "prepare-data" not in capsys.readouterr().out
     assert fake.asked == 0

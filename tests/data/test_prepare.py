@@ -1,7 +1,5 @@
 """A token folder: the same bytes however it was made, and refused where it does not fit."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -25,7 +23,15 @@ from hybrid_distill import data
 from hybrid_distill.cli import prepare_data as prepare
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.prepare_data import PrepareJob
-from hybrid_distill.data import DataConfig, TokenHeader, check_sources, documents, open_rows, readers, writer
+from hybrid_distill.data import (
+    DataConfig,
+    TokenHeader,
+    check_sources,
+    documents,
+    open_rows,
+    readers,
+    writer,
+)
 from hybrid_distill.data.chat import conversation_of, encode_conversation, rendered
 
 
@@ -44,7 +50,11 @@ def sources(tmp_path: Path) -> tuple[str, ...]:
         write_source(tmp_path / "files" / f"{part}.jsonl", texts(20, 20 * part))
         write_source(tmp_path / "stream" / f"{part}.jsonl", texts(10, 60 + 10 * part))
     write_source(tmp_path / "table.parquet", texts(30, 90))
-    return str(tmp_path / "files"), f"hf:{tmp_path / 'stream'}", str(tmp_path / "table.parquet")
+    return (
+        str(tmp_path / "files"),
+        f"hf:{tmp_path / 'stream'}",
+        str(tmp_path / "table.parquet"),
+    )
 
 
 def ids_of(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -101,7 +111,11 @@ def test_ids_that_need_four_bytes_get_them(tmp_path, dtype):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     header = writer.write_tokens(tmp_path / "out", [str(tmp_path / "a")], tokenizer)
     assert header.dtype == dtype
-    assert data.open_tokens(tmp_path / "out", tokenizer).row(0, 3)[0].tolist() == [3, 4, EOS]
+    assert data.open_tokens(tmp_path / "out", tokenizer).row(0, 3)[0].tolist() == [
+        3,
+        4,
+        EOS,
+    ]
 
 
 def killed_at_batch(number: int, job: PrepareJob) -> None:
@@ -121,12 +135,16 @@ def killed_at_batch(number: int, job: PrepareJob) -> None:
     killed(work)
 
 
-@pytest.mark.parametrize(("killed_at", "whole", "max_tokens"), [(1, 0, None), (7, 2, None), (11, 3, 900)])
+@pytest.mark.parametrize(
+    ("killed_at", "whole", "max_tokens"), [(1, 0, None), (7, 2, None), (11, 3, 900)]
+)
 def test_resuming_after_a_kill_gives_the_bytes_of_one_go(
     tokenizer, sources, tmp_path, monkeypatch, killed_at, whole, max_tokens
 ):
     monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
-    job = PrepareJob("mine", sources, tmp_path / "killed", shard_tokens=200, max_tokens=max_tokens)
+    job = PrepareJob(
+        "mine", sources, tmp_path / "killed", shard_tokens=200, max_tokens=max_tokens
+    )
     killed_at_batch(killed_at, job)
     header = TokenHeader.file(job.out, partial=True)
     n_whole = len(json.loads(header.read_text())["shards"]) if header.exists() else 0
@@ -148,19 +166,25 @@ def test_max_tokens_takes_whole_documents_and_no_token_more(tokenizer, sources, 
     n_tokens = len(ids_of(texts(41), tokenizer))
     n_with_next = len(ids_of(texts(42), tokenizer))
     for limit in (n_tokens, n_tokens + 1, n_with_next - 1):
-        header = writer.write_tokens(tmp_path / str(limit), sources, tokenizer, max_tokens=limit, shard_tokens=100)
+        header = writer.write_tokens(
+            tmp_path / str(limit), sources, tokenizer, max_tokens=limit, shard_tokens=100
+        )
         assert header.tokens == n_tokens
         assert header.documents == 41
     with pytest.raises(ValueError, match=r"max_tokens is 1, .* 2 tokens"):
         writer.write_tokens(tmp_path / "none", sources, tokenizer, max_tokens=1)
 
 
-def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_path, monkeypatch):
+def test_a_token_folder_is_a_source_of_the_same_rows(
+    tokenizer, sources, tmp_path, monkeypatch
+):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
     first = prepare.prepare(job)
     expected = rows_of(texts(120), tokenizer)
     monkeypatch.setattr(writer, "encode", pytest.fail)
-    assert prepare.prepare(job).split("(")[0] == first.split("(")[0], "a finished folder is left alone"
+    assert prepare.prepare(job).split("(")[0] == first.split("(")[0], (
+        "a finished folder is left alone"
+    )
     config = DataConfig(sources=(str(tmp_path / "out"),), seq_len=16)
     rows = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
     assert rows.fingerprint == expected.fingerprint
@@ -177,10 +201,14 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
     damaged = job.out / "ids-00001.bin"
     whole = damaged.read_bytes()
     check = partial(check_sources, DataConfig((str(job.out),)), tokenizer)
-    readers = [check, partial(data.open_tokens, job.out, tokenizer), partial(prepare.prepare, job)]
+    readers = [
+        check,
+        partial(data.open_tokens, job.out, tokenizer),
+        partial(prepare.prepare, job),
+    ]
     for read, content in itertools.product(readers, (whole[:-2], b"")):
         damaged.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"ids-00001.bin has {len(content)} bytes"):
+        with pytest.raises(ValueError, match=rf"ids-00001.bin .*{len(content)}"):
             read()
         damaged.write_bytes(whole)
         read()
@@ -191,7 +219,9 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_path, finished):
+def test_a_folder_of_other_tokens_is_not_written_over(
+    tokenizer, sources, tmp_path, finished
+):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=100)
     if finished:
         prepare.prepare(job)
@@ -201,10 +231,10 @@ def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_pa
             check_sources(DataConfig(sources=(str(job.out),)), tokenizer)
     before = {path: path.read_bytes() for path in job.out.glob("[!.]*")}
     for change in ({"max_tokens": 50}, {"shard_tokens": 50}, {"sources": ("tiny",)}):
-        with pytest.raises(ValueError, match=f"made with another {next(iter(change))}"):
+        with pytest.raises(ValueError, match=next(iter(change))):
             prepare.prepare(replace(job, **change))
     write_source(tmp_path / "files" / "2.jsonl", ["w1"])
-    with pytest.raises(ValueError, match="a file of theirs has changed"):
+    with pytest.raises(ValueError, match="changed"):
         prepare.prepare(job)
     assert before == {path: path.read_bytes() for path in job.out.glob("[!.]*")}
 
@@ -226,14 +256,20 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "read_file", recorded)
     for number, place in enumerate(places, 1):
         # A place is kept as JSON.
-        rest = documents.document_batches(sources, "text", 100, json.loads(json.dumps(place)))
+        rest = documents.document_batches(
+            sources, "text", 100, json.loads(json.dumps(place))
+        )
         assert [batch for batch, _ in rest] == list(batches[number:])
     assert opened.count("0.jsonl") < opened.count("1.jsonl") < opened.count("2.jsonl")
     assert opened.count("2.jsonl") == len(batches) - 1
 
 
-def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_it(tokenizer):
-    record = {"messages": [{"role": "assistant", "content": "w1", "at": datetime(2024, 1, 2)}]}
+def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_it(
+    tokenizer,
+):
+    record = {
+        "messages": [{"role": "assistant", "content": "w1", "at": datetime(2024, 1, 2)}]
+    }
     conversation = conversation_of(record, "line 1")
     tokenizer.chat_template = "{{ date_string or strftime_now('%d %b %Y') }}"
     assert rendered(json.loads(conversation), tokenizer) == "26 Jul 2024"
@@ -242,7 +278,9 @@ def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_
         encode_conversation(conversation, tokenizer)
 
 
-def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(tmp_path, monkeypatch, caplog):
+def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(readers, "_TXT_CHARACTERS", 20)
     lines = [f"line {number} of some\n" for number in range(5)]
     (tmp_path / "a.txt").write_text("".join(lines) + "<|endoftext|>\nshort")

@@ -1,6 +1,4 @@
-"""Program for two processes: open the rows of a source, and write down who asked the hub and who tokenized."""
-
-from __future__ import annotations
+"""Program for two processes: open the rows of a source; record who asked the hub and tokenized."""
 
 import json
 import sys
@@ -9,7 +7,12 @@ from typing import Any
 
 if __name__ == "__main__":
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests.parent), str(tests), str(tests / "train"), str(Path(__file__).parent)]
+    sys.path[:0] = [
+        str(tests.parent),
+        str(tests),
+        str(tests / "train"),
+        str(Path(__file__).parent),
+    ]
 
 import datasets
 import huggingface_hub
@@ -43,10 +46,19 @@ def main(out: Path) -> None:
     data_config.LARGEST_IN_A_LAUNCH = 5
     refused = ""
     try:
-        open_rows(DataConfig((SOURCE,), hub_tokens=6, seq_len=16), word_tokenizer(), cache_dir=out / "cache")
+        open_rows(
+            DataConfig((SOURCE,), hub_tokens=6, seq_len=16),
+            word_tokenizer(),
+            cache_dir=out / "cache",
+        )
     except ValueError as error:
         refused = str(error)
-    record = {"asked": fake.asked, "encoded": n_encoded, "rows": rows.fingerprint, "refused": refused}
+    record = {
+        "asked": fake.asked,
+        "encoded": n_encoded,
+        "rows": rows.fingerprint,
+        "refused": refused,
+    }
     (out / f"{rank}.json").write_text(json.dumps(record))
 
 

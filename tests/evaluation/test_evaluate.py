@@ -1,11 +1,13 @@
 """Evaluation: retrieval, knowledge, text, agreement with the teacher, memory."""
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
 import pytest
 import torch
+from conftest import make_family_model
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
@@ -52,19 +54,18 @@ def megabytes(plan: HeadPlan, d_state: int) -> list[float]:
 def test_the_published_table_of_cache_memory() -> None:
     """Llama-3.2-1B, and Hybrid-Llamba with twenty kept heads, each of a KV group of its own."""
     nothing = HeadPlan(n_layers=16, n_heads=32, n_kv_heads=8, kept=())
-    kept = [(layer, 4 * group) for layer in range(5) for group in (0, 2, 4, 6)]
+    heads = itertools.product(range(5), (0, 8, 16, 24))
+    twenty = HeadPlan.from_pairs(nothing, list(heads))
     assert megabytes(HeadPlan.all(nothing), d_state=0) == [4.2, 67.1, 134.2]
-    assert megabytes(HeadPlan.from_pairs(nothing, kept), d_state=8) == [1.2, 11.0, 21.5]
+    assert megabytes(twenty, d_state=8) == [1.2, 11.0, 21.5]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", WINDOWS)
 @pytest.mark.parametrize("length", [1, 6, 40])
-def test_cache_bytes_are_those_of_a_real_teachers_cache(
-    family_model, family: str, length: int
-) -> None:
+def test_cache_bytes_are_those_of_a_real_teachers_cache(family: str, length: int) -> None:
     """At once and token by token, shorter and longer than the window of layers that have one."""
-    model = family_model(family, **WINDOWS[family])
+    model = make_family_model(family, **WINDOWS[family])
     size = cache_bytes(
         HeadPlan.all(model),
         length=length,
@@ -108,13 +109,12 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(
 )
 @pytest.mark.parametrize("head_window", [0, 4, 9])
 def test_cache_bytes_are_those_of_a_real_students_cache(
-    family_model,
     kept: Any,
     family: str,
     length: int,
     head_window: int,
 ) -> None:
-    teacher = family_model(family, **WINDOWS[family])
+    teacher = make_family_model(family, **WINDOWS[family])
     plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)
     sizes = {"conv_width": 3, "window": head_window, "sinks": head_window // 2}
     student, _ = build_student(teacher, plan, d_state=12, **sizes)
@@ -141,13 +141,13 @@ def test_cache_bytes_are_those_of_a_real_students_cache(
 
 
 @torch.no_grad()
-def test_perplexity_and_agreement_by_hand(family_model) -> None:
+def test_perplexity_and_agreement_by_hand() -> None:
     words = "one two three four five six seven eight nine ten"
     texts = [words, "ten nine eight", "one", "four four five five six"]
     tokenizer = word_tokenizer([words])
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
-    model = family_model("llama", **sizes)
-    teacher = family_model("llama", seed=1, **sizes)
+    model = make_family_model("llama", **sizes)
+    teacher = make_family_model("llama", seed=1, **sizes)
     batches = list(text_batches(model, tokenizer, texts, max_tokens=6, batch_size=2))
     result = compare_on_text(model, teacher, batches)
     losses = []
@@ -164,7 +164,9 @@ def test_perplexity_and_agreement_by_hand(family_model) -> None:
     perplexity = torch.stack(losses).mean().exp().item()
     assert result["n_text_tokens"] == len(losses) == 5 + 2 + 4
     assert result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
-    assert result["top1_agreement"] == pytest.approx(torch.stack(same).double().mean().item())
+    assert result["top1_agreement"] == pytest.approx(
+        torch.stack(same).double().mean().item()
+    )
     kl = torch.stack(divergences).mean().item()
     assert result["kl_to_teacher"] == pytest.approx(kl, rel=1e-4)
 

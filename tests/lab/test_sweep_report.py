@@ -210,7 +210,11 @@ def test_a_sweep_in_which_only_the_teacher_is_finished_has_a_report(tmp_path: Pa
 
 def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures: None) -> None:
     def measured(heads: int) -> dict[str, object]:
-        return {"whole_kv_generation_8": 0.9, "without_recurrence_kv_generation_8": 0.05, "recurrence_unused": heads // 4}
+        return {
+            "whole_kv_generation_8": 0.9,
+            "without_recurrence_kv_generation_8": 0.05,
+            "recurrence_unused": heads // 4,
+        }
 
     rows = cells(heads=(2, 4), states=(16,), selections=("top",))
     rows = [row | (measured(int(str(row["heads"]))) if row["selection"] == "top" else {}) for row in rows]

@@ -1,35 +1,42 @@
 """Students by `AutoModel` and `AutoModelForSequenceClassification`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_family_model
 from students import close, left_padded, mixed_student, tokens
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybrid_distill.model import HybridForCausalLM, HybridForSequenceClassification, HybridModel, self_check
-
-FamilyModel = Callable[..., PreTrainedModel]
+from hybrid_distill.model import (
+    HybridForCausalLM,
+    HybridForSequenceClassification,
+    HybridModel,
+    self_check,
+)
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
-def student(request: pytest.FixtureRequest, family_model: FamilyModel) -> HybridForCausalLM:
-    return mixed_student(family_model("qwen2", tie_word_embeddings=request.param))
+def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
+    return mixed_student(make_family_model("qwen2", tie_word_embeddings=request.param))
 
 
 @torch.no_grad()
-def test_auto_model_is_the_decoder_alone(student: HybridForCausalLM, tmp_path: Path) -> None:
+def test_auto_model_is_the_decoder_alone(
+    student: HybridForCausalLM, tmp_path: Path
+) -> None:
     student.save_pretrained(tmp_path / "student")
     model = AutoModel.from_pretrained(tmp_path / "student")
-    assert type(model) is HybridModel and not hasattr(model, "lm_head")
+    assert type(model) is HybridModel
+    assert not hasattr(model, "lm_head")
     ids, mask = left_padded([tokens(9), tokens(4)])
     expected = student.model(ids, mask).last_hidden_state
     close(model(ids, mask).last_hidden_state, expected)
     model.save_pretrained(tmp_path / "decoder")
-    close(AutoModel.from_pretrained(tmp_path / "decoder")(ids, mask).last_hidden_state, expected)
+    close(
+        AutoModel.from_pretrained(tmp_path / "decoder")(ids, mask).last_hidden_state,
+        expected,
+    )
 
 
 def test_every_class_checks_itself_under_an_unknown_transformers(
@@ -48,9 +55,13 @@ def test_every_class_checks_itself_under_an_unknown_transformers(
             auto_class.from_pretrained(tmp_path)
 
 
-def test_a_classifier_reads_the_last_token_and_is_saved(student: HybridForCausalLM, tmp_path: Path) -> None:
+def test_a_classifier_reads_the_last_token_and_is_saved(
+    student: HybridForCausalLM, tmp_path: Path
+) -> None:
     student.save_pretrained(tmp_path / "student")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "student", num_labels=3)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "student", num_labels=3
+    )
     assert type(model) is HybridForSequenceClassification
     ids, mask = left_padded([tokens(9), tokens(4)])
     labels = torch.tensor([2, 0])

@@ -1,6 +1,4 @@
-"""Nothing that transformers deprecates is relied on: a name that goes in one of its next releases fails here today."""
-
-from __future__ import annotations
+"""Nothing that transformers deprecates is relied on: what goes in a next release fails today."""
 
 import logging
 import warnings
@@ -9,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import FAMILIES as SUPPORTED
+from conftest import make_family_model
 from students import mixed_student, packed_logits, tokens
 from transformers import PreTrainedModel
 
@@ -16,20 +16,38 @@ from hybrid_distill.model.layout import attention_name, cache_argument, decoder_
 from hybrid_distill.student.build import check_family
 from hybrid_distill.train.end_to_end import checkpoint_activations
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "phi3", "gpt_neox", "gemma2", "gemma3",
-            "nemotron", "llama4", "stablelm")  # fmt: skip
+FAMILIES = (
+    *SUPPORTED,
+    "gemma2",
+    "gemma3",
+    "nemotron",
+    "llama4",
+    "stablelm",
+)
 # Arguments that this package passes to some forward by name, beside a cache.
-PASSED = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "labels", "logits_to_keep",
-          "hidden_states", "position_embeddings"}  # fmt: skip
+PASSED = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "labels",
+    "logits_to_keep",
+    "hidden_states",
+    "position_embeddings",
+}
 
 
 def deprecated_arguments(function: Callable[..., Any]) -> set[str]:
-    """Names that `transformers.utils.deprecation.deprecate_kwarg` replaces; each decorator holds one as `old_name`."""
+    """Return the names that decorators of `transformers.utils.deprecation` replace.
+
+    Each decorator holds one of them as its free variable `old_name`.
+    """
     names = set()
     while True:
-        held = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-        if "old_name" in held:
-            names.add(held["old_name"].cell_contents)
+        free = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        if "old_name" in free:
+            names.add(free["old_name"].cell_contents)
         if not hasattr(function, "__wrapped__"):
             return names
         function = function.__wrapped__
@@ -54,30 +72,31 @@ def test_a_deprecated_argument_is_recognized() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_argument_that_is_passed_is_deprecated(family: str, family_model) -> None:
-    for forward in forwards(family_model(family)):
+def test_no_argument_that_is_passed_is_deprecated(family: str) -> None:
+    for forward in forwards(make_family_model(family)):
         assert not deprecated_arguments(forward) & {*PASSED, cache_argument(forward)}
 
 
 @pytest.fixture
 def deprecations(caplog) -> Iterator[Callable[[], list[str]]]:
-    """Collect what transformers says of deprecated names, by warning or by its log."""
+    """Collect the deprecated names that transformers warns of or logs."""
     logger = logging.getLogger("transformers")
     propagates = logger.propagate
     logger.propagate = True
+
+    def collected() -> list[str]:
+        texts = [*(str(warning.message) for warning in caught), *caplog.messages]
+        return [text for text in texts if "deprecated" in text and "torch" not in text]
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield lambda: [
-            text
-            for text in (*(str(warning.message) for warning in caught), *caplog.messages)
-            if "deprecated" in text and "torch" not in text
-        ]
+        yield collected
     logger.propagate = propagates
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_says_that_something_is_deprecated(family: str, family_model, deprecations) -> None:
-    teacher = family_model(family)
+def test_no_family_logs_that_something_is_deprecated(family: str, deprecations) -> None:
+    teacher = make_family_model(family)
     check_family(teacher)
     student = mixed_student(teacher)
     ids = tokens(2, 12)

@@ -1,6 +1,4 @@
-"""Calls of flash-attn, checked against its documented definition in float64. The kernels themselves need a GPU."""
-
-from __future__ import annotations
+"""Calls of flash-attn against its documented definition in float64; its kernels need a GPU."""
 
 import math
 from typing import Any

@@ -1,6 +1,4 @@
-"""Students whose weights accelerate brings to the device only while the module that owns them runs."""
-
-from __future__ import annotations
+"""Students whose weights accelerate brings to the device only while their module runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,22 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
+from conftest import make_family_model
 from students import ALL_BUT_ONE, close, keep, logits, student_of, tokens
-from transformers import PreTrainedModel
 
 from hybrid_distill.model import HybridForCausalLM
 
-FamilyModel = Callable[..., PreTrainedModel]
 IN_MEMORY = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
 def on_disk(folder: Path) -> HybridForCausalLM:
     places = {**dict.fromkeys(IN_MEMORY, "cpu"), "model.layers": "disk"}
-    return HybridForCausalLM.from_pretrained(folder, device_map=places, offload_folder=folder / "offload")
+    return HybridForCausalLM.from_pretrained(
+        folder, device_map=places, offload_folder=folder / "offload"
+    )
 
 
 def in_memory(folder: Path) -> HybridForCausalLM:
-    return cpu_offload(HybridForCausalLM.from_pretrained(folder), execution_device=torch.device("cpu"))
+    return cpu_offload(
+        HybridForCausalLM.from_pretrained(folder), execution_device=torch.device("cpu")
+    )
 
 
 @torch.no_grad()
@@ -35,15 +36,19 @@ def test_offloaded_weights_give_the_same_logits_and_tokens(
     recurrence: str,
     impl: str,
     offloaded: Callable[[Path], HybridForCausalLM],
-    family_model: FamilyModel,
     tmp_path: Path,
 ) -> None:
-    teacher = family_model("llama", num_hidden_layers=1)
+    teacher = make_family_model("llama", num_hidden_layers=1)
     student = student_of(teacher, keep(teacher, ALL_BUT_ONE), recurrence=recurrence)
     student.save_pretrained(tmp_path)
-    ids = tokens(2, 33)  # more tokens than the model is wide: kernels join the projections' weights
+    ids = tokens(
+        2, 33
+    )  # more tokens than the model is wide: kernels join the projections' weights
     model = offloaded(tmp_path)
     model.set_ssm_implementation(impl)
     assert model.recurrent_heads()[0].x_proj.weight.is_meta
     close(logits(model, ids), logits(student, ids))
-    assert torch.equal(model.generate(ids[:, :9], max_new_tokens=2), student.generate(ids[:, :9], max_new_tokens=2))
+    assert torch.equal(
+        model.generate(ids[:, :9], max_new_tokens=2),
+        student.generate(ids[:, :9], max_new_tokens=2),
+    )

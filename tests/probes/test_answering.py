@@ -70,13 +70,17 @@ def test_choices_equal_brute_force(family: str) -> None:
         expected = brute_force(model, tokenizer, example)
         answer = example.choices.index(example.answer)
         assert result.logprob_EC[index] == pytest.approx(expected, abs=2e-4)
-        assert float(result.answer_logprob_E[index]) == pytest.approx(expected[answer], abs=2e-4)
+        assert float(result.answer_logprob_E[index]) == pytest.approx(
+            expected[answer], abs=2e-4
+        )
         assert bool(result.correct_E[index]) == (expected[answer] == max(expected))
 
 
 def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
     """The model is about to write 84; " 8" alone has the higher summed log-probability."""
-    eight, four, two = 8, 4, 2
+    eight = 8
+    four = 4
+    two = 2
     choices = ((eight,), (eight, four), (two,))
     example = EncodedExample(
         (1,),
@@ -96,9 +100,9 @@ def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
 
 
 @torch.no_grad()
-def test_prompts_run_once_however_many_choices(family_model, monkeypatch) -> None:
+def test_prompts_run_once_however_many_choices(monkeypatch) -> None:
     tokenizer = word_tokenizer(probe_texts(), DIGITS)
-    model = family_model("llama", vocab_size=len(tokenizer))
+    model = make_family_model("llama", vocab_size=len(tokenizer))
     shapes: list[torch.Size] = []
     forward = model.forward
 
@@ -118,18 +122,22 @@ def test_models_that_compute_all_logits_give_the_same(planted, monkeypatch) -> N
     """Their forward knows neither positions nor logits_to_keep."""
     examples = KVRetrieval(6, keys=KEYS).examples(4)
     expected = answer_choices(*planted, examples).answer_logprob_E
-    monkeypatch.setattr("hybrid_distill.probes.answering.accepts", lambda model, name: False)
-    torch.testing.assert_close(answer_choices(*planted, examples).answer_logprob_E, expected)
+    monkeypatch.setattr(
+        "hybrid_distill.probes.answering.accepts", lambda model, name: False
+    )
+    torch.testing.assert_close(
+        answer_choices(*planted, examples).answer_logprob_E, expected
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("pattern", "n_steps"), [(WHOLE, 2), (DIGITS, 3)])
 def test_generation_is_greedy_whatever_the_model_is_set_to(
-    family_model, pattern: str, n_steps: int
+    pattern: str, n_steps: int
 ) -> None:
     """Each step takes the likeliest token, for one token more than the longest answer has."""
     tokenizer = word_tokenizer(probe_texts(), pattern)
-    model = family_model("llama", vocab_size=len(tokenizer))
+    model = make_family_model("llama", vocab_size=len(tokenizer))
     model.generation_config.update(
         do_sample=True,
         temperature=5.0,

@@ -1,7 +1,5 @@
 """RULER's questions: lm-eval's settings and wording, at any length, from a seed alone."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any
@@ -25,7 +23,9 @@ pytest.importorskip("wonderwords", reason="the extra ruler of lm-eval is not ins
 TOKENIZER = family_tokenizer("smollm2")
 
 
-def test_needles_are_asked_for_with_lm_evals_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needles_are_asked_for_with_lm_evals_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     load_generators()
     from lm_eval.tasks.ruler import niah_utils
 

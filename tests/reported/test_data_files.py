@@ -1,6 +1,4 @@
-"""Text files as people have them: marks of editors, hidden copies, links, broken characters, columns of numbers."""
-
-from __future__ import annotations
+"""Text files as people have them: marks of editors, hidden copies, links, broken characters."""
 
 import gzip
 import json
@@ -27,8 +25,8 @@ def lines_of(*records: Any) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def texts(*found: str) -> list[dict[str, str]]:
-    return [{"text": text} for text in found]
+def texts(*contents: str) -> list[dict[str, str]]:
+    return [{"text": text} for text in contents]
 
 
 # Marks
@@ -39,12 +37,27 @@ def texts(*found: str) -> list[dict[str, str]]:
     [
         ("a.txt", MARK + b"w1 w2\n" + SEPARATOR.encode() + b"w3\n", ["w1 w2\n", "w3\n"]),
         ("a.txt", MARK + SEPARATOR.encode() + b"w3\n", ["", "w3\n"]),
-        ("a.txt", MARK + b"w1\r\n" + SEPARATOR.encode() + MARK + b"w2\r\n", ["w1\n", "w2\n"]),
+        (
+            "a.txt",
+            MARK + b"w1\r\n" + SEPARATOR.encode() + MARK + b"w2\r\n",
+            ["w1\n", "w2\n"],
+        ),
         ("a.jsonl", MARK + lines_of(*texts("w1", "w2")), ["w1", "w2"]),
-        ("a.jsonl", MARK + lines_of(*texts("w1")) + MARK + lines_of(*texts("w2")), ["w1", "w2"]),
+        (
+            "a.jsonl",
+            MARK + lines_of(*texts("w1")) + MARK + lines_of(*texts("w2")),
+            ["w1", "w2"],
+        ),
         ("a.jsonl.gz", gzip.compress(MARK + lines_of(*texts("w1", "w2"))), ["w1", "w2"]),
     ],
-    ids=["txt", "txt that begins with a separator", "joined txt", "jsonl", "joined jsonl", "jsonl.gz"],
+    ids=[
+        "txt",
+        "txt that begins with a separator",
+        "joined txt",
+        "jsonl",
+        "joined jsonl",
+        "jsonl.gz",
+    ],
 )
 def test_a_byte_order_mark_is_no_text(tmp_path, name, content, expected):
     """datasets#8241: three tokens, a separator that is none, and JSON that is none."""
@@ -53,17 +66,23 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content, expected):
 
 
 def test_a_byte_order_mark_makes_no_tokens(tmp_path):
-    tokenizer, ids = word_tokenizer(), []
-    for name, mark in (("plain", b""), ("marked", MARK)):
-        (tmp_path / f"{name}.txt").write_bytes(mark + b"w1 w2\n" + SEPARATOR.encode() + b"w3 w4 w5\n")
-        config = DataConfig((str(tmp_path / f"{name}.txt"),), seq_len=16)
-        ids.append(open_rows(config, tokenizer, cache_dir=tmp_path / "cache").batch(0, 1)["input_ids"].tolist())
-    assert ids[0] == ids[1]
+    tokenizer = word_tokenizer()
+    text = b"w1 w2\n" + SEPARATOR.encode() + b"w3 w4 w5\n"
+
+    def ids(name: str, content: bytes) -> list[list[int]]:
+        (tmp_path / name).write_bytes(content)
+        config = DataConfig((str(tmp_path / name),), seq_len=16)
+        rows = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
+        return rows.batch(0, 1)["input_ids"].tolist()
+
+    assert ids("plain.txt", text) == ids("marked.txt", MARK + text)
 
 
 def test_questions_with_a_byte_order_mark_are_read(tmp_path):
     path = tmp_path / "facts.jsonl"
-    path.write_bytes(MARK + lines_of({"prompt": "a", "answer": " \ud83d", "choices": [" \ud83d", " c"]}))
+    path.write_bytes(
+        MARK + lines_of({"prompt": "a", "answer": " \ud83d", "choices": [" \ud83d", " c"]})
+    )
     (example,) = Knowledge(path).examples()
     assert example.choices == (" \ufffd", " c")
     assert LetterChoice.from_file(path, n_options=2).examples(1)[0].prompt.startswith("a\n")
@@ -76,10 +95,18 @@ def test_questions_with_a_byte_order_mark_are_read(tmp_path):
 def folder(tmp_path: Path) -> Path:
     """A folder of two files, with everything else that gets into folders."""
     top = tmp_path / "corpus"
-    hidden = (".ipynb_checkpoints/a-checkpoint.jsonl", ".cache/b.jsonl", ".git/c.txt", "deep/._d.jsonl", "._a.jsonl")
-    for name in ("a.jsonl", "deep/d.jsonl", *hidden):
-        (top / name).parent.mkdir(parents=True, exist_ok=True)
-        (top / name).write_bytes(lines_of(*texts(Path(name).stem)))
+    for name in (
+        "a.jsonl",
+        "deep/d.jsonl",
+        ".ipynb_checkpoints/a-checkpoint.jsonl",
+        ".cache/b.jsonl",
+        ".git/c.txt",
+        "deep/._d.jsonl",
+        "._a.jsonl",
+    ):
+        path = top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lines_of(*texts(path.stem)))
     return top
 
 
@@ -87,7 +114,11 @@ def test_hidden_files_and_folders_are_no_text(folder, caplog):
     """datasets#4115: copies of notebooks, caches, version control and macOS were read as data."""
     with caplog.at_level("INFO"):
         assert list(read_documents(str(folder))) == ["a", "d"]
-    (line,) = [record.getMessage() for record in caplog.records if str(folder) in record.getMessage()]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if str(folder) in record.getMessage()
+    ]
     assert "5 hidden" in line and "\n" not in line
 
 
@@ -107,7 +138,8 @@ def test_linked_folders_are_read_once(folder, tmp_path, caplog):
     (folder / "gone.jsonl").symlink_to(tmp_path / "nothing.jsonl")
     with caplog.at_level("INFO"):
         assert sorted(read_documents(str(folder))) == ["a", "d", "e"]
-    assert "2 links" in caplog.text and "1 broken links" in caplog.text
+    assert "2 links" in caplog.text
+    assert "1 broken links" in caplog.text
 
 
 def test_a_folder_of_hidden_files_alone_is_refused_with_their_number(folder):
@@ -122,7 +154,9 @@ def test_a_folder_of_hidden_files_alone_is_refused_with_their_number(folder):
 
 def broken(path: Path) -> Path:
     """Half of a surrogate pair, which JSON may hold and UTF-8 may not, on line 2."""
-    path.write_bytes(b'{"text": "w1"}\n{"text": "w2 \\ud83d w3"}\n{"text": "w4 \\ud83d\\ude00"}\n')
+    path.write_bytes(
+        b'{"text": "w1"}\n{"text": "w2 \\ud83d w3"}\n{"text": "w4 \\ud83d\\ude00"}\n'
+    )
     return path
 
 
@@ -131,8 +165,11 @@ def test_half_a_surrogate_pair_is_replaced_and_its_place_is_named(tmp_path, capl
     path = broken(tmp_path / "a.jsonl")
     with caplog.at_level("INFO"):
         assert list(read_documents(str(path))) == ["w1", "w2 \ufffd w3", "w4 \U0001f600"]
-    assert f"{path}, line 2" in caplog.text and "1 texts" in caplog.text
-    rows = open_rows(DataConfig((str(path),), seq_len=16), word_tokenizer(), cache_dir=tmp_path / "cache")
+    assert f"{path}, line 2" in caplog.text
+    assert "1 texts" in caplog.text
+    rows = open_rows(
+        DataConfig((str(path),), seq_len=16), word_tokenizer(), cache_dir=tmp_path / "cache"
+    )
     assert rows.batch(0, 1)["mask"].sum() > 6
 
 
@@ -141,13 +178,20 @@ def test_in_a_conversation_too(tmp_path, caplog):
     path.write_bytes(b'{"prompt": "w1 \\udc00", "completion": "w2 \\ud83d\\ude00"}\n')
     with caplog.at_level("INFO"):
         (conversation,) = read_documents(str(path), None)
-    assert [message["content"] for message in json.loads(conversation)] == ["w1 \ufffd", "w2 \U0001f600"]
+    assert [message["content"] for message in json.loads(conversation)] == [
+        "w1 \ufffd",
+        "w2 \U0001f600",
+    ]
     assert f"{path}, line 1" in caplog.text
     encode_conversation(conversation, chat_tokenizer())
 
 
-@pytest.mark.parametrize(("name", "pack"), [("a.txt", bytes), ("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)])
-def test_bytes_that_are_not_utf_8_are_named_by_file_and_line(tmp_path, name, pack: Callable[[bytes], bytes]):
+@pytest.mark.parametrize(
+    ("name", "pack"), [("a.txt", bytes), ("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)]
+)
+def test_bytes_that_are_not_utf_8_are_named_by_file_and_line(
+    tmp_path, name, pack: Callable[[bytes], bytes]
+):
     (tmp_path / name).write_bytes(pack(b'{"text": "w1"}\n' * 3 + b'{"text": "\xff"}\n'))
     with pytest.raises(ValueError, match=rf"{name}, line 4"):
         list(read_documents(str(tmp_path / name)))
@@ -160,18 +204,24 @@ def table(path: Path, **columns: list[Any]) -> str:
     if path.suffix == ".parquet":
         datasets.Dataset.from_dict(columns).to_parquet(path)
     else:
-        path.write_bytes(lines_of(*[dict(zip(columns, row)) for row in zip(*columns.values())]))
+        path.write_bytes(
+            lines_of(*[dict(zip(columns, row)) for row in zip(*columns.values())])
+        )
     return str(path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-@pytest.mark.parametrize(("value", "kind"), [(7, "int"), (2.5, "float"), (True, "bool"), (["w1"], "list")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(7, "int"), (2.5, "float"), (True, "bool"), (["w1"], "list")]
+)
 def test_a_column_of_something_else_is_named_by_what_it_holds(tmp_path, name, value, kind):
     """ir_datasets#160: the answer was "its columns are text"."""
     source = table(tmp_path / name, text=[value, value], other=["w1", "w2"])
     with pytest.raises(ValueError, match=kind) as error:
         list(read_documents(source))
-    assert str(value) in str(error.value) and "1" in str(error.value) and "other" in str(error.value)
+    assert str(value) in str(error.value)
+    assert "1" in str(error.value)
+    assert "other" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -195,9 +245,19 @@ def test_a_text_that_is_nan_is_a_missing_one(tmp_path, name, caplog):
 def test_commands_read_such_files(folder, tmp_path, capsys):
     (folder / "a.jsonl").write_bytes(MARK + broken(tmp_path / "b.jsonl").read_bytes())
     out = tmp_path / "tokens"
-    main(["prepare-data", "--tokenizer", "tiny", "--sources", str(folder), "--out", str(out)])
+    main(
+        ["prepare-data", "--tokenizer", "tiny", "--sources", str(folder), "--out", str(out)]
+    )
     assert "4 documents" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        main(["score", "--control-texts", table(tmp_path / "n.jsonl", text=[1]), "--out", str(tmp_path / "s.json")])
+        main(
+            [
+                "score",
+                "--control-texts",
+                table(tmp_path / "n.jsonl", text=[1]),
+                "--out",
+                str(tmp_path / "s.json"),
+            ]
+        )
     assert f"{tmp_path / 'n.jsonl'}, line 1" in capsys.readouterr().err
     assert not os.path.exists(tmp_path / "s.json")

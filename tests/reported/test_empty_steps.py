@@ -1,9 +1,11 @@
-"""Steps without a learned token, as data of long questions and short answers has them: they have no loss."""
+"""Steps without a learned token have no loss.
 
-from __future__ import annotations
+Data of long questions and short answers has such steps.
+"""
 
 import json
 import sys
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from training import StoppingRows, WrappedRows, small_config, small_models, smal
 
 from hybrid_distill.data import PackedRows
 from hybrid_distill.train import spikes
-from hybrid_distill.train.config import AlignMatrix, StageConfig
+from hybrid_distill.train.config import AlignMatrix
 from hybrid_distill.train.loop import Diverged, train_stage
 from hybrid_distill.train.stage import Stage
 from hybrid_distill.train.stages import make_stage
@@ -30,11 +32,15 @@ NAMES = ("matrix", "align", "distill", "on_policy", "long")
 
 
 class UnlearnedRows(WrappedRows):
-    """Rows of which nothing is learned in some steps, and in others nothing of the second half of the batch."""
+    """Rows with nothing to learn in ``empty`` steps, nor in half of the batch in ``half`` steps."""
 
-    def __init__(self, rows: PackedRows, empty: set[int], half: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def __init__(
+        self, rows: PackedRows, empty: Set[int], half: Set[int] = frozenset()
+    ) -> None:
         super().__init__(rows)
-        self.empty, self.half, self.step = empty, half, -1
+        self.empty = empty
+        self.half = half
+        self.step = -1
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         self.step = step
@@ -55,9 +61,15 @@ def short_window(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def stage_of(name: str, **changes: Any) -> Stage:
-    config: StageConfig = AlignMatrix(**changes) if name == "matrix" else small_config(name, **changes)
-    attention = {"attn_implementation": "eager"} if name == "matrix" else {}
-    return make_stage(config, *small_models(**attention), vocab_size=99)
+    if name == "matrix":
+        models = small_models(attn_implementation="eager")
+        return make_stage(AlignMatrix(**changes), *models, vocab_size=99)
+    return make_stage(small_config(name, **changes), *small_models(), vocab_size=99)
+
+
+def empty_steps(lines: list[dict[str, Any]]) -> list[int]:
+    """Return the numbers of the steps, from 0, that have no loss."""
+    return [line["step"] - 1 for line in lines if line["loss"] is None]
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -70,24 +82,35 @@ def weights(stage: Stage) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_they_enter_no_statistic_in_any_stage(tmp_path, name, micro_batch_size, short_window):
-    """nanochat#662, LMOps#38: their loss of 0 was the usual one, and every other step "20 times the usual 0"."""
+def test_they_enter_no_statistic_in_any_stage(
+    tmp_path, name, micro_batch_size, short_window
+):
+    """nanochat#662, LMOps#38: a loss of 0 was usual, and every other one "20 times the usual 0"."""
     empty = set(range(16)) - {3, 10, 14}
     assert len(empty) > short_window
     stage = stage_of(
-        name, steps=16, batch_size=2, micro_batch_size=micro_batch_size, log_every=1, learning_rate=1e-3,
+        name,
+        steps=16,
+        batch_size=2,
+        micro_batch_size=micro_batch_size,
+        log_every=1,
+        learning_rate=1e-3,
         on_divergence="stop",
-    )  # fmt: skip
+    )
     train_stage(stage, UnlearnedRows(small_rows(), empty), tmp_path, progress=False)
     lines = metrics(tmp_path)
-    assert [line["step"] - 1 for line in lines if line["loss"] is None] == sorted(empty)
-    assert lines[-1]["empty_steps"] == len(empty) and "skipped" not in lines[-1]
+    assert empty_steps(lines) == sorted(empty)
+    assert lines[-1]["empty_steps"] == len(empty)
+    assert "skipped" not in lines[-1]
     for line in lines:
         if line["step"] - 1 in empty:
-            assert line["grad_norm"] is None and line["per_layer"] == {}
+            assert line["grad_norm"] is None
+            assert line["per_layer"] == {}
         else:
-            assert line["loss"] > 0 and line["grad_norm"] > 0
-    assert [line["tokens"] for line in lines] == sorted(line["tokens"] for line in lines)
+            assert line["loss"] > 0
+            assert line["grad_norm"] > 0
+    n_tokens = [line["tokens"] for line in lines]
+    assert n_tokens == sorted(n_tokens)
 
 
 @pytest.mark.parametrize("name", ["align", "distill"])
@@ -104,19 +127,25 @@ def test_they_leave_the_weights_as_they_are(tmp_path, name):
     train_stage(stage, Watched(small_rows(), {2, 3}), tmp_path, progress=False)
 
     def same(before: int, after: int) -> bool:
-        return all(torch.equal(tensor, seen[after][key]) for key, tensor in seen[before].items())
+        return all(
+            torch.equal(tensor, seen[after][key]) for key, tensor in seen[before].items()
+        )
 
     assert [same(step, step + 1) for step in range(5)] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("choice", ["stop", "skip"])
 def test_a_divergence_among_them_is_still_one(tmp_path, choice, short_window):
-    empty, spoilt = set(range(1, 24, 2)), 2 * short_window  # one after the window is full
+    empty = set(range(1, 24, 2))
+    # The first step with a loss after the window is full.
+    spoilt = 2 * short_window
     rows = UnlearnedRows(small_rows(), empty)
-    stage = stage_of("distill", steps=24, batch_size=2, micro_batch_size=2, spike=2.0, on_divergence=choice)
+    shape = {"steps": 24, "batch_size": 2, "micro_batch_size": 2}
+    stage = stage_of("distill", **shape, spike=2.0, on_divergence=choice)
 
     def spoil(module: Any, args: Any, output: Any) -> Any:
-        return type(output)(last_hidden_state=output[0] * (1000 if rows.step == spoilt else 1))
+        factor = 1000 if rows.step == spoilt else 1
+        return type(output)(last_hidden_state=output[0] * factor)
 
     stage.teacher.model.register_forward_hook(spoil)
     if choice == "stop":
@@ -126,29 +155,36 @@ def test_a_divergence_among_them_is_still_one(tmp_path, choice, short_window):
     train_stage(stage, rows, tmp_path, progress=False)
     lines = metrics(tmp_path)
     assert [line["step"] - 1 for line in lines if "skipped" in line] == [spoilt]
-    assert [line["step"] - 1 for line in lines if line["loss"] is None] == sorted({*empty, spoilt})
+    assert empty_steps(lines) == sorted({*empty, spoilt})
 
 
 def test_resuming_goes_on_with_their_count_even_before_the_first_real_step(tmp_path):
     empty = {0, 1, 2, 3, 7}
-    rows = UnlearnedRows(small_rows(), empty)
+    rows: Any = UnlearnedRows(small_rows(), empty)
     whole = stage_of("distill")
     train_stage(whole, rows, tmp_path / "whole", progress=False)
-    for stop_at in (2, 5, 8):  # the first checkpoint is made before the optimizer has a state
+    # The first checkpoint is made before the optimizer has a state.
+    for stop_at in (2, 5, 8):
+        stopping: Any = StoppingRows(rows, stop_at)
         with pytest.raises(Interrupted):
-            train_stage(stage_of("distill"), StoppingRows(rows, stop_at), tmp_path / "parts", progress=False)  # type: ignore[arg-type]
+            train_stage(stage_of("distill"), stopping, tmp_path / "parts", progress=False)
     parts = stage_of("distill")
     train_stage(parts, rows, tmp_path / "parts", progress=False)
-    pairs = [[(line["step"], line["loss"], line.get("empty_steps")) for line in metrics(tmp_path / part)]
-             for part in ("whole", "parts")]  # fmt: skip
-    assert pairs[0] == pairs[1] and pairs[0][-1][2] == len(empty)
-    theirs = weights(parts)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(whole).items())
+
+    def history(name: str) -> list[tuple]:
+        lines = metrics(tmp_path / name)
+        return [(line["step"], line["loss"], line.get("empty_steps")) for line in lines]
+
+    assert history("parts") == history("whole")
+    assert history("whole")[-1][2] == len(empty)
+    expected = weights(whole)
+    for name, tensor in weights(parts).items():
+        assert torch.equal(tensor, expected[name])
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_loss_on_the_text_alone_needs_labels(tmp_path, fused):
-    """The only token of each row that is learned is its last, whose next token is in another row."""
+    """Each row learns its last token alone, whose next token is in another row."""
 
     class LastOnly(WrappedRows):
         def batch(self, *args: int) -> Any:
@@ -156,14 +192,17 @@ def test_a_loss_on_the_text_alone_needs_labels(tmp_path, fused):
             batch["mask"][:, :-1] = False
             return batch
 
-    stage = stage_of("distill", steps=2, batch_size=2, micro_batch_size=1, hard_weight=1.0, fused=fused)
+    stage = stage_of(
+        "distill", steps=2, batch_size=2, micro_batch_size=1, hard_weight=1.0, fused=fused
+    )
     train_stage(stage, LastOnly(small_rows()), tmp_path, progress=False)
     assert [line["loss"] for line in metrics(tmp_path)] == [None, None]
 
 
 # Several processes
 
-EMPTY, HALF = {1, 4, 5}, {0, 2, 7}
+EMPTY = {1, 4, 5}
+HALF = {0, 2, 7}
 
 
 def train_under_launcher(out: Path) -> None:
@@ -179,14 +218,18 @@ def test_a_step_is_empty_if_no_process_has_a_token(tmp_path, launcher):
     done = launch(launcher, tmp_path / "two", program=Path(__file__))
     assert done.returncode == 0, done.stderr
     train_under_launcher(tmp_path / "one")
-    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
-    assert [line["step"] - 1 for line in two if line["loss"] is None] == sorted(EMPTY)
-    assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
+    one = metrics(tmp_path / "one")
+    two = metrics(tmp_path / "two")
+    assert empty_steps(two) == sorted(EMPTY)
     for ours, theirs in zip(one, two, strict=True):
-        assert theirs["loss"] == (None if ours["loss"] is None else pytest.approx(ours["loss"], rel=1e-4))
-    files = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
-    for name, tensor in files[0].items():
-        torch.testing.assert_close(tensor, files[1][name], rtol=1e-4, atol=1e-5, msg=name)
+        assert theirs["tokens"] == ours["tokens"]
+        if ours["loss"] is None:
+            assert theirs["loss"] is None
+        else:
+            assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+    of_two = load_file(tmp_path / "two" / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "one" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, of_two[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 if __name__ == "__main__":

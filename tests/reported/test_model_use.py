@@ -1,18 +1,25 @@
 """Ways to use a model that public reports found broken elsewhere."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from students import byte_tokenizer, close, left_padded, logits, mixed_student, tiny_student, tokens
+from conftest import make_family_model
+from students import (
+    LONGROPE,
+    byte_tokenizer,
+    close,
+    left_padded,
+    logits,
+    mixed_student,
+    tiny_student,
+    tokens,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,24 +27,21 @@ from hybrid_distill import export_checkpoint
 from hybrid_distill.model import HybridForCausalLM
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [20.0, 3.0, 4.0, 5.0],
-    "original_max_position_embeddings": 20,
-}
 
 
 @pytest.fixture(params=["llama", "gpt_neox", "gemma2", "mamba2"])
-def student(request: pytest.FixtureRequest, family_model: Callable[..., PreTrainedModel]) -> HybridForCausalLM:
+def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
     if request.param == "mamba2":
-        return mixed_student(family_model("qwen2"), recurrence="mamba2")
-    return mixed_student(family_model(request.param))
+        return mixed_student(make_family_model("qwen2"), recurrence="mamba2")
+    return mixed_student(make_family_model(request.param))
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
-def test_text_is_generated_from_embeddings(options: dict[str, Any], student: HybridForCausalLM) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static"}, {"num_beams": 2}]
+)
+def test_text_is_generated_from_embeddings(
+    options: dict[str, Any], student: HybridForCausalLM
+) -> None:
     """unsloth#3796, transformers#45277: ``generate(inputs_embeds=...)``."""
     ids, mask = left_padded([tokens(11), tokens(5)])
     options = {"attention_mask": mask, **GREEDY, **options}
@@ -47,15 +51,17 @@ def test_text_is_generated_from_embeddings(options: dict[str, Any], student: Hyb
 
 
 @torch.no_grad()
-def test_text_from_embeddings_goes_over_the_longrope_switch(family_model: Callable[..., PreTrainedModel]) -> None:
-    """unsloth#3796, where Phi-3 rotates all keys anew: the prompt's embeddings are read once more."""
+def test_text_from_embeddings_goes_over_the_longrope_switch() -> None:
+    """unsloth#3796: Phi-3 rotates all keys anew, and reads the prompt's embeddings once more."""
     settings = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
-    student = mixed_student(family_model("phi3", rope_parameters=LONGROPE, **settings))
+    student = mixed_student(make_family_model("phi3", rope_parameters=LONGROPE, **settings))
     ids = tokens(2, 17)
     embeddings = student.get_input_embeddings()(ids)
     mask = torch.ones_like(ids)
     expected = student.generate(ids, attention_mask=mask, **GREEDY)[:, 17:]
-    assert torch.equal(student.generate(inputs_embeds=embeddings, attention_mask=mask, **GREEDY), expected)
+    assert torch.equal(
+        student.generate(inputs_embeds=embeddings, attention_mask=mask, **GREEDY), expected
+    )
 
 
 @torch.no_grad()
@@ -75,11 +81,13 @@ def _last_logits(path: Path, model: PreTrainedModel, ids: Tensor) -> None:
 
 
 @pytest.mark.launched
-def test_a_student_goes_to_a_spawned_process(family_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_a_student_goes_to_a_spawned_process(tmp_path: Path) -> None:
     """x-transformers#141: pickling ended in "not the same object"."""
-    student = mixed_student(family_model("llama"))
+    student = mixed_student(make_family_model("llama"))
     ids = tokens(2, 9)
-    process = get_context("spawn").Process(target=_last_logits, args=(tmp_path / "logits.pt", student, ids))
+    process = get_context("spawn").Process(
+        target=_last_logits, args=(tmp_path / "logits.pt", student, ids)
+    )
     process.start()
     process.join()
     close(torch.load(tmp_path / "logits.pt"), logits(student, ids))

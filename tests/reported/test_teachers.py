@@ -1,6 +1,4 @@
-"""Which models can be teachers: the question that every command asks before it computes anything."""
-
-from __future__ import annotations
+"""Which models can be teachers: every command checks it before it computes anything."""
 
 from pathlib import Path
 
@@ -8,7 +6,12 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import only_error
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    PreTrainedModel,
+)
 
 from hybrid_distill.cli import import_gguf
 from hybrid_distill.cli.app import main
@@ -25,13 +28,23 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma")
     _, tokenizer = load_teacher("tiny")
     text = {
-        "vocab_size": vocabulary_size(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,
-    }  # fmt: skip
+        "vocab_size": vocabulary_size(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+    }
     vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
         "patch_size": 14,
-    }  # fmt: skip
+    }
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -66,21 +79,28 @@ def test_a_model_that_wraps_its_language_model_is_refused_before_weights_are_rea
     multimodal, tmp_path, capsys, monkeypatch, name
 ):
     """lm-polygraph#435: a multimodal Gemma 3 was scored for an hour, then "has no head counts"."""
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *_, **__: pytest.fail("weights were read"),
+    )
     out = tmp_path / "out"
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit, match="2"):
         main(COMMANDS[name].format(model=multimodal, recipe=recipe, out=out).split())
     line = only_error(capsys.readouterr().err)
-    assert exit_.value.code == 2 and str(multimodal) in line and "Gemma3ForConditionalGeneration" in line
+    assert str(multimodal) in line
+    assert "Gemma3ForConditionalGeneration" in line
     assert not out.exists() or not list(out.iterdir())
 
 
 def test_its_language_model_is_a_teacher(multimodal):
     """As docs/heads.md takes it out."""
     whole: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(multimodal)
-    text: PreTrainedModel = AutoModelForCausalLM.from_config(whole.config.get_text_config(decoder=True))
+    text: PreTrainedModel = AutoModelForCausalLM.from_config(
+        whole.config.get_text_config(decoder=True)
+    )
     text.base_model.load_state_dict(whole.model.language_model.state_dict())
     text.lm_head.load_state_dict(whole.lm_head.state_dict())
     ids = torch.arange(12)[None] + 5
@@ -105,17 +125,34 @@ def _mamba():
     from transformers import Mamba2Config
 
     return Mamba2Config(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, state_size=8, n_groups=1
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
     )
 
 
-def test_a_gguf_file_is_asked_before_its_weights_are_converted(tmp_path, capsys, monkeypatch):
+def test_a_gguf_file_is_asked_before_its_weights_are_converted(
+    tmp_path, capsys, monkeypatch
+):
     (tmp_path / "model.gguf").touch()
     _, tokenizer = load_teacher("tiny")
     monkeypatch.setattr(import_gguf, "find_spec", lambda name: name)
-    monkeypatch.setattr(import_gguf.AutoConfig, "from_pretrained", lambda *_, **__: _mamba())
-    monkeypatch.setattr(import_gguf.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        import_gguf.AutoConfig, "from_pretrained", lambda *_, **__: _mamba()
+    )
+    monkeypatch.setattr(
+        import_gguf.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer
+    )
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *_, **__: pytest.fail("weights were read"),
+    )
     with pytest.raises(SystemExit, match="2"):
         main(["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "out")])
-    assert "self_attn" in only_error(capsys.readouterr().err) and not (tmp_path / "out").exists()
+    assert "self_attn" in only_error(capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()

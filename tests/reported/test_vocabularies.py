@@ -1,7 +1,5 @@
 """Vocabularies as models have them: ids with gaps, and tokenizers larger than the embedding."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,9 @@ from hybrid_distill.train.losses import next_token_labels
 from hybrid_distill.train.stage import Stage, teacher_hidden
 from hybrid_distill.vocabulary import vocabulary_size
 
-EOS, N_IDS, N_ROWS = 98, 99, 101
+EOS = 98
+N_IDS = 99
+N_ROWS = 101
 """End-of-text is the highest of 99 ids, of which 50 are tokens; the embedding has two rows more."""
 
 
@@ -33,11 +33,15 @@ def gapped_tokenizer() -> PreTrainedTokenizerFast:
     words = {"[UNK]": 0} | {f"w{i}": i + 2 for i in range(48)} | {"<eos>": EOS}
     backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]"
+    )
 
 
 def save_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: Any) -> str:
-    make_family_model("llama", **{**SMALL, "vocab_size": N_ROWS, "eos_token_id": EOS, **shape}).save_pretrained(folder)
+    make_family_model(
+        "llama", **{**SMALL, "vocab_size": N_ROWS, "eos_token_id": EOS, **shape}
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -46,7 +50,9 @@ def save_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: Any)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in word_texts(20)))
+    text.write_text(
+        "".join(json.dumps({"text": document}) + "\n" for document in word_texts(20))
+    )
     teacher = save_teacher(tmp_path / "teacher", gapped_tokenizer(), initializer_range=0.5)
     return small_run(
         tmp_path / "run",
@@ -58,11 +64,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def stage_of(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, Any]:
-    """The stage and the batch of a run's first step, as the pipeline makes them."""
-    found: list[Any] = []
+    """Return the stage and the batch of a run's first step, as the pipeline makes them."""
+    first: list[Any] = []
 
     def take(stage: Stage, rows: Any, *_: Any, **__: Any) -> None:
-        found.extend([stage, rows.batch(0, 8)])
+        first.extend([stage, rows.batch(0, 8)])
         raise InterruptedError
 
     monkeypatch.setattr("hybrid_distill.pipeline.run.train_stage", take)
@@ -70,31 +76,36 @@ def stage_of(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage,
     prepare(run)
     with pytest.raises(InterruptedError):
         train(run, choose_heads(run))
-    return found[0], found[1]
+    stage, batch = first
+    return stage, batch
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("hard_weight", [0.0, 0.5, 1.0])
-def test_the_loss_covers_every_id_of_a_tokenizer_with_gaps(config, monkeypatch, fused, hard_weight):
-    """tokenspeed#326, llm-foundry#841: ``len(tokenizer)`` is 50, so end-of-text (98) was outside the loss."""
+def test_the_loss_covers_every_id_of_a_tokenizer_with_gaps(
+    config, monkeypatch, fused, hard_weight
+):
+    """tokenspeed#326, llm-foundry#841: ``len(tokenizer)`` is 50, which left out end-of-text, 98."""
     config = config.with_stage("distill", fused=fused, hard_weight=hard_weight)
     stage, batch = stage_of(config, monkeypatch)
+    ids = batch["input_ids"]
     mask = batch["mask"]
-    labels = next_token_labels(batch["input_ids"], batch["seq_idx"], mask)
+    labels = next_token_labels(ids, batch["seq_idx"], mask)
     assert (labels == EOS).any()
     with torch.no_grad():
-        packed = {"seq_idx": batch["seq_idx"], "use_cache": False}
-        student = stage.student(batch["input_ids"], **packed).logits[..., :N_IDS].double().log_softmax(-1)
-        hidden = teacher_hidden(stage.teacher, batch)
-        teacher = stage.teacher.lm_head(hidden)[..., :N_IDS].double().log_softmax(-1)
-    divergence = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)[mask].mean()
+        ours_BLV = stage.student(ids, seq_idx=batch["seq_idx"], use_cache=False).logits
+        theirs_BLV = stage.teacher.lm_head(teacher_hidden(stage.teacher, batch))
+    student = ours_BLV[..., :N_IDS].double().log_softmax(-1)
+    teacher = theirs_BLV[..., :N_IDS].double().log_softmax(-1)
+    kl_BL = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
     hard = F.nll_loss(student.flatten(0, 1), labels.flatten(), ignore_index=-100)
-    expected = (1 - hard_weight) * divergence + hard_weight * hard
+    expected = (1 - hard_weight) * kl_BL[mask].mean() + hard_weight * hard
     loss = stage(batch).total
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     loss.backward()
     gradient = stage.student.lm_head.weight.grad
-    assert gradient[EOS].abs().max() > 0 and gradient[N_IDS:].eq(0).all()
+    assert gradient[EOS].abs().max() > 0
+    assert gradient[N_IDS:].eq(0).all()
 
 
 def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monkeypatch):
@@ -102,7 +113,9 @@ def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monke
     config = config.with_stage("distill", hard_weight=1.0)
     stage, batch = stage_of(config, monkeypatch)
     labels = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
-    hidden = stage.student.model(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
+    hidden = stage.student.model(
+        batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False
+    )[0]
     is_end = (labels == EOS) & ((labels == EOS).flatten().cumsum(0).view_as(labels) == 1)
     (end,) = hidden[is_end]
     with torch.no_grad():
@@ -115,7 +128,9 @@ def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monke
 
 
 def test_stored_logits_cover_every_id(config):
-    job = CacheJob(config.with_stage("distill", teacher_logits=config.out / "logits"), top_k=N_IDS)
+    job = CacheJob(
+        config.with_stage("distill", teacher_logits=config.out / "logits"), top_k=N_IDS
+    )
     cache_logits(job)
     assert LogitHeader.load(job.folder / "logits.json").vocabulary_size == N_IDS
     logits = open_logits(job.folder)
@@ -125,8 +140,9 @@ def test_stored_logits_cover_every_id(config):
 
 def test_generated_text_has_the_logits_of_every_id(config, tmp_path):
     out = tmp_path / "own"
-    main(["generate-data", "--model", config.teacher.path, "--tokens", "60", "--out", str(out), "--new-tokens", "8",
-          "--batch-size", "4", "--seq-len", "16", "--top-k-logits", str(N_IDS)])  # fmt: skip
+    flags = f"--tokens 60 --new-tokens 8 --batch-size 4 --seq-len 16 --top-k-logits {N_IDS}"
+    words = ["generate-data", "--model", config.teacher.path, "--out", str(out)]
+    main([*words, *flags.split()])
     assert TokenHeader.load(out / "tokens.json").vocabulary_size == N_IDS
     assert LogitHeader.load(out / "logits/logits.json").vocabulary_size == N_IDS
 
@@ -145,24 +161,40 @@ def padded(config: RunConfig, tmp_path: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
-def test_a_tokenizer_larger_than_the_embedding_is_refused_before_anything_is_computed(padded, capsys, flags):
-    """tokenizers#1609, transformers#11102: alignment trained, then "vocab_size is 299; the heads have 296"."""
+def test_a_tokenizer_larger_than_the_embedding_is_refused_before_anything_is_computed(
+    padded, capsys, flags
+):
+    """tokenizers#1609, transformers#11102: alignment trained before distillation failed."""
     line = refusal(capsys, padded, *flags)
-    assert padded.teacher.path in line and f"{N_IDS} rows" in line and "<pad>" in line
-    assert not padded.out.exists() or not [path for path in padded.out.iterdir() if path.suffix]
+    assert padded.teacher.path in line
+    assert f"{N_IDS} rows" in line
+    assert "<pad>" in line
+    assert not padded.out.exists() or not [
+        path for path in padded.out.iterdir() if path.suffix
+    ]
 
 
 @pytest.mark.parametrize("command", ["score", "generate-data", "cache-logits"])
-def test_every_command_that_works_for_a_run_refuses_it_too(padded, tmp_path, capsys, command):
-    path, out = padded.teacher.path, tmp_path / "out" / "file"
+def test_every_command_that_works_for_a_run_refuses_it_too(
+    padded, tmp_path, capsys, command
+):
+    path = padded.teacher.path
+    out = tmp_path / "out" / "file"
     words = {
         "score": ["--model", path, "--out", f"{out}.json"],
         "generate-data": ["--model", path, "--tokens", "60", "--out", str(out)],
-        "cache-logits": ["tiny", "--teacher.path", path, "--distill.teacher-logits", str(out)],
+        "cache-logits": [
+            "tiny",
+            "--teacher.path",
+            path,
+            "--distill.teacher-logits",
+            str(out),
+        ],
     }
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit, match="2"):
         main([command, *words[command]])
-    assert exit_.value.code == 2 and "<pad>" in capsys.readouterr().err and not out.parent.exists()
+    assert "<pad>" in capsys.readouterr().err
+    assert not out.parent.exists()
 
 
 def test_a_stage_of_another_teacher_is_refused_too(config, padded, capsys):

@@ -1,9 +1,10 @@
 """A restored head is the teacher's; all of them make the student the teacher."""
 
-from __future__ import annotations
+import itertools
 
 import pytest
 import torch
+from conftest import make_family_model
 from planted import AGGREGATE, KEYS, PLANTED, planted_teacher
 from transformers import PreTrainedModel
 
@@ -18,7 +19,7 @@ from hybrid_distill.scoring.restoration import (
 from hybrid_distill.student.build import build_student, graft_recurrent_heads
 
 IDS = torch.arange(2, 40).view(2, 19)
-EVERY_HEAD = [HeadId(layer, head) for layer in range(3) for head in range(8)]
+EVERY_HEAD = [HeadId(*pair) for pair in itertools.product(range(3), range(8))]
 PROBE = KVRetrieval(4, seed=3, keys=KEYS)
 
 
@@ -27,8 +28,8 @@ def recurrent_student(teacher: PreTrainedModel) -> HybridForCausalLM:
 
 
 @torch.no_grad()
-def test_with_every_head_restored_the_student_is_the_teacher(family: str, family_model) -> None:
-    teacher = family_model(family)
+def test_with_every_head_restored_the_student_is_the_teacher(family: str) -> None:
+    teacher = make_family_model(family)
     student = recurrent_student(teacher)
     expected = teacher(IDS).logits
     before = student(IDS, use_cache=False).logits
@@ -41,11 +42,13 @@ def test_with_every_head_restored_the_student_is_the_teacher(family: str, family
 
 
 @torch.no_grad()
-def test_a_restored_head_is_a_kept_head(family_model) -> None:
-    teacher = family_model("llama")
+def test_a_restored_head_is_a_kept_head() -> None:
+    teacher = make_family_model("llama")
     kept = [HeadId(0, 3), HeadId(2, 5)]
     bare = recurrent_student(teacher)
-    student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[0].eval()
+    student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[
+        0
+    ].eval()
     graft_recurrent_heads(student, bare)
     expected = student(IDS, use_cache=False).logits
     with restore_heads(bare, teacher, kept):
@@ -85,10 +88,16 @@ def test_greedy_restoration_takes_each_head_once_and_finds_the_aggregate_head() 
     assert AGGREGATE in chosen
 
 
-def test_what_cannot_be_restored_is_named(family_model) -> None:
-    teacher = family_model("llama")
+def test_what_cannot_be_restored_is_named() -> None:
+    teacher = make_family_model("llama")
     student = recurrent_student(teacher)
-    with pytest.raises(ValueError, match="L9H0"), restore_heads(student, teacher, [HeadId(9, 0)]):
+    with (
+        pytest.raises(ValueError, match="L9H0"),
+        restore_heads(student, teacher, [HeadId(9, 0)]),
+    ):
         pass
-    with pytest.raises(ValueError, match="cache"), restore_heads(student, teacher, [HeadId(0, 0)]):
+    with (
+        pytest.raises(ValueError, match="cache"),
+        restore_heads(student, teacher, [HeadId(0, 0)]),
+    ):
         student(IDS, use_cache=True)

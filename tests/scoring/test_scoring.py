@@ -51,7 +51,7 @@ def scores(teacher) -> HeadScores:
     return score(*teacher, PROBE, n_examples=32, batch_size=20, control_texts=TEXTS)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_exactly_the_planted_heads_come_first(seed: int) -> None:
     """However the noise of the other heads is drawn: the circuit's three heads, and no other."""
     model, tokenizer = planted_teacher(QUIET, seed)
@@ -128,7 +128,9 @@ PROMPT = KVRetrieval(3, keys=KEYS[:16]).examples(1)[0].prompt
 # Some keys have several tokens, so that lengths differ; numbers have one, or a tree of digits.
 NUMBERS = " ".join(map(str, range(100)))
 WORDS = word_tokenizer([" ".join(KEYS[:16]), NUMBERS, PROMPT], r"\n|:|'|\p{N}+|e")
-DIGITS = word_tokenizer([" ".join(KEYS[:16]), " ".join("0123456789"), PROMPT], r"\n|:|'|\p{N}|e")
+DIGITS = word_tokenizer(
+    [" ".join(KEYS[:16]), " ".join("0123456789"), PROMPT], r"\n|:|'|\p{N}|e"
+)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, eager": {"attn_implementation": "eager"},
@@ -141,7 +143,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "gemma2": {"sliding_window": 16, "attn_implementation": "eager"},
 }
-by_tokenizer = pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
+by_tokenizer = pytest.mark.parametrize(
+    "tokenizer", [WORDS, DIGITS], ids=["words", "digits"]
+)
 
 
 def random_model(family: str, vocab_size: int = 160) -> Any:
@@ -157,8 +161,14 @@ def random_model(family: str, vocab_size: int = 160) -> Any:
     return make_family_model(family.split(",")[0], **settings)
 
 
-@by_tokenizer
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tokenizer"),
+    [
+        *((family, DIGITS) for family in FAMILIES),
+        # Choices of one token are read alike in all families.
+        *((family, WORDS) for family in ("llama", "mistral", "gpt_neox")),
+    ],
+)
 def test_scores_are_those_of_full_forwards_head_by_head(
     family: str, tokenizer: Any, caplog
 ) -> None:
@@ -206,20 +216,29 @@ def test_questions_about_one_prompt_share_its_tokens(
 
 
 def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
-    scores = some_scores([[0.5, 0.0, 0.5], [0.9, 0.0, 0.0]], [[1.0, -1.0, 2.0], [0.0, 3.0, -1.0]])
+    scores = some_scores(
+        [[0.5, 0.0, 0.5], [0.9, 0.0, 0.0]], [[1.0, -1.0, 2.0], [0.0, 3.0, -1.0]]
+    )
     expected = [(1, 0), (0, 2), (0, 0), (1, 1), (0, 1), (1, 2)]
     assert scores.ranking() == [HeadId(*pair) for pair in expected]
 
 
 def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
-    with ablate_heads(model, [AGGREGATE]), pytest.raises(ValueError, match=r"12\.5%.* 56\.2%"):
+    with (
+        ablate_heads(model, [AGGREGATE]),
+        pytest.raises(ValueError, match=r"12\.5%.* 56\.2%"),
+    ):
         score(model, tokenizer, PROBE, n_examples=16)
 
 
 def test_scores_record_what_they_were_made_of(scores, teacher) -> None:
     provenance = scores.provenance
-    assert (scores.n_layers, scores.n_heads, scores.n_kv_heads) == (N_LAYERS, N_HEADS, N_KV_HEADS)
+    assert (scores.n_layers, scores.n_heads, scores.n_kv_heads) == (
+        N_LAYERS,
+        N_HEADS,
+        N_KV_HEADS,
+    )
     assert provenance["fingerprint"] == fingerprint(teacher[0]) == scores.fingerprint
     assert provenance["probe"] == PROBE.describe()
     assert provenance["n_examples"] == 32
@@ -262,8 +281,12 @@ def random_mamba() -> Any:
     return transformers.Mamba2ForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize(("make", "tokenizer"), [(random_student, DIGITS), (random_mamba, WORDS)])
-def test_recurrent_heads_are_scored_in_full_forwards(make: Any, tokenizer: Any, caplog) -> None:
+@pytest.mark.parametrize(
+    ("make", "tokenizer"), [(random_student, DIGITS), (random_mamba, WORDS)]
+)
+def test_recurrent_heads_are_scored_in_full_forwards(
+    make: Any, tokenizer: Any, caplog
+) -> None:
     """Their states go from token to token: no tree, no start in the middle of a row."""
     model = make()
     probe = KVRetrieval(3, keys=KEYS[:16])
@@ -293,7 +316,9 @@ def test_nothing_is_computed_that_is_not_needed(teacher) -> None:
         n_tokens.clear()
         forwards.without(batch, layer, range(N_HEADS))
         expected = [0] * layer + [6 * N_HEADS * batch.length] * (N_LAYERS - layer)
-        expected[layer] += 6 * batch.length  # once for all heads: what the layers above begin with
+        expected[layer] += (
+            6 * batch.length
+        )  # once for all heads: what the layers above begin with
         assert [n_tokens[mlp] for mlp in mlps] == expected
     for hook in hooks:
         hook.remove()
@@ -322,7 +347,9 @@ def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog
     last_failure = max(index for index, size in enumerate(sizes) if size > 5)
     assert max(sizes[last_failure + 1 :]) == 5, "nothing larger is tried again"
     assert torch.equal(again.accuracy_drop_LH, scores.accuracy_drop_LH)
-    torch.testing.assert_close(again.logprob_drop_LH, scores.logprob_drop_LH, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        again.logprob_drop_LH, scores.logprob_drop_LH, rtol=1e-4, atol=1e-4
+    )
 
     monkeypatch.setattr(model, "forward", lambda **_: small_memory(input_ids=range(9)))
     with pytest.raises(MemoryError):
@@ -452,7 +479,10 @@ def test_logits_that_are_not_finite_are_named_and_the_rest_is_kept(
             read_HQ[3, row * 8] = math.nan  # 8 choices of one token
         return read_HQ
 
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"L2H3 .* prompt 5 "):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ValueError, match=r"L2H3 .* prompt 5 "),
+    ):
         patch.setattr(Forwards, "without", broken)
         score(*teacher, PROBE, n_examples=8, resume_path=path)
     ablated = watch(monkeypatch)

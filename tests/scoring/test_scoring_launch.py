@@ -4,8 +4,6 @@
 launched processes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -18,7 +16,12 @@ if __name__ == "__main__":
 
 from planted import KEYS, PLANTED, planted_teacher
 
-from hybrid_distill.distributed import OtherProcessError, connect, disconnect, rank_and_world
+from hybrid_distill.distributed import (
+    OtherProcessError,
+    connect,
+    disconnect,
+    rank_and_world,
+)
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.forwards import Forwards
@@ -58,7 +61,9 @@ def main() -> None:
     try:
         score_heads(*planted_teacher(0.008), PROBE, n_examples=4, progress=False)
     except (OtherProcessError, ValueError) as error:
-        (out / f"error-{state.process_index}.txt").write_text(f"{type(error).__name__}: {error}")
+        (out / f"error-{state.process_index}.txt").write_text(
+            f"{type(error).__name__}: {error}"
+        )
 
 
 if __name__ == "__main__":
@@ -89,8 +94,14 @@ def test_two_processes_give_the_scores_of_one(tmp_path) -> None:
                 msg=name,
             )
         assert set(scores.ranking()[:3]) == PLANTED
-    assert (tmp_path / "error-0.txt").read_text().startswith("OtherProcessError: process 1 of 2")
-    assert (tmp_path / "error-1.txt").read_text() == "ValueError: the second process is broken"
+    assert (
+        (tmp_path / "error-0.txt")
+        .read_text()
+        .startswith("OtherProcessError: process 1 of 2")
+    )
+    assert (
+        tmp_path / "error-1.txt"
+    ).read_text() == "ValueError: the second process is broken"
 
     # One process resumes from what two have measured.
     path = tmp_path / "partial.json"

@@ -1,5 +1,6 @@
 """Shortcuts are taken where they agree with full forwards as well as those with one another."""
 
+import itertools
 import logging
 from typing import Any
 
@@ -15,7 +16,7 @@ from hybrid_distill.scoring import score_heads
 
 PROBE = KVRetrieval(6, keys=KEYS[:16])
 N_LAYERS = {"llama": 32, "gemma3": 26}
-HEADS = [HeadId(layer, head) for layer in (0, 12, 23) for head in (0, 3)]
+HEADS = [HeadId(*pair) for pair in itertools.product((0, 12, 23), (0, 3))]
 
 
 def deep_model(family: str, dtype: torch.dtype) -> Any:
@@ -64,7 +65,9 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog) -
         ("mean", torch.float32),
     ],
 )
-def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dtype, caplog) -> None:
+def test_a_side_channel_between_layers_is_noticed(
+    channel: str, dtype: torch.dtype, caplog
+) -> None:
     """Layer 18 adds what layer 2 has seen: forwards that begin between them read old values."""
     model = deep_model("llama", dtype)
     seen: list[torch.Tensor] = []

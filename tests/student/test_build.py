@@ -1,14 +1,13 @@
 """Building: every tensor is accounted for, odd teachers are refused, weights can be shared."""
 
-from __future__ import annotations
-
+import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from conftest import make_family_model
 from safetensors.torch import load_file
 from students import since
 from torch import nn
@@ -21,15 +20,29 @@ from hybrid_distill.model import HybridForCausalLM, packed_inputs
 from hybrid_distill.model.configuration_hybrid import release
 from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import build_student, share_frozen_weights, unshare_weights
-from hybrid_distill.student.init import INITS, LayerTrace, init_ssm
+from hybrid_distill.student.build import (
+    build_student,
+    share_frozen_weights,
+    unshare_weights,
+)
+from hybrid_distill.student.init import LayerTrace, init_ssm
 from hybrid_distill.student.score_factors import norm_gains
-from hybrid_distill.teacher import ablate_heads, attention_sites, fingerprint, load_teacher, trace_mixers
+from hybrid_distill.teacher import (
+    ablate_heads,
+    attention_sites,
+    fingerprint,
+    load_teacher,
+    trace_mixers,
+)
 
-FamilyModel = Callable[..., PreTrainedModel]
-# What heads 0, 1 and 2 of 8 take of each linear, in blocks of one head's rows; in 4 KV groups, but for GPT-NeoX.
+# What heads 0, 1 and 2 of 8 take of each linear, in blocks of one head's rows; in 4 KV groups,
+# but for GPT-NeoX.
 SEPARATE = {"q_proj": [0, 1, 2], "k_proj": [0, 1], "v_proj": [0, 1]}
-NORMED_TOGETHER = {"q_proj": list(range(8)), "k_proj": list(range(4)), "v_proj": [0, 1]}
+NORMED_TOGETHER = {
+    "q_proj": list(range(8)),
+    "k_proj": list(range(4)),
+    "v_proj": [0, 1],
+}
 BLOCKS = {
     "olmo2": NORMED_TOGETHER,
     "olmo3": NORMED_TOGETHER,
@@ -39,8 +52,11 @@ BLOCKS = {
 
 
 @pytest.fixture
-def teacher(family: str, family_model: FamilyModel) -> PreTrainedModel:
-    return family_model(family, **({"attention_bias": True} if family in ("llama", "qwen3", "olmo2") else {}))
+def teacher(family: str) -> PreTrainedModel:
+    has_bias = family in ("llama", "qwen3", "olmo2")
+    return make_family_model(
+        family, **({"attention_bias": True} if has_bias else {})
+    )
 
 
 def some_heads(teacher: PreTrainedModel) -> HeadPlan:
@@ -53,75 +69,114 @@ def calibration() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(3, 101, (2, 96)), "seq_idx": seq_idx}
 
 
-def test_every_tensor_of_both_models_is_in_the_report(teacher: PreTrainedModel) -> None:
-    student, report = build_student(teacher, some_heads(teacher), d_state=8, init="random")
-    of_student = [record for record in report.tensors if record.action != "dropped"]
-    assert sorted(record.name for record in of_student) == sorted(student.state_dict())
-    dropped = {record.name for record in report.tensors if record.action == "dropped"}
-    used = {name for record in of_student for name in record.source}
+def test_every_tensor_of_both_models_is_in_the_report(teacher) -> None:
+    student, report = build_student(
+        teacher, some_heads(teacher), d_state=8, init="random"
+    )
+    shapes = {}
+    used = set()
+    dropped = set()
+    for record in report.tensors:
+        if record.action == "dropped":
+            dropped.add(record.name)
+        else:
+            shapes[record.name] = record.shape
+            used.update(record.source)
     assert dropped | used == set(teacher.state_dict())
     assert not dropped & used
-    shapes = {record.name: record.shape for record in of_student}
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in student.state_dict().items()}
+    assert shapes == {
+        name: tuple(t.shape) for name, t in student.state_dict().items()
+    }
 
 
-def test_copied_and_sliced_tensors_hold_the_teachers_values(family: str, teacher: PreTrainedModel) -> None:
+def test_copied_and_sliced_tensors_hold_the_teachers_values(
+    family: str, teacher
+) -> None:
     student, report = build_student(teacher, some_heads(teacher), d_state=8)
-    theirs, ours = teacher.state_dict(), student.state_dict()
+    theirs = teacher.state_dict()
+    ours = student.state_dict()
     for record in report.tensors:
         if record.action == "copied":
             assert torch.equal(ours[record.name], theirs[record.source[0]])
-    here, site = (attention_sites(model)[0] for model in (student, teacher))
+    here = attention_sites(student)[0]
+    site = attention_sites(teacher)[0]
     for linear, blocks in BLOCKS.get(family, SEPARATE).items():
-        for name in {f"{linear}.weight", f"{linear}.bias"} & {*site.module.state_dict()}:
-            rows = theirs[f"{site.name}.{name}"].unflatten(0, (-1, site.head_dim))[blocks].flatten(0, 1)
+        for name in {f"{linear}.weight", f"{linear}.bias"} & {
+            *site.module.state_dict()
+        }:
+            by_head = theirs[f"{site.name}.{name}"].unflatten(
+                0, (-1, site.head_dim)
+            )
+            rows = by_head[blocks].flatten(0, 1)
             assert torch.equal(ours[f"{here.name}.attention.{name}"], rows)
 
 
-def test_unused_tensors_are_dropped(family_model: FamilyModel) -> None:
-    teacher = family_model("qwen2")
-    _, report = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
-    dropped = {record.name for record in report.tensors if record.action == "dropped"}
-    parts = [f"{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
-    assert dropped == {f"model.layers.{layer}.self_attn.{part}" for layer in range(3) for part in parts}
+def test_unused_tensors_are_dropped() -> None:
+    teacher = make_family_model("qwen2")
+    _, report = build_student(
+        teacher, HeadPlan.none(teacher), d_state=8, init="random"
+    )
+    dropped = {
+        record.name for record in report.tensors if record.action == "dropped"
+    }
+    expected = set()
+    for layer, part, kind in itertools.product(range(3), "qkv", ("weight", "bias")):
+        expected.add(f"model.layers.{layer}.self_attn.{part}_proj.{kind}")
+    assert dropped == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_tied_embeddings_stay_tied(family: str, family_model: FamilyModel) -> None:
-    teacher = family_model(family, tie_word_embeddings=True)
+def test_tied_embeddings_stay_tied(family: str) -> None:
+    teacher = make_family_model(family, tie_word_embeddings=True)
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     assert student.lm_head.weight is student.get_input_embeddings().weight
-    untied, _ = build_student(family_model(family), some_heads(teacher), d_state=8)
+    untied, _ = build_student(
+        make_family_model(family), some_heads(teacher), d_state=8
+    )
     assert untied.lm_head.weight is not untied.get_input_embeddings().weight
 
 
-def test_the_teacher_is_left_alone(teacher: PreTrainedModel) -> None:
+def test_the_teacher_is_left_alone(teacher) -> None:
     teacher.bfloat16().train()
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
-    assert {tensor.dtype for tensor in student.state_dict().values()} == {torch.bfloat16} and student.training
-    assert not any(tensor.is_meta for tensor in (*student.parameters(), *student.buffers()))
+    assert student.training
+    assert {tensor.dtype for tensor in student.state_dict().values()} == {
+        torch.bfloat16
+    }
+    assert not any(
+        tensor.is_meta for tensor in (*student.parameters(), *student.buffers())
+    )
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(1.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    for name, tensor in teacher.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
-def test_the_seed_covers_everything_drawn(family_model: FamilyModel) -> None:
-    teacher = family_model("llama")
+def test_the_seed_covers_everything_drawn() -> None:
+    teacher = make_family_model("llama")
 
     def weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(torch.randint(100, ()).item())  # the global seed must not matter
-        student, _ = build_student(teacher, some_heads(teacher), d_state=32, init="random", seed=seed)
-        return torch.cat([tensor.flatten() for tensor in student.state_dict().values()])
+        torch.manual_seed(
+            torch.randint(100, ()).item()
+        )  # the global seed must not matter
+        student, _ = build_student(
+            teacher, some_heads(teacher), d_state=32, init="random", seed=seed
+        )
+        return torch.cat(
+            [tensor.flatten() for tensor in student.state_dict().values()]
+        )
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
 
 
 @torch.no_grad()
-def test_recurrent_heads_start_as_averages_over_distinct_spans(teacher: PreTrainedModel) -> None:
-    """With scores of zero, a started head is a decaying average: rows of its mixing matrix sum to 1."""
+def test_recurrent_heads_start_as_averages_over_distinct_spans(
+    teacher: PreTrainedModel,
+) -> None:
+    """With scores of zero a head starts as a decaying average: its mixing matrix's rows sum to 1."""
     for site in attention_sites(teacher):
         for parameter in getattr(site.module, site.layout.query).parameters():
             parameter.zero_()
@@ -131,31 +186,49 @@ def test_recurrent_heads_start_as_averages_over_distinct_spans(teacher: PreTrain
     inputs = ssm._projections(torch.randn(1, 2000, 64))
     _, b, c, raw, _ = ssm._convolved(*inputs, None, None, None)
     row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_decay(raw), b, c)
-    torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0
+    )
 
 
-def head_errors(student: HybridForCausalLM, teacher: PreTrainedModel, batch: dict[str, torch.Tensor]) -> float:
-    """Squared error of all heads' outputs, given the teacher's inputs, relative to silent heads."""
-    packed = packed_inputs(batch["seq_idx"], config=teacher.config)
+def head_errors(
+    student: HybridForCausalLM,
+    teacher: PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+) -> float:
+    """Return the squared error of all heads, given the teacher's inputs, relative to silence."""
+    seq_idx = batch["seq_idx"]
     with trace_mixers(teacher) as calls:
+        packed = packed_inputs(seq_idx, config=teacher.config)
         teacher(batch["input_ids"], use_cache=False, **packed)
-    pairs = [
-        (mixer.heads(call.hidden_BLD, seq_idx=batch["seq_idx"]), call.heads_BLHP)
-        for mixer, call in zip(student.mixers(), calls.values())
-    ]
-    error = sum((ours - theirs).square().sum() for ours, theirs in pairs)
-    return float(error / sum(theirs.square().sum() for _, theirs in pairs))
+    error = 0.0
+    total = 0.0
+    for mixer, call in zip(student.mixers(), calls.values(), strict=True):
+        heads_BLHP = mixer.heads(call.hidden_BLD, seq_idx=seq_idx)
+        error += (heads_BLHP - call.heads_BLHP).square().sum().item()
+        total += call.heads_BLHP.square().sum().item()
+    return error / total
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "recurrence"), [("qwen3", "discrete"), ("olmo2", "discrete"), ("gpt_neox", "discrete"), ("qwen3", "gdn")]
+    ("family", "recurrence"),
+    [
+        ("qwen3", "discrete"),
+        ("olmo2", "discrete"),
+        ("gpt_neox", "discrete"),
+        ("qwen3", "gdn"),
+    ],
 )
-def test_fitted_heads_start_nearest_to_the_teacher(teacher: PreTrainedModel, recurrence: str) -> None:
+def test_fitted_heads_start_nearest_to_the_teacher(
+    teacher: PreTrainedModel, recurrence: str
+) -> None:
     """On text that the fit has not seen."""
-    errors, form = {}, {"d_state": 8, "recurrence": recurrence}
+    errors = {}
+    shape = {"d_state": 8, "recurrence": recurrence}
     for init in ("fitted", "teacher", "random"):
-        student, _ = build_student(teacher, HeadPlan.none(teacher), init=init, calibration=calibration(), **form)
+        options = {"init": init, "calibration": calibration(), **shape}
+        student, _ = build_student(teacher, HeadPlan.none(teacher), **options)
         errors[init] = head_errors(student, teacher, calibration())
     assert errors["fitted"] < min(0.9, errors["teacher"], errors["random"])
 
@@ -166,125 +239,175 @@ def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
     rows = open_rows(DataConfig(sources=("tiny",), seq_len=128), tokenizer)
     errors = {}
     for name in ("discrete", "gdn"):
-        options: dict[str, Any] = {"d_state": 16, "init": "fitted", "recurrence": name}
-        student, _ = build_student(teacher, HeadPlan.none(teacher), calibration=rows.batch(0, 4), **options)
+        options: dict[str, Any] = {
+            "d_state": 16,
+            "init": "fitted",
+            "recurrence": name,
+        }
+        student, _ = build_student(
+            teacher, HeadPlan.none(teacher), calibration=rows.batch(0, 4), **options
+        )
         errors[name] = head_errors(student, teacher, rows.batch(1, 4))
     assert errors["gdn"] < errors["discrete"]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "offset"), [("qwen3", 0), ("gemma3", 1), ("nemotron", 1), ("gpt_neox", 0)])
-def test_gains_of_norms_that_add_one_to_their_weight(family: str, offset: int, family_model: FamilyModel) -> None:
-    attention, block = (getattr(attention_sites(family_model(family))[0], name) for name in ("module", "block"))
-    for norm in (block.input_layernorm, getattr(attention, "q_norm", block.input_layernorm)):
+@pytest.mark.parametrize(
+    ("family", "offset"),
+    [("qwen3", 0), ("gemma3", 1), ("nemotron", 1), ("gpt_neox", 0)],
+)
+def test_gains_of_norms_that_add_one_to_their_weight(
+    family: str, offset: int
+) -> None:
+    site = attention_sites(make_family_model(family))[0]
+    before_attention = site.block.input_layernorm
+    for norm in (
+        before_attention,
+        getattr(site.module, "q_norm", before_attention),
+    ):
         assert torch.equal(norm_gains(norm), norm.weight + offset)
 
 
 @torch.no_grad()
-def test_the_fit_finds_what_heads_do(family_model: FamilyModel) -> None:
+def test_the_fit_finds_what_heads_do() -> None:
     """Heads that look one token back, average over 8 tokens, or do both in other proportions."""
-    teacher = family_model("llama")
+    teacher = make_family_model("llama")
     site = attention_sites(teacher)[0]
     seq_idx = calibration()["seq_idx"]
     hidden = torch.randn(2, 96, 64)
-    values_BLHP = site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
-    one_back, _ = causal_conv(
-        values_BLHP.flatten(-2), torch.tensor([0.0, 0.0, 1.0, 0.0]).repeat(64, 1), seq_idx_BL=seq_idx
+    values_BLHP = (
+        site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
+    )
+    one_token_back = torch.tensor([0.0, 0.0, 1.0, 0.0]).repeat(64, 1)
+    moved, _ = causal_conv(
+        values_BLHP.flatten(-2), one_token_back, seq_idx_BL=seq_idx
     )
     a = 0.5 ** (1 / 8)
     ones = torch.ones(2, 96, 8, 1)
-    average, _ = ssd_scan(values_BLHP, math.log(a) * ones[..., 0], (1 - a) * ones, ones, seq_idx_BL=seq_idx)
+    decay = math.log(a) * ones[..., 0]
+    average, _ = ssd_scan(
+        values_BLHP, decay, (1 - a) * ones, ones, seq_idx_BL=seq_idx
+    )
     heads_BLHP = torch.empty_like(values_BLHP)
-    heads_BLHP[:, :, :3] = one_back.view_as(values_BLHP)[:, :, :3]
+    heads_BLHP[:, :, :3] = moved.view_as(values_BLHP)[:, :, :3]
     heads_BLHP[:, :, 3:6] = 0.7 * average[:, :, 3:6]
     heads_BLHP[:, :, 6:] = 0.5 * average[:, :, 6:] + 0.4 * values_BLHP[:, :, 6:]
 
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
     trace = LayerTrace(hidden, heads_BLHP, seq_idx)
-    started = init_ssm("fitted", site, tuple(range(8)), student.config, torch.Generator(), trace)
+    heads = tuple(range(8))
+    started = init_ssm(
+        "fitted", site, heads, student.config, torch.Generator(), trace
+    )
     ssm = student.mixers()[0].ssm
     ssm.load_state_dict({name: tensor for name, (tensor, _) in started.items()})
-    error = (ssm(hidden, None, seq_idx) - heads_BLHP).square().sum((0, 1, 3)) / heads_BLHP.square().sum((0, 1, 3))
-    assert error.max() < 0.01
+    difference_BLHP = ssm(hidden, None, seq_idx) - heads_BLHP
+    error_H = difference_BLHP.square().sum((0, 1, 3)) / heads_BLHP.square().sum(
+        (0, 1, 3)
+    )
+    assert error_H.max() < 0.01
     half_lives = -math.log(2) / log_decay(ssm.a_proj.bias)
     torch.testing.assert_close(half_lives[3:], torch.full((5,), 8.0))
 
 
+def identities(model: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters()}
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_sharing_frees_the_copy_and_unsharing_makes_one(family: str, family_model: FamilyModel) -> None:
-    teacher = family_model(family, tie_word_embeddings=True)
+def test_sharing_frees_the_copy_and_unsharing_makes_one(family: str) -> None:
+    teacher = make_family_model(family, tie_word_embeddings=True)
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     ids = torch.randint(0, 101, (2, 9))
     expected = student(ids).logits
     share_frozen_weights(student, teacher)
-    shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
-    inside = {id(p) for site in attention_sites(teacher) for p in site.module.parameters()}
-    outside = {id(p) for p in teacher.parameters()} - inside
-    assert shared == outside
+    outside = identities(teacher)
+    for site in attention_sites(teacher):
+        outside -= identities(site.module)
+    assert identities(student) & identities(teacher) == outside
     assert torch.equal(student(ids).logits, expected)
 
     unshare_weights(student)
-    assert not {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
+    assert not identities(student) & identities(teacher)
     assert student.lm_head.weight is student.get_input_embeddings().weight
     assert torch.equal(student(ids).logits, expected)
 
 
-def test_a_plan_for_another_teacher_is_refused(family_model: FamilyModel) -> None:
-    teacher, other = family_model("llama"), family_model("llama", seed=1)
+def test_a_plan_for_another_teacher_is_refused() -> None:
+    teacher = make_family_model("llama")
+    other = make_family_model("llama", seed=1)
     plan = some_heads(teacher)
-    made_for_teacher = HeadPlan(plan.n_layers, plan.n_heads, plan.n_kv_heads, plan.kept, fingerprint(teacher))
+    made_for_teacher = HeadPlan(
+        plan.n_layers,
+        plan.n_heads,
+        plan.n_kv_heads,
+        plan.kept,
+        fingerprint(teacher),
+    )
     build_student(teacher, made_for_teacher, d_state=8)
     with pytest.raises(ValueError, match=fingerprint(other)):
         build_student(other, made_for_teacher, d_state=8)
-    with pytest.raises(ValueError, match="expects 3 layers, 8 heads, 4 KV heads"):
-        build_student(family_model("llama", num_hidden_layers=2), plan, d_state=8)
+    with pytest.raises(ValueError, match="3 layers"):
+        build_student(
+            make_family_model("llama", num_hidden_layers=2), plan, d_state=8
+        )
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"d_state": 3}, "d_state is 3; it must be a whole number from 4 to 128"),
-        ({"init": "xavier"}, r"init is 'xavier'.*teacher"),
-        ({"init": "fitted"}, "'fitted' is fitted to data; pass a batch as calibration"),
+        ({"d_state": 3}, "d_state is 3"),
+        ({"init": "xavier"}, "'xavier'.*teacher"),
+        ({"init": "statistics"}, "'statistics'"),
+        ({"init": "fitted"}, "calibration"),
         (
             {"init": "fitted", "calibration": {"tokens": torch.zeros(1, 4)}},
-            "calibration has tokens; it needs input_ids",
+            "input_ids",
         ),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], message: str, family_model: FamilyModel) -> None:
-    teacher = family_model("llama")
-    with pytest.raises(ValueError, match=message):
+def test_bad_options_are_refused(options: dict[str, Any], named: str) -> None:
+    teacher = make_family_model("llama")
+    with pytest.raises(ValueError, match=named):
         build_student(teacher, some_heads(teacher), **{"d_state": 8, **options})
 
 
-ODD_PARTS: dict[str, tuple[Any, str]] = {
-    "k_proj": (None, r".*k_proj.*expected"),
-    "q_norm": (nn.RMSNorm(2 * 16), r".*q_norm\.weight \[32\]; expected.*16 channels"),
-    "sinks": (nn.Parameter(torch.zeros(8)), r".*holds sinks \[8\]; expected"),
-    "q_proj": (nn.Linear(64, 2 * 8 * 16), r"\.q_proj has 256 rows; expected 8 heads x 16"),
+ODD_PARTS: dict[str, Any] = {
+    "k_proj": None,
+    "q_norm": nn.RMSNorm(2 * 16),
+    "sinks": nn.Parameter(torch.zeros(8)),
+    "q_proj": nn.Linear(64, 2 * 8 * 16),
 }
 
 
 @pytest.mark.parametrize("part", ODD_PARTS)
-def test_attention_that_is_not_understood_is_refused_by_name(part: str, family_model: FamilyModel) -> None:
-    teacher, (odd, message) = family_model("qwen3"), ODD_PARTS[part]
-    setattr(teacher.model.layers[1].self_attn, part, odd)
-    with pytest.raises(ValueError, match=rf"model\.layers\.1\.self_attn{message}"):
+def test_attention_that_is_not_understood_is_refused_by_name(part: str) -> None:
+    teacher = make_family_model("qwen3")
+    setattr(teacher.model.layers[1].self_attn, part, ODD_PARTS[part])
+    with pytest.raises(ValueError, match=rf"model\.layers\.1\.self_attn.*{part}"):
         build_student(teacher, some_heads(teacher), d_state=8)
 
 
-# Families between those that students are checked with and those that cannot become students, by their class.
+# Families between those that students are checked with and those that cannot become students.
 TINY_SHAPE = {
-    "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
-    """A tiny model; skips the test where this transformers is older than the family, or than its students."""
+    """Make a tiny model; skip where this transformers is older than the family, or its students."""
     kind = getattr(transformers, f"{prefix}Config", None)
-    if kind is None or release(oldest_transformers(kind.model_type)) > release(transformers.__version__):
+    if kind is None or release(oldest_transformers(kind.model_type)) > release(
+        transformers.__version__
+    ):
         pytest.skip(f"{prefix} needs a newer transformers")
     config = kind(**TINY_SHAPE, **fields)
     return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
@@ -295,20 +418,33 @@ def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
     ("prefix", "fields"),
     [
         ("Helium", {"head_dim": 8, "num_key_value_heads": 4}),
-        ("NanoChat", {"num_key_value_heads": 4}),  # norms without weights, behind RoPE
-        ("Olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
-        pytest.param("Persimmon", {"qk_layernorm": True}, marks=since("5.10")),  # as a teacher with a cache
+        (
+            "NanoChat",
+            {"num_key_value_heads": 4},
+        ),  # norms without weights, behind RoPE
+        (
+            "Olmoe",
+            {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+        ),
+        pytest.param(
+            "Persimmon", {"qk_layernorm": True}, marks=since("5.10")
+        ),  # as a teacher with a cache
     ],
 )
-def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -> None:
-    teacher, ids = teacher_of_class(prefix, **fields), torch.randint(3, 101, (2, 15))
+def test_relatives_become_students_too(
+    prefix: str, fields: dict[str, object]
+) -> None:
+    teacher = teacher_of_class(prefix, **fields)
+    ids = torch.randint(3, 101, (2, 15))
     everything, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
     assert torch.equal(everything(ids).logits, teacher(ids).logits)
 
     plan = HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (1, 5)])
     student, _ = build_student(teacher, plan, d_state=8)
     seq_idx = torch.tensor([[0] * 6 + [1] * 9]).expand(2, -1)
-    alone = torch.cat([student(document).logits for document in ids.split([6, 9], dim=1)], dim=1)
+    alone = torch.cat(
+        [student(document).logits for document in ids.split([6, 9], dim=1)], dim=1
+    )
     torch.testing.assert_close(student(ids, seq_idx=seq_idx).logits, alone)
     for mixer in student.mixers():
         mixer.ssm.z_proj.weight.zero_()
@@ -318,42 +454,54 @@ def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -
 
 
 @pytest.mark.parametrize(
-    ("prefix", "fields", "message"),
+    ("prefix", "fields", "named"),
     [
-        ("BitNet", {}, r"model\.layers\.0\.self_attn \(BitNetAttention\) holds attn_sub_norm\.weight \[64\]; expected"),
-        ("StableLm", {"qk_layernorm": True}, r"holds q_layernorm\.norms\.0\.weight \[8\]; expected"),
+        (
+            "BitNet",
+            {},
+            r"model\.layers\.0\.self_attn .*attn_sub_norm\.weight \[64\]",
+        ),
+        (
+            "StableLm",
+            {"qk_layernorm": True},
+            r"q_layernorm\.norms\.0\.weight \[8\]",
+        ),
     ],
 )
-def test_what_cannot_become_a_student_says_so_in_a_line(prefix: str, fields: dict[str, object], message: str) -> None:
+def test_what_cannot_become_a_student_is_refused_in_a_line(
+    prefix, fields, named
+) -> None:
     teacher = teacher_of_class(prefix, num_key_value_heads=4, **fields)
-    with pytest.raises(ValueError, match=f"{message}.*take a teacher of another family") as error:
+    with pytest.raises(ValueError, match=named) as error:
         build_student(teacher, HeadPlan.none(teacher), d_state=8)
     assert "\n" not in str(error.value)
 
 
-def test_a_layer_with_one_recurrent_head_can_be_saved(family_model, tmp_path) -> None:
-    teacher = family_model("llama")
+def test_a_layer_with_one_recurrent_head_can_be_saved(tmp_path) -> None:
+    teacher = make_family_model("llama")
     plan = HeadPlan.from_pairs(teacher, [(0, head) for head in range(7)])
-    calibration = {"input_ids": torch.randint(3, 97, (2, 32))}
-    student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=calibration)
-    odd = torch.empty(8)[::8]  # one element, stride 8: contiguous to torch, and no view of bytes
-    save_tensors(tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd})
+    ids = {"input_ids": torch.randint(3, 97, (2, 32))}
+    student, _ = build_student(
+        teacher, plan, d_state=8, init="fitted", calibration=ids
+    )
+    # One element of stride 8: contiguous to torch, and not a view of bytes.
+    odd = torch.empty(8)[::8]
+    save_tensors(
+        tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd}
+    )
     assert torch.equal(load_file(tmp_path / "weights.safetensors")["odd"], odd)
 
 
-def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope(family_model) -> None:
+def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    teacher = family_model("llama", rope_parameters=rope, max_position_embeddings=32)
+    teacher = make_family_model(
+        "llama", rope_parameters=rope, max_position_embeddings=32
+    )
     ids = torch.randint(3, 97, (1, 60))
     with torch.no_grad():
         teacher(ids)
         student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
         for length in (20, 60, 20):
-            assert torch.equal(student(ids[:, :length]).logits, teacher(ids[:, :length]).logits)
-
-
-def test_an_init_is_one_of_three(family_model: FamilyModel) -> None:
-    teacher = family_model("llama")
-    assert INITS == ("fitted", "teacher", "random")
-    with pytest.raises(ValueError, match="statistics"):
-        build_student(teacher, HeadPlan.none(teacher), d_state=8, init="statistics")  # type: ignore[arg-type]
+            assert torch.equal(
+                student(ids[:, :length]).logits, teacher(ids[:, :length]).logits
+            )
