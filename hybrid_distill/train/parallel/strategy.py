@@ -148,6 +148,7 @@ def own_rows(tensor: Tensor) -> Tensor | None:
         tensor = tensor[begin:end]
     elif rank:
         return None
+    # A copy on a CPU too: training continues while it is written.
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
