@@ -51,6 +51,7 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
         folder = place
         path = folder / LOCK
         note = folder / NOTE
+    # Folders that this call makes, innermost first: the order in which they can be removed.
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -73,6 +74,7 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
             path.unlink(missing_ok=True)
     finally:
         lock.release()
+        # Ends at the first folder that has content.
         with suppress(OSError):
             for parent in missing:
                 parent.rmdir()

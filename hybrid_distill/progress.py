@@ -66,6 +66,7 @@ class Phase:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if not self._hidden:
+            # After an error, the line must not read as if the phase were complete.
             self._show(ended=kind is None)
             _open.remove(self)
         if self._live is not None:

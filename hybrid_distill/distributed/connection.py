@@ -62,6 +62,7 @@ def make_accelerator(
     check_devices()
     with_deepspeed = is_on(DEEPSPEED_REQUESTED)
     on_cpu = not computes_on_gpu()
+    # Gradients that are views of DDP's buckets do not take their memory twice.
     handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if with_deepspeed and on_cpu:
         _prepare_deepspeed_on_cpu()

@@ -55,6 +55,7 @@ def compute_everywhere(compute: Callable[[], T]) -> list[T]:
     try:
         own_result = compute()
     except Exception as error:
+        # The others wait for a value of this process: it is the error.
         exchange.gather((None, describe_error(error)))
         raise
     results: list[T] = []

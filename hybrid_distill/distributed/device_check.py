@@ -60,6 +60,7 @@ def check_devices() -> None:
     facts = _facts_of_launch(own)
     problem = problem_of_launch(facts)
     if problem and len(facts) > 1:
+        # A type of its own: all processes raise it, and one of them reports it.
         raise LaunchRefused(problem)
     if problem:
         raise WorldError(problem)
@@ -134,6 +135,7 @@ def _facts_of_launch(own: DeviceFacts) -> list[DeviceFacts]:
     store = dist.PrefixStore("hybrid-distill/devices", whole_store)
     store.set(str(rank), json.dumps(asdict(own)))
     keys = [str(number) for number in range(world)]
+    # As long as torch itself would wait for them to connect.
     patience = dist.constants.default_pg_timeout.total_seconds()
     missing = wait_for_keys(store, keys, patience)
     if missing:

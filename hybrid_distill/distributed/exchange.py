@@ -69,6 +69,7 @@ class Exchange:
             target=self._beat, args=(beats,), name="heartbeat", daemon=True
         )
         self._heart.start()
+        # A process that ends with an error never gets to `farewell`, and the others wait for it.
         atexit.register(self.leave)
 
     def gather(self, value: T) -> list[T]:
@@ -137,6 +138,7 @@ class Exchange:
                 return
 
     def _put(self, number: int, value: object) -> None:
+        # Tensors and errors travel too, so JSON is not enough.
         data = pickle.dumps(value)
         n_parts = 0
         for begin in range(0, len(data), CHUNK):
@@ -192,6 +194,7 @@ class Exchange:
 
     def _forget_before(self, number: int) -> None:
         """Remove this process's values of earlier calls, which all have read, from the store."""
+        # Whoever has come to this call has read the values of all calls before.
         remaining: list[tuple[int, str]] = []
         with _connected():
             for call, key in self._own_keys:

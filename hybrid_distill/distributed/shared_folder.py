@@ -85,6 +85,7 @@ class _Token(NamedTuple):
 
 
 def _write_token(folder: Path) -> _Token:
+    # Random: a machine that does not share the folder may have an equal path with an older token.
     name = f".{secrets.token_hex(8)}.token"
     token = _Token(str(folder.resolve()), name, value=secrets.token_hex(16))
     folder.mkdir(parents=True, exist_ok=True)

@@ -162,6 +162,7 @@ def load(folder: str | Path) -> Snapshot:
     if any of them finds an error.
     """
     folder = Path(folder)
+    # Hashing a large checkpoint takes minutes: the processes divide its files among them.
     records: list[Record] = []
     problem = ""
     try:

@@ -105,6 +105,7 @@ def train_stage(
         "seed": seed,
         "config": config.identity(),
     }
+    # Before anything is written there.
     check_shared(out)
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     if resume == "never":
@@ -113,6 +114,7 @@ def train_stage(
     if manifest is not None:
         check_same_run(identity, asdict(manifest), out)
         return load_stage(out, stage.student)
+    # Only now: any number of processes can load a finished stage.
     config.check_world(accelerator.num_processes)
     snapshot = checkpoints.latest()
     if snapshot is not None:
@@ -242,6 +244,7 @@ class _Training:
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         batches = self._batches()
+        # Closed here: workers of a generator that is left behind would outlive an error.
         with phase, profiler(trace) as profiled, closing(batches):
             while self.step < config.steps:
                 begun = time.perf_counter()
@@ -319,6 +322,7 @@ class _Training:
                 self.optimizer.step()
             else:
                 metrics["skipped"] = skipped
+        # Of skipped steps too: their gradients must not reach the next one.
         self.optimizer.zero_grad()
         if self.empty_steps:
             metrics["empty_steps"] = self.empty_steps
@@ -328,6 +332,7 @@ class _Training:
         with self.meter.waiting_for_data():
             batch = on_device(next(batches), self.accelerator.device)
         first_row = self.step * self.config.batch_size + self.rank * self.n_rows
+        # A row's seed follows from its place alone: a run on more processes draws the same.
         seeds: list[int] = []
         for place in range(first_row, first_row + self.n_rows):
             seeds.append(row_seed(self.identity["seed"], place))
@@ -398,6 +403,7 @@ class _Training:
         if self.world == 1:
             return values
         reduced = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
+        # accelerate's type also allows for collections of tensors.
         assert isinstance(reduced, Tensor)
         return reduced
 
@@ -525,6 +531,7 @@ class _Training:
         on_main_process(write)
         if not is_whole:
             load_trained(self.out, student)
+        # The main process's: another machine may see the file later.
         manifest = agree_on(lambda: StageManifest.read(self.out))
         assert manifest is not None
         return manifest

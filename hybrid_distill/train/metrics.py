@@ -34,6 +34,7 @@ def cut_metrics(folder: Path, step: int) -> None:
         try:
             line_step = json.loads(line)["step"]
         except (ValueError, KeyError):
+            # A process that was killed may leave half a line.
             continue
         if line_step <= step:
             remaining.append(line + "\n")

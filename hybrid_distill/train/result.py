@@ -67,6 +67,7 @@ def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageMa
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(path, tensors)
         files = {WEIGHTS: file_hash(path)}
+        # Last: a folder without it is not a finished stage, whatever else it holds.
         manifest = StageManifest(**record, weights=weights_hash(student), files=files, tied=tied)
         write_sealed(folder / MANIFEST, asdict(manifest))
     except (OSError, SafetensorError) as error:
@@ -87,6 +88,7 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     hashes: dict[str, str] = {}
     if is_first_on_machine():
         hashes = manifest.files
+    # Hashing takes as long as reading: once a machine is enough.
     compute_everywhere(lambda: check_files(folder, hashes))
     stored = load_file(folder / WEIGHTS)
     own = student.state_dict(keep_vars=True)

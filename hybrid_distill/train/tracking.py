@@ -95,6 +95,7 @@ class TrackedRun:
 
         ``step`` counts from this stage's start.
         """
+        # One tracker run has the steps of all stages: wandb refuses steps that go back.
         named = {f"{kind}/{name}": value for name, value in values.items()}
         accelerator.log(named, step=self.first_step + step)
 

@@ -119,14 +119,6 @@ def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> 
     assert difference_between(chosen) == ""
 
 
-def test_a_stage_is_refused_before_its_first_step(tmp_path, monkeypatch) -> None:
-    found = [{"recurrence": "triton"}, {"recurrence": "torch (broken)"}]
-    monkeypatch.setattr(module, "compute_everywhere", lambda compute: found)
-    with pytest.raises(WorldError):
-        train_stage(stage_of(), small_rows(), tmp_path / "stage", progress=False)
-    assert not (tmp_path / "stage" / "metrics.jsonl").exists()
-
-
 def test_warnings_of_the_loss_are_shown(monkeypatch) -> None:
     """Its package is another one than ours, whose logger was never opened."""
     logger = logging.getLogger("hybrid_kernels.loss")

@@ -78,9 +78,9 @@ class Strategy:
     def load_optimizer(self, tensors: ShardedTensors) -> None:
         """Load the optimizer state that `tensors` yielded.
 
-        Weights are loaded into a stage before it is distributed. There is none if the optimizer had
-        not stepped yet: every step so far was empty or skipped.
+        Weights are loaded into a stage before it is distributed.
         """
+        # The optimizer had not stepped yet: every step so far was empty or skipped.
         if not len(tensors):
             return
         for name, parameter in trainable(self.stage).items():
@@ -148,6 +148,7 @@ def own_rows(tensor: Tensor) -> Tensor | None:
         tensor = tensor[begin:end]
     elif rank:
         return None
+    # A copy on a CPU too: training continues while it is written.
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

@@ -85,8 +85,7 @@ class Zero(Strategy):
 
         if not len(tensors):
             return
-        # DeepSpeed makes the state in its first step (DeepSpeed#5104), which a resumed run must not
-        # take twice.
+        # DeepSpeed makes the state in its first step (DeepSpeed#5104); a resumed run needs it before.
         some_step = next(name for name in tensors if name.startswith("step/"))
         for partition in _flat_partitions(self._engine):
             state = self._adamw.state[partition]
@@ -124,7 +123,7 @@ class Zero(Strategy):
                 whole[name] = placeholder(weight)
         whole |= self._frozen(trained=whole)
         self.model.destroy()
-        # `prepare` has told transformers of ZeRO-3 again.
+        # What is built after this stage must be whole too.
         build_whole_models()
         self._replace_parameters(whole)
         return is_main
