@@ -180,7 +180,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, tokenizer = load_teacher("tiny")
     for family in ("falcon_h1", "zamba2", "mamba2", "falcon_mamba"):
         model = make_model(family)
-        config = type(model.config)(**{**SETTINGS[family][1], "vocab_size": len(tokenizer)})
+        config = type(model.config)(**{**SETTINGS[family].config, "vocab_size": len(tokenizer)})
         type(model)(config).save_pretrained(folder / family)
         tokenizer.save_pretrained(folder / family)
     return folder

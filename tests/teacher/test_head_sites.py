@@ -102,8 +102,8 @@ FAMILIES = {
 KEPT = [HeadId(0, 1), HeadId(0, 2), HeadId(2, 3)]
 
 
-def make_model(family: str) -> PreTrainedModel:
-    """Make a random model in eval mode.
+def make_model(family: str, **changes: Any) -> PreTrainedModel:
+    """Make a random model in eval mode; ``changes`` are fields of its config.
 
     Every vector is drawn too, so that no bias is zero and no two heads are alike.
     """
@@ -115,7 +115,7 @@ def make_model(family: str) -> PreTrainedModel:
         return student.eval()
     prefix = FAMILIES[family].prefix
     config_name = "Gemma3TextConfig" if family == "gemma3" else f"{prefix}Config"
-    config = getattr(transformers, config_name)(**FAMILIES[family].config)
+    config = getattr(transformers, config_name)(**FAMILIES[family].config, **changes)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
