@@ -6,10 +6,10 @@ import sys
 
 import tyro
 
-from ..lab.sweep.folder import FILE as SWEEP
 from ..lab.sweep.job import SweepFailed, SweepJob, dry_run, sweep
+from ..lab.sweep.paths import SweepPaths
 from ..lab.sweep.report import pareto_front, write_sweep_report
-from ..lab.sweep.results import status
+from ..lab.sweep.status import status
 from ..locking import InUse
 from .recipes import load_recipe
 
@@ -32,7 +32,7 @@ def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # n
         failed = error
     except InUse:
         # Something else than a sweep may be at work there.
-        if (job.out / SWEEP).is_file():
+        if SweepPaths(job.out).record.is_file():
             print(status(job.out))
         raise
     print(pareto_front(job.out))

@@ -24,11 +24,12 @@ from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import PlanConfig, RunConfig, from_json
 from hybrid_distill.lab.sweep import cells
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
-from hybrid_distill.lab.sweep.folder import Outcome, Sweep, Task
+from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
 from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob, base_config, sweep
 from hybrid_distill.lab.sweep.jobs import run_tasks
-from hybrid_distill.lab.sweep.results import progress, status
+from hybrid_distill.lab.sweep.status import progress, status
+from hybrid_distill.lab.sweep.tasks import Outcome, Task
 from hybrid_distill.locking import is_locked, locked
 from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
 from hybrid_distill.pipeline.run import build, choose_heads, run

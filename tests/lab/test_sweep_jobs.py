@@ -15,7 +15,7 @@ import torch
 from training import small_run
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.sweep.folder import Sweep, Task
+from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Grid
 from hybrid_distill.lab.sweep.job import JOBS, SweepJob, _defaults, dry_run, sweep
 from hybrid_distill.lab.sweep.jobs import (
@@ -26,6 +26,7 @@ from hybrid_distill.lab.sweep.jobs import (
     run_tasks,
     share_of_machine,
 )
+from hybrid_distill.lab.sweep.tasks import Task
 from hybrid_distill.lab.sweep.workers import WorkerOptions
 from hybrid_distill.plan import HeadPlan
 

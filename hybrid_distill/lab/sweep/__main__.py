@@ -21,6 +21,7 @@ def main(out: str, task: str) -> None:
         perform(sweep, sweep.tasks[task])
         disconnect()
     except (Interrupted, KeyboardInterrupt):
+        # It has saved; without an outcome, the next start of the sweep continues it.
         return
 
 

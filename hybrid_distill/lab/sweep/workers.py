@@ -38,8 +38,11 @@ class WorkerOptions:
 
         Raises ValueError for numbers out of range, and for GPUs that a job could not use.
         """
-        asked = {name: value for name in JOBS if (value := getattr(job, name)) not in (None, "")}
-        chosen = {**JOBS, **of_recipe, **asked}
+        chosen = {**JOBS, **of_recipe}
+        for name in JOBS:
+            flag = getattr(job, name)
+            if flag not in (None, ""):
+                chosen[name] = flag
         launcher = chosen["launcher"]
         COUNT.check("--minutes", chosen["minutes"])
         if job.cluster == "slurm":
@@ -62,8 +65,9 @@ class WorkerOptions:
                 "'accelerate launch ...' too."
             )
         COUNT.check("--jobs", jobs)
-        pairs = split_pairs("options", job.options, "slurm_partition=gpu")
-        options = {name: int(value) if value.isdigit() else value for name, value in pairs}
+        options: dict[str, str | int] = {}
+        for name, value in split_pairs("options", job.options, "slurm_partition=gpu"):
+            options[name] = int(value) if value.isdigit() else value
         if options and job.cluster is None:
             raise ValueError(
                 "--options are for jobs of a cluster; pass --cluster slurm too, or leave them out."
@@ -105,12 +109,12 @@ def _gpus_of_job_here(gpus: int | None, launcher: str, n_visible: int, *, is_fla
 
 def split_pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
     """Split ``NAME=VALUE`` words. Raises ValueError for any other word."""
-    found = []
+    split = []
     for pair in pairs:
         name, _, value = pair.partition("=")
         if not (name and value):
             raise ValueError(
                 f"--{flag} has {pair!r}; write NAME=VALUE, for example --{flag} {example}."
             )
-        found.append((name, value))
-    return found
+        split.append((name, value))
+    return split
