@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_distill.cli.app import main
 from hybrid_distill.io import Record
 from hybrid_distill.lab import probe_tasks, suite
-from hybrid_distill.lab.suite import HEADLINES, coverage, headline, load_tasks, run_suite, summary
+from hybrid_distill.lab.suite import load_tasks, run_suite
 from hybrid_distill.lab.suite_job import PROBES, SUITES, SuiteJob
+from hybrid_distill.lab.suite_results import HEADLINES, coverage, headline, summary
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
