@@ -113,7 +113,7 @@ def check_evaluation(inputs: RunInputs) -> None:
             check_answerable(question, inputs.tokenizer, limit)
 
 
-_checked_families: set[tuple[str, str, str]] = set()
+_checked_families: set[tuple[str, str | None, str]] = set()
 
 
 def _check_family_once(teacher: PreTrainedModel, recurrence: str) -> None:

@@ -30,9 +30,6 @@ CASES = """
     evaluate nowhere: nowhere
     evaluate --suite kv: --model
     evaluate --model tiny: --suite
-    evaluate --model tiny --suite kv --pairs many: --pairs is 'many'
-    evaluate --model tiny --suite piqa,kv: piqa
-    evaluate --model tiny --suite kv --include-path no/such: no/such
     verify nowhere --device foo: --device is 'foo'
     run: no recipe
     run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'

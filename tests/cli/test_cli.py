@@ -127,11 +127,11 @@ def test_a_result_that_was_changed_or_damaged_is_named(done: Path, capsys: pytes
     assert str(manifest) in refusal(capsys, small_run(done))
 
 
-@pytest.mark.parametrize("recipe", ["hybrid_smollm2_135m", "sweep_llama_1b"])
 def test_a_dry_run_says_what_to_launch_and_starts_nothing(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["run", str(RECIPES / f"{recipe}.py"), "--teacher", "tiny", "--out", str(tmp_path / "run")]
+    recipe = str(RECIPES / "sweep_llama_1b.py")
+    words = ["run", recipe, "--teacher", "tiny", "--out", str(tmp_path / "run")]
     main([*words, "--dry-run"])
     printed = capsys.readouterr().out
     _, launch, *_ = printed.splitlines()
