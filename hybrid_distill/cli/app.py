@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ COMMANDS = {
     "Choose": ("memory", "sweep"),
     "Look inside": ("analyze",),
 }
-NAMES = tuple(name for group in COMMANDS.values() for name in group)
+NAMES = tuple(chain.from_iterable(COMMANDS.values()))
 HELP = ("-h", "--help")
 QUIET = "--quiet"
 USAGE = """\
@@ -86,7 +87,8 @@ def _dispatch(name: str, *words: str) -> None:
         run = partial(module.main, list(words))
     else:
         run = parse(module.command, words, f"hybrid-distill {name}")
-    if name != "recipes" and words[:1] not in [(word,) for word in HELP]:
+    asks_for_help = bool(words) and words[0] in HELP
+    if name != "recipes" and not asks_for_help:
         # Commands import these late, so that their help is fast.
         with loading():
             importlib.import_module("hybrid_distill.pipeline")

@@ -39,6 +39,7 @@ class Sweep:
             self.record = read_json(path)
             if self.record["format"] != FORMAT:
                 raise ValueError(f"its format is {self.record['format']!r}, expected {FORMAT!r}")
+            # Where it is, not where it was made: a folder may have moved.
             self.base: RunConfig = replace(from_record(self.record["config"]), out=out)
             self.share: bool = self.record["share_alignment"]
             self.cells: list[Cell] = []
@@ -79,6 +80,7 @@ class Sweep:
             cls(base.out)._check_grows(base, record)
         paths.tasks.mkdir(parents=True, exist_ok=True)
         write_json(paths.record, record)
+        # Read back: jobs in other processes work from the same file.
         return cls(base.out)
 
     def _check_grows(self, base: RunConfig, record: Record) -> None:

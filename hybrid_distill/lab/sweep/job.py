@@ -112,6 +112,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     check_data(inputs)
     check_evaluation(inputs)
     check_student(inputs, PlanConfig("none", k=0))
+    # Of the teacher, only its config has been read so far.
     cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
     options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
     return Request(inputs, grid, cells, options)
@@ -156,6 +157,7 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
             write_pins(paths.sources, request.inputs.pins)
 
         def changed(task: Task) -> None:
+            # After every task: whoever looks in between finds a whole table.
             write_results(this)
             outcome = task.outcome()
             print(f"{task.name}: {outcome.error or outcome.state}")

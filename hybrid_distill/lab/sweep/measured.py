@@ -85,6 +85,7 @@ class SweepResults:
             n_done=("state", lambda states: (states == "done").sum()),
             n=("seed", "size"),
         )
+        # Seeds keep different heads, which share more or fewer KV heads.
         table["bytes"] = grouped["bytes"].max()
         table["label"] = [_label(*setting) for setting in table.index]
         return table.loc[table.n_done > 0]

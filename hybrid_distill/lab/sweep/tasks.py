@@ -65,6 +65,7 @@ class Task:
         """Return its state; a task whose results were deleted is waiting again."""
         if self.outcome_path.exists():
             outcome = Outcome(**read_json(self.outcome_path))
+            # A user who deletes results wants them made again.
             if outcome.state == "failed" or all(path.exists() for path in self.leaves):
                 return outcome
         if is_locked(self.folder):
