@@ -13,7 +13,9 @@ from ..lab.sweep.report import write_sweep_report
 from ..validation import Count
 
 
-def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None) -> None:
+def command(
+    path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None
+) -> None:
     """Rebuild PATH/report.md from the results in the folder of a run or a sweep.
 
     Args:
@@ -24,6 +26,8 @@ def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: P
     if SweepPaths(path).table.is_file():
         print(f"report: {write_sweep_report(path, context=context, to=to)}")
     elif to is not None:
-        raise ValueError(f"--to is for the report of a sweep, and {path} has no results.csv; leave it out.")
+        raise ValueError(
+            f"--to is for the report of a sweep, and {path} has no results.csv; leave it out."
+        )
     else:
         print(f"report: {write_report(path)}")

@@ -15,11 +15,13 @@ from .recipes import load_recipe
 
 
 def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # noqa: B008
-    """Run a grid of students: heads kept x selection x state size x seed; results in OUT/results.csv.
+    """Run a grid of students: heads kept x selection x state size x seed; results in
+    OUT/results.csv.
 
-    Every cell is a run, and cells share alignments. The same command again resumes where it was stopped; while the
-    sweep runs, here or elsewhere, it prints the state. At the end it prints the state and the Pareto front: the best
-    students by memory. Exits with status 1 if cells have failed.
+    Every cell is a run, and cells share alignments. The same command again resumes where it was
+    stopped; while the sweep runs, here or elsewhere, it prints the state. At the end it prints
+    the state and the Pareto front: the best students by memory. Exits with status 1 if cells
+    have failed.
     """
     if job.dry_run:
         print(dry_run(job, load_recipe(job.recipe)))

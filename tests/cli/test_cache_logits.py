@@ -14,11 +14,27 @@ import pytest
 import torch
 from conftest import make_family_model
 from torch import nn
-from training import SMALL, die, killed, small_config, small_models, small_rows, word_texts, word_tokenizer
+from training import (
+    SMALL,
+    die,
+    killed,
+    small_config,
+    small_models,
+    small_rows,
+    word_texts,
+    word_tokenizer,
+)
 
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
-from hybrid_distill.data import CachedLogitsDataset, DataConfig, LogitHeader, PackedRows, caching, open_rows
+from hybrid_distill.data import (
+    CachedLogitsDataset,
+    DataConfig,
+    LogitHeader,
+    PackedRows,
+    caching,
+    open_rows,
+)
 from hybrid_distill.data.caching import CHECK_ROWS, top_k_of
 from hybrid_distill.data.logits import open_logits, pack, record_dtype, row_ids_of, unpack
 from hybrid_distill.pipeline import RunInputs
@@ -90,7 +106,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("n_words", [300, 65_536, 65_537, 200_000])
 def test_ids_come_back_exactly_and_probabilities_to_float16(n_words: int) -> None:
     logits = 3 * torch.randn(2, 5, n_words)
-    logits[0, 0, [0, -1, min(65_535, n_words - 1), min(65_536, n_words - 2)]] = 15.0  # at the edges of 16 bits
+    logits[0, 0, [0, -1, min(65_535, n_words - 1), min(65_536, n_words - 2)]] = (
+        15.0  # at the edges of 16 bits
+    )
     log_probs = logits.log_softmax(-1)
     top, ids = log_probs.topk(20)
     log_tail = log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
@@ -119,14 +137,18 @@ def test_ids_come_back_exactly_and_probabilities_to_float16(n_words: int) -> Non
     sorted_ids, order = ids.sort(-1)
     assert torch.equal(read_ids[mask], sorted_ids[mask])
     assert read_ids[~mask].eq(0).all()
-    torch.testing.assert_close(read_log_probs[mask], top.gather(-1, order)[mask], rtol=2**-10, atol=5e-4)
+    torch.testing.assert_close(
+        read_log_probs[mask], top.gather(-1, order)[mask], rtol=2**-10, atol=5e-4
+    )
     tail = 1.0 - read_log_probs.double().exp().sum(-1)
     torch.testing.assert_close(tail[mask].float(), log_tail.exp()[mask], rtol=5e-3, atol=1e-6)
     assert read_log_probs.isfinite().all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJob, temperature: float) -> None:
+def test_the_files_hold_what_the_teacher_says_of_each_document_alone(
+    job: CacheJob, temperature: float
+) -> None:
     """With rows in a part of the data, padding in the last, and two logits that are no words."""
     job = changed(job, "distill", temperature=temperature, steps=9)
     summary = cache_logits(job)
@@ -160,14 +182,22 @@ def live_rows(teacher: Any, k: int, temperature: float) -> Any:
         def batch(self, *place: int) -> Any:
             batch = super().batch(*place)
             known = top_k_of(teacher, batch, k, vocab_size=WORDS, temperature=temperature)
-            return {**batch, "teacher_ids_BLK": known.ids_BLK, "teacher_log_probs_BLK": known.log_probs_BLK}
+            return {
+                **batch,
+                "teacher_ids_BLK": known.ids_BLK,
+                "teacher_log_probs_BLK": known.log_probs_BLK,
+            }
 
     rows = small_rows()
     return Live(rows.sources, seq_len=SEQ_LEN)
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "jsd", "temperature": 2.0, "hard_weight": 0.3}], ids=str)
-def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_path: Path, options: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"kind": "jsd", "temperature": 2.0, "hard_weight": 0.3}], ids=str
+)
+def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(
+    job: CacheJob, tmp_path: Path, options: Any
+) -> None:
     """6 steps; with every word stored, it is also that of the whole teacher."""
     config = small_config("distill", steps=6, **options)
     assert isinstance(config, Distill)
@@ -182,7 +212,10 @@ def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_p
         student, teacher = small_models(**SHARP)
         stage = make_stage(config, student, teacher if with_teacher else None, vocab_size=WORDS)
         train_stage(stage, rows, tmp_path / name, progress=False)
-        return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def from_disk(name: str, folder: Path) -> list[float]:
         return curve(name, CachedLogitsDataset(small_rows(), open_logits(folder)), cached, False)
@@ -242,13 +275,19 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
 
 def test_more_than_an_epoch_is_every_row_once() -> None:
     rows = small_rows()
-    assert row_ids_of(rows, 10**6).tolist() == list(range(rows.n_rows)) == row_ids_of(rows, rows.n_rows).tolist()
+    assert (
+        row_ids_of(rows, 10**6).tolist()
+        == list(range(rows.n_rows))
+        == row_ids_of(rows, rows.n_rows).tolist()
+    )
     sources = [rows.sources[0]] * 2
     weighted = PackedRows(sources, seq_len=SEQ_LEN, weights=(3, 1))
     assert set(row_ids_of(weighted, 100)) == set(weighted.row_ids(0, 100).tolist())
     batch, place = weighted.batch(3, 4), weighted.row_ids(12, 4)
     assert torch.equal(batch["input_ids"], weighted.read(place)["input_ids"])
-    assert weighted.row_ids(0, 100).max() >= rows.n_rows, "rows of the second source have numbers of their own"
+    assert weighted.row_ids(0, 100).max() >= rows.n_rows, (
+        "rows of the second source have numbers of their own"
+    )
 
 
 def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
@@ -257,10 +296,19 @@ def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
     run = RunInputs(job.run)
     other = open_rows(replace(job.run.data, seed=1), run.tokenizer)
     logits = open_logits(job.folder)
-    logits.check(other, run.tokenizer, fingerprint(run.teacher), vocab_size=WORDS, places=10**6, temperature=1.0)
+    logits.check(
+        other,
+        run.tokenizer,
+        fingerprint(run.teacher),
+        vocab_size=WORDS,
+        places=10**6,
+        temperature=1.0,
+    )
     batch = CachedLogitsDataset(other, logits).batch(0, 8)
     known = top_k_of(run.teacher, batch, 6, vocab_size=WORDS)
-    assert torch.equal(batch["teacher_ids_BLK"][batch["mask"]], known.ids_BLK.sort(-1).values[batch["mask"]])
+    assert torch.equal(
+        batch["teacher_ids_BLK"][batch["mask"]], known.ids_BLK.sort(-1).values[batch["mask"]]
+    )
 
 
 def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
@@ -274,7 +322,9 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
     tokenizer.add_tokens(["w97"])
     tokenizer.save_pretrained(other_tokenizer)
     more_text = tmp_path / "more.jsonl"
-    more_text.write_text(Path(job.run.data.sources[0]).read_text() + json.dumps({"text": "w1"}) + "\n")
+    more_text.write_text(
+        Path(job.run.data.sources[0]).read_text() + json.dumps({"text": "w1"}) + "\n"
+    )
 
     def run(part: str, **changes: Any) -> RunConfig:
         return changed(job, part, **changes).run
@@ -291,7 +341,9 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
     }
 
 
-def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJob, tmp_path: Path) -> None:
+def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(
+    job: CacheJob, tmp_path: Path
+) -> None:
     cache_logits(job)
     for message, config in refusals(job, tmp_path).items():
         with pytest.raises(ValueError, match=message):
@@ -333,7 +385,9 @@ def parameter_bytes() -> int:
     return sum(sizes.values())
 
 
-def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_trains_from_disk_there_is_one_model_in_memory(
+    job: CacheJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an alignment, which needs the teacher, in the same process."""
     cache_logits(job)
     before = parameter_bytes()
@@ -370,7 +424,9 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, m
     assert fingerprint(run.teacher) == before, "it was handed over, and is untrained"
 
 
-def test_two_processes_write_the_bytes_of_one(job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_the_bytes_of_one(
+    job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second process first: neither needs the other's files."""
     cache_logits(job)
     two = changed(job, "distill", teacher_logits=tmp_path / "two")

@@ -90,7 +90,9 @@ def times_of_weights(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
 
 
-def test_a_run_its_config_and_another_config(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_its_config_and_another_config(
+    done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = small_run(done)
     before = times_of_weights(done)
     run_recipe(config, [])
@@ -116,7 +118,9 @@ def test_evaluate_prints_what_was_measured_before_and_measures_again_when_asked(
     assert [json.loads(file.read_text())["n_examples"] for file in files] == [2, 2]
 
 
-def test_a_result_that_was_changed_or_damaged_is_named(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_that_was_changed_or_damaged_is_named(
+    done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage = done / "stages" / "1-align"
     weights = stage / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -159,11 +163,22 @@ def test_a_dry_run_plans_anew_what_the_run_would_and_counts_the_recurrence(
     assert size.findall(kept) != size.findall(anew)
 
 
-def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scores = str(tmp_path / "scores.json")
     wrong = ["--data.sources", "gone", "--evaluation.texts", "lost", "--scoring.file", scores]
     with pytest.raises(SystemExit, match="2"):
-        main(["run", str(RECIPES / "hybrid_tiny.py"), "--dry-run", "--out", str(tmp_path / "run"), *wrong])
+        main(
+            [
+                "run",
+                str(RECIPES / "hybrid_tiny.py"),
+                "--dry-run",
+                "--out",
+                str(tmp_path / "run"),
+                *wrong,
+            ]
+        )
     printed = capsys.readouterr()
     assert not printed.out
     for named in ("'gone'", "'lost'", scores):
@@ -219,7 +234,10 @@ def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
     ended = program(tmp_path, "-m hybrid_distill score", interrupted)
     assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr.removeprefix("loading torch and transformers ...\n") == "stopped; nothing was started.\n"
+    assert (
+        ended.stderr.removeprefix("loading torch and transformers ...\n")
+        == "stopped; nothing was started.\n"
+    )
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help", "recipes"])
@@ -253,7 +271,11 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
 
 def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     project = (RECIPES.parent / "pyproject.toml").read_text()
-    requirements = {"python": 'requires-python = ">={}"', "torch": '"torch>={}"', "transformers": '"transformers>={},'}
+    requirements = {
+        "python": 'requires-python = ">={}"',
+        "torch": '"torch>={}"',
+        "transformers": '"transformers>={},',
+    }
     for name, line in requirements.items():
         oldest, _ = provenance.SUPPORTED[name]
         assert line.format(oldest) in project
@@ -268,8 +290,12 @@ def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.Mon
     assert "python 3.14.0" in str(check_supported())
 
 
-@pytest.mark.parametrize("command", ["-m hybrid_distill score", f"{RECIPES / 'hybrid_tiny.py'} --dry-run"])
-def test_a_command_names_an_unsupported_version_before_it_imports_anything(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["-m hybrid_distill score", f"{RECIPES / 'hybrid_tiny.py'} --dry-run"]
+)
+def test_a_command_names_an_unsupported_version_before_it_imports_anything(
+    tmp_path: Path, command: str
+) -> None:
     (tmp_path / "torch-2.8.1.dist-info").mkdir()
     (tmp_path / "torch-2.8.1.dist-info/METADATA").write_text("Name: torch\nVersion: 2.8.1\n")
     ran = program(tmp_path, command)
@@ -295,7 +321,10 @@ def test_the_help_of_a_recipe_shows_the_flags_that_people_change_first(
     assert set(FIRST) <= few <= every
     assert len(few) < 40
     assert len(every) > 100
-    assert not {"--align.name", "--distill.name", "--on-policy.name", "--on-policy.teacher-logits"} & every
+    assert (
+        not {"--align.name", "--distill.name", "--on-policy.name", "--on-policy.teacher-logits"}
+        & every
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +366,9 @@ def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
     prepare(RunInputs(other))
     assert from_json(tmp_path / "run" / "config.json") == other
     (stage / "metrics.jsonl").write_text('{"step": 1}\n')
-    prepare(RunInputs(first))  # of a stage that diverged before its first checkpoint nothing is lost
+    prepare(
+        RunInputs(first)
+    )  # of a stage that diverged before its first checkpoint nothing is lost
     with pytest.raises(ValueError, match=r"holds a run with other settings: seed"):
         prepare(RunInputs(replace(first, seed=1)))
     (stage / "checkpoints" / "step-00000002").mkdir(parents=True)
@@ -346,7 +377,9 @@ def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
         prepare(RunInputs(other))
 
 
-def test_a_dry_run_without_the_teacher_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_without_the_teacher_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["run", str(RECIPES / "hybrid_llama_1b.py"), "--dry-run", "--out", str(tmp_path / "run")])
     assert "--teacher tiny" in capsys.readouterr().out.splitlines()[-1]
 
@@ -356,7 +389,15 @@ def test_recipes_are_listed_printed_and_found_by_name(
 ) -> None:
     main(["recipes"])
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    assert listed == {"llama_1b", "qwen2_1_5b", "smollm2_135m", "tiny", "sweep_llama_1b", "sweep_tiny", "sweep_demo"}
+    assert listed == {
+        "llama_1b",
+        "qwen2_1_5b",
+        "smollm2_135m",
+        "tiny",
+        "sweep_llama_1b",
+        "sweep_tiny",
+        "sweep_demo",
+    }
     main(["recipes", "tiny"])
     assert capsys.readouterr().out == (RECIPES / "hybrid_tiny.py").read_text()
     monkeypatch.chdir(tmp_path)

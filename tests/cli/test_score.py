@@ -26,7 +26,7 @@ def run(*argv: object) -> None:
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded teacher, raced for its first 4 heads."""
     out = tmp_path_factory.mktemp("score") / "new" / "scores.json"
-    run("--out", out, "--examples", 32, "--k", 4, "--n-control-texts", 2)
+    run("--out", out, "--examples", 16, "--k", 4, "--n-control-texts", 2)
     return out
 
 
@@ -50,7 +50,9 @@ def test_the_table_names_heads_and_ties(scored: Path) -> None:
     assert "k = 20" in table(scores, 20), "the cut falls inside a tie"
 
 
-def test_a_stopped_run_continues_from_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_continues_from_its_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = ScoreJob(out=tmp_path / "s.json", pairs="8", examples=4, k=4, n_control_texts=1)
     original = ResumeLog.next
     from_log: list[bool] = []

@@ -31,13 +31,22 @@ def shortened(command: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tutorial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (ROOT / "docs/tutorial.md").read_text()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     commands = re.findall(r"```\n\$ hybrid-distill (.*?[^\\])\n", page, re.DOTALL)
-    assert [command.split()[0] for command in commands] == ["score", "memory", "run", "run", "run", "verify"]
+    assert [command.split()[0] for command in commands] == [
+        "score",
+        "memory",
+        "run",
+        "run",
+        "run",
+        "verify",
+    ]
     for command in commands:
         main(shortened(command))
         assert capsys.readouterr().out, command

@@ -41,7 +41,9 @@ SHAPE = HeadPlan(6, 8, 4, ())
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def grid(heads: str = "0,2,all", d_state: str = "4", selection: str = "top", seeds: int = 1) -> Grid:
+def grid(
+    heads: str = "0,2,all", d_state: str = "4", selection: str = "top", seeds: int = 1
+) -> Grid:
     return Grid.parse(heads=heads, d_state=d_state, selection=selection, seeds=seeds)
 
 
@@ -54,7 +56,13 @@ def test_cells_that_are_equal_are_one_cell() -> None:
     cells = grid("0,2,4,8,all", "4,8,16,64", "top,random,layers", 3).cells(SHAPE)
     names = [cell.name for cell in cells]
     assert len(set(names)) == len(names)
-    assert Counter(cell.selection for cell in cells) == {"none": 12, "all": 3, "top": 36, "random": 36, "layers": 12}
+    assert Counter(cell.selection for cell in cells) == {
+        "none": 12,
+        "all": 3,
+        "top": 36,
+        "random": 36,
+        "layers": 12,
+    }
     assert {cell.heads for cell in cells if cell.selection == "layers"} == {8}
     assert grid("48,all", "4,8").cells(SHAPE) == [Cell("all", 48, None, 0)]
 
@@ -63,7 +71,12 @@ def test_fields_of_the_recipe_can_be_changed(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         base_config(SweepJob(set=("distill.stesp=1",)), recipe())
     assert "--distill.steps" in capsys.readouterr().err
-    changes = ("export=False", "align.gradient-checkpointing=true", "evaluation.n-pairs=4,8", "distill.steps=3")
+    changes = (
+        "export=False",
+        "align.gradient-checkpointing=true",
+        "evaluation.n-pairs=4,8",
+        "distill.steps=3",
+    )
     base = base_config(SweepJob(set=changes), recipe())
     assert not base.export
     assert base.stage("align").gradient_checkpointing
@@ -89,7 +102,10 @@ def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
         opened(base.with_stage("distill", steps=3), grid("0,2,4,all", "4,8", "top,random", 2))
     with pytest.raises(ValueError, match="share"):
         opened(base, grid("0,2,4,all", "4,8", "top,random", 2), share=False)
-    opened(replace(base, trackers=("tensorboard",), out=tmp_path), grid("0,2,4,all", "4,8", "top,random", 2))
+    opened(
+        replace(base, trackers=("tensorboard",), out=tmp_path),
+        grid("0,2,4,all", "4,8", "top,random", 2),
+    )
 
 
 def test_layers_are_ranked_by_all_their_heads() -> None:
@@ -143,7 +159,9 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_distill.lab.sweep.jobs.POLL", 0.0)
 
 
-def test_a_task_comes_after_what_it_needs_and_slots_are_filled(tmp_path: Path, no_wait: None) -> None:
+def test_a_task_comes_after_what_it_needs_and_slots_are_filled(
+    tmp_path: Path, no_wait: None
+) -> None:
     this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
     workers = Scripted(3, {})
     ended: list[str] = []
@@ -162,7 +180,9 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait:
     this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
     run_tasks(this, Scripted(1, {"n8-s0": "it diverged", "top2-n4-s0": None}), lambda task: None)
     outcomes: dict[str, Outcome] = {name: task.outcome() for name, task in this.tasks.items()}
-    failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.state == "failed"}
+    failed = {
+        name: outcome.error for name, outcome in outcomes.items() if outcome.state == "failed"
+    }
     assert failed.keys() == {"n8-s0", "none-n8-s0", "top2-n8-s0", "top4-n8-s0", "top2-n4-s0"}
     assert failed["top4-n8-s0"] == "it diverged"
     assert "OUT_OF_MEMORY" in failed["top2-n4-s0"]
@@ -178,11 +198,17 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait:
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-def test_a_process_that_fails_ends_its_launch(is_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_ends_its_launch(
+    is_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or the others would wait for it in vain."""
     task = opened(small_run(tmp_path), grid("0")).tasks["s0"]
     state = SimpleNamespace(is_main_process=is_main, num_processes=2)
-    for name, stand_in in (("connect", lambda: state), ("GRACE", 0), ("_work", lambda *args: [][0])):
+    for name, stand_in in (
+        ("connect", lambda: state),
+        ("GRACE", 0),
+        ("_work", lambda *args: [][0]),
+    ):
         monkeypatch.setattr(f"hybrid_distill.lab.sweep.cells.{name}", stand_in)
     with pytest.raises(IndexError):
         perform(Sweep(tmp_path), task)
@@ -210,7 +236,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of three cells on the tiny teacher, carried out in this process."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("sweep") / "small"
-    job = SweepJob(out=out, heads="0,2,all", d_state="4", seeds=1, selection="random", trackers=("tensorboard",))
+    job = SweepJob(
+        out=out,
+        heads="0,2,all",
+        d_state="4",
+        seeds=1,
+        selection="random",
+        trackers=("tensorboard",),
+    )
     sweep(job, recipe())
     return out
 
@@ -260,7 +293,9 @@ def test_cells_open_the_alignment_that_they_share_one_at_a_time(
     """Two that wrote its config.json at once failed now and then."""
     this = opened(small_run(tmp_path), grid("2", selection="restoration"))
     was_locked: list[bool] = []
-    monkeypatch.setattr(cells, "align_all_heads", lambda inputs: was_locked.append(is_locked(inputs.paths.out)))
+    monkeypatch.setattr(
+        cells, "align_all_heads", lambda inputs: was_locked.append(is_locked(inputs.paths.out))
+    )
     monkeypatch.setattr(cells, "last_stage", lambda paths: paths.out)
     monkeypatch.setattr(cells, "restored_plan", lambda run, k: PlanConfig("file", k=k))
     assert cell_config(this, this.cells[0]).plan.k == 2
@@ -314,7 +349,9 @@ def begun(recipe_file: Path, out: Path) -> subprocess.Popen[bytes]:
     for name, value in GRID.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL
+    )
     checkpoint = "cells/none-n4-s0/stages/*/checkpoints/step-*/rank-*.json"
     while process.poll() is None and not any(out.glob(checkpoint)):
         time.sleep(0.05)
@@ -332,7 +369,9 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(longer: Path) -> Path:
     """A sweep by two jobs at a time that nothing stopped."""
-    return sweep(SweepJob(longer, out=longer.parent / "whole", jobs=2, **GRID), load_recipe(longer)).out
+    return sweep(
+        SweepJob(longer, out=longer.parent / "whole", jobs=2, **GRID), load_recipe(longer)
+    ).out
 
 
 def rows_without_times(out: Path) -> list[dict[str, str]]:
@@ -347,7 +386,9 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(
     process = begun(longer, tmp_path)
     process.send_signal(how)
     assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
-    assert not (tmp_path / "cells/none-n4-s0/evaluation.json").exists(), "it was over before it was stopped"
+    assert not (tmp_path / "cells/none-n4-s0/evaluation.json").exists(), (
+        "it was over before it was stopped"
+    )
     assert "none-n4-s0" in status(tmp_path).partition("stopped:")[2]
     sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
 

@@ -182,7 +182,9 @@ def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path
     options = {**job_options("slurm", 2, 90), "slurm_partition": "gpu"}
     workers = Jobs(executor(tmp_path / "jobs", "slurm", options), 4, n_gpus=2)
     assert workers.start(this, this.tasks["s0"], 0).job_id == "4711"
-    assert workers.executor._executor.max_num_timeout > 100, "submitit requeues three times by default"
+    assert workers.executor._executor.max_num_timeout > 100, (
+        "submitit requeues three times by default"
+    )
     asked = (cluster / "file").read_text()
     for line in ("--time=90", "--gpus-per-node=2", "--cpus-per-task=8", "--partition=gpu"):
         assert f"#SBATCH {line}\n" in asked

@@ -96,11 +96,15 @@ def write(folder: Path, rows: list[dict[str, object]], n_pairs: int = 8) -> Path
         table = csv.DictWriter(file, list(rows[0]), restval="")
         table.writeheader()
         table.writerows(rows)
-    (folder / "sweep.json").write_text(json.dumps({"config": {"evaluation": {"stated_pairs": n_pairs}}}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"config": {"evaluation": {"stated_pairs": n_pairs}}})
+    )
     return folder
 
 
-def unfinished(rows: list[dict[str, object]], *names: str, state: str = "failed") -> list[dict[str, object]]:
+def unfinished(
+    rows: list[dict[str, object]], *names: str, state: str = "failed"
+) -> list[dict[str, object]]:
     kept = ("cell", "selection", "heads", "d_state", "seed", "dir")
     changed = []
     for row in rows:
@@ -131,13 +135,20 @@ def test_numbers_of_the_report(tmp_path: Path, no_figures: None) -> None:
     rows = cells(heads=(0, 4), states=(16,), selections=("top",))
     for row in rows:
         if row["cell"] in ("top4-n16-s0", "top4-n16-s1", "top4-n16-s2"):
-            row["kv_generation_8"] = (0.49, 0.784, 0.882)[int(str(row["seed"]))]  # 50, 80 and 90 % of the teacher's
+            row["kv_generation_8"] = (0.49, 0.784, 0.882)[
+                int(str(row["seed"]))
+            ]  # 50, 80 and 90 % of the teacher's
             row["kv_generation_16"] = 0.98
     text = write_sweep_report(write(tmp_path, rows)).read_text()
     margin = 4.303 * math.sqrt((22.867**2 + 6.533**2 + 16.333**2) / 2 / 3)
-    assert f"| 71.9 ± {margin:.1f} | 98.0 ± 0.0 |" in text, "values, with half of Student's interval"
+    assert f"| 71.9 ± {margin:.1f} | 98.0 ± 0.0 |" in text, (
+        "values, with half of Student's interval"
+    )
     coverage = 4.303 * 100 * math.sqrt(np.var([0.75, 0.9, 0.95], ddof=1) / 3)
-    assert f"| 4 | top | 16 | 100.0 ± 0.0 | 86.7 ± {coverage:.1f} | +0.0 % | −26.7 % | +0.0 % |" in text
+    assert (
+        f"| 4 | top | 16 | 100.0 ± 0.0 | 86.7 ± {coverage:.1f} | +0.0 % | −26.7 % | +0.0 % |"
+        in text
+    )
     n_bytes = sum(held(4, 16, 4096))
     assert f"| {n_bytes / 1e6:.3f} |" in text
     assert "9 of 9 cells" in text
@@ -168,9 +179,22 @@ def front_of(folder: Path, rows: list[dict[str, object]], quality: str = "retrie
 
 
 def test_the_front_is_the_known_one(tmp_path: Path) -> None:
-    quality = {(1, 4): 0.3, (1, 16): 0.2, (2, 4): 0.6, (2, 16): 0.6, (4, 4): 0.5, (4, 16): 0.9, (8, 4): 0.9}
+    quality = {
+        (1, 4): 0.3,
+        (1, 16): 0.2,
+        (2, 4): 0.6,
+        (2, 16): 0.6,
+        (4, 4): 0.5,
+        (4, 16): 0.9,
+        (8, 4): 0.9,
+    }
     rows = cells(lambda _, k, n: quality.get((k, n), 0.0), states=(4, 16), selections=("top",))
-    students = ["0 heads, state 4", "top 1 head, state 4", "top 2 heads, state 4", "top 4 heads, state 16"]
+    students = [
+        "0 heads, state 4",
+        "top 1 head, state 4",
+        "top 2 heads, state 4",
+        "top 4 heads, state 16",
+    ]
     assert front_of(tmp_path, rows) == [*students, "all 48 heads"]
     rows = [row for row in rows if row["selection"] != "all"]
     assert front_of(tmp_path, rows) == [*students, "the teacher"]
@@ -178,7 +202,9 @@ def test_the_front_is_the_known_one(tmp_path: Path) -> None:
 
 def test_the_page_needs_nothing_else(reported: Path) -> None:
     text = (reported / "report.html").read_text()
-    assert not re.search(r"https?://(?!www\.w3\.org/)| src=|<link|@import|url\((?!#)|fetch|import\(", text)
+    assert not re.search(
+        r"https?://(?!www\.w3\.org/)| src=|<link|@import|url\((?!#)|fetch|import\(", text
+    )
     assert text.count("<svg ") == 5 and "<title>random: " in text and "aria-sort" in text
     assert len(text.splitlines()) < 300, "a committed page can be read as a difference"
     assert re.findall('<a href="#(.*?)"', text) == re.findall('<h2 id="(.*?)"', text) != []
@@ -186,7 +212,12 @@ def test_the_page_needs_nothing_else(reported: Path) -> None:
 
 def test_what_is_committed_is_complete_and_always_the_same(reported: Path, tmp_path: Path) -> None:
     names = {"coverage.png", "heads.png", "states.png", "selection.png", "pareto.png"}
-    assert {path.name for path in reported.iterdir()} == {*names, "report.md", "report.html", *TABLE}
+    assert {path.name for path in reported.iterdir()} == {
+        *names,
+        "report.md",
+        "report.html",
+        *TABLE,
+    }
     text = (reported / "report.md").read_text()
     assert set(re.findall(r"\]\((.*?)\)", text)) == names
     source = reported.parent / "tiny"
@@ -226,9 +257,15 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
     assert "the teacher's evaluation" in text
 
 
-def test_a_sweep_in_which_only_the_teacher_is_finished_has_a_report(tmp_path: Path, no_figures: None) -> None:
+def test_a_sweep_in_which_only_the_teacher_is_finished_has_a_report(
+    tmp_path: Path, no_figures: None
+) -> None:
     rows = [row for row in cells() if row["selection"] in ("teacher", "all")]
-    record = {"grid": {"heads": ["all"], "seeds": [0, 1, 2]}, "share_alignment": False, "command": "r.py"}
+    record = {
+        "grid": {"heads": ["all"], "seeds": [0, 1, 2]},
+        "share_alignment": False,
+        "command": "r.py",
+    }
     (write(tmp_path, rows) / "sweep.json").write_text(json.dumps(record))
     text = write_sweep_report(tmp_path).read_text()
     assert "3 of 3 cells are finished" in text
@@ -246,13 +283,24 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
             }
     # The first row has all columns.
     rows.sort(key=lambda row: row["selection"] != "top")
-    section = write_sweep_report(write(tmp_path, rows)).read_text().partition("## Without the recurrence")[2]
+    section = (
+        write_sweep_report(write(tmp_path, rows))
+        .read_text()
+        .partition("## Without the recurrence")[2]
+    )
     assert "| 2 | top | 16 | 3 | 90.0 → 5.0 | used |" in section
     assert "| 4 | top | 16 | 3 | 90.0 → 5.0 | NOT USED |" in section
 
 
 def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figures: None) -> None:
-    sample = {"n_examples": 100, "n_knowledge": 40, "knowledge_chance": 0.25, "n_text_tokens": 12808}
+    sample = {
+        "n_examples": 100,
+        "n_knowledge": 40,
+        "knowledge_chance": 0.25,
+        "n_text_tokens": 12808,
+    }
     text = write_sweep_report(write(tmp_path, [row | sample for row in cells()])).read_text()
-    assert re.search(r"\| questions a seed \|.*\| 40 \| 100 \| 100 \| 100 \| 12,808 \| 12,808 \|", text)
+    assert re.search(
+        r"\| questions a seed \|.*\| 40 \| 100 \| 100 \| 100 \| 12,808 \| 12,808 \|", text
+    )
     assert re.search(r"\| guessing \|.*\| 25.0 \| 12.5 \| 6.2 \| 12.5 \|  \|  \|", text)

@@ -1,9 +1,9 @@
 """Execution of one sweep task in this process: a cell as an ordinary run, or work that cells share.
 
-One alignment of a student with no kept heads serves every plan. Its target is each head's own output on the teacher's
-own inputs (``align.target`` "head"), so a trained head does not depend on which other heads are kept, and a cell copies
-the heads that it needs. Only gradient clipping by the global norm couples heads; benchmarks/sweep_sharing.py measures
-how much that matters.
+One alignment of a student with no kept heads serves every plan. Its target is each head's own
+output on the teacher's own inputs (``align.target`` "head"), so a trained head does not depend
+on which other heads are kept, and a cell copies the heads that it needs. Only gradient clipping
+by the global norm couples heads; benchmarks/sweep_sharing.py measures how much that matters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from .jobs import PATIENCE
 from .tasks import Task
 
 GRACE = 10.0
-"""Seconds that another process waits before it ends the launch, so that the main one can record its own error."""
+"""Seconds that another process waits before it ends the launch, so that the main one can record
+its own error."""
 
 
 def perform(sweep: Sweep, task: Task) -> None:
     """Run a task and write its outcome; an error marks it as failed.
 
-    Raises only what stops a sweep: KeyboardInterrupt, and Interrupted after saving. One of several processes also
-    raises the error: their launcher then ends the others, which may be waiting for this one.
+    Raises only what stops a sweep: KeyboardInterrupt, and Interrupted after saving. One of
+    several processes also raises the error: their launcher then ends the others, which may be
+    waiting for this one.
     """
     begun = time.monotonic()
     try:
@@ -108,7 +110,8 @@ def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) ->
 
 
 def restored_plan(inputs: RunInputs, k: int) -> PlanConfig:
-    """Choose heads by what they restore to the aligned student without attention; computed only once."""
+    """Choose heads by what they restore to the aligned student without attention; computed only
+    once."""
     restoration_plan(inputs, k)
     return PlanConfig("file", k=k, file=inputs.paths.restoration_plan(k))
 
@@ -123,7 +126,8 @@ def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> RunInputs:
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
-    """Return the recipe with another seed, for draws in training, prompts and the order of the data."""
+    """Return the recipe with another seed, for draws in training, prompts and the order of the
+    data."""
     base = sweep.base
     shift = seed - base.seed
     stages = []
@@ -160,9 +164,12 @@ def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
 
 
 def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:
-    """Return the ``n`` layers whose heads lose most accuracy together, ties by log-probability, in ascending order."""
+    """Return the ``n`` layers whose heads lose most accuracy together, ties by log-probability,
+    in ascending order."""
     # A head that was not scored counts as nothing lost.
     accuracy_L = scores.value_LH().nan_to_num(0.0).sum(1).tolist()
     logprob_L = scores.logprob_drop_LH.nan_to_num(0.0).sum(1).tolist()
-    by_loss = sorted(range(scores.n_layers), key=lambda layer: (-accuracy_L[layer], -logprob_L[layer], layer))
+    by_loss = sorted(
+        range(scores.n_layers), key=lambda layer: (-accuracy_L[layer], -logprob_L[layer], layer)
+    )
     return tuple(sorted(by_loss[:n]))

@@ -84,7 +84,8 @@ class Sweep:
         return cls(base.out)
 
     def _check_grows(self, base: RunConfig, record: Record) -> None:
-        """Raise ValueError unless ``record`` has all existing cells and the same settings, or nothing has run yet."""
+        """Raise ValueError unless ``record`` has all existing cells and the same settings, or
+        nothing has run yet."""
         if not any(has_result(task.folder) for task in self.tasks.values()):
             return
         changed = differences(_settings(self.base, self.record), _settings(base, record))
@@ -106,7 +107,8 @@ class Sweep:
 
     @cached_property
     def pins(self) -> Pins:
-        """Commits of the sources on the hub, which the command that started the sweep has asked for."""
+        """Commits of the sources on the hub, which the command that started the sweep has asked
+        for."""
         return read_pins(self.paths.sources)
 
     @property
@@ -129,7 +131,8 @@ class Sweep:
 
 
 def _settings(base: RunConfig, record: Record) -> Record:
-    """Return all settings of a sweep that may not change when it goes on, its evaluation included."""
+    """Return all settings of a sweep that may not change when it goes on, its evaluation
+    included."""
     return {
         "share": record["share_alignment"],
         "evaluation": fixed_fields(base.evaluation),

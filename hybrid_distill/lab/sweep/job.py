@@ -56,7 +56,8 @@ class SweepJob:
     seeds: int | None = None
     """Number of seeds, counted up from the recipe's."""
     selection: str | None = None
-    """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores), ``restoration``."""
+    """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores),
+    ``restoration``."""
     set: tuple[str, ...] = ()
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
@@ -74,10 +75,11 @@ class SweepJob:
     options: tuple[str, ...] = ()
     """Other options of the jobs, as submitit names them: ``slurm_partition=gpu mem_gb=128``."""
     launcher: str = ""
-    """Command that starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
+    """Command that starts a cell's processes, for example ``accelerate launch --config_file
+    launch/ddp.yaml``."""
     share: bool = True
-    """Share one head-by-head alignment between all cells of a state size and seed; otherwise each cell aligns as in the
-    recipe."""
+    """Share one head-by-head alignment between all cells of a state size and seed; otherwise
+    each cell aligns as in the recipe."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: one run per cell, grouped by sweep. By default the
     recipe's."""
@@ -98,7 +100,9 @@ class Request(NamedTuple):
 def checked(job: SweepJob, recipe: ModuleType) -> Request:
     """Check a job before anything runs. Raises ValueError for an invalid request."""
     if is_launched_with_others():
-        raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
+        raise ValueError(
+            "a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'."
+        )
     base = base_config(job, recipe)
     check_trackers(base.trackers)
     axes = {**AXES, **_defaults(recipe, "grid", AXES)}
@@ -166,7 +170,9 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
         try:
             run_tasks(this, workers, changed)
         except (KeyboardInterrupt, Interrupted):
-            raise Interrupted("the sweep stopped and has saved what ran; the same command continues it.") from None
+            raise Interrupted(
+                "the sweep stopped and has saved what ran; the same command continues it."
+            ) from None
         finally:
             print(f"results: {write_results(this)}")
     print(status(job.out))

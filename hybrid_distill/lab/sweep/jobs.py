@@ -40,7 +40,8 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass
 class Here:
-    """Worker in this process, which loads the teacher once. It is its own job, done as soon as it has started."""
+    """Worker in this process, which loads the teacher once. It is its own job, done as soon as
+    it has started."""
 
     perform: Callable[[Sweep, Task], None]
     slots: int = 1
@@ -63,8 +64,9 @@ class Here:
 class Jobs:
     """Submitit jobs, one process each.
 
-    Jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs.
-    ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several processes.
+    Jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs. ``launcher``
+    goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several
+    processes.
     """
 
     executor: AutoExecutor
@@ -155,9 +157,11 @@ def executor(
     cluster: Literal["slurm", "local"],
     options: Mapping[str, str | int],
 ) -> AutoExecutor:
-    """Open submitit's executor with its options: ``slurm_partition``, ``gpus_per_node``, ``timeout_min`` ...
+    """Open submitit's executor with its options: ``slurm_partition``, ``gpus_per_node``,
+    ``timeout_min`` ...
 
-    Raises ValueError for an unknown option, if submitit is not installed, and if there is no such cluster.
+    Raises ValueError for an unknown option, if submitit is not installed, and if there is no
+    such cluster.
     """
     try:
         import submitit
@@ -172,7 +176,9 @@ def executor(
         submitter.update_parameters(**options)
     except Exception as error:  # submitit raises what its plugins raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"submitit cannot use --cluster {cluster} with these options: {reason}") from error
+        raise ValueError(
+            f"submitit cannot use --cluster {cluster} with these options: {reason}"
+        ) from error
     return submitter
 
 
@@ -215,7 +221,8 @@ def _n_cores() -> int:
 def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None]) -> None:
     """Run every task that is not done, including failed ones; call ``changed`` after each.
 
-    Raises KeyboardInterrupt when asked to stop, after running tasks have saved (at most ``PATIENCE`` seconds later).
+    Raises KeyboardInterrupt when asked to stop, after running tasks have saved (at most
+    ``PATIENCE`` seconds later).
     """
     pending = {name: task for name, task in sweep.tasks.items() if task.outcome().state != "done"}
     for task in pending.values():

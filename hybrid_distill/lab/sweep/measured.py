@@ -31,12 +31,14 @@ UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
 Estimate = tuple[pd.DataFrame, pd.DataFrame]
-"""Means over seeds, and half-widths of their 95 % intervals: one row per setting, one column per figure."""
+"""Means over seeds, and half-widths of their 95 % intervals: one row per setting, one column per
+figure."""
 
 
 @dataclass(frozen=True)
 class SweepResults:
-    """A sweep's table, the teacher first; ``bytes`` is memory after ``context`` tokens. ``record`` is sweep.json."""
+    """A sweep's table, the teacher first; ``bytes`` is memory after ``context`` tokens.
+    ``record`` is sweep.json."""
 
     name: str
     rows: pd.DataFrame
@@ -47,8 +49,8 @@ class SweepResults:
     def read(cls, out: str | Path, context: int = CONTEXT) -> SweepResults:
         """Read a sweep's folder.
 
-        Raises ValueError for one without results.csv or with another kind of table, and for a context whose memory
-        cannot be computed from the measured sizes.
+        Raises ValueError for one without results.csv or with another kind of table, and for a
+        context whose memory cannot be computed from the measured sizes.
         """
         paths = SweepPaths(Path(out))
         if not paths.table.is_file():
@@ -79,7 +81,8 @@ class SweepResults:
 
     @cached_property
     def settings(self) -> pd.DataFrame:
-        """Teacher and finished settings: numbers of finished and of all seeds, largest bytes over seeds, label."""
+        """Teacher and finished settings: numbers of finished and of all seeds, largest bytes
+        over seeds, label."""
         grouped = self.rows.groupby(SETTING, sort=False)
         table = grouped.agg(
             n_done=("state", lambda states: (states == "done").sum()),
@@ -97,7 +100,8 @@ class SweepResults:
         return _estimate(self.done, [name for name in numbers if name not in SETTING])
 
     def against_teacher(self, columns: Sequence[str]) -> Estimate:
-        """Compare students with the teacher of their seed: the ratio of every figure, and their mean as ``all``."""
+        """Compare students with the teacher of their seed: the ratio of every figure, and their
+        mean as ``all``."""
         names = list(columns)
         students = self.students
         teachers = self.done[self.done.selection == TEACHER].set_index("seed")[names]
@@ -115,7 +119,8 @@ class SweepResults:
 
     @property
     def n_pairs(self) -> int:
-        """Dictionary size that one figure stands for: the recipe's, else 16 pairs, else the largest."""
+        """Dictionary size that one figure stands for: the recipe's, else 16 pairs, else the
+        largest."""
         stated = self._setting("evaluation", "stated_pairs") or self._setting("scoring", "n_pairs")
         return pairs_of(self.rows, stated)
 
@@ -124,7 +129,8 @@ class SweepResults:
         return self.record.get("config", {}).get(section, {}).get(name)
 
     def questions(self, column: str) -> float:
-        """Return the number of questions per seed behind a figure (tokens for plain text), NaN if unknown."""
+        """Return the number of questions per seed behind a figure (tokens for plain text), NaN
+        if unknown."""
         if column.startswith("kv_"):
             measured = self._largest("n_examples")
             if math.isnan(measured):
@@ -142,7 +148,8 @@ class SweepResults:
         return self.done[name].max() if name in self.done else math.nan
 
     def quality(self, name: str) -> Column | None:
-        """Return the column to compare students by: retrieval, knowledge or perplexity; None if no cell has it."""
+        """Return the column to compare students by: retrieval, knowledge or perplexity; None if
+        no cell has it."""
         n = self.n_pairs
         columns = {
             "retrieval": Column(f"kv_generation_{n}", f"KV retrieval by generation, {n} pairs, %"),
@@ -155,8 +162,9 @@ class SweepResults:
         return column
 
     def compared(self, quality: Column) -> pd.DataFrame:
-        """Return the settings with ``mean``, ``margin`` and ``exceeds``: above guessing, by the interval over seeds and
-        by the binomial interval of the questions. If the accuracy of guessing is unknown, all exceed it."""
+        """Return the settings with ``mean``, ``margin`` and ``exceeds``: above guessing, by the
+        interval over seeds and by the binomial interval of the questions. If the accuracy of
+        guessing is unknown, all exceed it."""
         means, margins = self.figures
         settings = self.settings.assign(mean=means[quality.name], margin=margins[quality.name])
         settings = settings.dropna(subset=["mean"])
@@ -175,8 +183,8 @@ class SweepResults:
         return settings.assign(exceeds=over_questions & over_seeds)
 
     def front(self, quality: Column) -> pd.DataFrame:
-        """Return the Pareto front of settings, by quality and bytes, smallest first. The teacher takes part unless a
-        student keeps all heads."""
+        """Return the Pareto front of settings, by quality and bytes, smallest first. The teacher
+        takes part unless a student keeps all heads."""
         settings = self.compared(quality)
         if ALL in settings.index:
             settings = without(settings, TEACHER)
@@ -204,9 +212,11 @@ class SweepResults:
 
 
 def _estimate(rows: pd.DataFrame, columns: list[str]) -> Estimate:
-    """Return means and half-widths of the 95 % intervals by Student's t (NaN with one seed), by setting.
+    """Return means and half-widths of the 95 % intervals by Student's t (NaN with one seed), by
+    setting.
 
-    The margin of a share is limited to the range from 0 to 1, all of which two or three seeds may leave open.
+    The margin of a share is limited to the range from 0 to 1, all of which two or three seeds
+    may leave open.
     """
     grouped = rows.groupby(SETTING, sort=False)[columns]
     mean = pd.DataFrame(grouped.mean())
@@ -234,13 +244,16 @@ def _label(selection: str, heads: int, d_state: int) -> str:
 
 
 def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
-    """Return bytes of a sequence after ``length`` tokens: a line through the measured sizes, plus convolutions."""
+    """Return bytes of a sequence after ``length`` tokens: a line through the measured sizes,
+    plus convolutions."""
     lengths = sizes(rows, "cache_bytes")
     conv = rows.get("conv_state_bytes", 0.0)
     if length in lengths:
         return rows[f"cache_bytes_{length}"] + conv
     if len(lengths) < 2:
-        raise ValueError(f"the context is {length} tokens, and the cache was measured at {lengths}; pass that.")
+        raise ValueError(
+            f"the context is {length} tokens, and the cache was measured at {lengths}; pass that."
+        )
     short = min(lengths)
     long = max(lengths)
     at_short = rows[f"cache_bytes_{short}"]

@@ -28,7 +28,12 @@ from .grid import ALL, NONE
 from .measured import NO_SHARES, SweepResults, size_text, without
 from .results import TEACHER
 
-NAMES = {"top": "top, by score", "restoration": "restoration", "layers": "whole layers", "random": "random"}
+NAMES = {
+    "top": "top, by score",
+    "restoration": "restoration",
+    "layers": "whole layers",
+    "random": "random",
+}
 WORDS = {"heads": "{} heads", "d_state": "state {}"}
 """How a value of a column is written."""
 AXES = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
@@ -47,7 +52,9 @@ class SweepFigures(NamedTuple):
     pareto: Sequence[Figure]
 
 
-def draw_figures(results: SweepResults, folder: Path, *, knowledge: str, retrieval: str) -> SweepFigures:
+def draw_figures(
+    results: SweepResults, folder: Path, *, knowledge: str, retrieval: str
+) -> SweepFigures:
     """Draw the figures for which there are results.
 
     ``knowledge`` and ``retrieval`` name the groups of tasks.
@@ -143,7 +150,8 @@ def _coverage(results: SweepResults, groups: dict[str, list[str]]) -> tuple[str,
 
 
 def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float) -> pd.DataFrame:
-    """Return students with recurrent heads as points; those without kept heads belong to every selection."""
+    """Return students with recurrent heads as points; those without kept heads belong to every
+    selection."""
     rows = pd.DataFrame({"y": scale * means[name], "error": scale * margins[name]})
     rows = rows.dropna(subset=["y"]).reset_index()
     without_heads = rows[rows.selection == NONE]
@@ -158,7 +166,9 @@ def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float)
     return points.astype({"selection": texts}).sort_values("heads", kind="stable")
 
 
-def _panels(path: Path, caption: str, rows: Sequence[Row], *, panel: str, line: str, x: str) -> list[Figure]:
+def _panels(
+    path: Path, caption: str, rows: Sequence[Row], *, panel: str, line: str, x: str
+) -> list[Figure]:
     """Draw rows of panels: one panel per value of ``panel``, one line per value of ``line``."""
     look_of_selection = {text: look(selection) for selection, text in NAMES.items()}
     drawn = []
@@ -189,7 +199,9 @@ def _pareto(results: SweepResults, qualities: Sequence[Column], path: Path) -> l
         for quality, axes in zip(qualities, grid[0]):
             _draw_front(axes, results, quality)
         legend(grid)
-        grid[0, 0].figure.supxlabel(f"held by one sequence after {results.context:,} tokens", fontsize=10)
+        grid[0, 0].figure.supxlabel(
+            f"held by one sequence after {results.context:,} tokens", fontsize=10
+        )
     caption = (
         f"Quality against the memory of one sequence after {results.context:,} tokens: keys, values, states and "
         "convolutions. On the line are the settings that none beats in one without losing in the other; labels: "
@@ -201,7 +213,9 @@ def _pareto(results: SweepResults, qualities: Sequence[Column], path: Path) -> l
 def _draw_front(axes: Any, results: SweepResults, quality: Column) -> None:
     front = results.front(quality)
     front = front.assign(y=quality.scale * front["mean"])
-    axes.plot(front.bytes, front.y, drawstyle="steps-post", color=GREY, linewidth=1.3, label="front")
+    axes.plot(
+        front.bytes, front.y, drawstyle="steps-post", color=GREY, linewidth=1.3, label="front"
+    )
     _draw_settings(axes, results, quality)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: _short_size(value))
@@ -215,7 +229,9 @@ def _draw_front(axes: Any, results: SweepResults, quality: Column) -> None:
     for (selection, heads, d_state), n_bytes, y in zip(front.index, front.bytes, front.y):
         if n_bytes > LABEL_DISTANCE * last_labeled:
             text = "all" if selection in (ALL, TEACHER) else f"{heads} / {d_state}"
-            axes.annotate(text, (n_bytes, y), (-5, 6), textcoords="offset points", fontsize=8, ha="right")
+            axes.annotate(
+                text, (n_bytes, y), (-5, 6), textcoords="offset points", fontsize=8, ha="right"
+            )
             last_labeled = n_bytes
 
 

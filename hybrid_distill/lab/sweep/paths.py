@@ -53,9 +53,11 @@ class SweepPaths:
         return RunPaths(self.out / "cells" / cell.name)
 
     def of_seed(self, seed: int) -> RunPaths:
-        """Return the run that holds the scores of the teacher's heads and the teacher's evaluation."""
+        """Return the run that holds the scores of the teacher's heads and the teacher's
+        evaluation."""
         return RunPaths(self.out / "shared" / f"s{seed}")
 
     def alignment(self, d_state: int, seed: int) -> RunPaths:
-        """Return the run whose ``aligned`` holds an alignment of all heads, which serves every plan."""
+        """Return the run whose ``aligned`` holds an alignment of all heads, which serves every
+        plan."""
         return RunPaths(self.out / "shared" / f"n{d_state}-s{seed}")

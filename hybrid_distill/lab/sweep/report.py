@@ -54,7 +54,8 @@ def write_sweep_report(
     context: int = CONTEXT,
     to: str | Path | None = None,
 ) -> Path:
-    """Write report.md with its PNG figures, report.html and the table into ``to`` (by default the sweep's folder).
+    """Write report.md with its PNG figures, report.html and the table into ``to`` (by default the
+    sweep's folder).
 
     Returns the path of report.md. Raises as `SweepResults.read` does.
     """
@@ -77,7 +78,8 @@ def _copy(source: Path, target: Path) -> None:
 def pareto_front(out: str | Path, context: int = CONTEXT) -> str:
     """Describe the students that no other one beats in both quality and memory, smallest first.
 
-    Quality is KV retrieval by generation, or perplexity if no cell has that. Raises as `SweepResults.read` does.
+    Quality is KV retrieval by generation, or perplexity if no cell has that. Raises as
+    `SweepResults.read` does.
     """
     results = SweepResults.read(out, context)
     quality = results.quality("retrieval") or results.quality("perplexity")
@@ -98,7 +100,9 @@ def _sections(results: SweepResults, folder: Path) -> list[Section]:
         sections += [
             Section("Results", [_means(results, names, columns), NOTE], 2),
             zeroed_section(names, columns, means),
-            Section("Against the teacher", [*figures.coverage, *_changes(results, names, columns)], 2),
+            Section(
+                "Against the teacher", [*figures.coverage, *_changes(results, names, columns)], 2
+            ),
             Section("Heads kept", list(figures.heads)),
             Section("State size", list(figures.states)),
             Section("How heads are chosen", [*figures.selection, *_needed(results)]),
@@ -116,7 +120,9 @@ def _extent(results: SweepResults) -> str:
     n_settings = len(students[SETTING].drop_duplicates())
     n_seeds = students.seed.nunique()
     seeds = "1 seed" if n_seeds == 1 else f"{n_seeds} seeds"
-    return f"{len(students)} of {n_cells} cells are finished, in {n_settings} settings, with {seeds}."
+    return (
+        f"{len(students)} of {n_cells} cells are finished, in {n_settings} settings, with {seeds}."
+    )
 
 
 def _missing(results: SweepResults) -> list[str]:
@@ -165,7 +171,9 @@ def _names(settings: pd.DataFrame) -> pd.DataFrame:
 def _means(results: SweepResults, names: pd.DataFrame, columns: list[Column]) -> pd.DataFrame:
     """Return the means over seeds, below the number of questions and the accuracy of guessing."""
     table = value_table(names, columns, *results.figures)
-    table["", f"MB at {results.context:,}"] = [f"{size / 1e6:.3f}" for size in results.settings.bytes]
+    table["", f"MB at {results.context:,}"] = [
+        f"{size / 1e6:.3f}" for size in results.settings.bytes
+    ]
     head = pd.DataFrame("", [0, 1], table.columns)
     head["", "chosen"] = ["questions a seed", "guessing"]
     for column in columns:
@@ -191,11 +199,17 @@ def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) 
     table = without(names, TEACHER).iloc[:, :3]
     for group in (KNOWLEDGE, RETRIEVAL):
         # Dictionaries count once, by generation.
-        own = [column.name for column in compared if column.group == group and "choice" not in column.name]
+        own = [
+            column.name
+            for column in compared
+            if column.group == group and "choice" not in column.name
+        ]
         if own:
             means, margins = results.against_teacher(own)
             header = Column("all", group, group="coverage, %")
-            table = value_table(table, [header], means.loc[students.index], margins.loc[students.index])
+            table = value_table(
+                table, [header], means.loc[students.index], margins.loc[students.index]
+            )
     means, _ = results.against_teacher([column.name for column in compared])
     memory = students.bytes / settings.loc[TEACHER].bytes.max()
     ratios = means.loc[students.index].assign(memory=memory)
@@ -212,7 +226,9 @@ def _needed(results: SweepResults) -> list[Block]:
     if kept.empty:
         return []
     kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
-    fewest = kept.groupby(["selection", "d_state"], sort=False).agg({"enough": "min", "heads": "max"})
+    fewest = kept.groupby(["selection", "d_state"], sort=False).agg(
+        {"enough": "min", "heads": "max"}
+    )
     # With none that are enough, it takes more than the most that were run.
     texts = fewest.enough.map("{:.0f}".format).where(
         fewest.enough.notna(), "> " + fewest.heads.astype(str)

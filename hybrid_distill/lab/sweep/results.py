@@ -1,4 +1,5 @@
-"""results.csv of a sweep: one row per cell with all its figures (docs/sweeps.md lists the columns)."""
+"""results.csv of a sweep: one row per cell with all its figures (docs/sweeps.md lists the
+columns)."""
 
 from __future__ import annotations
 

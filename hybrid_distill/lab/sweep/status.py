@@ -29,7 +29,9 @@ def status(out: Path) -> str:
     for state in SHOWN:
         lines = []
         for task in tasks[tasks.state == state].itertuples():
-            lines.append(f"  {task.task}: {task.error or f'{task.steps_done} of {task.steps} steps'}")
+            lines.append(
+                f"  {task.task}: {task.error or f'{task.steps_done} of {task.steps} steps'}"
+            )
         if lines:
             blocks.append("\n".join([f"{state}:", *lines]))
     if not is_locked(sweep.out) and (tasks.state != "done").any():
@@ -62,7 +64,8 @@ def progress(sweep: Sweep, tasks: pd.DataFrame | None = None, *, at_once: int | 
 
 
 def _tasks(sweep: Sweep) -> pd.DataFrame:
-    """Return a row per task: its progress, and the student that it makes (empty for shared work)."""
+    """Return a row per task: its progress, and the student that it makes (empty for shared
+    work)."""
     rows = []
     for task in sweep.tasks.values():
         outcome = task.outcome()

@@ -1,6 +1,7 @@
 """Tasks of a sweep: pieces of work for one process, each with a file that records how it ended.
 
-Tasks may run in other processes and on other machines. A task without an outcome is running if its folder is locked.
+Tasks may run in other processes and on other machines. A task without an outcome is running if
+its folder is locked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ NEEDS_SCORES = ("top", "layers")
 
 
 class Outcome(NamedTuple):
-    """State of a task: ``waiting``, ``running``, ``stopped``, ``done`` or ``failed``; and seconds of its last try."""
+    """State of a task: ``waiting``, ``running``, ``stopped``, ``done`` or ``failed``; and
+    seconds of its last try."""
 
     state: str
     error: str = ""
@@ -53,7 +55,8 @@ class Task:
 
     @property
     def log_path(self) -> Path:
-        """File for its output, if it runs in a separate process, and for its traceback, if it fails."""
+        """File for its output, if it runs in a separate process, and for its traceback, if it
+        fails."""
         return self.sweep.log(self.name)
 
     @property
@@ -88,8 +91,8 @@ def tasks_of(
 ) -> dict[str, Task]:
     """Return tasks by name, each after those that it needs.
 
-    ``share``: cells take their recurrent heads from an alignment of their state size and seed. ``own_steps`` are the
-    training steps of a cell, ``shared_steps`` those of an alignment.
+    ``share``: cells take their recurrent heads from an alignment of their state size and seed.
+    ``own_steps`` are the training steps of a cell, ``shared_steps`` those of an alignment.
     """
     seeds_with_scores = {cell.seed for cell in cells if cell.selection in NEEDS_SCORES}
     tasks: dict[str, Task] = {}

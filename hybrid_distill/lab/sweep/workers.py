@@ -1,4 +1,5 @@
-"""Options of a sweep's jobs: how many at a time, GPUs and time of each, from flags, recipe and machine."""
+"""Options of a sweep's jobs: how many at a time, GPUs and time of each, from flags, recipe and
+machine."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
     from .job import SweepJob
 
 JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
-"""Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's choice."""
+"""Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's
+choice."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Where cells run. ``cluster`` is None for cells in this process or for jobs on this machine."""
+    """Where cells run. ``cluster`` is None for cells in this process or for jobs on this
+    machine."""
 
     cluster: Literal["slurm", "local"] | None
     launcher: str
@@ -55,7 +58,9 @@ class WorkerOptions:
                 )
         else:
             n_visible = len(visible_gpus())
-            gpus = _gpus_of_job_here(chosen["gpus"], launcher, n_visible, is_flag=job.gpus is not None)
+            gpus = _gpus_of_job_here(
+                chosen["gpus"], launcher, n_visible, is_flag=job.gpus is not None
+            )
             jobs = job.jobs
             if jobs is None:
                 jobs = max(1, n_visible // gpus)
@@ -95,7 +100,8 @@ def _gpus_of_slurm_job(gpus: int | None, launcher: str) -> int:
 
 
 def _gpus_of_job_here(gpus: int | None, launcher: str, n_visible: int, *, is_flag: bool) -> int:
-    """Return the GPUs of a job on this machine. Without GPUs, jobs use the CPU, unless a flag asks for some."""
+    """Return the GPUs of a job on this machine. Without GPUs, jobs use the CPU, unless a flag
+    asks for some."""
     if gpus is None:
         gpus = max(1, n_visible) if launcher else 1
     COUNT.check("--gpus", gpus)
