@@ -31,7 +31,9 @@ def script() -> Any:
 
 def commands_of(script: Any, **options: Any) -> dict[str, str]:
     gallery = script.Gallery(**options)
-    students = None if options else script.Students(gallery.made / "recurrent", gallery.made / "hybrid")
+    students = (
+        None if options else script.Students(gallery.made / "recurrent", gallery.made / "hybrid")
+    )
     return script.experiments(gallery, students)
 
 
@@ -44,11 +46,15 @@ def test_the_page_gives_the_commands_that_the_script_runs(script: Any) -> None:
 
 def test_the_page_shows_all_figures_and_they_are_there() -> None:
     shown = re.findall(r"!\[[^\]]+\]\((gallery/[^)]+)\)", PAGE)
-    drawn = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs/gallery").rglob("*.png")]
+    drawn = [
+        str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs/gallery").rglob("*.png")
+    ]
     assert sorted(shown) == sorted(drawn) and len(shown) == len(set(shown))
 
 
-def test_the_commands_are_ones_that_the_command_line_knows(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_are_ones_that_the_command_line_knows(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
     for experiment in get_args(Experiment):
         kind = get_args(experiment)[0]
