@@ -28,8 +28,9 @@ from transformers import PreTrainedModel
 from hybrid_distill.evaluation.evaluate import model_cache_bytes
 from hybrid_distill.evaluation.measure import EvalInputs, measure
 from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
-from hybrid_distill.lab.suite import load_tasks, run_suite, summary
+from hybrid_distill.lab.suite import load_tasks, run_suite
 from hybrid_distill.lab.suite_job import SuiteJob
+from hybrid_distill.lab.suite_results import summary
 from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
 from hybrid_distill.pipeline.run import build
 from hybrid_distill.plan import HeadId

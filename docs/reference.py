@@ -1,6 +1,8 @@
-"""Write docs/reference.md: every command, and every field of a recipe, as the command line has them.
+"""Write docs/reference.md: every command, and every field of a recipe, as the command line has
+them.
 
-python docs/reference.py            # after a change of either; tests/test_reference.py fails until it is done
+python docs/reference.py # after a change of either; tests/test_reference.py fails until it is
+done
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ EVERY_STAGE = """\
 
 `STAGE` is the name of the stage. A stage that has a `data` of its own has flags for that too, as `data` of the run.
 """
-KINDS = {"matrix": "AlignMatrix", "align": "Align", "distill": "Distill", "on-policy": "DistillOnPolicy"}
+KINDS = {
+    "matrix": "AlignMatrix",
+    "align": "Align",
+    "distill": "Distill",
+    "on-policy": "DistillOnPolicy",
+}
 """Classes of stages, by the names that they have unless a recipe gives others."""
 _TAIL = re.compile(r"\s*\((?:default: (?P<default>.*)|required)\)$", re.DOTALL)
 _RAISES = re.compile(r"Raises ValueError[^.]*\.")
@@ -219,7 +226,8 @@ def _recipe() -> Iterator[str]:
 
 
 def _stage(group: Group, known: Sequence[Flag], where: str) -> Iterator[str]:
-    """Describe the fields of a stage that are not ``known``, and those of them with other defaults."""
+    """Describe the fields of a stage that are not ``known``, and those of them with other
+    defaults."""
     default_of = {flag.meaning: flag.default for flag in known}
     own = []
     others = []
@@ -239,7 +247,9 @@ def _stage(group: Group, known: Sequence[Flag], where: str) -> Iterator[str]:
 
 def _groups(parser: argparse.ArgumentParser) -> Iterator[Group]:
     for group in parser._action_groups:
-        actions = [a for a in group._group_actions if a.dest != "help" and a.help != argparse.SUPPRESS]
+        actions = [
+            a for a in group._group_actions if a.dest != "help" and a.help != argparse.SUPPRESS
+        ]
         if not actions:
             continue
         flags = []

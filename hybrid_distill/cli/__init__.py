@@ -1,7 +1,7 @@
 """Command line, and its entry point for recipes.
 
-A program starts here, so importing this prepares the process: it is the one part of the package whose import changes
-anything. It loads no library, and an unsupported machine exits here.
+A program starts here, so importing this prepares the process: it is the one part of the package
+whose import changes anything. It loads no library, and an unsupported machine exits here.
 """
 
 import logging
@@ -18,8 +18,8 @@ NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
 def prepare_process() -> None:
     """Set how long torch's threads wait for each other, and mute warnings of imports.
 
-    Both must happen before torch is imported, and a recipe imports it right after this package. Variables that the user
-    has set stay.
+    Both must happen before torch is imported, and a recipe imports it right after this package.
+    Variables that the user has set stay.
     """
     # libgomp's threads spin at every barrier until the last one arrives. If another process keeps a core busy, a step
     # on two threads takes longer than on one; threads that soon fall asleep cost little on an idle machine

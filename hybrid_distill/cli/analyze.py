@@ -25,6 +25,9 @@ Experiment = (
 )
 
 
-def command(experiment: tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[Experiment]]) -> None:
-    """Run an experiment on a model's internals (docs/analysis.md); EXPERIMENT --help lists its flags."""
+def command(
+    experiment: tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[Experiment]],
+) -> None:
+    """Run an experiment on a model's internals (docs/analysis.md); EXPERIMENT --help lists its
+    flags."""
     print(experiment.run())

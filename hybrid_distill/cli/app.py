@@ -1,6 +1,8 @@
-"""Dispatcher of ``hybrid-distill COMMAND``: each command is a file in this folder, imported only when it runs.
+"""Dispatcher of ``hybrid-distill COMMAND``: each command is a file in this folder, imported only
+when it runs.
 
-The file has a function ``command``, whose parameters are the flags, or ``main``, which takes the raw words.
+The file has a function ``command``, whose parameters are the flags, or ``main``, which takes the
+raw words.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +34,7 @@ COMMANDS = {
     "Choose": ("memory", "sweep"),
     "Look inside": ("analyze",),
 }
-NAMES = tuple(name for group in COMMANDS.values() for name in group)
+NAMES = tuple(chain.from_iterable(COMMANDS.values()))
 HELP = ("-h", "--help")
 QUIET = "--quiet"
 USAGE = """\
@@ -52,10 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     exit_cleanly(lambda: _dispatch(*_without_quiet(words)))
 
 
-def run_recipe(default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None) -> None:
-    """Run a recipe's config, overridden by flags, from start to report; called by the ``main`` of a recipe.
+def run_recipe(
+    default: RunConfig, argv: Sequence[str] | None = None, description: str | None = None
+) -> None:
+    """Run a recipe's config, overridden by flags, from start to report; called by the ``main`` of a
+    recipe.
 
-    ``--teacher tiny`` runs the recipe on the embedded teacher and corpus, scaled down to their size.
+    ``--teacher tiny`` runs the recipe on the embedded teacher and corpus, scaled down to their
+    size.
     """
     from .run import run_with_flags
 
@@ -77,7 +84,9 @@ def _dispatch(name: str, *words: str) -> None:
     if name not in NAMES:
         similar = difflib.get_close_matches(name, NAMES, n=1)
         question = f"did you mean {similar[0]!r}? " if similar else ""
-        raise ValueError(f"{name!r} is not a command; {question}`hybrid-distill --help` lists them.")
+        raise ValueError(
+            f"{name!r} is not a command; {question}`hybrid-distill --help` lists them."
+        )
     with loading():
         module = importlib.import_module(f".{_file_name(name)}", __package__)
         from .parsing import parse
@@ -86,7 +95,8 @@ def _dispatch(name: str, *words: str) -> None:
         run = partial(module.main, list(words))
     else:
         run = parse(module.command, words, f"hybrid-distill {name}")
-    if name != "recipes" and words[:1] not in [(word,) for word in HELP]:
+    asks_for_help = bool(words) and words[0] in HELP
+    if name != "recipes" and not asks_for_help:
         # Commands import these late, so that their help is fast.
         with loading():
             importlib.import_module("hybrid_distill.pipeline")
@@ -108,12 +118,12 @@ def _help() -> str:
 
 
 def _summary(name: str) -> str:
-    """Read the first line of a command's docstring without importing its file."""
+    """Read the first sentence of a command's docstring without importing its file."""
     path = Path(__file__).with_name(f"{_file_name(name)}.py")
     docstring = ""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name in ("command", "main"):
             docstring = ast.get_docstring(node) or ""
-    first_line, _, _ = docstring.partition("\n")
-    summary, _, _ = first_line.partition(";")
-    return summary.rstrip(".")
+    first_paragraph, _, _ = docstring.partition("\n\n")
+    summary, _, _ = first_paragraph.partition(";")
+    return " ".join(summary.split()).rstrip(".")

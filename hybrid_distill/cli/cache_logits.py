@@ -1,4 +1,5 @@
-"""`hybrid-distill cache-logits`: precompute the teacher's top-k logits, to distill without a teacher in memory."""
+"""`hybrid-distill cache-logits`: precompute the teacher's top-k logits, to distill without a
+teacher in memory."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ from .recipes import load_recipe, override, recipe_of
 
 @dataclass(frozen=True)
 class CacheJob:
-    """Precompute the teacher's top-k logits for the rows of a run. Raises ValueError for a number out of range."""
+    """Precompute the teacher's top-k logits for the rows of a run. Raises ValueError for a
+    number out of range."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     """Run that will train from the logits."""
     stage: str = "distill"
     """Name of the stage whose rows are read; its ``teacher_logits`` is the folder to write."""
     top_k: Count = 64
-    """Most likely next tokens stored at each position, about 4 bytes each. All others are stored as one sum."""
+    """Most likely next tokens stored at each position, about 4 bytes each. All others are stored
+    as one sum."""
     shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file starts. A stopped command repeats at most one file."""
 
@@ -43,14 +46,18 @@ class CacheJob:
         """Config of ``stage``. Raises ValueError unless it distills from logits."""
         stage = self.run.stage(self.stage)
         if not isinstance(stage, Distill):
-            raise ValueError(f"--stage is {self.stage!r}, which reads no logits; name a stage that distills.")
+            raise ValueError(
+                f"--stage is {self.stage!r}, which reads no logits; name a stage that distills."
+            )
         return stage
 
     @property
     def folder(self) -> Path:
         """Folder to write. Raises ValueError when the run names none."""
         if self.config.teacher_logits is None:
-            raise ValueError(f"there is no folder to write to; pass one with --{self.stage}.teacher-logits DIR.")
+            raise ValueError(
+                f"there is no folder to write to; pass one with --{self.stage}.teacher-logits DIR."
+            )
         return self.config.teacher_logits.expanduser()
 
 
@@ -83,11 +90,12 @@ def cache_logits(job: CacheJob) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Precompute the teacher's top-k logits for a recipe's rows, so that distillation needs no teacher in memory.
+    """Precompute the teacher's top-k logits for a recipe's rows, so that distillation needs no
+    teacher in memory.
 
-    Takes the flags of the run and a few more; RECIPE --help lists them. --distill.teacher-logits names the folder to
-    write. Resumes where it was stopped. `accelerate launch -m hybrid_distill cache-logits ...` splits the rows between
-    processes.
+    Takes the flags of the run and a few more; RECIPE --help lists them. --distill.teacher-logits
+    names the folder to write. Resumes where it was stopped. `accelerate launch -m hybrid_distill
+    cache-logits ...` splits the rows between processes.
     """
     if words and words[0] in ("-h", "--help"):
         print(usage(main, "RECIPE"))

@@ -31,8 +31,9 @@ NO_PLAN = "No plan yet: heads are ranked when the run starts. Sizes below are fo
 def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     """Describe the launch command, the sizes of each stage and, if asked for, the resolved config.
 
-    ``command`` is the recipe and its flags, as passed to a launcher. Of the teacher, only the config is read; if it
-    cannot be, one line reports that. Raises ValueError, with all reasons, for a run that would not start.
+    ``command`` is the recipe and its flags, as passed to a launcher. Of the teacher, only the
+    config is read; if it cannot be, one line reports that. Raises ValueError, with all reasons,
+    for a run that would not start.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     names = ", ".join(config.stage_names)
@@ -58,18 +59,22 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
 
 
 def _first(config: RunConfig) -> list[str]:
-    """Return the commands to run before a launch of several processes, which would refuse to tokenize so much."""
+    """Return the commands to run before a launch of several processes, which would refuse to
+    tokenize so much."""
     if config.gpus == 1:
         return []
     commands = preparations(config.data, config.teacher.path)
     if not commands:
         return []
     listed = textwrap.indent("\n".join(commands), "  ")
-    return [f"First, once, without GPUs; then launch with these folders as --data.sources:\n{listed}"]
+    return [
+        f"First, once, without GPUs; then launch with these folders as --data.sources:\n{listed}"
+    ]
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
-    """Yield reasons why the run would not start, a sentence each; reads names, headers and head scores, not weights."""
+    """Yield reasons why the run would not start, a sentence each; reads names, headers and head
+    scores, not weights."""
     inputs = RunInputs(config)
     try:
         check_teachers(inputs)
@@ -88,7 +93,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
 
 
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
-    """Return (plan, its description); if heads are not ranked yet, the plan has as many heads, evenly spread."""
+    """Return (plan, its description); if heads are not ranked yet, the plan has as many heads,
+    evenly spread."""
     path = RunPaths(config.out).plan
     if path.exists() and config.resume != "never":
         plan = HeadPlan.load(path)

@@ -117,7 +117,8 @@ def _evaluate_suite(job: SuiteJob) -> None:
         raise ValueError("there is nothing to evaluate; pass RUN_DIR, or --suite and --model.")
     if job.model is None:
         raise ValueError(f"--suite {job.suite} has no model to measure; pass --model.")
-    from ..lab.suite import load_tasks, render, write_results
+    from ..lab.suite import load_tasks
+    from ..lab.suite_results import render, write_results
 
     tasks = load_tasks(job)
     with alone_in(job.folder):

@@ -1,4 +1,5 @@
-"""How a command ends: one line and an exit status for what the user can fix, a traceback for a bug."""
+"""How a command ends: one line and an exit status for what the user can fix, a traceback for a
+bug."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from ..locking import InUse
 IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
 """Errors that all processes of a launch raise together; the main one prints them."""
 FINISHED = "HYBRID_DISTILL_FINISHED"
-"""Variable that names a file to create when all work is finished; an interrupted run creates none."""
+"""Variable that names a file to create when all work is finished; an interrupted run creates
+none."""
 
 
 class _Stderr(logging.Handler):
@@ -29,9 +31,11 @@ class _Stderr(logging.Handler):
 
 
 def exit_cleanly(action: Callable[[], object]) -> None:
-    """Run ``action``; errors that the user can fix end in one line and exit status 2, a saved interruption in status 0.
+    """Run ``action``; errors that the user can fix end in one line and exit status 2, a saved
+    interruption in status 0.
 
-    If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is finished.
+    If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is
+    finished.
     """
     _show_only_own_messages()
     # A launcher or a cluster stops a process with these; as with Ctrl-C, it saves first.
@@ -47,7 +51,10 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         if finished := os.environ.get(FINISHED):
             Path(finished).touch()
     except KeyboardInterrupt:
-        print("stopped; the same command continues from what was finished, or starts again.", file=sys.stderr)
+        print(
+            "stopped; the same command continues from what was finished, or starts again.",
+            file=sys.stderr,
+        )
         sys.exit(130)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _lost_its_reader():
@@ -98,7 +105,8 @@ def _exit_status(error: Exception) -> int | None:
 
 
 def _lost_its_reader() -> bool:
-    """Return whether the reader of stdout is gone, as with `| head`; if so, discard further output."""
+    """Return whether the reader of stdout is gone, as with `| head`; if so, discard further
+    output."""
     poll = select.poll()
     poll.register(sys.stdout)
     is_lost = any(event & select.POLLERR for _, event in poll.poll(0))

@@ -28,9 +28,10 @@ class ExportJob:
     out: Path
     """New folder for the export, or an export to replace."""
     format: ExportFormat = "remote-code"
-    """Format. ``remote-code``: for transformers, with the student's own Python files. ``falcon-h1``: for any software
-    that supports FalconH1ForCausalLM, without code. ``safetensors``: for this package. ``vllm``, ``gguf`` (llama.cpp),
-    ``mlx``, ``onnx``: for these programs (docs/serving.md)."""
+    """Format. ``remote-code``: for transformers, with the student's own Python files.
+    ``falcon-h1``: for any software that supports FalconH1ForCausalLM, without code.
+    ``safetensors``: for this package. ``vllm``, ``gguf`` (llama.cpp), ``mlx``, ``onnx``: for
+    these programs (docs/serving.md)."""
     max_shard_size: str = "2GB"
     """Largest size of a weight file; a large value gives a single file."""
 
@@ -38,8 +39,8 @@ class ExportJob:
 def export_student(job: ExportJob) -> GateReport:
     """Export a run's student, or convert an export to another format, through the gate.
 
-    Raises ValueError for a folder without a student or a format that cannot express it; ExportError when the export
-    does not match the student.
+    Raises ValueError for a folder without a student or a format that cannot express it;
+    ExportError when the export does not match the student.
     """
     if is_run(job.model):
         inputs = finished_run(job.model)

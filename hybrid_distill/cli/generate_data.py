@@ -33,11 +33,13 @@ class GenerateJob:
     out: Path
     """Token folder to write. Skipped if it already holds these tokens, resumed if unfinished."""
     form: Literal["auto", "text", "chat"] = "auto"
-    """``text``: documents. ``chat``: conversations, with the loss on the answers. ``auto``: chat if the tokenizer has a
-    chat template. Train on conversations with --data.chat, or mix them into text without it."""
+    """``text``: documents. ``chat``: conversations, with the loss on the answers. ``auto``: chat
+    if the tokenizer has a chat template. Train on conversations with --data.chat, or mix them
+    into text without it."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     top_k_logits: Count | None = None
-    """Number of the teacher's most likely next tokens to store too, in OUT/logits, as cache-logits does."""
+    """Number of the teacher's most likely next tokens to store too, in OUT/logits, as
+    cache-logits does."""
     seq_len: TokensOfARow = 256
     """Tokens per row of those logits; train with the same --data.seq-len."""
     shard_tokens: Count = SHARD_TOKENS
@@ -55,7 +57,9 @@ class GenerateJob:
         """``tokens`` as a number. Raises ValueError for anything else."""
         match = re.fullmatch(r"(\d+\.?\d*)([KMB]?)", self.tokens.upper())
         if match is None:
-            raise ValueError(f"--tokens is {self.tokens!r}; pass a number such as 20000, 20K or 2M.")
+            raise ValueError(
+                f"--tokens is {self.tokens!r}; pass a number such as 20000, 20K or 2M."
+            )
         number, unit = match.groups()
         return max(1, round(float(number) * UNITS[unit]))
 
@@ -98,5 +102,6 @@ def generate(job: GenerateJob) -> str:
 
 
 def command(job: tyro.conf.OmitArgPrefixes[GenerateJob]) -> None:
-    """Generate training text with a teacher, as a folder for --data.sources; resumes where it was stopped."""
+    """Generate training text with a teacher, as a folder for --data.sources; resumes where it
+    was stopped."""
     print(generate(job))

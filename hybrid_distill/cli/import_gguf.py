@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Convert a GGUF file to a Hugging Face folder; the folder works as a teacher like any other.
 
-    The folder holds safetensors, the config, the tokenizer with its chat template, the generation config, and
-    imported_from.json: the file's name and hash.
+    The folder holds safetensors, the config, the tokenizer with its chat template, the generation
+    config, and imported_from.json: the file's name and hash.
 
     Args:
         file: A GGUF file of an architecture that transformers can read.
@@ -73,7 +73,9 @@ def _check_paths(file: Path, out: Path) -> None:
         if not is_empty:
             raise ValueError(f"{out} already exists; pass a new folder.")
     if find_spec("gguf") is None:
-        raise ValueError("GGUF files are read by the package gguf, which is not installed; pip install gguf.")
+        raise ValueError(
+            "GGUF files are read by the package gguf, which is not installed; pip install gguf."
+        )
     if not file.is_file():
         raise ValueError(f"{file} is not a file; pass a GGUF file.")
 
@@ -81,8 +83,8 @@ def _check_paths(file: Path, out: Path) -> None:
 def _plain_model(loaded: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return the same weights in a model that does not know it was quantized.
 
-    transformers keeps the ``quantization_config`` of a GGUF file in the config of the model that it has dequantized,
-    and would save it: the folder would then not load without gguf.
+    transformers keeps the ``quantization_config`` of a GGUF file in the config of the model that
+    it has dequantized, and would save it: the folder would then not load without gguf.
     """
     options = loaded.config.to_dict()
     options.pop("quantization_config", None)
@@ -98,7 +100,9 @@ def _plain_model(loaded: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, out: Path) -> None:
+def _save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, out: Path
+) -> None:
     with locked(out):
         model.save_pretrained(out)
         # safetensors writes files that only their owner can read.

@@ -19,7 +19,8 @@ from ..train.config import StageConfig
 
 MB = 1e6
 HEADROOM = 0.9
-"""Share of a GPU's memory that a run may plan to use; CUDA, NCCL and fragmentation take the rest."""
+"""Share of a GPU's memory that a run may plan to use; CUDA, NCCL and fragmentation take the
+rest."""
 LAUNCH = {
     "ddp": "launch/ddp.yaml",
     "zero1": "launch/zero2.yaml --zero_stage 1",
@@ -33,7 +34,8 @@ COMMUNICATION = f"""
 
 
 class PlannedStage(NamedTuple):
-    """Bytes of a stage, parts x strategies: as configured, and with the opposite choice of gradient checkpointing."""
+    """Bytes of a stage, parts x strategies: as configured, and with the opposite choice of
+    gradient checkpointing."""
 
     config: StageConfig
     heading: str
@@ -41,7 +43,8 @@ class PlannedStage(NamedTuple):
     others: pd.DataFrame
 
     def best(self, strategy: str, budget: float) -> float | None:
-        """Return the total to recommend, None if none fits; requested gradient checkpointing stays on."""
+        """Return the total to recommend, None if none fits; requested gradient checkpointing
+        stays on."""
         choices = [self.own]
         if not self.config.gradient_checkpointing:
             choices.append(self.others)

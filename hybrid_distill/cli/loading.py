@@ -1,4 +1,5 @@
-"""Slow imports of libraries: reported when they take long, without their warnings, and ended by Ctrl-C at once."""
+"""Slow imports of libraries: reported when they take long, without their warnings, and ended by
+Ctrl-C at once."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def _report_once() -> None:
 
 
 def _exit_process(number: int, frame: FrameType | None) -> None:
-    """Exit the process: an exception raised during an import could be swallowed or printed by a library."""
+    """Exit the process: an exception raised during an import could be swallowed or printed by a
+    library."""
     os.write(2, b"stopped; nothing was started.\n")
     os._exit(128 + number)
 

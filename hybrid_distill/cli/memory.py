@@ -2,8 +2,8 @@
 
     bytes(L) = 2 H_kv P L b + H_ssm P N s        (`plan.cache_bytes`; L is at most the window in layers that have one)
 
-The number of KV heads that k kept heads need depends on their positions: heads of one group share a K and a V. A
-scores.json gives the positions; without one, the table shows both extremes.
+The number of KV heads that k kept heads need depends on their positions: heads of one group
+share a K and a V. A scores.json gives the positions; without one, the table shows both extremes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class MemoryJob:
     """Configurations to tabulate."""
 
     model: str = "16x32x8x64"
-    """Checkpoint (folder, hub id, ``tiny``), or shape: layers x query heads x KV heads x head dim. The default is
-    Llama-3.2-1B's."""
+    """Checkpoint (folder, hub id, ``tiny``), or shape: layers x query heads x KV heads x head
+    dim. The default is Llama-3.2-1B's."""
     heads: str = "0,10,20,40,all"
     """Numbers of attention heads to keep."""
     d_state: str = "8,64"
@@ -47,9 +47,11 @@ class MemoryJob:
     dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
     """Dtype of keys, values and convolution states; int8 is counted without its scales."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Dtype of recurrent states: this package's caches hold float32, published tables count bfloat16."""
+    """Dtype of recurrent states: this package's caches hold float32, published tables count
+    bfloat16."""
     scores: Path | None = None
-    """Path to a scores.json; its top heads are kept, which determines how many share keys and values."""
+    """Path to a scores.json; its top heads are kept, which determines how many share keys and
+    values."""
 
 
 class ModelShape(NamedTuple):
@@ -139,7 +141,8 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
 
 
 def _placements(shape: ModelShape, k: int, scores: HeadScores | None) -> dict[str, HeadPlan]:
-    """Return a plan of the top ``k`` heads; without scores, of ``k`` heads with the largest and smallest cache."""
+    """Return a plan of the top ``k`` heads; without scores, of ``k`` heads with the largest and
+    smallest cache."""
     empty = shape.plan
     if scores is not None:
         plan = HeadPlan.top_k(scores, k)

@@ -21,13 +21,16 @@ from ..validation import check_value
 
 T = TypeVar("T")
 Parsed = Callable[[], object]
-_BAD_NUMBER = re.compile(r"(?:invalid literal for (int)\(\).*|could not convert string to float): (.*)")
+_BAD_NUMBER = re.compile(
+    r"(?:invalid literal for (int)\(\).*|could not convert string to float): (.*)"
+)
 _NO_WRAPPING = "10000"
 """Columns of a terminal on which each paragraph of an error is one line."""
 
 
 def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Parsed:
-    """Bind flags to the parameters of a command; calling the result runs it. Raises ValueError for bad flags."""
+    """Bind flags to the parameters of a command; calling the result runs it. Raises ValueError
+    for bad flags."""
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
 
@@ -50,10 +53,13 @@ def parse(command: Callable[..., object], words: Sequence[str], prog: str) -> Pa
     return _in_one_line(lambda: tyro.cli(bound, args=words, prog=prog), words)
 
 
-def parse_as(kind: type[T], words: Sequence[str], *, default: T, prog: str | None, description: str | None) -> T:
+def parse_as(
+    kind: type[T], words: Sequence[str], *, default: T, prog: str | None, description: str | None
+) -> T:
     """Override the fields of a dataclass with flags. Raises ValueError for bad flags."""
     return _in_one_line(
-        lambda: tyro.cli(kind, default=default, args=words, prog=prog, description=description), words
+        lambda: tyro.cli(kind, default=default, args=words, prog=prog, description=description),
+        words,
     )
 
 
@@ -70,7 +76,9 @@ def flags_of(kind: Callable[..., T], default: T | None = None) -> argparse.Argum
     return cast(argparse.ArgumentParser, parser)
 
 
-def short_help(parser: argparse.ArgumentParser, shown: Iterable[str], prog: str, description: str | None) -> str:
+def short_help(
+    parser: argparse.ArgumentParser, shown: Iterable[str], prog: str, description: str | None
+) -> str:
     """Format help for only the flags ``shown``."""
     short = argparse.ArgumentParser(
         prog=prog,
@@ -159,7 +167,8 @@ def _one_line(box: str) -> str:
 
 
 def _sections(box: str) -> tuple[list[str], list[str]]:
-    """Return the lines of an error's first section, and of all others, without colors and the box."""
+    """Return the lines of an error's first section, and of all others, without colors and the
+    box."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines():
         text = re.sub(r"\x1b\[[0-9;]*m", "", line).strip(" │")

@@ -1,4 +1,5 @@
-"""`hybrid-distill prepare-data`: text tokenized once, in a folder that any number of processes can train from."""
+"""`hybrid-distill prepare-data`: text tokenized once, in a folder that any number of processes
+can train from."""
 
 from __future__ import annotations
 
@@ -22,15 +23,17 @@ class PrepareJob:
     tokenizer: str
     """Teacher's tokenizer: a local folder, a hub id, or ``tiny`` for the embedded one."""
     sources: tuple[str, ...]
-    """Sources, read in this order: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or .parquet;
-    ``hf:repo:config:split`` on the hub. For a weighted mixture, prepare each source in a separate folder."""
+    """Sources, read in this order: ``tiny``; files or folders of .txt, .jsonl, .jsonl.gz or
+    .parquet; ``hf:repo:config:split`` on the hub. For a weighted mixture, prepare each source in
+    a separate folder."""
     out: Path
     """Token folder to write. Skipped if it already holds these tokens, resumed if unfinished."""
     text_column: str = "text"
     """Column with the text of each record."""
     chat: bool = False
-    """Treat records as conversations: a list ``messages`` (or ``conversations``), or ``prompt`` and ``completion``. The
-    tokenizer's chat template renders them, and the assistant's tokens are marked."""
+    """Treat records as conversations: a list ``messages`` (or ``conversations``), or ``prompt``
+    and ``completion``. The tokenizer's chat template renders them, and the assistant's tokens
+    are marked."""
     max_tokens: Count | None = None
     """Stop before the first document that would exceed this many tokens."""
     shard_tokens: Count = SHARD_TOKENS
@@ -38,15 +41,17 @@ class PrepareJob:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ValueError("--sources is empty; pass what to tokenize, for example --sources tiny.")
+            raise ValueError(
+                "--sources is empty; pass what to tokenize, for example --sources tiny."
+            )
         check_options(self, "--")
 
 
 def prepare(job: PrepareJob) -> str:
     """Run or resume the job; return a one-line summary.
 
-    Raises ValueError for a tokenizer or source that cannot be loaded, and for a folder that holds other tokens or that
-    another process is writing to.
+    Raises ValueError for a tokenizer or source that cannot be loaded, and for a folder that
+    holds other tokens or that another process is writing to.
     """
     tokenizer = load_tokenizer(job.tokenizer, "--tokenizer")
     began = time.monotonic()

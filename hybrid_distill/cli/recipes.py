@@ -71,21 +71,26 @@ def shipped() -> dict[str, Path]:
 
 
 def find_recipe(path: Path) -> Path:
-    """Return ``path`` if it is a file, else the shipped recipe of that name. Raises ValueError for neither.
+    """Return ``path`` if it is a file, else the shipped recipe of that name. Raises ValueError for
+    neither.
 
-    The path ``recipes/hybrid_tiny.py``, as in the documentation, is also accepted as a name, even without a clone.
+    The path ``recipes/hybrid_tiny.py``, as in the documentation, is also accepted as a name,
+    even without a clone.
     """
     recipes = shipped()
     if not path.is_file() and path.parent in (Path(), Path("recipes")):
         path = recipes.get(path.stem.removeprefix("hybrid_"), path)
     if path.suffix != ".py" or not path.is_file():
         names = ", ".join(sorted(recipes))
-        raise ValueError(f"{path} is not a recipe; pass a Python file with config(), or one of {names}.")
+        raise ValueError(
+            f"{path} is not a recipe; pass a Python file with config(), or one of {names}."
+        )
     return path
 
 
 def load_recipe(path: Path) -> ModuleType:
-    """Import a recipe: a file, or the name of a shipped one. Raises ValueError for anything else."""
+    """Import a recipe: a file, or the name of a shipped one. Raises ValueError for anything
+    else."""
     from ..config import in_recipe
 
     path = find_recipe(path)
@@ -97,14 +102,18 @@ def load_recipe(path: Path) -> ModuleType:
     with in_recipe(str(path)):
         spec.loader.exec_module(module)
     if not callable(getattr(module, "config", None)):
-        raise ValueError(f"{path} has no config(); a recipe has a function config() that returns a RunConfig.")
+        raise ValueError(
+            f"{path} has no config(); a recipe has a function config() that returns a RunConfig."
+        )
     return module
 
 
 def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
     """Split the words of a command into a recipe's path and flags."""
     if not words or words[0].startswith("-"):
-        raise ValueError(f"no recipe given; pass its name or file first: `hybrid-distill {command} tiny ...`.")
+        raise ValueError(
+            f"no recipe given; pass its name or file first: `hybrid-distill {command} tiny ...`."
+        )
     return Path(words[0]), list(words[1:])
 
 
@@ -115,7 +124,8 @@ def override(
     description: str | None,
     own: Iterable[str] = (),
 ) -> T:
-    """Override a config with flags. ``--help`` shows `FIRST` and a command's ``own``, ``--help-all`` every flag."""
+    """Override a config with flags. ``--help`` shows `FIRST` and a command's ``own``,
+    ``--help-all`` every flag."""
     kind = type(default)
     if not {"-h", "--help"}.isdisjoint(words):
         parser = flags_of(kind, default=default)

@@ -8,12 +8,14 @@ import tyro
 
 from ..lab.reporting.run import write_report
 from ..lab.sweep.measured import CONTEXT
+from ..lab.sweep.paths import SweepPaths
 from ..lab.sweep.report import write_sweep_report
-from ..lab.sweep.results import FILE
 from ..validation import Count
 
 
-def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None) -> None:
+def command(
+    path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: Path | None = None
+) -> None:
     """Rebuild PATH/report.md from the results in the folder of a run or a sweep.
 
     Args:
@@ -21,9 +23,11 @@ def command(path: tyro.conf.Positional[Path], /, context: Count = CONTEXT, to: P
         context: Context length, in tokens, at which a sweep's report compares memory.
         to: The folder for a sweep's report.md, figures, report.html and results.csv, instead of PATH.
     """
-    if (path / FILE).is_file():
+    if SweepPaths(path).table.is_file():
         print(f"report: {write_sweep_report(path, context=context, to=to)}")
     elif to is not None:
-        raise ValueError(f"--to is for the report of a sweep, and {path} has no results.csv; leave it out.")
+        raise ValueError(
+            f"--to is for the report of a sweep, and {path} has no results.csv; leave it out."
+        )
     else:
         print(f"report: {write_report(path)}")

@@ -61,7 +61,8 @@ class ScoreJob:
     k: Count = 20
     """Heads that you will keep: racing and the warning about ties apply to the top k."""
     exhaustive: bool = False
-    """Score every head on every prompt, instead of dropping those that are clearly not in the top k."""
+    """Score every head on every prompt, instead of dropping those that are clearly not in the
+    top k."""
     control_texts: str = TINY
     """Where those texts come from: ``tiny`` or a file."""
     n_control_texts: CountOrZero = 16
@@ -77,7 +78,8 @@ class ScoreJob:
     """Allow pickled weights (``*.bin``)."""
     seed: CountOrZero = 0
     out: Path = Path("scores.json")
-    """File for the scores; the figure and the measurements of an interrupted run are saved next to it."""
+    """File for the scores; the figure and the measurements of an interrupted run are saved next
+    to it."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
@@ -162,7 +164,9 @@ def _check_model(name: str) -> None:
     except ValueError as error:
         if is_launched_main():
             log.warning(
-                "note: heads of %s can be ranked, but no student can be made from it: %s", name, error
+                "note: heads of %s can be ranked, but no student can be made from it: %s",
+                name,
+                error,
             )
 
 
@@ -205,9 +209,11 @@ def table(scores: HeadScores, k: int) -> str:
 
 
 def command(job: tyro.conf.OmitArgPrefixes[ScoreJob] = ScoreJob()) -> None:
-    """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and a figure.
+    """Rank a model's attention heads by what their removal costs on a probe; writes scores.json and
+    a figure.
 
-    Resumes where it was stopped. `accelerate launch -m hybrid_distill score ...` splits the work between processes.
+    Resumes where it was stopped. `accelerate launch -m hybrid_distill score ...` splits the work
+    between processes.
     """
     scores = run_score(job)
     if connect().is_main_process:

@@ -12,7 +12,11 @@ from ..validation import first_line
 
 
 def command(
-    path: tyro.conf.Positional[Path], /, device: str = "cpu", to: Path | None = None, trust_remote_code: bool = False
+    path: tyro.conf.Positional[Path],
+    /,
+    device: str = "cpu",
+    to: Path | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """Check an export of any form against the record made with it; prints a table.
 
@@ -33,7 +37,9 @@ def command(
         torch.empty(0, device=torch.device(device))
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error)
-        raise ValueError(f"--device is {device!r}, which is not usable ({reason}); pass cpu or cuda.") from error
+        raise ValueError(
+            f"--device is {device!r}, which is not usable ({reason}); pass cpu or cuda."
+        ) from error
     report = verify_export(path, device=device, trust_remote_code=trust_remote_code)
     print(report.table())
     if to is not None:

@@ -1,29 +1,27 @@
-"""Any model on lm-eval tasks: the papers' suite by one name, our probes, coverage of a teacher."""
+"""Any model on lm-eval tasks: the papers' suite by one name, and our probes."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import alone_in, limit_collectives, make_accelerator
-from ..io import Record, write_json, write_text
+from ..io import Record
 from ..probes.ruler import load_generators
 from ..scoring import describe_run
 from ..teacher import fingerprint, longest_context
 from ..validation import first_line
 from .probe_tasks import RULER, Untyped, own_task
-from .reporting import markdown_table, percent_change, with_error
-from .suite_job import PROBES, RESULTS, SUITES, SuiteJob
+from .suite_job import PROBES, SUITES, SuiteJob
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -34,15 +32,6 @@ PAPER_FOLDERS = (
 )
 """Folders of lm-eval's task files that the papers' tasks are in."""
 EVERYTHING = ("",)
-HEADLINES = {
-    "arc_challenge": "acc_norm,none",
-    "hellaswag": "acc_norm,none",
-    "openbookqa": "acc_norm,none",
-    "lambada_openai": "acc,none",
-    "gsm8k": "exact_match,strict-match",
-    "text": "byte_perplexity,none",
-}
-"""Metric and filter that the papers report, for tasks whose first metric is another."""
 DEFAULT_CONTEXT = 2048
 BOOTSTRAP_DRAWS = 1000
 
@@ -273,85 +262,3 @@ def _asked(tasks: list[Untyped]) -> list[str]:
         else:
             names += [task.task_name for task in item.get_all_tasks()]
     return names
-
-
-def headline(task: str, metrics: Iterable[str]) -> str:
-    """Return the ``METRIC,FILTER`` to report of a task: that of the papers, or the first."""
-    if task in HEADLINES:
-        return HEADLINES[task]
-    return next(key for key in metrics if "," in key and "_stderr," not in key)
-
-
-def summary(results: Record, teacher: Record | None = None) -> pd.DataFrame:
-    """Tabulate the headline of each task that was asked for, and its ratio to the teacher's.
-
-    No ratio if lower is better or the teacher scores 0.
-    """
-    rows: list[Record] = []
-    for task in results["asked"]:
-        figures = results["results"][task]
-        key = headline(task, figures)
-        metric, _, kind = key.partition(",")
-        row: Record = {"task": task, "metric": metric, "value": figures[key]}
-        row["stderr"] = _error(figures, metric, kind)
-        if teacher is not None:
-            teacher_figures = teacher["results"][task]
-            row["teacher"] = teacher_figures[key]
-            row["teacher_stderr"] = _error(teacher_figures, metric, kind)
-            row["ratio"] = None
-            if results["higher_is_better"][task].get(metric, True) and row["teacher"] > 0:
-                row["ratio"] = row["value"] / row["teacher"]
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _error(figures: Record, metric: str, kind: str) -> float | None:
-    error = figures.get(f"{metric}_stderr,{kind}")
-    return None if error == "N/A" else error
-
-
-def coverage(table: pd.DataFrame) -> dict[str, float]:
-    """Return the mean ratio over those tasks of each half of the paper's suite that have one."""
-    shares: dict[str, float] = {}
-    for suite in ("paper-knowledge", "paper-retrieval"):
-        ratios = table[table.task.isin(SUITES[suite])].ratio.dropna()
-        if len(ratios):
-            shares[suite] = float(ratios.mean())
-    return shares
-
-
-def write_results(folder: Path, results: Record, teacher: Record | None = None) -> None:
-    """Write results.json, results.md with lm-eval's own tables, and the teacher's in a folder."""
-    from lm_eval.utils import make_table
-
-    if teacher is not None:
-        write_results(folder / "teacher", teacher)
-        table = summary(results, teacher)
-        rows = json.loads(str(table.to_json(orient="records")))
-        results["comparison"] = {"tasks": rows, "coverage": coverage(table)}
-    tables = [render(results, teacher), make_table(results)]
-    if "groups" in results:
-        tables.append(make_table(results, "groups"))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "results.md", "\n\n".join(tables) + "\n")
-    write_json(folder / RESULTS, results)
-
-
-def render(results: Record, teacher: Record | None = None) -> str:
-    """Render Markdown: a row per task, coverage of the teacher, truncated prompts."""
-    table = summary(results, teacher)
-    rows: list[dict[str, str]] = []
-    for row in table.to_dict("records"):
-        cells = {"task": row["task"], "metric": row["metric"]}
-        cells["value"] = with_error(row["value"], row["stderr"], 3)
-        if teacher is not None:
-            cells["teacher"] = with_error(row["teacher"], row["teacher_stderr"], 3)
-            cells["change"] = percent_change(row["ratio"])
-        rows.append(cells)
-    blocks = [markdown_table(pd.DataFrame(rows), text_columns=2)]
-    if teacher is not None:
-        for suite, share in coverage(table).items():
-            blocks.append(f"Coverage of the teacher, {suite}: {share:.1%}")
-    for task, n_prompts in results["truncated"].items():
-        blocks.append(f"{task}: {n_prompts} prompts truncated on the left")
-    return "\n\n".join(blocks)

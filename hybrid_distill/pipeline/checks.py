@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from transformers import PreTrainedModel
+
 from ..config import PlanConfig
 from ..data import check_launch, check_same_vocabulary, check_sources
 from ..model.documents import check_packs
@@ -123,6 +125,21 @@ def check_evaluation(inputs: RunInputs) -> None:
             check_answerable(question, inputs.tokenizer, limit)
 
 
+_checked_families: set[tuple[str, str | None, str]] = set()
+
+
+def _check_family_once(teacher: PreTrainedModel, recurrence: str, window: int) -> None:
+    """Check the teacher's family, else a new transformers would be found out after hours of scoring.
+
+    Once in a process: a sweep runs hundreds of cells with one teacher.
+    """
+    attention = str(teacher.config._attn_implementation)
+    family = (teacher.config.to_json_string(), attention, recurrence, window)
+    if family not in _checked_families:
+        check_family(teacher, recurrence, window)
+        _checked_families.add(family)
+
+
 def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""
     options = inputs.config.student
@@ -134,7 +151,6 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     heads = heads or HeadPlan.none(teacher)
     checked_sites(teacher, heads, options.init)
     empty_student(teacher, heads, **options.head_options)
-    # Else a new version of transformers would be found out after hours of scoring.
-    check_family(teacher, options.recurrence, options.window)
+    _check_family_once(teacher, options.recurrence, options.window)
     if options.aligned is not None and not StageManifest.read(options.aligned):
         raise ValueError(f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one.")

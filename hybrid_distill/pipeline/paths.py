@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..train.config import StageConfig
+from ..train.resume import METRICS
 from ..train.tracking import PROJECT
 
 
@@ -65,6 +66,10 @@ class RunPaths:
     def stage_folders(self, stages: Sequence[StageConfig]) -> list[Path]:
         """Return the folder of each stage: ``stages/1-align``, ``stages/2-distill``."""
         return [self.stages / f"{number}-{stage.name}" for number, stage in enumerate(stages, start=1)]
+
+    def metrics(self) -> list[Path]:
+        """List the metrics of the stages that have begun, in the order of the stages."""
+        return sorted(self.stages.glob(f"*/{METRICS}"))
 
     @property
     def teacher_evaluation(self) -> Path:

@@ -1,4 +1,4 @@
-"""The teacher's logits on disk: what is there is what the teacher says, and training from it is training from it."""
+"""Cached logits: the files hold the teacher's top k, and training from them is training from the teacher."""
 
 from __future__ import annotations
 
@@ -14,11 +14,27 @@ import pytest
 import torch
 from conftest import make_family_model
 from torch import nn
-from training import SMALL, die, killed, small_config, small_models, small_rows, word_texts, word_tokenizer
+from training import (
+    SMALL,
+    die,
+    killed,
+    small_config,
+    small_models,
+    small_rows,
+    word_texts,
+    word_tokenizer,
+)
 
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
-from hybrid_distill.data import CachedLogitsDataset, DataConfig, LogitHeader, PackedRows, caching, open_rows
+from hybrid_distill.data import (
+    CachedLogitsDataset,
+    DataConfig,
+    LogitHeader,
+    PackedRows,
+    caching,
+    open_rows,
+)
 from hybrid_distill.data.caching import CHECK_ROWS, top_k_of
 from hybrid_distill.data.logits import open_logits, pack, record_dtype, row_ids_of, unpack
 from hybrid_distill.pipeline import RunInputs
@@ -90,35 +106,57 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("n_words", [300, 65_536, 65_537, 200_000])
 def test_ids_come_back_exactly_and_probabilities_to_float16(n_words: int) -> None:
     logits = 3 * torch.randn(2, 5, n_words)
-    logits[0, 0, [0, -1, min(65_535, n_words - 1), min(65_536, n_words - 2)]] = 15.0  # at the edges of 16 bits
+    logits[0, 0, [0, -1, min(65_535, n_words - 1), min(65_536, n_words - 2)]] = (
+        15.0  # at the edges of 16 bits
+    )
     log_probs = logits.log_softmax(-1)
     top, ids = log_probs.topk(20)
     log_tail = log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
     mask = torch.ones(2, 5, dtype=torch.bool)
     mask[1, 3:] = False
     header = LogitHeader(
-        "", "", "", "float32", "fp32", "", n_words, temperature=1.0, top_k=20, seq_len=5, text_fingerprint="", order="",
-        places=2, rows=2, shard_rows=1,
-    )  # fmt: skip
+        "",
+        "",
+        "",
+        "float32",
+        "fp32",
+        "",
+        n_words,
+        temperature=1.0,
+        top_k=20,
+        seq_len=5,
+        text_fingerprint="",
+        order="",
+        places=2,
+        rows=2,
+        shard_rows=1,
+    )
+    # Ids of two bytes, or of four where there are more words.
     assert record_dtype(header).itemsize == 5 * (20 * 4 + 2 + 2 * ((n_words - 1) // 65_536))
-    found_ids, found = unpack(pack(ids, top, log_tail, mask, header))
-    expected_ids, order = ids.sort(-1)
-    assert torch.equal(found_ids[mask], expected_ids[mask]) and found_ids[~mask].eq(0).all()
-    torch.testing.assert_close(found[mask], top.gather(-1, order)[mask], rtol=2**-10, atol=5e-4)
-    tail = 1.0 - found.double().exp().sum(-1)
+    read_ids, read_log_probs = unpack(pack(ids, top, log_tail, mask, header))
+    sorted_ids, order = ids.sort(-1)
+    assert torch.equal(read_ids[mask], sorted_ids[mask])
+    assert read_ids[~mask].eq(0).all()
+    torch.testing.assert_close(
+        read_log_probs[mask], top.gather(-1, order)[mask], rtol=2**-10, atol=5e-4
+    )
+    tail = 1.0 - read_log_probs.double().exp().sum(-1)
     torch.testing.assert_close(tail[mask].float(), log_tail.exp()[mask], rtol=5e-3, atol=1e-6)
-    assert found.isfinite().all()
+    assert read_log_probs.isfinite().all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJob, temperature: float) -> None:
+def test_the_files_hold_what_the_teacher_says_of_each_document_alone(
+    job: CacheJob, temperature: float
+) -> None:
     """With rows in a part of the data, padding in the last, and two logits that are no words."""
     job = changed(job, "distill", temperature=temperature, steps=9)
-    line = cache_logits(job)
+    summary = cache_logits(job)
     run = RunInputs(job.run)
     rows = open_rows(job.run.data, run.tokenizer)
     batch = CachedLogitsDataset(rows, open_logits(job.folder)).batch(1, 36)
-    assert batch["seq_idx"].max() > 0 and not batch["mask"].all()
+    assert batch["seq_idx"].max() > 0
+    assert not batch["mask"].all()
     for row, seq_idx in enumerate(batch["seq_idx"]):
         for number in seq_idx[batch["mask"][row]].unique():
             own = (seq_idx == number) & batch["mask"][row]
@@ -127,14 +165,14 @@ def test_the_files_hold_what_the_teacher_says_of_each_document_alone(job: CacheJ
             top, ids = (logits / temperature).log_softmax(-1).topk(6)
             ids, order = ids.sort(-1)
             assert torch.equal(batch["teacher_ids_BLK"][row, own], ids)
-            found = batch["teacher_log_probs_BLK"][row, own]
-            torch.testing.assert_close(found, top.gather(-1, order), rtol=2**-10, atol=1e-3)
+            stored = batch["teacher_log_probs_BLK"][row, own]
+            torch.testing.assert_close(stored, top.gather(-1, order), rtol=2**-10, atol=1e-3)
     header = LogitHeader.load(job.folder / "logits.json")
     assert header.measured["tokens"] == CHECK_ROWS * SEQ_LEN
     first = CachedLogitsDataset(rows, open_logits(job.folder)).batch(0, CHECK_ROWS)
     covered = first["teacher_log_probs_BLK"].exp().sum(-1).mean().item()
     assert header.measured["covered"] == pytest.approx(covered, abs=1e-4)
-    assert f"cover {header.measured['covered']:.2%} of" in line
+    assert f"{header.measured['covered']:.2%}" in summary
 
 
 def live_rows(teacher: Any, k: int, temperature: float) -> Any:
@@ -144,14 +182,22 @@ def live_rows(teacher: Any, k: int, temperature: float) -> Any:
         def batch(self, *place: int) -> Any:
             batch = super().batch(*place)
             known = top_k_of(teacher, batch, k, vocab_size=WORDS, temperature=temperature)
-            return {**batch, "teacher_ids_BLK": known.ids_BLK, "teacher_log_probs_BLK": known.log_probs_BLK}
+            return {
+                **batch,
+                "teacher_ids_BLK": known.ids_BLK,
+                "teacher_log_probs_BLK": known.log_probs_BLK,
+            }
 
     rows = small_rows()
     return Live(rows.sources, seq_len=SEQ_LEN)
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "jsd", "temperature": 2.0, "hard_weight": 0.3}], ids=str)
-def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_path: Path, options: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"kind": "jsd", "temperature": 2.0, "hard_weight": 0.3}], ids=str
+)
+def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(
+    job: CacheJob, tmp_path: Path, options: Any
+) -> None:
     """6 steps; with every word stored, it is also that of the whole teacher."""
     config = small_config("distill", steps=6, **options)
     assert isinstance(config, Distill)
@@ -166,7 +212,10 @@ def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(job: CacheJob, tmp_p
         student, teacher = small_models(**SHARP)
         stage = make_stage(config, student, teacher if with_teacher else None, vocab_size=WORDS)
         train_stage(stage, rows, tmp_path / name, progress=False)
-        return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def from_disk(name: str, folder: Path) -> list[float]:
         return curve(name, CachedLogitsDataset(small_rows(), open_logits(folder)), cached, False)
@@ -192,7 +241,8 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     whole = contents(job.folder)
     assert list(whole) == [f"logits-0000{n}.bin" for n in range(5)] + ["rows.bin"]
     stopped = changed(job, "distill", teacher_logits=tmp_path / "killed")
-    plain, calls = caching.top_k_of, iter(range(5))
+    plain = caching.top_k_of
+    calls = iter(range(5))
 
     def one_with_a_kill() -> None:
         def dying(*args: Any, **kwargs: Any) -> Any:
@@ -202,8 +252,9 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
         cache_logits(stopped)
 
     killed(one_with_a_kill)
-    assert len(list(stopped.folder.glob("logits-*.bin"))) == 2 and list(stopped.folder.glob("*.tmp"))
-    with pytest.raises(ValueError, match=r"are unfinished; rerun the command that started them"):
+    assert len(list(stopped.folder.glob("logits-*.bin"))) == 2
+    assert list(stopped.folder.glob("*.tmp"))
+    with pytest.raises(ValueError, match="are unfinished"):
         open_logits(stopped.folder)
 
     n_calls = 0
@@ -216,20 +267,27 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     monkeypatch.setattr(caching, "top_k_of", counted)
     cache_logits(stopped)
     assert n_calls == 2 + 2 + 1, "files that were whole are made again, or not all others are"
-    assert contents(stopped.folder) == whole and not list(stopped.folder.glob("*.tmp"))
+    assert contents(stopped.folder) == whole
+    assert not list(stopped.folder.glob("*.tmp"))
     cache_logits(stopped)
     assert n_calls == 5, "a finished folder is made again"
 
 
 def test_more_than_an_epoch_is_every_row_once() -> None:
     rows = small_rows()
-    assert row_ids_of(rows, 10**6).tolist() == list(range(rows.n_rows)) == row_ids_of(rows, rows.n_rows).tolist()
+    assert (
+        row_ids_of(rows, 10**6).tolist()
+        == list(range(rows.n_rows))
+        == row_ids_of(rows, rows.n_rows).tolist()
+    )
     sources = [rows.sources[0]] * 2
     weighted = PackedRows(sources, seq_len=SEQ_LEN, weights=(3, 1))
     assert set(row_ids_of(weighted, 100)) == set(weighted.row_ids(0, 100).tolist())
     batch, place = weighted.batch(3, 4), weighted.row_ids(12, 4)
     assert torch.equal(batch["input_ids"], weighted.read(place)["input_ids"])
-    assert weighted.row_ids(0, 100).max() >= rows.n_rows, "rows of the second source have numbers of their own"
+    assert weighted.row_ids(0, 100).max() >= rows.n_rows, (
+        "rows of the second source have numbers of their own"
+    )
 
 
 def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
@@ -238,40 +296,54 @@ def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
     run = RunInputs(job.run)
     other = open_rows(replace(job.run.data, seed=1), run.tokenizer)
     logits = open_logits(job.folder)
-    logits.check(other, run.tokenizer, fingerprint(run.teacher), vocab_size=WORDS, places=10**6, temperature=1.0)
+    logits.check(
+        other,
+        run.tokenizer,
+        fingerprint(run.teacher),
+        vocab_size=WORDS,
+        places=10**6,
+        temperature=1.0,
+    )
     batch = CachedLogitsDataset(other, logits).batch(0, 8)
     known = top_k_of(run.teacher, batch, 6, vocab_size=WORDS)
-    assert torch.equal(batch["teacher_ids_BLK"][batch["mask"]], known.ids_BLK.sort(-1).values[batch["mask"]])
+    assert torch.equal(
+        batch["teacher_ids_BLK"][batch["mask"]], known.ids_BLK.sort(-1).values[batch["mask"]]
+    )
 
 
 def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
     """Runs that must be refused, by their error."""
-    other_teacher, other_tokenizer = tmp_path / "other_teacher", tmp_path / "other_tokenizer"
-    for folder, changes in ((other_teacher, {"seed": 5}), (other_tokenizer, {})):
-        make_family_model("llama", **SMALL, **SHARP, **changes).save_pretrained(folder)
-        tokenizer = word_tokenizer()
-        if folder is other_tokenizer:
-            tokenizer.add_tokens(["w97"])
-        tokenizer.save_pretrained(folder)
+    other_teacher = tmp_path / "other_teacher"
+    make_family_model("llama", **SMALL, **SHARP, seed=5).save_pretrained(other_teacher)
+    word_tokenizer().save_pretrained(other_teacher)
+    other_tokenizer = tmp_path / "other_tokenizer"
+    make_family_model("llama", **SMALL, **SHARP).save_pretrained(other_tokenizer)
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["w97"])
+    tokenizer.save_pretrained(other_tokenizer)
     more_text = tmp_path / "more.jsonl"
-    more_text.write_text(Path(job.run.data.sources[0]).read_text() + json.dumps({"text": "w1"}) + "\n")
+    more_text.write_text(
+        Path(job.run.data.sources[0]).read_text() + json.dumps({"text": "w1"}) + "\n"
+    )
 
     def run(part: str, **changes: Any) -> RunConfig:
         return changed(job, part, **changes).run
 
     return {
-        r"the teacher .* \(\w{16}\), but this run has \w{16}": run("teacher", path=str(other_teacher)),
-        "made with the tokenizer": run("teacher", path=str(other_tokenizer)),
-        "the data.seq_len 16, but this run has 8": run("data", seq_len=8),
-        "made with the text of data.sources": run("data", sources=(str(more_text),)),
-        "made with the order of data.seed": run("data", seed=1),
-        "the temperature 1.0, but this run has 2.0": run("distill", temperature=2.0),
-        r"the number of rows \(steps x batch_size\) 24, but this run has 32": run("distill", steps=4),
-        "nowhere/logits.json is not the header of logits": run("distill", teacher_logits=tmp_path / "nowhere"),
+        r"teacher .*\w{16}.* \w{16}": run("teacher", path=str(other_teacher)),
+        "tokenizer": run("teacher", path=str(other_tokenizer)),
+        "data.seq_len 16, .* 8": run("data", seq_len=8),
+        "data.sources": run("data", sources=(str(more_text),)),
+        "data.seed": run("data", seed=1),
+        "temperature 1.0, .* 2.0": run("distill", temperature=2.0),
+        "24, .* 32": run("distill", steps=4),
+        "nowhere/logits.json": run("distill", teacher_logits=tmp_path / "nowhere"),
     }
 
 
-def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJob, tmp_path: Path) -> None:
+def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(
+    job: CacheJob, tmp_path: Path
+) -> None:
     cache_logits(job)
     for message, config in refusals(job, tmp_path).items():
         with pytest.raises(ValueError, match=message):
@@ -281,33 +353,41 @@ def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(job: CacheJ
 
 
 def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="--top-k is 100, but the vocabulary has 99 tokens; pass at most 99"):
+    with pytest.raises(ValueError, match="--top-k is 100"):
         cache_logits(replace(job, top_k=100))
-    with pytest.raises(ValueError, match=r"pass one with --distill.teacher-logits DIR"):
+    with pytest.raises(ValueError, match=r"--distill.teacher-logits"):
         cache_logits(changed(job, "distill", teacher_logits=None))
-    with pytest.raises(ValueError, match=r"on_policy.teacher_logits .* cannot be cached"):
+    with pytest.raises(ValueError, match=r"on_policy.teacher_logits"):
         DistillOnPolicy(teacher_logits=job.folder)
     with caplog.at_level("INFO"):
         cache_logits(replace(job, run=replace(job.run, dry_run=True)))
     assert "24 rows x 16 tokens x 26 bytes = 0.000 GB" in caplog.text
     assert not job.folder.exists()
     cache_logits(job)
-    with pytest.raises(ValueError, match="made with another top_k; pass another folder"):
+    with pytest.raises(ValueError, match="another top_k"):
         cache_logits(replace(job, top_k=5))
-    path, size = job.folder / "logits-00002.bin", 5 * SEQ_LEN * (6 * 4 + 2)
+    path = job.folder / "logits-00002.bin"
+    size = 5 * SEQ_LEN * (6 * 4 + 2)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"logits-00002.bin has {size - 1} bytes, the header says {size}"):
+    with pytest.raises(ValueError, match=rf"{path.name} .*{size - 1} .*{size}"):
         open_logits(job.folder)
 
 
 def parameter_bytes() -> int:
     """Bytes of all parameters that are alive, each storage once."""
     gc.collect()
-    alive = [item for item in gc.get_objects() if issubclass(type(item), nn.Parameter) and item.device.type == "cpu"]
-    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
+    sizes: dict[int, int] = {}
+    for item in gc.get_objects():
+        # By type: isinstance asks objects that pretend to be of another class.
+        if issubclass(type(item), nn.Parameter) and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
-def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_trains_from_disk_there_is_one_model_in_memory(
+    job: CacheJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an alignment, which needs the teacher, in the same process."""
     cache_logits(job)
     before = parameter_bytes()
@@ -315,7 +395,9 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, m
     plain = steps.train_stage
 
     def spied(stage: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        read, name = rows.batch, stage.config.name  # a function that holds the stage would hold its teacher
+        read = rows.batch
+        # A function that holds the stage would hold its teacher.
+        name = stage.config.name
 
         def batch(*place: int) -> Any:
             if name not in seen:
@@ -338,14 +420,18 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(job: CacheJob, m
     handed = RunInputs(replace(job.run, out=job.run.out / "handed"), run.teacher_and_tokenizer)
     prepare(handed)
     train(handed, plan)
-    assert handed.teacher is run.teacher and fingerprint(run.teacher) == before, "it was handed over, and is untrained"
+    assert handed.teacher is run.teacher
+    assert fingerprint(run.teacher) == before, "it was handed over, and is untrained"
 
 
-def test_two_processes_write_the_bytes_of_one(job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_the_bytes_of_one(
+    job: CacheJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second process first: neither needs the other's files."""
     cache_logits(job)
     two = changed(job, "distill", teacher_logits=tmp_path / "two")
-    run, header = RunInputs(two.run), LogitHeader.load(job.folder / "logits.json")
+    run = RunInputs(two.run)
+    header = LogitHeader.load(job.folder / "logits.json")
     rows = open_rows(job.run.data, run.tokenizer)
     row_ids = row_ids_of(rows, two.config.rows_read)
     two.folder.mkdir()

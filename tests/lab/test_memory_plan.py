@@ -59,8 +59,12 @@ benchmark.SHAPES["small"] = dict(
 ALIGN, DISTILL, MATRIX = Align(), Distill(), AlignMatrix()
 
 
-def small_case(config: StageConfig, dtype: torch.dtype = torch.float32, kept: int = 3, **fields: Any) -> Any:
-    return benchmark.Case("small", config, dtype, kept=kept, d_state=8, rows=2, length=128, **fields)
+def small_case(
+    config: StageConfig, dtype: torch.dtype = torch.float32, kept: int = 3, **fields: Any
+) -> Any:
+    return benchmark.Case(
+        "small", config, dtype, kept=kept, d_state=8, rows=2, length=128, **fields
+    )
 
 
 BF16 = {"precision": "bf16"}
@@ -89,24 +93,37 @@ CONFIGS = [
 
 @pytest.mark.parametrize(
     ("config", "recurrence"),
-    [*((config, "discrete") for config in CONFIGS), *((config, "gdn") for config in (ALIGN, HALF[1], MATRIX))],
+    [
+        *((config, "discrete") for config in CONFIGS),
+        *((config, "gdn") for config in (ALIGN, HALF[1], MATRIX)),
+    ],
     ids=str,
 )
 def test_the_plan_says_what_a_step_takes(config: StageConfig, recurrence: str) -> None:
     """Every part that is 2 % of the peak or more within 15 %, parameters and optimizer to the byte."""
-    case = small_case(config, torch.bfloat16 if config in HALF else torch.float32, recurrence=recurrence)
-    record = benchmark.one_process(case._replace(kept=0) if config.name == "matrix" else case, "cpu")
+    case = small_case(
+        config, torch.bfloat16 if config in HALF else torch.float32, recurrence=recurrence
+    )
+    record = benchmark.one_process(
+        case._replace(kept=0) if config.name == "matrix" else case, "cpu"
+    )
     parts = record["parts"]
     assert not record["misses"], benchmark.show(record)
     for name in ("trained", "frozen", "gradients", "teacher"):
         assert parts[name]["predicted"] == parts[name]["measured"], name
-    assert parts["optimizer"]["predicted"] == pytest.approx(parts["optimizer"]["measured"], rel=0.01)
+    assert parts["optimizer"]["predicted"] == pytest.approx(
+        parts["optimizer"]["measured"], rel=0.01
+    )
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])  # no gate, more norms, wider heads
+@pytest.mark.parametrize(
+    "family", ["gpt_neox", "olmo3", "qwen3"]
+)  # no gate, more norms, wider heads
 def test_other_families(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
     teacher = family_model(family, num_hidden_layers=2)
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=8, init="random")
+    student, _ = build_student(
+        teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=8, init="random"
+    )
     shape = StageShape(DISTILL, *meta_models(teacher.config, torch.float32, kept=4, d_state=8))
     plan = memory_plan(shape, world=1, micro_batch=2, seq_len=128, strategy="ddp", device="cpu")
     batch = benchmark.make_batch(small_case(DISTILL), 101, "cpu")
@@ -149,7 +166,9 @@ def test_two_processes_take_what_the_plan_divides() -> None:
 LLAMA_1B = LlamaConfig(**benchmark.SHAPES["llama-3.2-1b"])
 
 
-def meta_models(config: Any, dtype: torch.dtype, kept: int = 20, d_state: int = 64) -> tuple[Any, PreTrainedModel]:
+def meta_models(
+    config: Any, dtype: torch.dtype, kept: int = 20, d_state: int = 64
+) -> tuple[Any, PreTrainedModel]:
     """Student and teacher without values."""
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -164,7 +183,9 @@ def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:
 
 
 def big_plan(shape: StageShape, strategy: str = "ddp", **changes: Any) -> MemoryPlan:
-    return memory_plan(shape, **{**dict(world=8, micro_batch=4, seq_len=2048, strategy=strategy), **changes})
+    return memory_plan(
+        shape, **{**dict(world=8, micro_batch=4, seq_len=2048, strategy=strategy), **changes}
+    )
 
 
 DISTILL_1B = big_shape(LLAMA_1B, replace(DISTILL, precision="bf16"))
@@ -174,7 +195,10 @@ def test_what_is_always_there_is_arithmetic() -> None:
     assert DISTILL_1B.teacher_bytes == 2 * 1_235_814_400, "the parameters of Llama-3.2-1B in bf16"
     n = DISTILL_1B.trained
     plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
-    held = {name: (plan["trained parameters"], plan["gradients"], plan["optimizer"]) for name, plan in plans.items()}
+    held = {
+        name: (plan["trained parameters"], plan["gradients"], plan["optimizer"])
+        for name, plan in plans.items()
+    }
     assert held == {
         "ddp": (4 * n, 4 * n, 8 * n),
         "zero1": (4 * n + n // 2, 4 * n, n),
@@ -182,11 +206,15 @@ def test_what_is_always_there_is_arithmetic() -> None:
         "zero3": (n, n // 2, n),
         "fsdp2": (n // 2, n // 2, n),
     }
-    assert len({plan["teacher"] for plan in plans.values()}) == 1, "every process has a whole teacher"
+    assert len({plan["teacher"] for plan in plans.values()}) == 1, (
+        "every process has a whole teacher"
+    )
 
 
 def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> None:
-    whole, sharded = (big_plan(DISTILL_1B, teacher_sharding=how)["teacher"] for how in ("replicated", "sharded"))
+    whole, sharded = (
+        big_plan(DISTILL_1B, teacher_sharding=how)["teacher"] for how in ("replicated", "sharded")
+    )
     layer, embedding = 2 * 60_821_504, 2 * (128_256 * 2048 + 2048)
     assert whole == 16 * layer + embedding
     assert sharded == 16 * layer // 8 + embedding + 2 * layer
@@ -210,17 +238,29 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_distill.cli.dry_run.training_time", lambda *of: "")
 
 
-def test_a_dry_run_shows_every_strategy_and_what_to_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_every_strategy_and_what_to_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = str(RECIPES / "hybrid_tiny.py")
     main(["run", recipe, "--dry-run", "--out", str(tmp_path / "run"), "--gpus", "8"])
     printed = capsys.readouterr().out
-    for words in (*STRATEGIES, "activations", "total with gradient checkpointing", "loss chunk", "reduce_bucket_size"):
+    for words in (
+        *STRATEGIES,
+        "activations",
+        "total with gradient checkpointing",
+        "loss chunk",
+        "reduce_bucket_size",
+    ):
         assert words in printed
-    assert f"--config_file launch/ddp.yaml --num_processes 8 -m hybrid_distill run {recipe}" in printed
+    assert (
+        f"--config_file launch/ddp.yaml --num_processes 8 -m hybrid_distill run {recipe}" in printed
+    )
 
 
 def test_a_dry_run_for_one_gpu() -> None:
-    assert all((ROOT / launch.split()[0]).is_file() for launch in LAUNCH.values()), "files for several are there"
+    assert all((ROOT / launch.split()[0]).is_file() for launch in LAUNCH.values()), (
+        "files for several are there"
+    )
     printed = describe(replace(small_run(), gpus=1), "small.py --seed 1")
     assert "zero2" not in printed and "communication" not in printed
     assert "hybrid-distill run small.py --seed 1\n" in printed
@@ -229,7 +269,9 @@ def test_a_dry_run_for_one_gpu() -> None:
 def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
     run = replace(small_run(), gpus=2, gpu_memory=0.0001)
     said = describe(run)
-    assert "Cannot be launched: no strategy fits every stage in 0 MB" in said and "more --gpus" in said
+    assert (
+        "Cannot be launched: no strategy fits every stage in 0 MB" in said and "more --gpus" in said
+    )
     tight = replace(small_run(), gpus=1, stages=(Distill(**QUICK),))
     plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
     assert again < plain
@@ -238,7 +280,9 @@ def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
 
 
 def test_a_dry_run_says_which_stage_cannot_run() -> None:
-    run = small_run(gpus=1, stages=(AlignMatrix(**QUICK), Align(**QUICK)), plan=PlanConfig("none", k=0))
+    run = small_run(
+        gpus=1, stages=(AlignMatrix(**QUICK), Align(**QUICK)), plan=PlanConfig("none", k=0)
+    )
     with pytest.raises(ValueError, match="the matrix stage needs attention maps"):
         describe(run)
     with pytest.raises(ValueError, match="distill: 2 rows of a step cannot be shared by 3 GPUs"):
@@ -251,13 +295,20 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     model.save_pretrained(tmp_path / "wide")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_teacher_path() / name, tmp_path / "wide")
-    long = Distill(name="long", steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128)
+    long = Distill(
+        name="long", steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128
+    )
     teacher = str(tmp_path / "wide")
-    post = Distill(name="post", steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=teacher)
+    post = Distill(
+        name="post", steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=teacher
+    )
     run = replace(small_run(), gpus=1, stages=(Distill(**QUICK), long, post))
     said = describe(run)
     assert "distill: micro-batches of 2 x 64 tokens" in said
-    assert "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all" in said
+    assert (
+        "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all"
+        in said
+    )
     assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
     first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
     assert first == second and third == pytest.approx(4 * model.num_parameters() / 1e6, rel=0.01)

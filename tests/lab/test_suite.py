@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_distill.cli.app import main
 from hybrid_distill.io import Record
 from hybrid_distill.lab import probe_tasks, suite
-from hybrid_distill.lab.suite import HEADLINES, coverage, headline, load_tasks, run_suite, summary
+from hybrid_distill.lab.suite import load_tasks, run_suite
 from hybrid_distill.lab.suite_job import PROBES, SUITES, SuiteJob
+from hybrid_distill.lab.suite_results import HEADLINES, coverage, headline, render, summary
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
@@ -262,7 +263,7 @@ def test_coverage_is_the_mean_ratio_over_a_suites_tasks() -> None:
         "a teacher at 0, and lower is better"
     )
     assert coverage(table) == pytest.approx({"paper-knowledge": 0.875, "paper-retrieval": 0.5})
-    shown = suite.render(student, teacher)
+    shown = render(student, teacher)
     assert "| arc_easy | acc | 0.600 ± 0.010 | 0.800 ± 0.010 | −25.0 % |" in shown
 
 

@@ -20,8 +20,9 @@ from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...teacher import TINY, longest_context
 from ...validation import words
-from ..suite import by_name, headline, load_tasks, prepare
+from ..suite import by_name, load_tasks, prepare
 from ..suite_job import SuiteJob
+from ..suite_results import headline
 from .tables import Column
 
 KNOWLEDGE = "knowledge"

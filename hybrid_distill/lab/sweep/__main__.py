@@ -1,4 +1,5 @@
-"""``python -m hybrid_distill.lab.sweep OUT TASK``: one task of a sweep, in one process or several."""
+"""``python -m hybrid_distill.lab.sweep OUT TASK``: one task of a sweep, in one process or
+several."""
 
 import logging
 import signal
@@ -13,7 +14,9 @@ from .folder import Sweep
 
 def main(out: str, task: str) -> None:
     """Run a task; its outcome is written to the sweep's folder."""
-    logging.basicConfig(level=logging.INFO if is_launched_main() else logging.ERROR, format="%(message)s")
+    logging.basicConfig(
+        level=logging.INFO if is_launched_main() else logging.ERROR, format="%(message)s"
+    )
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)
     sweep = Sweep(Path(out))
@@ -21,6 +24,7 @@ def main(out: str, task: str) -> None:
         perform(sweep, sweep.tasks[task])
         disconnect()
     except (Interrupted, KeyboardInterrupt):
+        # It has saved; without an outcome, the next start of the sweep continues it.
         return
 
 

@@ -1,9 +1,9 @@
 """Execution of one sweep task in this process: a cell as an ordinary run, or work that cells share.
 
-One alignment of a student with no kept heads serves every plan. Its target is each head's own output on the teacher's
-own inputs (``align.target`` "head"), so a trained head does not depend on which other heads are kept, and a cell copies
-the heads that it needs. Only gradient clipping by the global norm couples heads; benchmarks/sweep_sharing.py measures
-how much that matters.
+One alignment of a student with no kept heads serves every plan. Its target is each head's own
+output on the teacher's own inputs (``align.target`` "head"), so a trained head does not depend
+on which other heads are kept, and a cell copies the heads that it needs. Only gradient clipping
+by the global norm couples heads; benchmarks/sweep_sharing.py measures how much that matters.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ from ...pipeline.run import (
 )
 from ...scoring import HeadScores
 from ...train.stop import Interrupted
-from .folder import Sweep, Task
+from .folder import Sweep
 from .grid import Cell
 from .jobs import PATIENCE
+from .tasks import Task
 
 GRACE = 10.0
-"""Seconds that another process waits before it ends the launch, so that the main one can record its own error."""
+"""Seconds that another process waits before it ends the launch, so that the main one can record
+its own error."""
 
 
 def perform(sweep: Sweep, task: Task) -> None:
     """Run a task and write its outcome; an error marks it as failed.
 
-    Raises only what stops a sweep: KeyboardInterrupt, and Interrupted after saving. One of several processes also
-    raises the error: their launcher then ends the others, which may be waiting for this one.
+    Raises only what stops a sweep: KeyboardInterrupt, and Interrupted after saving. One of
+    several processes also raises the error: their launcher then ends the others, which may be
+    waiting for this one.
     """
     begun = time.monotonic()
     try:
+        # A process of a stopped sweep may still be saving this task.
         with alone_in(task.folder, patience=PATIENCE):
             _work(sweep, task)
     except Interrupted:
         raise
-    except Exception as raised:
-        state, text = connect(), " ".join(str(raised).split())
-        if state.is_main_process:
-            error = text if isinstance(raised, ValueError) else f"{type(raised).__name__}: {text}"
-            task.end(error, time.monotonic() - begun)
-        else:
-            time.sleep(GRACE)
-        if state.num_processes > 1:
+    except Exception as error:
+        _record_failure(task, error, seconds=time.monotonic() - begun)
+        if connect().num_processes > 1:
             raise
         with task.log_path.open("a") as file:
             file.write(traceback.format_exc())
@@ -62,29 +61,46 @@ def perform(sweep: Sweep, task: Task) -> None:
         on_main_process(lambda: task.end(seconds=time.monotonic() - begun))
 
 
+def _record_failure(task: Task, error: Exception, seconds: float) -> None:
+    if not connect().is_main_process:
+        time.sleep(GRACE)
+        return
+    text = " ".join(str(error).split())
+    if not isinstance(error, ValueError):
+        text = f"{type(error).__name__}: {text}"
+    task.end(text, seconds)
+
+
 def _work(sweep: Sweep, task: Task) -> None:
-    shared = RunInputs(_seeded(sweep, task.seed), sweep.teacher, sweep.pins)
+    of_seed = RunInputs(_seeded(sweep, task.seed), sweep.teacher, sweep.pins)
     if task.cell is not None:
-        run_beside(shared, cell_config(sweep, task.cell))
+        run_beside(of_seed, cell_config(sweep, task.cell))
     elif task.d_state is not None:
         align_all_heads(_alignment_run(sweep, task.seed, task.d_state))
     else:
-        prepare(shared)
-        if shared.paths.scores in task.leaves:
-            score(shared)
-        evaluate_teacher(shared)
+        prepare(of_seed)
+        # Grids of random or restored heads need no scores.
+        if of_seed.paths.scores in task.leaves:
+            score(of_seed)
+        evaluate_teacher(of_seed)
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
     """Return the config of a cell's run; the tasks that it needs must be done."""
-    base = variant_config(_seeded(sweep, cell.seed), cell.name, sweep.out / "cells" / cell.name, _plan(sweep, cell))
+    base = variant_config(
+        _seeded(sweep, cell.seed),
+        cell.name,
+        sweep.paths.cell(cell).out,
+        _plan(sweep, cell),
+    )
     if cell.d_state is None:
         return base
     if not sweep.share:
         return replace(base, student=replace(base.student, d_state=cell.d_state))
     alignment = _alignment_run(sweep, cell.seed, cell.d_state)
     aligned = last_stage(alignment.paths.aligned)
-    return replace(base, student=replace(alignment.config.student, aligned=aligned), stages=base.student_stages)
+    student = replace(alignment.config.student, aligned=aligned)
+    return replace(base, student=student, stages=base.student_stages)
 
 
 def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) -> RunConfig:
@@ -94,21 +110,24 @@ def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) ->
 
 
 def restored_plan(inputs: RunInputs, k: int) -> PlanConfig:
-    """Choose heads by what they restore to the aligned student without attention; computed only once."""
+    """Choose heads by what they restore to the aligned student without attention; computed only
+    once."""
     restoration_plan(inputs, k)
     return PlanConfig("file", k=k, file=inputs.paths.restoration_plan(k))
 
 
 def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> RunInputs:
     """Return the run in whose folder ``aligned`` is trained and restoration plans are made."""
-    config, name = _seeded(sweep, seed), f"n{d_state}-s{seed}"
+    of_seed = _seeded(sweep, seed)
+    out = sweep.paths.alignment(d_state, seed).out
+    config = variant_config(of_seed, f"shared-{out.name}", out, of_seed.plan)
     student = replace(config.student, d_state=d_state)
-    config = variant_config(config, f"shared-{name}", sweep.out / "shared" / name, config.plan)
     return RunInputs(replace(config, student=student), sweep.teacher, sweep.pins)
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
-    """Return the recipe with another seed, for draws in training, prompts and the order of the data."""
+    """Return the recipe with another seed, for draws in training, prompts and the order of the
+    data."""
     base = sweep.base
     shift = seed - base.seed
     stages = []
@@ -116,10 +135,11 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
         if stage.data is not None:
             stage = replace(stage, data=replace(stage.data, seed=stage.data.seed + shift))
         stages.append(stage)
+    out = sweep.paths.of_seed(seed).out
     return replace(
         base,
-        name=f"shared-s{seed}",
-        out=sweep.out / "shared" / f"s{seed}",
+        name=f"shared-{out.name}",
+        out=out,
         seed=seed,
         data=replace(base.data, seed=base.data.seed + shift),
         stages=tuple(stages),
@@ -130,19 +150,26 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
 
 def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
     if cell.selection == "layers":
-        scores = HeadScores.load(RunPaths(_seeded(sweep, cell.seed).out).scores)
-        return PlanConfig("layers", k=cell.heads, layers=best_layers(scores, cell.heads // scores.n_heads))
+        scores = HeadScores.load(sweep.paths.of_seed(cell.seed).scores)
+        layers = best_layers(scores, cell.heads // scores.n_heads)
+        return PlanConfig("layers", k=cell.heads, layers=layers)
     if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
         run = _alignment_run(sweep, cell.seed, cell.d_state)
         # Cells that start together would write its files at the same time.
         with alone_in(run.paths.out, patience=math.inf):
             align_all_heads(run)
         return restored_plan(run, cell.heads)
-    return PlanConfig(cell.selection, k=cell.heads, seed=cell.seed if cell.selection == "random" else 0)
+    seed = cell.seed if cell.selection == "random" else 0
+    return PlanConfig(cell.selection, k=cell.heads, seed=seed)
 
 
 def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:
-    """Return the ``n`` layers whose heads lose most accuracy together, ties by log-probability, in ascending order."""
-    value, logprob = (table.nan_to_num(0.0).sum(1).tolist() for table in (scores.value_LH(), scores.logprob_drop_LH))
-    order = sorted(range(scores.n_layers), key=lambda layer: (-value[layer], -logprob[layer], layer))
-    return tuple(sorted(order[:n]))
+    """Return the ``n`` layers whose heads lose most accuracy together, ties by log-probability,
+    in ascending order."""
+    # A head that was not scored counts as nothing lost.
+    accuracy_L = scores.value_LH().nan_to_num(0.0).sum(1).tolist()
+    logprob_L = scores.logprob_drop_LH.nan_to_num(0.0).sum(1).tolist()
+    by_loss = sorted(
+        range(scores.n_layers), key=lambda layer: (-accuracy_L[layer], -logprob_L[layer], layer)
+    )
+    return tuple(sorted(by_loss[:n]))

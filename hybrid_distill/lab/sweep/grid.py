@@ -17,8 +17,8 @@ SELECTIONS: tuple[Selection, ...] = ("top", "random", "layers", "restoration")
 
 @dataclass(frozen=True)
 class Cell:
-    """One student. ``selection`` is "none" if it keeps no heads and "all" if it keeps all, however they were requested;
-    with all heads there is no state, and ``d_state`` is None."""
+    """One student. ``selection`` is "none" if it keeps no heads and "all" if it keeps all,
+    however they were requested; with all heads there is no state, and ``d_state`` is None."""
 
     selection: Selection
     heads: int
@@ -28,8 +28,13 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell's folder: ``top4-n16-s0``, ``none-n16-s0``, ``all-s0``."""
-        how = self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"
-        return "-".join([how, *([] if self.d_state is None else [f"n{self.d_state}"]), f"s{self.seed}"])
+        parts = [
+            self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"
+        ]
+        if self.d_state is not None:
+            parts.append(f"n{self.d_state}")
+        parts.append(f"s{self.seed}")
+        return "-".join(parts)
 
 
 @dataclass(frozen=True)
@@ -42,39 +47,56 @@ class Grid:
     seeds: tuple[int, ...]
 
     @classmethod
-    def parse(cls, *, heads: str, d_state: str, selection: str, seeds: int, first_seed: int = 0) -> Grid:
+    def parse(
+        cls, *, heads: str, d_state: str, selection: str, seeds: int, first_seed: int = 0
+    ) -> Grid:
         """Parse the command's flags: ``0,2,4,all``, ``4,16``, ``top,random``, a number of seeds.
 
         Raises ValueError for an empty or invalid axis.
         """
         COUNT.check("--seeds", seeds)
-        asked = words(selection)
-        chosen: dict[Selection, None] = dict.fromkeys(name for word in asked for name in SELECTIONS if name == word)
-        if not chosen or not chosen.keys() >= set(asked):
-            raise ValueError(f"--selection is {selection!r}; choose from {', '.join(SELECTIONS)}, with commas between.")
         return cls(
             heads=tuple(dict.fromkeys(numbers("heads", heads, least=0, named={ALL: ALL}))),
             d_state=tuple(dict.fromkeys(numbers("d-state", d_state, least=1))),
-            selection=tuple(chosen),
+            selection=_selections(selection),
             seeds=tuple(range(first_seed, first_seed + seeds)),
         )
 
     def cells(self, shape: HeadPlan) -> list[Cell]:
         """Return the students for a teacher of this shape, each once, seed by seed.
 
-        ``layers`` applies only to numbers of heads that fill whole layers. Raises ValueError for more heads than the
-        teacher has, and if no cell is left.
+        ``layers`` applies only to numbers of heads that fill whole layers. Raises ValueError for
+        more heads than the teacher has, and if no cell is left.
         """
-        every = shape.n_layers * shape.n_heads
-        counts = [every if heads == ALL else heads for heads in self.heads]
-        found: dict[Cell, None] = {}
+        n_every_head = shape.n_layers * shape.n_heads
+        counts = [n_every_head if heads == ALL else heads for heads in self.heads]
         for k in counts:
             HeadPlan.check_k(shape, k)
-        for seed, d_state, selection, k in product(self.seeds, self.d_state, self.selection, counts):
-            if k in (0, every):
-                found[Cell(NONE, 0, d_state, seed) if k == 0 else Cell(ALL, k, None, seed)] = None
+        # A dict keeps their order: without heads, all selections are the same student.
+        cells: dict[Cell, None] = {}
+        for seed, d_state, selection, k in product(
+            self.seeds, self.d_state, self.selection, counts
+        ):
+            if k == 0:
+                cells[Cell(NONE, 0, d_state, seed)] = None
+            elif k == n_every_head:
+                cells[Cell(ALL, k, None, seed)] = None
             elif selection != "layers" or k % shape.n_heads == 0:
-                found[Cell(selection, k, d_state, seed)] = None
-        if not found:
-            raise ValueError(f"the grid has no cell: whole layers have {shape.n_heads} heads; pass multiples of it.")
-        return list(found)
+                cells[Cell(selection, k, d_state, seed)] = None
+        if not cells:
+            raise ValueError(
+                f"the grid has no cell: whole layers have {shape.n_heads} heads; pass multiples of it."
+            )
+        return list(cells)
+
+
+def _selections(flag: str) -> tuple[Selection, ...]:
+    """Return the selections that a flag names, each once. Raises ValueError for another word,
+    and for none."""
+    names = list(dict.fromkeys(words(flag)))
+    known: dict[str, Selection] = {name: name for name in SELECTIONS}
+    if not names or not known.keys() >= set(names):
+        raise ValueError(
+            f"--selection is {flag!r}; choose from {', '.join(SELECTIONS)}, with commas between."
+        )
+    return tuple(known[name] for name in names)

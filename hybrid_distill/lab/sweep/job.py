@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -15,18 +14,22 @@ import tyro
 
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of, on_asked_teacher
 from ...data import write_pins
+from ...distributed import is_launched_with_others
 from ...locking import locked
-from ...pipeline import RunInputs, RunPaths
+from ...pipeline import RunInputs
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
 from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted
 from ...train.tracking import check_trackers
-from .folder import Sweep, Task
+from .folder import Sweep
 from .grid import Cell, Grid
 from .jobs import run_tasks
-from .results import progress, status, write_results
+from .paths import SweepPaths
+from .results import write_results
+from .status import progress, status
+from .tasks import Task
 from .workers import JOBS, WorkerOptions, split_pairs
 
 AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
@@ -54,7 +57,8 @@ class SweepJob:
     seeds: int | None = None
     """Number of seeds, counted up from the recipe's."""
     selection: str | None = None
-    """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores), ``restoration``."""
+    """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores),
+    ``restoration``."""
     set: tuple[str, ...] = ()
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""
     out: Path = Path("runs/sweep")
@@ -72,10 +76,11 @@ class SweepJob:
     options: tuple[str, ...] = ()
     """Other options of the jobs, as submitit names them: ``slurm_partition=gpu mem_gb=128``."""
     launcher: str = ""
-    """Command that starts a cell's processes, for example ``accelerate launch --config_file launch/ddp.yaml``."""
+    """Command that starts a cell's processes, for example ``accelerate launch --config_file
+    launch/ddp.yaml``."""
     share: bool = True
-    """Share one head-by-head alignment between all cells of a state size and seed; otherwise each cell aligns as in the
-    recipe."""
+    """Share one head-by-head alignment between all cells of a state size and seed; otherwise
+    each cell aligns as in the recipe."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``trackio``, ``wandb``: one run per cell, grouped by sweep. By default the
     recipe's."""
@@ -95,18 +100,24 @@ class Request(NamedTuple):
 
 def checked(job: SweepJob, recipe: ModuleType) -> Request:
     """Check a job before anything runs. Raises ValueError for an invalid request."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'.")
+    if is_launched_with_others():
+        raise ValueError(
+            "a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'."
+        )
     base = base_config(job, recipe)
     check_trackers(base.trackers)
-    of_recipe = _defaults(recipe, "grid", AXES)
-    asked = {name: value for name in AXES if (value := getattr(job, name)) is not None}
-    grid = Grid.parse(**{**AXES, **of_recipe, **asked}, first_seed=base.seed)
+    axes = {**AXES, **_defaults(recipe, "grid", AXES)}
+    for name in AXES:
+        flag = getattr(job, name)
+        if flag is not None:
+            axes[name] = flag
+    grid = Grid.parse(**axes, first_seed=base.seed)
     inputs = RunInputs(base)
     check_teachers(inputs)
     check_data(inputs)
     check_evaluation(inputs)
     check_student(inputs, PlanConfig("none", k=0))
+    # Of the teacher, only its config has been read so far.
     cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
     options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
     return Request(inputs, grid, cells, options)
@@ -117,11 +128,13 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
 
     Raises ValueError as `sweep` does.
     """
-    inputs, _, cells, options = checked(job, recipe)
-    names = ", ".join(cell.name for cell in cells)
-    with TemporaryDirectory() as folder:  # submitit makes its folder at once
-        workers = options.workers(Path(folder))
-    return f"{inputs.config.name}: {len(cells)} cells, into {job.out}: {names}\n{workers.described()}"
+    request = checked(job, recipe)
+    names = ", ".join(cell.name for cell in request.cells)
+    # submitit makes its folder at once.
+    with TemporaryDirectory() as folder:
+        workers = request.workers.workers(Path(folder))
+    title = f"{request.inputs.config.name}: {len(request.cells)} cells"
+    return f"{title}, into {job.out}: {names}\n{workers.described()}"
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
@@ -130,15 +143,26 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before
     anything runs; SweepFailed at the end, if cells have failed; Interrupted if stopped.
     """
-    inputs, grid, cells, options = checked(job, recipe)
-    workers = options.workers(job.out / "jobs")
-    command = " ".join([str(job.recipe), *(["--set", *job.set] if job.set else [])])
+    request = checked(job, recipe)
+    paths = SweepPaths(job.out)
+    workers = request.workers.workers(paths.jobs)
+    words = [str(job.recipe)]
+    if job.set:
+        words += ["--set", *job.set]
     with locked(job.out):
-        this = Sweep.open(inputs.config, grid, cells, share=job.share, command=command)
-        if inputs.pins:  # all cells read the same commits of sources on the hub, and none of them asks
-            write_pins(RunPaths(job.out).sources, inputs.pins)
+        this = Sweep.open(
+            request.inputs.config,
+            request.grid,
+            request.cells,
+            share=job.share,
+            command=" ".join(words),
+        )
+        # All cells read the same commits of sources on the hub, and none of them asks.
+        if request.inputs.pins:
+            write_pins(paths.sources, request.inputs.pins)
 
         def changed(task: Task) -> None:
+            # After every task: whoever looks in between finds a whole table.
             write_results(this)
             outcome = task.outcome()
             print(f"{task.name}: {outcome.error or outcome.state}")
@@ -147,16 +171,26 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
         try:
             run_tasks(this, workers, changed)
         except (KeyboardInterrupt, Interrupted):
-            raise Interrupted("the sweep stopped and has saved what ran; the same command continues it.") from None
+            raise Interrupted(
+                "the sweep stopped and has saved what ran; the same command continues it."
+            ) from None
         finally:
             print(f"results: {write_results(this)}")
     print(status(job.out))
-    errors = Counter(this.tasks[cell.name].outcome().error for cell in this.cells)
-    del errors[""]
-    for cause, n_times in errors.most_common(1):
-        failed = f"{errors.total()} of {len(cells)} cells failed, {n_times} of them: {cause}"
-        raise SweepFailed(f"{failed} (tracebacks: {this.out}/tasks/*.log)")
+    _raise_if_failed(this)
     return this
+
+
+def _raise_if_failed(sweep: Sweep) -> None:
+    """Raise SweepFailed with the commonest error of the cells, if any has failed."""
+    outcomes = [sweep.tasks[cell.name].outcome() for cell in sweep.cells]
+    errors = Counter(outcome.error for outcome in outcomes if outcome.error)
+    if errors:
+        [(cause, n_times)] = errors.most_common(1)
+        raise SweepFailed(
+            f"{errors.total()} of {len(outcomes)} cells failed, {n_times} of them: {cause} "
+            f"(tracebacks: {sweep.paths.log('*')})"
+        )
 
 
 def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
@@ -164,8 +198,10 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     flags = []
     for name, value in split_pairs("set", job.set, "distill.steps=100"):
         section, dot, field = name.rpartition(".")
-        if value.lower() in ("true", "false"):
-            flags.append(f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{field}")
+        if value.lower() == "true":
+            flags.append(f"--{name}")
+        elif value.lower() == "false":
+            flags.append(f"--{section}{dot}no-{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
     default = with_stage_flags(on_asked_teacher(config_of(recipe), flags))
@@ -185,8 +221,9 @@ def _defaults(recipe: ModuleType, function: str, known: Collection[str]) -> dict
     if not hasattr(recipe, function):
         return {}
     values = ask_recipe(recipe, function)
-    if unknown := [name for name in values if name not in known]:
-        raise ValueError(
-            f"{function}() of {recipe.__file__} sets {unknown[0]!r}; pass only {', '.join(known)}."
-        )
+    for name in values:
+        if name not in known:
+            raise ValueError(
+                f"{function}() of {recipe.__file__} sets {name!r}; pass only {', '.join(known)}."
+            )
     return values

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...locking import is_locked
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from submitit import AutoExecutor, Job
     from submitit.helpers import DelayedSubmission
 
-    from .folder import Sweep, Task
+    from .folder import Sweep
+    from .tasks import Task
 
 NO_LIMIT = 60 * 24 * 365
 """Minutes that a job on this machine may take; submitit's default is 5."""
@@ -34,11 +35,13 @@ POLL = 0.2
 """Seconds between polls of running jobs."""
 PATIENCE = 120.0
 """Seconds to wait for a process of a stopped sweep that is still saving a task."""
+STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
 class Here:
-    """Worker in this process, which loads the teacher once. It is its own job, done as soon as it has started."""
+    """Worker in this process, which loads the teacher once. It is its own job, done as soon as
+    it has started."""
 
     perform: Callable[[Sweep, Task], None]
     slots: int = 1
@@ -61,8 +64,9 @@ class Here:
 class Jobs:
     """Submitit jobs, one process each.
 
-    Jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs.
-    ``launcher`` goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several processes.
+    Jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs. ``launcher``
+    goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several
+    processes.
     """
 
     executor: AutoExecutor
@@ -108,17 +112,23 @@ class Command:
 
     def __call__(self) -> int:
         environment = {**os.environ, **self.environment}
-        with self.log.open("a") as log:  # a new session, so that Ctrl-C does not reach it
+        with self.log.open("a") as log:
             process = subprocess.Popen(
-                self.argv, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self.argv,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in the terminal must not reach it: this job asks it to save.
+                start_new_session=True,
             )
 
         def save_once(number: int, frame: object) -> None:
-            for each in (signal.SIGTERM, signal.SIGINT):
+            # A second signal would interrupt the saving.
+            for each in STOPPING:
                 signal.signal(each, signal.SIG_IGN)
             process.terminate()
 
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in STOPPING:
             signal.signal(each, save_once)
         return process.wait()
 
@@ -142,10 +152,16 @@ def job_options(
     return options
 
 
-def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[str, str | int]) -> AutoExecutor:
-    """Open submitit's executor with its options: ``slurm_partition``, ``gpus_per_node``, ``timeout_min`` ...
+def executor(
+    folder: Path,
+    cluster: Literal["slurm", "local"],
+    options: Mapping[str, str | int],
+) -> AutoExecutor:
+    """Open submitit's executor with its options: ``slurm_partition``, ``gpus_per_node``,
+    ``timeout_min`` ...
 
-    Raises ValueError for an unknown option, if submitit is not installed, and if there is no such cluster.
+    Raises ValueError for an unknown option, if submitit is not installed, and if there is no
+    such cluster.
     """
     try:
         import submitit
@@ -154,14 +170,16 @@ def executor(folder: Path, cluster: Literal["slurm", "local"], options: Mapping[
             "separate jobs need submitit; run `pip install 'hybrid-distill[sweep]'`, or pass --jobs 1."
         ) from error
     try:
-        found = submitit.AutoExecutor(
+        submitter = submitit.AutoExecutor(
             folder=folder, cluster=cluster, slurm_max_num_timeout=REQUEUES
         )
-        found.update_parameters(**options)
+        submitter.update_parameters(**options)
     except Exception as error:  # submitit raises what its plugins raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"submitit cannot use --cluster {cluster} with these options: {reason}") from error
-    return found
+        raise ValueError(
+            f"submitit cannot use --cluster {cluster} with these options: {reason}"
+        ) from error
+    return submitter
 
 
 def visible_gpus() -> list[str]:
@@ -169,7 +187,9 @@ def visible_gpus() -> list[str]:
     import torch
 
     n_gpus = torch.cuda.device_count()
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        # Names may be UUIDs, and CUDA ignores those behind the first that it does not know.
         return visible.split(",")[:n_gpus]
     return [str(i) for i in range(n_gpus)]
 
@@ -179,49 +199,104 @@ def share_of_machine(slot: int, slots: int, n_gpus: int = 1) -> dict[str, str]:
 
     Jobs share GPUs only if together they need more than there are.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-    threads = max(1, cores // slots)
-    share = {"OMP_NUM_THREADS": str(min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads)))}
-    if gpus := visible_gpus():
+    threads = max(1, _n_cores() // slots)
+    if os.environ.get("OMP_NUM_THREADS"):
+        threads = min(threads, int(os.environ["OMP_NUM_THREADS"]))
+    share = {"OMP_NUM_THREADS": str(threads)}
+    gpus = visible_gpus()
+    if gpus:
         first = slot * n_gpus
         own = [gpus[i % len(gpus)] for i in range(first, first + n_gpus)]
         share["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return share
 
 
+def _n_cores() -> int:
+    # A container or taskset may allow fewer than the machine has; macOS cannot tell.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None]) -> None:
     """Run every task that is not done, including failed ones; call ``changed`` after each.
 
-    Raises KeyboardInterrupt when asked to stop, after running tasks have saved (at most ``PATIENCE`` seconds later).
+    Raises KeyboardInterrupt when asked to stop, after running tasks have saved (at most
+    ``PATIENCE`` seconds later).
     """
     pending = {name: task for name, task in sweep.tasks.items() if task.outcome().state != "done"}
-    running: dict[str, tuple[Here | Job[int], int]] = {}
     for task in pending.values():
         task.outcome_path.unlink(missing_ok=True)
+    running: dict[str, Running] = {}
     try:
         while pending or running:
-            ended = [sweep.tasks[name] for name, (job, _) in running.items() if job.done()]
+            ended = _collect(sweep, running)
             for task in ended:
-                job, _ = running.pop(task.name)
-                if task.outcome().state not in ("done", "failed"):  # also if somebody else has stopped it
-                    task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
                 changed(task)
-            task = next((task for task in pending.values() if not {*pending, *running}.intersection(task.after)), None)
+            task = _next_task(pending, running)
             if task is None or len(running) == workers.slots:
+                # A task that has just ended may have freed another.
                 time.sleep(0 if ended else POLL)
                 continue
             del pending[task.name]
-            if error := next(filter(None, (sweep.tasks[name].outcome().error for name in task.after)), ""):
+            error = _error_of_needed(sweep, task)
+            if error:
                 task.end(error)
                 changed(task)
                 continue
-            slot = min(set(range(workers.slots)) - {taken for _, taken in running.values()})
-            running[task.name] = (workers.start(sweep, task, slot), slot)
+            taken = {each.slot for each in running.values()}
+            slot = min(set(range(workers.slots)) - taken)
+            running[task.name] = Running(workers.start(sweep, task, slot), slot)
     except KeyboardInterrupt:
-        for job, _ in running.values():
-            job.cancel()
-        limit = time.monotonic() + PATIENCE  # a submitit job ends before the process that it started
-        saving = [(job, sweep.tasks[name].folder) for name, (job, _) in running.items()]
-        while any(not job.done() or is_locked(place) for job, place in saving) and time.monotonic() < limit:
-            time.sleep(POLL)
+        _stop(sweep, running)
         raise
+
+
+class Running(NamedTuple):
+    """Job of a task that has started, and its share of the machine."""
+
+    job: Here | Job[int]
+    slot: int
+
+
+def _collect(sweep: Sweep, running: dict[str, Running]) -> list[Task]:
+    """Remove the tasks whose jobs have ended, and return them; each has an outcome."""
+    ended = [sweep.tasks[name] for name, each in running.items() if each.job.done()]
+    for task in ended:
+        job = running.pop(task.name).job
+        # Also if somebody else has stopped it, or the machine has killed it.
+        if task.outcome().state not in ("done", "failed"):
+            task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
+    return ended
+
+
+def _next_task(pending: Mapping[str, Task], running: Mapping[str, Running]) -> Task | None:
+    """Return the first task that waits for no other one."""
+    unfinished = {*pending, *running}
+    for task in pending.values():
+        if unfinished.isdisjoint(task.after):
+            return task
+    return None
+
+
+def _error_of_needed(sweep: Sweep, task: Task) -> str:
+    """Return the error of a task that this one needs; empty if all are done."""
+    for name in task.after:
+        error = sweep.tasks[name].outcome().error
+        if error:
+            return error
+    return ""
+
+
+def _stop(sweep: Sweep, running: Mapping[str, Running]) -> None:
+    """Cancel running jobs, and wait until they have saved."""
+    for each in running.values():
+        each.job.cancel()
+    limit = time.monotonic() + PATIENCE
+    while time.monotonic() < limit and any(_is_saving(sweep, *item) for item in running.items()):
+        time.sleep(POLL)
+
+
+def _is_saving(sweep: Sweep, name: str, running: Running) -> bool:
+    # A submitit job ends before the process that it started, which holds the lock.
+    return not running.job.done() or is_locked(sweep.tasks[name].folder)

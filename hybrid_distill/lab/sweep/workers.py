@@ -1,4 +1,5 @@
-"""Options of a sweep's jobs: how many at a time, GPUs and time of each, from flags, recipe and machine."""
+"""Options of a sweep's jobs: how many at a time, GPUs and time of each, from flags, recipe and
+machine."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
     from .job import SweepJob
 
 JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
-"""Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's choice."""
+"""Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's
+choice."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Where cells run. ``cluster`` is None for cells in this process or for jobs on this machine."""
+    """Where cells run. ``cluster`` is None for cells in this process or for jobs on this
+    machine."""
 
     cluster: Literal["slurm", "local"] | None
     launcher: str
@@ -38,8 +41,11 @@ class WorkerOptions:
 
         Raises ValueError for numbers out of range, and for GPUs that a job could not use.
         """
-        asked = {name: value for name in JOBS if (value := getattr(job, name)) not in (None, "")}
-        chosen = {**JOBS, **of_recipe, **asked}
+        chosen = {**JOBS, **of_recipe}
+        for name in JOBS:
+            flag = getattr(job, name)
+            if flag not in (None, ""):
+                chosen[name] = flag
         launcher = chosen["launcher"]
         COUNT.check("--minutes", chosen["minutes"])
         if job.cluster == "slurm":
@@ -52,7 +58,9 @@ class WorkerOptions:
                 )
         else:
             n_visible = len(visible_gpus())
-            gpus = _gpus_of_job_here(chosen["gpus"], launcher, n_visible, is_flag=job.gpus is not None)
+            gpus = _gpus_of_job_here(
+                chosen["gpus"], launcher, n_visible, is_flag=job.gpus is not None
+            )
             jobs = job.jobs
             if jobs is None:
                 jobs = max(1, n_visible // gpus)
@@ -62,8 +70,9 @@ class WorkerOptions:
                 "'accelerate launch ...' too."
             )
         COUNT.check("--jobs", jobs)
-        pairs = split_pairs("options", job.options, "slurm_partition=gpu")
-        options = {name: int(value) if value.isdigit() else value for name, value in pairs}
+        options: dict[str, str | int] = {}
+        for name, value in split_pairs("options", job.options, "slurm_partition=gpu"):
+            options[name] = int(value) if value.isdigit() else value
         if options and job.cluster is None:
             raise ValueError(
                 "--options are for jobs of a cluster; pass --cluster slurm too, or leave them out."
@@ -91,7 +100,8 @@ def _gpus_of_slurm_job(gpus: int | None, launcher: str) -> int:
 
 
 def _gpus_of_job_here(gpus: int | None, launcher: str, n_visible: int, *, is_flag: bool) -> int:
-    """Return the GPUs of a job on this machine. Without GPUs, jobs use the CPU, unless a flag asks for some."""
+    """Return the GPUs of a job on this machine. Without GPUs, jobs use the CPU, unless a flag
+    asks for some."""
     if gpus is None:
         gpus = max(1, n_visible) if launcher else 1
     COUNT.check("--gpus", gpus)
@@ -105,12 +115,12 @@ def _gpus_of_job_here(gpus: int | None, launcher: str, n_visible: int, *, is_fla
 
 def split_pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
     """Split ``NAME=VALUE`` words. Raises ValueError for any other word."""
-    found = []
+    split = []
     for pair in pairs:
         name, _, value = pair.partition("=")
         if not (name and value):
             raise ValueError(
                 f"--{flag} has {pair!r}; write NAME=VALUE, for example --{flag} {example}."
             )
-        found.append((name, value))
-    return found
+        split.append((name, value))
+    return split

@@ -1,0 +1,257 @@
+"""Figures of a sweep's report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from ..reporting.document import Column, Figure
+from ..reporting.figures import (
+    GREY,
+    LOOKS,
+    Row,
+    as_block,
+    draw_lines,
+    figure,
+    has_matplotlib,
+    legend,
+    look,
+    name_points,
+    percent_axis,
+)
+from .grid import ALL, NONE
+from .measured import NO_SHARES, SweepResults, size_text, without
+from .results import TEACHER
+
+NAMES = {
+    "top": "top, by score",
+    "restoration": "restoration",
+    "layers": "whole layers",
+    "random": "random",
+}
+WORDS = {"heads": "{} heads", "d_state": "state {}"}
+"""How a value of a column is written."""
+AXES = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
+BARS = "bars: 95 % intervals of the mean over seeds"
+LABEL_DISTANCE = 1.4
+"""Ratio of the sizes of two labeled points of a front, so that their labels do not overlap."""
+
+
+class SweepFigures(NamedTuple):
+    """Figures of the report's sections; empty where there are no results."""
+
+    coverage: Sequence[Figure]
+    heads: Sequence[Figure]
+    states: Sequence[Figure]
+    selection: Sequence[Figure]
+    pareto: Sequence[Figure]
+
+
+def draw_figures(
+    results: SweepResults, folder: Path, *, knowledge: str, retrieval: str
+) -> SweepFigures:
+    """Draw the figures for which there are results.
+
+    ``knowledge`` and ``retrieval`` name the groups of tasks.
+    """
+    qualities = []
+    for name in ("retrieval", "perplexity"):
+        quality = results.quality(name)
+        if quality is not None:
+            qualities.append(quality)
+    rows = [_row(results, quality) for quality in qualities]
+    of_retrieval = [row for row in rows if row.percent]
+
+    groups: dict[str, list[str]] = {}
+    if "knowledge" in results.rows:
+        groups[knowledge] = ["knowledge"]
+    if results.pair_sizes:
+        groups[retrieval] = [f"kv_generation_{n}" for n in results.pair_sizes]
+    covered: list[Row] = []
+    selection = ""
+    if TEACHER in results.settings.index and groups:
+        selection, covered = _coverage(results, groups)
+    return SweepFigures(
+        coverage=_panels(
+            folder / "coverage.png",
+            f"Coverage, student over teacher, by group of tasks; heads: {selection}",
+            covered,
+            panel="d_state",
+            line="group",
+            x="heads",
+        ),
+        heads=_panels(
+            folder / "heads.png",
+            "Against heads kept, by how they are chosen",
+            _with_several(rows, "heads"),
+            panel="selection",
+            line="d_state",
+            x="heads",
+        ),
+        states=_panels(
+            folder / "states.png",
+            "Retrieval against state size, by heads kept",
+            _with_several(of_retrieval, "d_state"),
+            panel="selection",
+            line="heads",
+            x="d_state",
+        ),
+        selection=_panels(
+            folder / "selection.png",
+            "How heads are chosen",
+            _with_several(of_retrieval, "selection"),
+            panel="d_state",
+            line="selection",
+            x="heads",
+        ),
+        pareto=_pareto(results, qualities, folder / "pareto.png"),
+    )
+
+
+def _with_several(rows: Sequence[Row], column: str) -> list[Row]:
+    """Return the rows whose points differ in a column."""
+    return [row for row in rows if row.points[column].nunique() > 1]
+
+
+def _row(results: SweepResults, quality: Column) -> Row:
+    """Return a row of panels for one measure, with levels for the teacher and for guessing."""
+    means, margins = results.figures
+    levels: dict[str, float] = {}
+    chance = results.chance(quality.name)
+    if not math.isnan(chance):
+        levels["guessing"] = quality.scale * chance
+    if TEACHER in means.index:
+        of_teacher = means.loc[TEACHER][quality.name].iloc[0]
+        if not math.isnan(of_teacher):
+            levels["teacher"] = quality.scale * of_teacher
+    label = quality.header.removesuffix(", %")
+    is_share = quality.name not in NO_SHARES
+    if not is_share:
+        label += " (lower is better)"
+    points = _points(means, margins, quality.name, quality.scale)
+    return Row(points, label, is_share, levels)
+
+
+def _coverage(results: SweepResults, groups: dict[str, list[str]]) -> tuple[str, list[Row]]:
+    """Return the selection that is shown, and its coverage of the teacher by group of tasks."""
+    parts = []
+    for group, names in groups.items():
+        means, margins = results.against_teacher(names)
+        parts.append(_points(means, margins, "all", 100).assign(group=group))
+    points = pd.concat(parts)
+    selection = points.selection.iloc[0] if len(points) else ""
+    points = points.loc[points.selection == selection]
+    return selection, [Row(points, "student, of what the teacher has", True, {"teacher": 100})]
+
+
+def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float) -> pd.DataFrame:
+    """Return students with recurrent heads as points; those without kept heads belong to every
+    selection."""
+    rows = pd.DataFrame({"y": scale * means[name], "error": scale * margins[name]})
+    rows = rows.dropna(subset=["y"]).reset_index()
+    without_heads = rows[rows.selection == NONE]
+    present = [selection for selection in NAMES if (rows.selection == selection).any()]
+    parts = []
+    for selection in present or ["top"]:
+        own = pd.concat([without_heads, rows[rows.selection == selection]])
+        parts.append(own.assign(selection=NAMES[selection]))
+    points = pd.concat(parts)
+    # Panels stand in the order of NAMES.
+    texts = pd.CategoricalDtype(list(NAMES.values()), ordered=True)
+    return points.astype({"selection": texts}).sort_values("heads", kind="stable")
+
+
+def _panels(
+    path: Path, caption: str, rows: Sequence[Row], *, panel: str, line: str, x: str
+) -> list[Figure]:
+    """Draw rows of panels: one panel per value of ``panel``, one line per value of ``line``."""
+    look_of_selection = {text: look(selection) for selection, text in NAMES.items()}
+    drawn = []
+    looks: dict[str, Any] = {}
+    for row in rows:
+        points = row.points.sort_values([panel, x], kind="stable")
+        texts = {
+            "panel": [_text(panel, value) for value in points[panel]],
+            "line": [_text(line, value) for value in points[line]],
+        }
+        drawn.append(replace(row, points=points.assign(x=points[x], **texts)))
+        for value in points[line].sort_values().unique():
+            next_look = LOOKS[len(looks) % len(LOOKS)]
+            looks.setdefault(_text(line, value), look_of_selection.get(value, next_look))
+    return draw_lines(path, f"{caption}; {BARS}.", drawn, looks, AXES[x])
+
+
+def _text(column: str, value: object) -> str:
+    return WORDS.get(column, "{}").format(value)
+
+
+def _pareto(results: SweepResults, qualities: Sequence[Column], path: Path) -> list[Figure]:
+    """Draw quality against bytes: the settings, and their Pareto front."""
+    if not qualities or not has_matplotlib():
+        return []
+    size = (4.9 * len(qualities) + 0.6, 4.5)
+    with figure(path, 1, len(qualities), size=size) as grid:
+        for quality, axes in zip(qualities, grid[0]):
+            _draw_front(axes, results, quality)
+        legend(grid)
+        grid[0, 0].figure.supxlabel(
+            f"held by one sequence after {results.context:,} tokens", fontsize=10
+        )
+    caption = (
+        f"Quality against the memory of one sequence after {results.context:,} tokens: keys, values, states and "
+        "convolutions. On the line are the settings that none beats in one without losing in the other; labels: "
+        "heads / state."
+    )
+    return [as_block(path, caption, grid)]
+
+
+def _draw_front(axes: Any, results: SweepResults, quality: Column) -> None:
+    front = results.front(quality)
+    front = front.assign(y=quality.scale * front["mean"])
+    axes.plot(
+        front.bytes, front.y, drawstyle="steps-post", color=GREY, linewidth=1.3, label="front"
+    )
+    _draw_settings(axes, results, quality)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: _short_size(value))
+    title = quality.header
+    if quality.name in NO_SHARES:
+        title += " (lower is better)"
+    else:
+        percent_axis(axes)
+    axes.set_title(title, fontsize=10)
+    last_labeled = 0.0
+    for (selection, heads, d_state), n_bytes, y in zip(front.index, front.bytes, front.y):
+        if n_bytes > LABEL_DISTANCE * last_labeled:
+            text = "all" if selection in (ALL, TEACHER) else f"{heads} / {d_state}"
+            axes.annotate(
+                text, (n_bytes, y), (-5, 6), textcoords="offset points", fontsize=8, ha="right"
+            )
+            last_labeled = n_bytes
+
+
+def _draw_settings(axes: Any, results: SweepResults, quality: Column) -> None:
+    """Draw every setting as a point that shows its name."""
+    settings = results.compared(quality)
+    if ALL in settings.index:
+        # The student that keeps all heads is the teacher.
+        settings = without(settings, TEACHER)
+    settings = settings.assign(y=quality.scale * settings["mean"])
+    for selection, own in settings.groupby(level=0, sort=False):
+        other = "no heads" if selection == NONE else "teacher"
+        name = NAMES.get(str(selection), other)
+        color, marker, _ = look(str(selection))
+        points = axes.scatter(own.bytes, own.y, color=color, marker=marker, zorder=3, label=name)
+        titles = []
+        for (_, heads, d_state), n_bytes, y in zip(own.index, own.bytes, own.y):
+            titles.append(f"{name}: {heads} / {d_state}, {size_text(n_bytes)}, {y:.4g}")
+        name_points(points, titles)
+
+
+def _short_size(n_bytes: float) -> str:
+    return size_text(n_bytes).replace(".00", "").replace(".0", "")

@@ -1,0 +1,136 @@
+"""Tasks of a sweep: pieces of work for one process, each with a file that records how it ended.
+
+Tasks may run in other processes and on other machines. A task without an outcome is running if
+its folder is locked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ...io import read_json, write_json
+from ...locking import is_locked
+from ...pipeline import RunPaths
+from ...pipeline.folder import has_result
+from .grid import ALL, Cell
+from .paths import SweepPaths
+
+NEEDS_SCORES = ("top", "layers")
+
+
+class Outcome(NamedTuple):
+    """State of a task: ``waiting``, ``running``, ``stopped``, ``done`` or ``failed``; and
+    seconds of its last try."""
+
+    state: str
+    error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """Piece of work for one process: a cell, or work that several cells share."""
+
+    name: str
+    seed: int
+    sweep: SweepPaths
+    run: RunPaths
+    """Run that it fills."""
+    leaves: Sequence[Path]
+    """Files that exist when it is done."""
+    d_state: int | None = None
+    cell: Cell | None = None
+    after: Sequence[str] = ()
+    """Names of the tasks that must be done first."""
+    steps: int = 0
+    """Training steps."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of its run; locked while it is worked on."""
+        return self.run.out
+
+    @property
+    def log_path(self) -> Path:
+        """File for its output, if it runs in a separate process, and for its traceback, if it
+        fails."""
+        return self.sweep.log(self.name)
+
+    @property
+    def outcome_path(self) -> Path:
+        """File with its outcome; without one, it may start again."""
+        return self.sweep.outcome(self.name)
+
+    def outcome(self) -> Outcome:
+        """Return its state; a task whose results were deleted is waiting again."""
+        if self.outcome_path.exists():
+            outcome = Outcome(**read_json(self.outcome_path))
+            # A user who deletes results wants them made again.
+            if outcome.state == "failed" or all(path.exists() for path in self.leaves):
+                return outcome
+        if is_locked(self.folder):
+            return Outcome("running")
+        return Outcome("stopped" if has_result(self.folder) else "waiting")
+
+    def end(self, error: str = "", seconds: float = 0.0) -> None:
+        """Record that it is done, or why it failed."""
+        outcome = Outcome("failed" if error else "done", error, round(seconds, 3))
+        write_json(self.outcome_path, outcome._asdict())
+
+
+def tasks_of(
+    sweep: SweepPaths,
+    cells: Sequence[Cell],
+    *,
+    share: bool,
+    own_steps: int,
+    shared_steps: int,
+) -> dict[str, Task]:
+    """Return tasks by name, each after those that it needs.
+
+    ``share``: cells take their recurrent heads from an alignment of their state size and seed.
+    ``own_steps`` are the training steps of a cell, ``shared_steps`` those of an alignment.
+    """
+    seeds_with_scores = {cell.seed for cell in cells if cell.selection in NEEDS_SCORES}
+    tasks: dict[str, Task] = {}
+    for cell in cells:
+        of_seed = sweep.of_seed(cell.seed)
+        teacher = of_seed.out.name
+        if teacher not in tasks:
+            leaves = [of_seed.teacher_evaluation]
+            if cell.seed in seeds_with_scores:
+                leaves.append(of_seed.scores)
+            tasks[teacher] = Task(teacher, cell.seed, sweep, of_seed, leaves)
+        after = [teacher]
+        if cell.d_state is not None and share:
+            alignment = sweep.alignment(cell.d_state, cell.seed)
+            name = alignment.out.name
+            if name not in tasks:
+                tasks[name] = Task(
+                    name,
+                    cell.seed,
+                    sweep,
+                    alignment,
+                    leaves=[alignment.aligned.stages],
+                    d_state=cell.d_state,
+                    after=[teacher],
+                    steps=shared_steps,
+                )
+            after.append(name)
+        run = sweep.cell(cell)
+        tasks[cell.name] = Task(
+            cell.name,
+            cell.seed,
+            sweep,
+            run,
+            leaves=[run.evaluation],
+            d_state=cell.d_state,
+            cell=cell,
+            after=after,
+            # A student that keeps all heads is the teacher, which needs no training.
+            steps=0 if cell.selection == ALL else own_steps,
+        )
+    return tasks
