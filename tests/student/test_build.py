@@ -53,10 +53,9 @@ BLOCKS = {
 
 @pytest.fixture
 def teacher(family: str) -> PreTrainedModel:
-    has_bias = family in ("llama", "qwen3", "olmo2")
-    return make_family_model(
-        family, **({"attention_bias": True} if has_bias else {})
-    )
+    if family in ("llama", "qwen3", "olmo2"):
+        return make_family_model(family, attention_bias=True)
+    return make_family_model(family)
 
 
 def some_heads(teacher: PreTrainedModel) -> HeadPlan:
