@@ -25,10 +25,8 @@ OPERATORS = (
 )
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index")
 METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
-CPU_ONLY = (
-    "_check_numbers",
-    "_check_tensors",
-)  # of the fused loss, which checks values of CPU tensors alone
+# Of the fused loss, which checks values of CPU tensors alone.
+CPU_ONLY = ("_check_numbers", "_check_tensors")
 NOT_PLACES = (Path(__file__).name, "overrides.py", "_tensor.py")
 
 

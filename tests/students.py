@@ -147,18 +147,16 @@ def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None
     """Check exports here, where torch is loaded already; ``modules`` is for their Python files."""
 
     def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
-        alias = modules.with_name(
-            "alias"
-        )  # transformers 4.56 imports no code from a folder with a dot in its name
+        # The name of an export under way has dots, which a Python package's cannot have.
+        alias = modules.with_name("alias")
         alias.unlink(missing_ok=True)
         alias.symlink_to(folder.resolve(), target_is_directory=True)
         return GateReport(tuple(run_checks(alias, alias / "gate", device=device)))
 
     monkeypatch.setattr("hybrid_distill.export.gate.run_gate", run_gate)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
-    monkeypatch.delitem(
-        sys.modules, "transformers_modules", raising=False
-    )  # before 5.10 another test's come first
+    # Before transformers 5.10 another test's come first.
+    monkeypatch.delitem(sys.modules, "transformers_modules", raising=False)
     modules.mkdir(exist_ok=True)
     monkeypatch.syspath_prepend(modules)
 

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 from students import tiny_student
-from training import refusal, small_models, small_run
+from training import refusal, small_config, small_models, small_rows, small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, StudentConfig
@@ -17,7 +17,9 @@ from hybrid_distill.lab.analysis.experiment import Subject
 from hybrid_distill.model import ssd
 from hybrid_distill.pipeline import RunInputs, building
 from hybrid_distill.pipeline.run import build, choose_heads, prepare
+from hybrid_distill.train import end_to_end
 from hybrid_distill.train.end_to_end import LOSS, loss_implementation
+from hybrid_distill.train.stages import make_stage
 
 CPU = torch.device("cpu")
 
@@ -32,9 +34,8 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
     kernels: Kernels, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(
-        ssd, "_unusable", lambda impl: None
-    )  # all are installed: what is missing is a GPU
+    # All are installed: only a GPU is missing.
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
     monkeypatch.setattr(
         RunInputs, "teacher", property(lambda self: pytest.fail("the teacher was loaded"))
     )
@@ -52,58 +53,52 @@ def test_an_absent_package_is_named(monkeypatch) -> None:
 def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_itself(
     tmp_path: Path, monkeypatch
 ):
-    seen = []
+    checked_on = []
     globals_of_build = building.build_student.__globals__
-    check = globals_of_build["check_rows"]
-    monkeypatch.setitem(
-        globals_of_build,
-        "check_rows",
-        lambda model, fix: (
-            seen.append(getattr(model, "ssm_implementation", None)),
-            check(model, fix),
-        ),
-    )
+    check_rows = globals_of_build["check_rows"]
+
+    def note_and_check(model, fix):
+        checked_on.append(getattr(model, "ssm_implementation", None))
+        check_rows(model, fix)
+
+    monkeypatch.setitem(globals_of_build, "check_rows", note_and_check)
     base = small_run(tmp_path / "run", plan=PlanConfig("none", k=0))
-    run = RunInputs(replace(base, student=replace(base.student, kernels="torch")))
-    prepare(run)
-    seen.clear()  # of the small student that `prepare` checks
+
+    def prepared(**changes) -> RunInputs:
+        inputs = RunInputs(replace(base, student=replace(base.student, **changes)))
+        prepare(inputs)
+        return inputs
+
+    run = prepared(kernels="torch")
+    # `prepare` has checked a small student.
+    checked_on.clear()
     student = build(run, choose_heads(run))
     assert student.ssm_implementation == "torch"
-    assert seen == [None, "torch"]
+    assert checked_on == [None, "torch"]
     assert loss_implementation(student) == "torch"
 
-    # Resumed on other kernels: it is the same run.
-    again = RunInputs(replace(base, student=replace(base.student, kernels="auto")))
-    prepare(again)
-    built = (run.paths.build).stat().st_mtime_ns
+    # Resumed on other kernels, it is the same run: its student is loaded, not built again.
+    built_at = run.paths.build.stat().st_mtime_ns
+    again = prepared(kernels="auto")
     assert build(again, choose_heads(again)).ssm_implementation == "auto"
-    assert (run.paths.build).stat().st_mtime_ns == built, "loaded, not built again"
+    assert run.paths.build.stat().st_mtime_ns == built_at
     with pytest.raises(ValueError, match=r"student\.d_state"):
-        prepare(RunInputs(replace(base, student=replace(base.student, d_state=5))))
+        prepared(d_state=5)
 
 
 def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
-    from hybrid_distill.train import end_to_end
-    from training import small_config, small_rows  # isort: skip
-
-    from hybrid_distill.train.stages import make_stage
-
     asked = []
     compute = end_to_end.fused_distillation_loss
 
-    def noting(*args, impl, **options):
+    def note_and_compute(*args, impl, **options):
         asked.append(impl)
         return compute(*args, impl="torch", **options)
 
-    monkeypatch.setattr(end_to_end, "fused_distillation_loss", noting)
+    monkeypatch.setattr(end_to_end, "fused_distillation_loss", note_and_compute)
     for kernels in ("auto", "torch"):
         student, teacher = small_models()
-        stage = make_stage(
-            small_config("distill"),
-            use_kernels(student, kernels, CPU),
-            teacher,
-            vocab_size=99,
-        )
+        use_kernels(student, kernels, CPU)
+        stage = make_stage(small_config("distill"), student, teacher, vocab_size=99)
         stage(small_rows().batch(0, 2))
     assert asked == ["auto", "torch"]
 
@@ -141,16 +136,19 @@ def test_the_suite_measures_a_student_on_the_kernels(
     from hybrid_distill.lab import suite
 
     student, _ = tiny_student("llama")
+    measured_on = []
+
+    def note_and_stop(model, *_) -> None:
+        measured_on.append(model.ssm_implementation)
+        raise InterruptedError
+
     monkeypatch.setattr(suite, "load_tasks", lambda job: {})
     monkeypatch.setattr(teacher, "load_on_own_device", lambda *_, **__: (student, None))
-    measured = []
-    monkeypatch.setattr(
-        suite, "run_suite", lambda model, *_: measured.append(model) or 1 / 0
-    )
+    monkeypatch.setattr(suite, "run_suite", note_and_stop)
     words = ["evaluate", "--suite", "kv", "--model", str(student_folder)]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((InterruptedError, SystemExit)):
         main([*words, "--kernels", "torch", "--out", str(tmp_path / "out")])
-    assert [model.ssm_implementation for model in measured] == ["torch"]
+    assert measured_on == ["torch"]
 
 
 def test_a_run_is_measured_again_on_other_kernels(tmp_path: Path, monkeypatch) -> None:

@@ -125,7 +125,7 @@ def check_evaluation(inputs: RunInputs) -> None:
             check_answerable(question, inputs.tokenizer, limit)
 
 
-_checked_families: set[tuple[str, str | None, str]] = set()
+_checked_families: set[tuple[str, str, str, int]] = set()
 
 
 def _check_family_once(teacher: PreTrainedModel, recurrence: str, window: int) -> None:

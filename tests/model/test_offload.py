@@ -41,9 +41,8 @@ def test_offloaded_weights_give_the_same_logits_and_tokens(
     teacher = make_family_model("llama", num_hidden_layers=1)
     student = student_of(teacher, keep(teacher, ALL_BUT_ONE), recurrence=recurrence)
     student.save_pretrained(tmp_path)
-    ids = tokens(
-        2, 33
-    )  # more tokens than the model is wide: kernels join the projections' weights
+    # With more tokens than the model is wide, kernels join the projections' weights.
+    ids = tokens(2, 33)
     model = offloaded(tmp_path)
     model.set_ssm_implementation(impl)
     assert model.recurrent_heads()[0].x_proj.weight.is_meta

@@ -16,20 +16,20 @@ from hybrid_distill.train.config import Distill
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 
-D, R, P, N, K, L = 12, 3, 4, 5, 4, 23
-TEXT = (
-    torch.arange(L) >= torch.tensor([[5], [0]])
-).long()  # the first row is padded on the left
-TURNS = (
-    TEXT * (torch.arange(L) % torch.tensor([[9], [10]]) < 7).long()
-)  # and both of them inside
+D = 12
+R = 3
+P = 4
+N = 5
+K = 4
+L = 23
+PLACES = torch.arange(L)
+# The first row is padded on the left.
+TEXT = (torch.tensor([[5], [0]]) <= PLACES).long()
+# Both rows are padded inside.
+TURNS = TEXT * (PLACES % torch.tensor([[9], [10]]) < 7).long()
 # Documents that begin within, at, just before and just after the ends of segments of 4, 5 and 8.
-PACKED = (
-    torch.isin(torch.arange(L), torch.tensor([1, 4, 7, 10, 17]))
-    .long()
-    .cumsum(0)
-    .expand(2, L)
-)
+IS_BORDER = torch.isin(PLACES, torch.tensor([1, 4, 7, 10, 17]))
+PACKED = IS_BORDER.long().cumsum(0).expand(2, L)
 ROWS = {
     "plain": (None, None),
     "padded": (TEXT, None),

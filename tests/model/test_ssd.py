@@ -372,8 +372,7 @@ def test_an_installed_package_that_is_broken_raises(
     monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
     for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(
-        sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm")
-    )  # without its parts
+    without_parts = types.ModuleType("mamba_ssm")
+    monkeypatch.setitem(sys.modules, "mamba_ssm", without_parts)
     with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):
         ssd_scan(*inputs(3), impl="mamba_ssm")

@@ -316,9 +316,8 @@ def test_nothing_is_computed_that_is_not_needed(teacher) -> None:
         n_tokens.clear()
         forwards.without(batch, layer, range(N_HEADS))
         expected = [0] * layer + [6 * N_HEADS * batch.length] * (N_LAYERS - layer)
-        expected[layer] += (
-            6 * batch.length
-        )  # once for all heads: what the layers above begin with
+        # Once for all heads: what the layers above begin with.
+        expected[layer] += 6 * batch.length
         assert [n_tokens[mlp] for mlp in mlps] == expected
     for hook in hooks:
         hook.remove()

@@ -53,10 +53,9 @@ BLOCKS = {
 
 @pytest.fixture
 def teacher(family: str) -> PreTrainedModel:
-    has_bias = family in ("llama", "qwen3", "olmo2")
-    return make_family_model(
-        family, **({"attention_bias": True} if has_bias else {})
-    )
+    if family in ("llama", "qwen3", "olmo2"):
+        return make_family_model(family, attention_bias=True)
+    return make_family_model(family)
 
 
 def some_heads(teacher: PreTrainedModel) -> HeadPlan:
@@ -158,9 +157,8 @@ def test_the_seed_covers_everything_drawn() -> None:
     teacher = make_family_model("llama")
 
     def weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(
-            torch.randint(100, ()).item()
-        )  # the global seed must not matter
+        # The global seed must not matter.
+        torch.manual_seed(torch.randint(100, ()).item())
         student, _ = build_student(
             teacher, some_heads(teacher), d_state=32, init="random", seed=seed
         )
@@ -176,7 +174,7 @@ def test_the_seed_covers_everything_drawn() -> None:
 def test_recurrent_heads_start_as_averages_over_distinct_spans(
     teacher: PreTrainedModel,
 ) -> None:
-    """With scores of zero a head starts as a decaying average: its mixing matrix's rows sum to 1."""
+    """With scores of zero a head starts as an average: rows of its mixing matrix sum to 1."""
     for site in attention_sites(teacher):
         for parameter in getattr(site.module, site.layout.query).parameters():
             parameter.zero_()
