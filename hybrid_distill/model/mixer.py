@@ -291,7 +291,7 @@ def silence(mixers: list[HybridMixer], part: HeadPart) -> Iterator[None]:
     before = [mixer.silenced for mixer in mixers]
     try:
         for mixer in mixers:
-            mixer.silenced = mixer.silenced | {part}
+            mixer.silenced = frozenset({*mixer.silenced, part})
         yield
     finally:
         for mixer, silenced in zip(mixers, before, strict=True):

@@ -188,8 +188,8 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
     windowed = []
     if _is_student(model):
-        mixers: Any = model.mixers()
-        windowed = [mixer.windowed for mixer in mixers if mixer.windowed is not None]
+        student: Any = model
+        windowed = [mixer.windowed for mixer in student.mixers() if mixer.windowed is not None]
     reaches = [heads.reach for heads in windowed]
     try:
         for field in longer:
