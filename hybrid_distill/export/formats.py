@@ -47,7 +47,7 @@ class Format:
     written_with: str | None = None
     """Package needed to write it; the extra that installs it is named after the format."""
     holds_windows: bool = False
-    """Whether replaced heads may attend to a window."""
+    """True if replaced heads may attend to a window."""
     extra: str | None = None
     """Extra that installs the program that runs it, if it is not named after the format."""
 

@@ -22,7 +22,7 @@ BLOCK = 128  # queries per block: each block also reads W - 1 + S keys of earlie
 
 
 class Reach(NamedTuple):
-    """What a windowed head sees of its document, in tokens."""
+    """Part of its document that a windowed head sees, in tokens."""
 
     window: int
     """Latest tokens, the current one included."""

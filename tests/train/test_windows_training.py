@@ -1,0 +1,161 @@
+"""Students with windows train like others: what they compare, on one process and on two.
+
+This file is also the program of each process: ``test_windows_training.py OUT``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+if __name__ == "__main__":
+    home = Path(__file__).parents[2]
+    sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
+
+import torch
+from conftest import make_family_model
+from training import small_config, small_models, small_rows
+
+from hybrid_distill.distributed import connect, disconnect
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student, graft_recurrent_heads
+from hybrid_distill.teacher import trace_mixers
+from hybrid_distill.train.align import LayerAlignment
+from hybrid_distill.train.config import Align, AlignMatrix, Distill
+from hybrid_distill.train.end_to_end import EndToEnd
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.stage import teacher_hidden
+from hybrid_distill.train.stages import make_stage
+
+WINDOW = {"window": 5, "sinks": 2}
+STAGES = ("align", "distill", "long")
+
+
+def windowed_models(d_state: int = 4) -> tuple[HybridForCausalLM, torch.nn.Module]:
+    _, teacher = small_models()
+    plan = HeadPlan.random(teacher.config, 2, seed=1)
+    student, _ = build_student(teacher, plan, d_state=d_state, **WINDOW)
+    with torch.no_grad():
+        for heads in student.recurrent_heads():
+            heads.z_proj.bias.fill_(0.5)
+    return student, teacher
+
+
+@pytest.mark.parametrize(
+    ("target", "train"),
+    [("head", "ssm"), ("mixer", "ssm"), ("mixer", "mixer"), ("layer", "ssm"), ("layer", "mixer")],
+)
+def test_alignment_compares_both_parts_with_the_teacher(target: str, train: str) -> None:
+    student, teacher = windowed_models()
+    batch = small_rows().batch(0, 4)
+    stage = LayerAlignment(student, teacher, Align(target=target, train=train))
+    per_layer = stage(batch).per_layer
+    with torch.no_grad(), trace_mixers(teacher) as calls:
+        teacher_hidden(teacher, batch)
+    for layer, call in calls.items():
+        mixer = student.mixers()[layer]
+        with torch.no_grad():
+            heads = mixer.heads(*call.args, **call.kwargs | {"seq_idx": batch["seq_idx"]})
+        if target == "head":
+            error = (heads - call.heads_BLHP)[:, :, list(mixer.replaced)]
+        elif target == "mixer":
+            error = mixer.o_proj(heads.flatten(-2)) - call.output[0]
+        else:
+            continue
+        expected = error.norm(dim=-1)[batch["mask"]].mean()
+        torch.testing.assert_close(per_layer[f"layer.{layer}"], expected, rtol=1e-4, atol=1e-6)
+    stage(batch).total.backward()
+    trained = {name for name, p in stage.named_parameters() if p.grad is not None}
+    assert any("ssm" in name for name in trained)
+    assert any("q_proj" in name for name in trained) == (train == "mixer")
+
+
+def test_segments_give_the_gradients_of_whole_rows() -> None:
+    batch = small_rows().batch(0, 4)
+    gradients = []
+    for segment_len in (None, 6):
+        student, teacher = windowed_models()
+        EndToEnd(student, teacher, Distill(segment_len=segment_len))(batch).total.backward()
+        gradients.append({name: p.grad for name, p in student.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_windows_alone_train_all_but_states() -> None:
+    student, teacher = windowed_models(d_state=0)
+    with pytest.raises(ValueError, match="train"):
+        EndToEnd(student, teacher, Distill(train="ssm"))
+    student, teacher = windowed_models(d_state=0)
+    stage = EndToEnd(student, teacher, Distill(train="mixer"))
+    stage(small_rows().batch(0, 4)).total.backward()
+    for mixer in student.mixers():
+        assert mixer.ssm is None
+        assert mixer.attention.q_proj.weight.grad.abs().max() > 0
+
+
+def test_maps_are_not_compared_with_half_of_a_head() -> None:
+    student, teacher = windowed_models()
+    teacher.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="window"):
+        make_stage(AlignMatrix(), student, teacher, vocab_size=99)
+
+
+def test_an_alignment_without_kept_heads_is_grafted() -> None:
+    teacher = make_family_model("llama")
+    donor, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4, init="random", **WINDOW)
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (2, 3)])
+    student, _ = build_student(teacher, plan, d_state=4, init="random", seed=1, **WINDOW)
+    graft_recurrent_heads(student, donor)
+    for mixer, source in zip(student.mixers(), donor.mixers(), strict=True):
+        own = mixer.ssm.b_proj.weight.unflatten(0, (len(mixer.replaced), -1))
+        theirs = source.ssm.b_proj.weight.unflatten(0, (len(source.replaced), -1))
+        assert torch.equal(own, theirs[list(mixer.replaced)])
+
+
+def train_chain(out: Path) -> None:
+    """Train three steps of each stage."""
+    for name in STAGES:
+        student, teacher = windowed_models()
+        config = small_config(name, steps=3, micro_batch_size=2)
+        stage = make_stage(config, student, teacher, vocab_size=99)
+        train_stage(stage, small_rows(), out / name, progress=False)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone")
+    train_chain(out)
+    return out
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+def test_two_processes_compute_the_losses_of_one(
+    alone: Path, tmp_path: Path, strategy: str
+) -> None:
+    from train.test_launch import DDP, FSDP_2, launch, zero_3
+
+    launcher = {"ddp": DDP, "fsdp2": FSDP_2}.get(strategy) or zero_3(tmp_path)
+    ended = launch(launcher, tmp_path, program=Path(__file__))
+    assert ended.returncode == 0, ended.stderr
+    for name in STAGES:
+        assert losses(tmp_path / name) == pytest.approx(losses(alone / name), rel=1e-4)
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    connect()
+    train_chain(out)
+    disconnect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
