@@ -42,9 +42,15 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def grid(
-    heads: str = "0,2,all", d_state: str = "4", selection: str = "top", seeds: int = 1
+    heads: str = "0,2,all",
+    d_state: str = "4",
+    selection: str = "top",
+    seeds: int = 1,
+    window: str = "0",
 ) -> Grid:
-    return Grid.parse(heads=heads, d_state=d_state, selection=selection, seeds=seeds)
+    return Grid.parse(
+        heads=heads, d_state=d_state, selection=selection, seeds=seeds, window=window
+    )
 
 
 def recipe(**changes: Any) -> Any:
@@ -65,6 +71,20 @@ def test_cells_that_are_equal_are_one_cell() -> None:
     }
     assert {cell.heads for cell in cells if cell.selection == "layers"} == {8}
     assert grid("48,all", "4,8").cells(SHAPE) == [Cell("all", 48, None, 0)]
+
+
+def test_windows_are_an_axis_and_stand_alone_with_state_0() -> None:
+    cells = grid("0,2", "0,8", window="0,32").cells(SHAPE)
+    assert [cell.name for cell in cells] == [
+        "none-n0-w32-s0",
+        "top2-n0-w32-s0",
+        "none-n8-s0",
+        "top2-n8-s0",
+        "none-n8-w32-s0",
+        "top2-n8-w32-s0",
+    ]
+    with pytest.raises(ValueError, match="window"):
+        grid("0", "0").cells(SHAPE)
 
 
 def test_fields_of_the_recipe_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:

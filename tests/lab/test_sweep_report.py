@@ -73,6 +73,7 @@ def cell(selection: str, heads: int, d_state: int, seed: int, share: float) -> d
         "selection": selection,
         "heads": "" if selection == "teacher" else heads,
         "d_state": d_state or "",
+        "window": "0" if d_state else "",
         "seed": seed,
         "knowledge": 0.9,
         "perplexity": 6.0 - share - 0.001 * d_state,

@@ -1,4 +1,4 @@
-"""Sweeps over heads kept x selection x state size x seed: `hybrid-distill sweep` (docs/sweeps.md).
+"""Sweeps over heads kept x selection x state size x window x seed: `hybrid-distill sweep` (docs/sweeps.md).
 
 A sweep is a folder of ordinary runs and of the work that they share::
 

@@ -14,7 +14,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from ...config import PlanConfig, RunConfig
+from ...config import PlanConfig, RunConfig, StudentConfig
 from ...distributed import alone_in, connect, on_main_process
 from ...pipeline import RunInputs, RunPaths, last_stage
 from ...pipeline.run import (
@@ -76,7 +76,7 @@ def _work(sweep: Sweep, task: Task) -> None:
     if task.cell is not None:
         run_beside(of_seed, cell_config(sweep, task.cell))
     elif task.d_state is not None:
-        align_all_heads(_alignment_run(sweep, task.seed, task.d_state))
+        align_all_heads(_alignment_run(sweep, task.seed, task.d_state, task.window))
     else:
         prepare(of_seed)
         # Grids of random or restored heads need no scores.
@@ -95,9 +95,13 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
     )
     if cell.d_state is None:
         return base
+    student = _student(base, cell.d_state, cell.window)
+    if not cell.d_state:
+        # A window alone has no recurrent heads to align.
+        return replace(base, student=student, stages=base.student_stages)
     if not sweep.share:
-        return replace(base, student=replace(base.student, d_state=cell.d_state))
-    alignment = _alignment_run(sweep, cell.seed, cell.d_state)
+        return replace(base, student=student)
+    alignment = _alignment_run(sweep, cell.seed, cell.d_state, cell.window)
     aligned = last_stage(alignment.paths.aligned)
     student = replace(alignment.config.student, aligned=aligned)
     return replace(base, student=student, stages=base.student_stages)
@@ -116,12 +120,18 @@ def restored_plan(inputs: RunInputs, k: int) -> PlanConfig:
     return PlanConfig("file", k=k, file=inputs.paths.restoration_plan(k))
 
 
-def _alignment_run(sweep: Sweep, seed: int, d_state: int) -> RunInputs:
+def _student(config: RunConfig, d_state: int, window: int) -> StudentConfig:
+    """Return the recipe's student with another state and window; without a window, it has no sinks."""
+    sinks = min(config.student.sinks, window)
+    return replace(config.student, d_state=d_state, window=window, sinks=sinks)
+
+
+def _alignment_run(sweep: Sweep, seed: int, d_state: int, window: int) -> RunInputs:
     """Return the run in whose folder ``aligned`` is trained and restoration plans are made."""
     of_seed = _seeded(sweep, seed)
-    out = sweep.paths.alignment(d_state, seed).out
+    out = sweep.paths.alignment(d_state, window, seed).out
     config = variant_config(of_seed, f"shared-{out.name}", out, of_seed.plan)
-    student = replace(config.student, d_state=d_state)
+    student = _student(config, d_state, window)
     return RunInputs(replace(config, student=student), sweep.teacher, sweep.pins)
 
 
@@ -153,8 +163,8 @@ def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
         scores = HeadScores.load(sweep.paths.of_seed(cell.seed).scores)
         layers = best_layers(scores, cell.heads // scores.n_heads)
         return PlanConfig("layers", k=cell.heads, layers=layers)
-    if cell.selection == "restoration" and sweep.share and cell.d_state is not None:
-        run = _alignment_run(sweep, cell.seed, cell.d_state)
+    if cell.selection == "restoration" and sweep.share and cell.d_state:
+        run = _alignment_run(sweep, cell.seed, cell.d_state, cell.window)
         # Cells that start together would write its files at the same time.
         with alone_in(run.paths.out, patience=math.inf):
             align_all_heads(run)

@@ -24,15 +24,18 @@ class Cell:
     heads: int
     d_state: int | None
     seed: int
+    window: int = 0
 
     @property
     def name(self) -> str:
-        """Name of the cell's folder: ``top4-n16-s0``, ``none-n16-s0``, ``all-s0``."""
+        """Name of the cell's folder: ``top4-n16-s0``, ``top4-n8-w32-s0``, ``none-n16-s0``, ``all-s0``."""
         parts = [
             self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"
         ]
         if self.d_state is not None:
             parts.append(f"n{self.d_state}")
+        if self.window:
+            parts.append(f"w{self.window}")
         parts.append(f"s{self.seed}")
         return "-".join(parts)
 
@@ -43,12 +46,20 @@ class Grid:
 
     heads: tuple[int | Literal["all"], ...]
     d_state: tuple[int, ...]
+    window: tuple[int, ...]
     selection: tuple[Selection, ...]
     seeds: tuple[int, ...]
 
     @classmethod
     def parse(
-        cls, *, heads: str, d_state: str, selection: str, seeds: int, first_seed: int = 0
+        cls,
+        *,
+        heads: str,
+        d_state: str,
+        selection: str,
+        seeds: int,
+        window: str = "0",
+        first_seed: int = 0,
     ) -> Grid:
         """Parse the command's flags: ``0,2,4,all``, ``4,16``, ``top,random``, a number of seeds.
 
@@ -57,7 +68,8 @@ class Grid:
         COUNT.check("--seeds", seeds)
         return cls(
             heads=tuple(dict.fromkeys(numbers("heads", heads, least=0, named={ALL: ALL}))),
-            d_state=tuple(dict.fromkeys(numbers("d-state", d_state, least=1))),
+            d_state=tuple(dict.fromkeys(numbers("d-state", d_state, least=0))),
+            window=tuple(dict.fromkeys(numbers("window", window, least=0))),
             selection=_selections(selection),
             seeds=tuple(range(first_seed, first_seed + seeds)),
         )
@@ -66,7 +78,8 @@ class Grid:
         """Return the students for a teacher of this shape, each once, seed by seed.
 
         ``layers`` applies only to numbers of heads that fill whole layers. Raises ValueError for
-        more heads than the teacher has, and if no cell is left.
+        more heads than the teacher has, and if no cell is left: one without state and window has
+        nothing in place of a head.
         """
         n_every_head = shape.n_layers * shape.n_heads
         counts = [n_every_head if heads == ALL else heads for heads in self.heads]
@@ -74,18 +87,21 @@ class Grid:
             HeadPlan.check_k(shape, k)
         # A dict keeps their order: without heads, all selections are the same student.
         cells: dict[Cell, None] = {}
-        for seed, d_state, selection, k in product(
-            self.seeds, self.d_state, self.selection, counts
+        for seed, d_state, window, selection, k in product(
+            self.seeds, self.d_state, self.window, self.selection, counts
         ):
-            if k == 0:
-                cells[Cell(NONE, 0, d_state, seed)] = None
-            elif k == n_every_head:
+            if k == n_every_head:
                 cells[Cell(ALL, k, None, seed)] = None
+            elif not d_state and not window:
+                continue
+            elif k == 0:
+                cells[Cell(NONE, 0, d_state, seed, window)] = None
             elif selection != "layers" or k % shape.n_heads == 0:
-                cells[Cell(selection, k, d_state, seed)] = None
+                cells[Cell(selection, k, d_state, seed, window)] = None
         if not cells:
             raise ValueError(
-                f"the grid has no cell: whole layers have {shape.n_heads} heads; pass multiples of it."
+                f"the grid has no cell: whole layers have {shape.n_heads} heads, of which --heads needs multiples, "
+                "and --d-state 0 needs a --window of at least 1."
             )
         return list(cells)
 

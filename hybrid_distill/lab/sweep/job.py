@@ -32,7 +32,13 @@ from .status import progress, status
 from .tasks import Task
 from .workers import JOBS, WorkerOptions, split_pairs
 
-AXES = {"heads": "0,2,4,8,all", "d_state": "4,8,16,64", "seeds": 3, "selection": "top,random"}
+AXES = {
+    "heads": "0,2,4,8,all",
+    "d_state": "4,8,16,64",
+    "window": "0",
+    "seeds": 3,
+    "selection": "top,random",
+}
 """Default grid, where neither the command nor the recipe sets an axis."""
 
 
@@ -53,7 +59,9 @@ class SweepJob:
     heads: str | None = None
     """Numbers of heads to keep, over all layers: ``0,2,4,8,all``."""
     d_state: str | None = None
-    """State sizes of the recurrent heads: ``4,8,16,64``."""
+    """State sizes of the recurrent heads: ``4,8,16,64``; 0 for windows alone."""
+    window: str | None = None
+    """Windows of the replaced heads, in tokens: ``0,32,64``. The recipe's sinks stand beside each."""
     seeds: int | None = None
     """Number of seeds, counted up from the recipe's."""
     selection: str | None = None

@@ -25,7 +25,7 @@ from .results import TEACHER
 CONTEXT = 4096
 FEW_QUESTIONS = 64
 """Number of questions assumed if no file records it."""
-SETTING = ["selection", "heads", "d_state"]
+SETTING = ["selection", "heads", "held"]
 NO_SHARES = ["perplexity", "kl_to_teacher"]
 UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
@@ -61,7 +61,9 @@ class SweepResults:
             # "none" is a selection, not a missing value.
             rows = pd.read_csv(paths.table, keep_default_na=False, na_values=[""])
             rows = rows.replace([np.inf, -np.inf], np.nan)
-            rows[["heads", "d_state"]] = rows[["heads", "d_state"]].fillna(0).astype(int)
+            numbers = ["heads", "d_state", "window"]
+            rows[numbers] = rows[numbers].fillna(0).astype(int)
+            rows["held"] = _held(rows)
             rows = rows.sort_values("selection", key=lambda names: names != TEACHER, kind="stable")
             any_done = (rows["state"] == "done").any()
         n_bytes = _bytes(rows, context) if any_done else math.nan
@@ -233,14 +235,28 @@ def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
     return settings.loc[~settings.index.isin(selections, level=0)]
 
 
-def _label(selection: str, heads: int, d_state: int) -> str:
+def _held(rows: pd.DataFrame) -> list[int] | list[str]:
+    """Return what a replaced head holds in each row: its state size or, if any has a window, a text."""
+    if not rows.window.any():
+        return rows.d_state.tolist()
+    texts = []
+    for d_state, window in zip(rows.d_state, rows.window):
+        if window:
+            texts.append(f"{d_state}, window {window}")
+        else:
+            # With all heads kept there is neither.
+            texts.append(str(d_state) if d_state else "")
+    return texts
+
+
+def _label(selection: str, heads: int, held: object) -> str:
     """Describe a setting: ``top 4 heads, state 16``."""
     if selection == TEACHER:
         return "the teacher"
     if selection == ALL:
         return f"all {heads} heads"
     chosen = "" if selection == NONE else f"{selection} "
-    return f"{chosen}{heads} head{'s' * (heads != 1)}, state {d_state}"
+    return f"{chosen}{heads} head{'s' * (heads != 1)}, state {held}"
 
 
 def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:

@@ -34,9 +34,9 @@ NAMES = {
     "layers": "whole layers",
     "random": "random",
 }
-WORDS = {"heads": "{} heads", "d_state": "state {}"}
+WORDS = {"heads": "{} heads", "held": "state {}"}
 """How a value of a column is written."""
-AXES = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
+AXES = {"heads": "heads kept", "held": "state size of the recurrent heads"}
 BARS = "bars: 95 % intervals of the mean over seeds"
 LABEL_DISTANCE = 1.4
 """Ratio of the sizes of two labeled points of a front, so that their labels do not overlap."""
@@ -81,7 +81,7 @@ def draw_figures(
             folder / "coverage.png",
             f"Coverage, student over teacher, by group of tasks; heads: {selection}",
             covered,
-            panel="d_state",
+            panel="held",
             line="group",
             x="heads",
         ),
@@ -90,22 +90,23 @@ def draw_figures(
             "Against heads kept, by how they are chosen",
             _with_several(rows, "heads"),
             panel="selection",
-            line="d_state",
+            line="held",
             x="heads",
         ),
         states=_panels(
             folder / "states.png",
             "Retrieval against state size, by heads kept",
-            _with_several(of_retrieval, "d_state"),
+            # With windows, what a head holds is a text, which has no place on an axis.
+            [] if results.rows.window.any() else _with_several(of_retrieval, "held"),
             panel="selection",
             line="heads",
-            x="d_state",
+            x="held",
         ),
         selection=_panels(
             folder / "selection.png",
             "How heads are chosen",
             _with_several(of_retrieval, "selection"),
-            panel="d_state",
+            panel="held",
             line="selection",
             x="heads",
         ),
@@ -226,9 +227,9 @@ def _draw_front(axes: Any, results: SweepResults, quality: Column) -> None:
         percent_axis(axes)
     axes.set_title(title, fontsize=10)
     last_labeled = 0.0
-    for (selection, heads, d_state), n_bytes, y in zip(front.index, front.bytes, front.y):
+    for (selection, heads, held), n_bytes, y in zip(front.index, front.bytes, front.y):
         if n_bytes > LABEL_DISTANCE * last_labeled:
-            text = "all" if selection in (ALL, TEACHER) else f"{heads} / {d_state}"
+            text = "all" if selection in (ALL, TEACHER) else f"{heads} / {held}"
             axes.annotate(
                 text, (n_bytes, y), (-5, 6), textcoords="offset points", fontsize=8, ha="right"
             )
@@ -248,8 +249,8 @@ def _draw_settings(axes: Any, results: SweepResults, quality: Column) -> None:
         color, marker, _ = look(str(selection))
         points = axes.scatter(own.bytes, own.y, color=color, marker=marker, zorder=3, label=name)
         titles = []
-        for (_, heads, d_state), n_bytes, y in zip(own.index, own.bytes, own.y):
-            titles.append(f"{name}: {heads} / {d_state}, {size_text(n_bytes)}, {y:.4g}")
+        for (_, heads, held), n_bytes, y in zip(own.index, own.bytes, own.y):
+            titles.append(f"{name}: {heads} / {held}, {size_text(n_bytes)}, {y:.4g}")
         name_points(points, titles)
 
 

@@ -57,7 +57,8 @@ class SweepPaths:
         evaluation."""
         return RunPaths(self.out / "shared" / f"s{seed}")
 
-    def alignment(self, d_state: int, seed: int) -> RunPaths:
+    def alignment(self, d_state: int, window: int, seed: int) -> RunPaths:
         """Return the run whose ``aligned`` holds an alignment of all heads, which serves every
         plan."""
-        return RunPaths(self.out / "shared" / f"n{d_state}-s{seed}")
+        name = f"n{d_state}-w{window}-s{seed}" if window else f"n{d_state}-s{seed}"
+        return RunPaths(self.out / "shared" / name)

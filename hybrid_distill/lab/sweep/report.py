@@ -156,12 +156,12 @@ def _names(settings: pd.DataFrame) -> pd.DataFrame:
     chosen_of = {NONE: "", ALL: "", TEACHER: "the teacher"}
     heads_of = {ALL: ALL, TEACHER: ABSENT}
     rows = []
-    for (selection, heads, d_state), n_done, n in zip(settings.index, settings.n_done, settings.n):
+    for (selection, heads, held), n_done, n in zip(settings.index, settings.n_done, settings.n):
         rows.append(
             (
                 heads_of.get(selection, heads),
                 chosen_of.get(selection, selection),
-                d_state or ABSENT,
+                held or ABSENT,
                 n_done if n_done == n else f"{n_done} of {n}",
             )
         )
@@ -227,14 +227,14 @@ def _needed(results: SweepResults) -> list[Block]:
     if kept.empty:
         return []
     kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
-    fewest = kept.groupby(["selection", "d_state"], sort=False).agg(
+    fewest = kept.groupby(["selection", "held"], sort=False).agg(
         {"enough": "min", "heads": "max"}
     )
     # With none that are enough, it takes more than the most that were run.
     texts = fewest.enough.map("{:.0f}".format).where(
         fewest.enough.notna(), "> " + fewest.heads.astype(str)
     )
-    table = texts.unstack().rename(columns=lambda d_state: f"state {d_state}")
+    table = texts.unstack().rename(columns=lambda held: f"state {held}")
     note = f"Fewest heads, of those that were run, that keep {100 * NEEDED:.0f} % of the teacher's retrieval"
     measure = quality.header.removesuffix(", %")
     return [table.rename_axis("chosen").reset_index(), f"{note} ({measure})."]

@@ -17,7 +17,17 @@ from .folder import Sweep
 from .grid import Cell
 from .tasks import Outcome
 
-FIRST = ("cell", "state", "selection", "heads", "d_state", "seed", "layers_with_heads", "kv_heads")
+FIRST = (
+    "cell",
+    "state",
+    "selection",
+    "heads",
+    "d_state",
+    "window",
+    "seed",
+    "layers_with_heads",
+    "kv_heads",
+)
 LAST = ("steps", "tokens", "train_seconds", "dir", "error")
 TEACHER = "teacher"
 SAMPLE_SIZES = ("n_examples", "n_knowledge", "knowledge_chance", "n_text_tokens")

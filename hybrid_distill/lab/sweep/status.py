@@ -84,7 +84,10 @@ def _tasks(sweep: Sweep) -> pd.DataFrame:
 
 
 def _size(cell: Cell) -> str:
-    return "any state" if cell.selection == ALL else f"state {cell.d_state}"
+    if cell.selection == ALL:
+        return "any state"
+    window = f", window {cell.window}" if cell.window else ""
+    return f"state {cell.d_state}{window}"
 
 
 def _steps_done(task: Task, outcome: Outcome) -> int:

@@ -42,6 +42,7 @@ class Task:
     leaves: Sequence[Path]
     """Files that exist when it is done."""
     d_state: int | None = None
+    window: int = 0
     cell: Cell | None = None
     after: Sequence[str] = ()
     """Names of the tasks that must be done first."""
@@ -105,8 +106,9 @@ def tasks_of(
                 leaves.append(of_seed.scores)
             tasks[teacher] = Task(teacher, cell.seed, sweep, of_seed, leaves)
         after = [teacher]
-        if cell.d_state is not None and share:
-            alignment = sweep.alignment(cell.d_state, cell.seed)
+        # A window alone has no recurrent heads to align.
+        if cell.d_state and share:
+            alignment = sweep.alignment(cell.d_state, cell.window, cell.seed)
             name = alignment.out.name
             if name not in tasks:
                 tasks[name] = Task(
@@ -116,6 +118,7 @@ def tasks_of(
                     alignment,
                     leaves=[alignment.aligned.stages],
                     d_state=cell.d_state,
+                    window=cell.window,
                     after=[teacher],
                     steps=shared_steps,
                 )
