@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,11 +25,12 @@ from ..plan import HeadId, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..student.teachers import check_teacher
 from ..teacher import head_dim_of, load_config
-from ..validation import numbers
+from ..validation import CountOrZero, numbers
 
 MB = 1e6
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-COLUMNS = ["kept", "kv_heads", "d_state", "length", "kv_bytes", "ssm_bytes", "conv_bytes"]
+SETTING = ["kept", "kv_heads", "d_state", "window"]
+COLUMNS = [*SETTING, "length", "kv_bytes", "window_bytes", "ssm_bytes", "conv_bytes"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ class MemoryJob:
     heads: str = "0,10,20,40,all"
     """Numbers of attention heads to keep."""
     d_state: str = "8,64"
-    """State sizes of the recurrent heads."""
+    """State sizes of the recurrent heads; 0 for windows alone."""
+    window: str = "0"
+    """Windows of the replaced heads, in tokens: ``0,44``."""
+    sinks: CountOrZero = 0
+    """First tokens of a document that replaced heads see beside each window."""
     lengths: str = "128,2048,4096,32768"
     """Context lengths, in tokens."""
     dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
@@ -68,11 +74,13 @@ def memory_table(job: MemoryJob) -> str:
     """Return the table as text. Raises ValueError for invalid numbers."""
     shape = model_shape(job.model)
     sizes = cache_sizes(job)
-    sizes["total"] = sizes.kv_bytes + sizes.ssm_bytes
+    sizes["total"] = sizes.kv_bytes + sizes.window_bytes + sizes.ssm_bytes
     rows = []
-    for _, case in sizes.groupby(["kept", "kv_heads", "d_state"], sort=False):
+    for _, case in sizes.groupby(SETTING, sort=False):
         first = case.iloc[0]
         row = {"kept": first.kept, "KV heads": first.kv_heads, "state": first.d_state or "-"}
+        if sizes.window.any():
+            row["window"] = first.window or "-"
         for length, total in zip(case.length, case.total):
             row[f"L={length}"] = f"{total / MB:,.2f}"
         row["conv state"] = f"{first.conv_bytes / MB:,.2f}"
@@ -114,7 +122,8 @@ def model_shape(model: str) -> ModelShape:
 
 
 def cache_sizes(job: MemoryJob) -> pd.DataFrame:
-    """Return one row per placement of heads, state size (0 where all heads are kept) and length."""
+    """Return one row per placement of heads, state size and window (0 where all heads are kept),
+    and length."""
     shape = model_shape(job.model)
     n_bytes = partial(
         cache_bytes,
@@ -124,19 +133,22 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
         state_bytes=BYTES[job.state_dtype],
     )
     scores = None if job.scores is None else HeadScores.load(job.scores)
-    d_states = numbers("d-state", job.d_state, least=1)
+    d_states = numbers("d-state", job.d_state, least=0)
+    windows = numbers("window", job.window, least=0)
+    # Without a state and a window, nothing would stand in place of a head.
+    held = [pair for pair in product(d_states, windows) if any(pair)]
     lengths = numbers("lengths", job.lengths, least=1)
     n_every_head = shape.plan.n_layers * shape.plan.n_heads
     rows = []
     for k in numbers("heads", job.heads, least=0, named={"all": n_every_head}):
         HeadPlan.check_k(shape.plan, k)
-        states = d_states if k < n_every_head else [0]
+        own = held if k < n_every_head else [(0, 0)]
         for name, plan in _placements(shape, k, scores).items():
-            for d_state in states:
-                for length in lengths:
-                    size = n_bytes(plan, length=length, d_state=d_state)
-                    setting = (name, plan.n_stored_kv_heads, d_state, length)
-                    rows.append((*setting, size.kv, size.ssm, size.conv))
+            for (d_state, window), length in product(own, lengths):
+                sinks = min(job.sinks, window)
+                size = n_bytes(plan, length=length, d_state=d_state, window=window, sinks=sinks)
+                setting = (name, plan.n_stored_kv_heads, d_state, window, length)
+                rows.append((*setting, size.kv, size.window, size.ssm, size.conv))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 

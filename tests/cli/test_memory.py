@@ -29,6 +29,16 @@ def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
     assert {setting: 4 * size for setting, size in in_int8.items()} == in_float32
 
 
+def test_a_window_is_stored_for_kv_heads_that_no_kept_head_stores() -> None:
+    options = {"model": "2x8x2x16", "heads": "4", "d_state": "0,3", "window": "0,5", "sinks": 2}
+    table = cache_sizes(MemoryJob(lengths="10", **options))
+    together = table[table.kept == "4 heads, groups together"]
+    n_bytes = {(row.d_state, row.window): row.window_bytes for row in together.itertuples()}
+    # One of four KV heads is stored whole; each slot of a layer has an index of 4 bytes.
+    ring = 3 * 2 * 16 * (5 + 2) * 2 + 2 * (5 + 2) * 4
+    assert n_bytes == {(3, 0): 0, (0, 5): ring, (3, 5): ring}
+
+
 def test_both_ends_of_a_model_whose_layers_have_windows(family_model: Any, tmp_path: Path) -> None:
     """One of 3 layers with 4 KV heads sees everything; 4 heads cost most there, and least where windows are."""
     teacher = family_model("gemma3", sliding_window=6, sliding_window_pattern=2)
