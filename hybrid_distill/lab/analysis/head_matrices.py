@@ -48,7 +48,8 @@ class HeadMix:
     """One head on one prompt: the output projection reads ``scale_TP * (matrix_TS @ values_SP)``.
 
     ``scale_TP`` is None for an attention head, else the gate of an SSM head and the norm after it,
-    if any. Tensors are float32 (float64 in a float64 model).
+    if any. Tensors are float32 (float64 in a float64 model). A student's head with a window beside
+    its recurrence has the matrix of the recurrence, without the window that it adds.
     """
 
     head: HeadId

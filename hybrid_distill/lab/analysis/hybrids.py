@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data import read_held_out
 from ...distributed import own_device
 from ...kernels import Kernels, use_kernels
+from ...model.mixer import HybridMixer, silence
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run, is_run, trained_student
 from ...plan import HeadId
@@ -189,9 +190,13 @@ def _recurrent_heads(site: HeadSite) -> list[HeadId]:
 
 @contextmanager
 def _without_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> Iterator[None]:
-    """Zero all recurrent heads of these sites."""
+    """Zero all recurrent heads of these sites; in a student, not the windows beside them."""
     with ExitStack() as zeroed:
         for site in sites:
+            if site.kind == "hybrid":
+                mixers = [cast(HybridMixer, site.module)]
+                zeroed.enter_context(silence(mixers, "recurrence"))
+                continue
             zeroed.enter_context(
                 ablate_heads(model, _recurrent_heads(site), kind=as_head_kind(site.kind))
             )

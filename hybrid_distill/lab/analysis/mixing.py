@@ -5,10 +5,10 @@ Shapes: T target token, S source token, D model width, H head, P head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,8 @@ def mask_heads(
     forwards of anything but one prompt of T tokens without a cache.
     """
 
+    _refuse_sums(model, masks, kind)
+
     def project_masked(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> object:
         heads_BTHP = calls[site.o_proj].hidden.unflatten(-1, (-1, site.head_dim)).clone()
         for mix in mixes:
@@ -105,6 +107,23 @@ def mask_heads(
 
     with _behind_mixers(model, list(masks), kind, project_masked):
         yield
+
+
+def _refuse_sums(
+    model: PreTrainedModel, heads: Iterable[HeadId], kind: HeadKind | None
+) -> None:
+    """Raise ValueError for a head that sums a window and a recurrence: its matrix is only the second."""
+    site_of = find_heads(model, kind)
+    for head in heads:
+        site = site_of.get(head)
+        if site is None or site.kind != "hybrid" or site.kind_of(head.head) == "attention":
+            continue
+        mixer: Any = site.module
+        if mixer.windowed is not None:
+            raise ValueError(
+                f"{head} sums a window and a recurrence, and only one matrix can be masked; pass kept "
+                "heads, or a student without windows."
+            )
 
 
 @contextmanager
