@@ -87,12 +87,26 @@ class Case(NamedTuple):
     rows: int = 4
     length: int = 256
     recurrence: str = "discrete"
+    window: int = 0
+
+    @property
+    def head_options(self) -> dict[str, Any]:
+        """Options of the replaced heads."""
+        return {
+            "d_state": self.d_state,
+            "conv_width": 4,
+            "recurrence": self.recurrence,
+            "window": self.window,
+            "sinks": min(self.window, 4),
+        }
 
     def named(self) -> str:
         config = self.config
         words = [self.model, config.name, getattr(config, "target", ""), config.precision]
         if self.recurrence != "discrete":
             words.append(self.recurrence)
+        if self.window:
+            words.append(f"window {self.window}")
         trained_part = getattr(config, "train", "")
         if trained_part and trained_part != type(config)().train:
             words.append(f"train {trained_part}")
@@ -124,6 +138,8 @@ def cases(device: str) -> list[Case]:
     listed.append(Case("mid", MATRIX, kept=0))
     for config in (ALIGN, DISTILL):
         listed.append(Case("mid", config, recurrence="gdn"))
+        listed.append(Case("mid", config, window=20, d_state=8))
+    listed.append(Case("mid", DISTILL, window=44, d_state=0))
     for config, recompute in itertools.product((ALIGN, DISTILL), (False, True)):
         half = replace(config, gradient_checkpointing=recompute, precision="bf16")
         listed.append(Case("odd", half, torch.bfloat16, kept=24, d_state=64, rows=3, length=200))
@@ -159,9 +175,7 @@ def make_real_stage(case: Case, device: str) -> Stage:
     torch.manual_seed(0)
     teacher = make_teacher(case, device)
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    student, _ = build_student(
-        teacher, plan, d_state=case.d_state, recurrence=case.recurrence, init="random"
-    )
+    student, _ = build_student(teacher, plan, init="random", **case.head_options)
     stage = make_stage(case.config, student, teacher)
     stage.place(torch.device(device))
     stage.bf16 = case.config.precision == "bf16"
@@ -172,7 +186,7 @@ def predict(case: Case, device: str = "cpu", **options: Any) -> MemoryPlan:
     """Plan from the meta device; by default for one process."""
     teacher = make_teacher(case, "meta")
     plan = HeadPlan.random(teacher.config, case.kept, seed=1)
-    student = empty_student(teacher, plan, d_state=case.d_state, conv_width=4, recurrence=case.recurrence)
+    student = empty_student(teacher, plan, **case.head_options)
     shape = StageShape(case.config, student, teacher)
     settings = {
         "world": 1,

@@ -117,6 +117,26 @@ def test_the_plan_says_what_a_step_takes(config: StageConfig, recurrence: str) -
 
 
 @pytest.mark.parametrize(
+    ("config", "d_state"),
+    [
+        (ALIGN, 8),
+        (replace(ALIGN, train="mixer"), 8),
+        (HALF[0], 8),
+        (HALF[1], 8),
+        (HALF[1], 0),
+        (DISTILL, 8),
+        (DISTILL, 0),
+    ],
+    ids=str,
+)
+def test_windows_beside_states_and_alone(config: StageConfig, d_state: int) -> None:
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    case = small_case(config, dtype, window=20)._replace(d_state=d_state)
+    record = benchmark.one_process(case, "cpu")
+    assert not record["misses"], benchmark.show(record)
+
+
+@pytest.mark.parametrize(
     "family", ["gpt_neox", "olmo3", "qwen3"]
 )  # no gate, more norms, wider heads
 def test_other_families(family: str, family_model: Callable[..., PreTrainedModel]) -> None:

@@ -9,7 +9,7 @@ fragmentation. benchmarks/memory_plan.py compares every part with measurements.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hybrid_kernels.loss import CHUNK_LOGITS
@@ -17,6 +17,8 @@ from hybrid_kernels.loss_torch import CACHED_LOGITS
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...model.local_attention import BLOCK
+from ...model.mixer import HybridMixer
 from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
 from ...model.ssd import CHUNK_SIZE, LARGEST_IN_KERNELS
 from ...teacher import decoder_blocks, text_config
@@ -86,9 +88,11 @@ class StageShape:
         self.frozen_matrices = sum(w.numel() for w in matrices if not w.requires_grad)
 
         self.n_layers, self.n_heads, self.head_dim = len(mixers), mixers[0].n_heads, mixers[0].head_dim
-        both = [(len(mixer.kept), self.n_heads - len(mixer.kept)) for mixer in mixers]
-        # (kept, recurrent) heads of the layers that the stage computes for the student.
-        self.layers = both if self.end_to_end else [layer for layer in both if layer[1]]
+        self.group_size = mixers[0].group_size
+        self.window, self.sinks = student.config.window, student.config.sinks
+        computed_mixers = [mixer for mixer in mixers if self.end_to_end or mixer.replaced]
+        # Heads of the layers that the stage computes for the student.
+        self.layers = [LayerHeads.of(mixer) for mixer in computed_mixers]
         self.width: int = backbone.hidden_size
         self.mlp_width: int = backbone.intermediate_size
         mlp_inputs = [m for m in _linears(getattr(blocks[0], "mlp", nn.Module())) if m.in_features == self.width]
@@ -101,6 +105,24 @@ class StageShape:
         embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
         self.teacher_itemsize = teacher.dtype.itemsize
         self.hidden_itemsize: int = embedding.weight.element_size()  # of hidden states between the student's layers
+
+
+class LayerHeads(NamedTuple):
+    """Numbers of a layer's heads by what they compute; a replaced head may do both of the latter."""
+
+    kept: int
+    windowed: int
+    recurrent: int
+
+    @classmethod
+    def of(cls, mixer: HybridMixer) -> LayerHeads:
+        """Count the heads of a student's layer."""
+        n_replaced = len(mixer.replaced)
+        return cls(
+            kept=len(mixer.kept),
+            windowed=n_replaced if mixer.windowed is not None else 0,
+            recurrent=n_replaced if mixer.ssm is not None else 0,
+        )
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:
@@ -136,7 +158,7 @@ def memory_plan(
     """
     recompute = shape.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
     tokens, kernels, fused = micro_batch * seq_len, device == "cuda", shape.fused and strategy != "zero3"
-    layers = [_layer(shape, *heads, seq_len, kernels) for heads in shape.layers]
+    layers = [_layer(shape, heads, seq_len, kernels) for heads in shape.layers]
     activations = _inputs_of_layers(shape, seq_len) if recompute else sum(layers)
     if shape.end_to_end:  # around the last norm, and the output embedding's input
         trained = FP32 + (0 if fused else shape.itemsize) if shape.trains_all else 0
@@ -191,8 +213,10 @@ def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bu
 # From here to the loss: bytes per token.
 
 
-def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: bool) -> float:
+def _layer(shape: StageShape, heads: LayerHeads, seq_len: int, kernels: bool) -> float:
     """Count what a layer with these numbers of heads keeps for the backward."""
+    kept, windowed, recurrent = heads
+    attending = kept + windowed
     item = shape.itemsize
     if shape.matrix:  # per pair of tokens: scores, decays and error; also the system of the writes
         of_pair = 9 if shape.delta_rule else 3
@@ -200,7 +224,7 @@ def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: 
         convolution = channels * item * (1 if kernels else shape.conv_width)
         return _inputs(shape, 3) + convolution + recurrent * FP32 * (2 * (shape.d_state + 1) + of_pair * seq_len)
     in_segments = shape.segment_len < seq_len
-    n_linears = (3 if kept and shape.trains_attention else 0) + (5 if recurrent and not in_segments else 0)
+    n_linears = (3 if attending and shape.trains_attention else 0) + (5 if recurrent and not in_segments else 0)
     total: float = _inputs(shape, n_linears)
     if recurrent and in_segments:  # hidden states that segments start from, and the states between
         is_kept = shape.trains_attention and shape.hidden_itemsize == item
@@ -212,10 +236,13 @@ def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: 
         # q, k, v (as many as query heads) and the output; the mask, and a float32 normalizer, or the map itself.
         maps = kept * seq_len * (FP32 + item) if shape.eager else seq_len * item + kept * FP32
         total += 4 * kept * shape.head_dim * item + maps
+    if windowed and (shape.trains_attention or shape.end_to_end):
+        total += _window(shape, windowed, seq_len)
     if shape.trains_attention:
         total += shape.n_heads * shape.head_dim * item  # input of the output projection
     if not shape.end_to_end:
-        total += (recurrent * shape.head_dim if shape.target == "head" else shape.width) * FP32  # the error
+        of_heads = max(windowed, recurrent) * shape.head_dim
+        total += (of_heads if shape.target == "head" else shape.width) * FP32  # the error
     if shape.end_to_end or shape.target == "layer":
         # RMSNorm in float32: its input, and, for the weight's gradient, its normalized input.
         n_norms = shape.n_norms - (not shape.end_to_end)
@@ -225,6 +252,18 @@ def _layer(shape: StageShape, kept: int, recurrent: int, seq_len: int, kernels: 
         total += (n_kept + shape.trains_all) * shape.mlp_width * item
         total += _inputs(shape, n_inputs) if shape.trains_all else 0
     return total
+
+
+def _window(shape: StageShape, windowed: int, seq_len: int) -> float:
+    """Count queries, the near keys and values of every block, their mask, and the output."""
+    item = shape.itemsize
+    block = min(BLOCK, seq_len)
+    # Keys of a block for each of its queries.
+    n_keys = (block + shape.window - 1 + shape.sinks) / block
+    keys_and_values = 2 * n_keys * windowed / shape.group_size * shape.head_dim * item
+    # The boolean mask, and sdpa's own additive one, both repeated for the heads of a KV head.
+    mask = n_keys * block * shape.group_size * (1 + item)
+    return 2 * windowed * shape.head_dim * item + keys_and_values + mask + windowed * FP32
 
 
 def _inputs(shape: StageShape, n_linears: int) -> int:
@@ -267,7 +306,7 @@ def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float
     """Count the workspace of one layer: the teacher's, alongside the student's activations, or the backward's."""
     residuals = 2 * shape.width * FP32
     mlp = 3 * shape.mlp_width * shape.itemsize if shape.end_to_end or shape.target == "layer" else 0
-    most = max(recurrent for _, recurrent in shape.layers)
+    most = max(heads.recurrent for heads in shape.layers)
     backward = residuals + mlp + recomputed + (3 * most * seq_len * FP32 if shape.matrix else 0)
     if shape.segment_len < seq_len:  # a segment is recomputed
         again = _inputs(shape, 5) + _recurrence(shape, most, seq_len, kernels)
