@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 """Names of the attention module in a decoder layer."""
@@ -73,6 +73,20 @@ LAYOUTS = (
     AttentionLayout("qkv_proj", "qkv_proj", "qkv_proj", "o_proj", "Phi-3"),
     AttentionLayout("query_key_value", "query_key_value", "query_key_value", "dense", "GPT-NeoX", by_head=True),
 )
+
+
+class ConfigView:
+    """Config of a backbone for one attention module: overrides some fields, reads every other through."""
+
+    def __init__(self, backbone: PretrainedConfig, **fields: Any) -> None:
+        self._backbone = backbone
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        # Copies and pickles read fields before the first is set.
+        if name.startswith("__") or name == "_backbone":
+            raise AttributeError(name)
+        return getattr(self._backbone, name)
 
 
 def find_layout(attention: nn.Module, name: str) -> AttentionLayout:

@@ -226,9 +226,7 @@ def _seen_near(begin_BNQ: Tensor, reach: Reach) -> Tensor:
     return reach.sees(distance_QK, place_BNQK)
 
 
-def _sinks(
-    t_BGTP: Tensor, begin_BN: Tensor, n_sinks: int, stored_BGSP: Tensor | None
-) -> Tensor:
+def _sinks(t_BGTP: Tensor, begin_BN: Tensor, n_sinks: int, stored_BGSP: Tensor | None) -> Tensor:
     """Return the sinks of the document that begins at each index, [B, N, G, S, P]."""
     n_blocks = begin_BN.shape[1]
     sink_S = torch.arange(n_sinks, device=begin_BN.device)

@@ -13,12 +13,12 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig
 from .layout import (
     CACHE_NAMES,
+    ConfigView,
     Part,
     cache_argument,
     find_layout,
@@ -27,6 +27,7 @@ from .layout import (
     is_over_all_heads,
 )
 from .recurrent_heads import SSMHeads
+from .rows import pick_heads
 from .windowed_heads import WindowedAttention
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")
@@ -49,24 +50,10 @@ class _KVStore:
             key_states, value_states = self.layer.update(key_states, value_states)
         if self.kv_index is None:
             return key_states, value_states
-        return _pick_heads(key_states, self.kv_index), _pick_heads(value_states, self.kv_index)
+        return pick_heads(key_states, self.kv_index), pick_heads(value_states, self.kv_index)
 
     def get_seq_length(self, *args: Any) -> int:
         return 0 if self.layer is None else self.layer.get_seq_length()
-
-
-class _CutConfig:
-    """Backbone config for kept attention: overrides the numbers of heads, reads every other field through."""
-
-    def __init__(self, backbone: PretrainedConfig, n_heads: int, n_kv_heads: int) -> None:
-        self._backbone = backbone
-        self.num_attention_heads = n_heads
-        self.num_key_value_heads = n_kv_heads
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_backbone":  # copy and pickle read it before it is set
-            raise AttributeError(name)
-        return getattr(self._backbone, name)
 
 
 def _pick_blocks(
@@ -75,11 +62,6 @@ def _pick_blocks(
     """Pick heads from the output of a norm over all heads (forward hook)."""
     blocks = [out_BLC[..., head * head_dim : (head + 1) * head_dim] for head in heads]
     return torch.cat(blocks, dim=-1)
-
-
-def _pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
-    """Pick heads by slicing: an index tensor would be copied to the device at every call."""
-    return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
 
 
 def _unprojected(t_BLD: Tensor) -> Tensor:
@@ -159,9 +141,7 @@ class HybridMixer(nn.Module):
             if name in whole:
                 continue
             full = getattr(attention, name)
-            blocks = self.layout.blocks(
-                name, self.kept, self.kv_groups, self.n_heads, n_kv_heads
-            )
+            blocks = self.layout.blocks(name, self.kept, self.kv_groups, self.n_heads, n_kv_heads)
             n_rows = len(blocks) * self.head_dim
             cut = nn.Linear(full.in_features, n_rows, bias=full.bias is not None)
             setattr(attention, name, cut)
@@ -181,7 +161,9 @@ class HybridMixer(nn.Module):
         for name, count in counts.items():
             if hasattr(attention, name):
                 setattr(attention, name, count)
-        attention.config = _CutConfig(attention.config, n_kept, n_stored)
+        attention.config = ConfigView(
+            attention.config, num_attention_heads=n_kept, num_key_value_heads=n_stored
+        )
         return attention
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

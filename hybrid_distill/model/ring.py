@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rows import static
+from .rows import pick_tokens, static
 
 
 class TokenRing:
@@ -97,10 +97,3 @@ class TokenRing:
         """Count the bytes of keys, values and columns."""
         tensors = (self.keys, self.values, self.column_BR)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def pick_tokens(t_BGLP: Tensor, index_BR: Tensor) -> Tensor:
-    """Return the tokens [B, G, R, P] at each row's own indices."""
-    batch, n_groups, _, width = t_BGLP.shape
-    index = index_BR.long()[:, None, :, None].expand(batch, n_groups, -1, width)
-    return t_BGLP.gather(2, index)

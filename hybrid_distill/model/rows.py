@@ -1,6 +1,6 @@
-"""Order of the tokens in padded rows, and tensors that stay where they are.
+"""Choice and order of tokens and heads, and tensors that stay where they are.
 
-Shapes: B batch, L length.
+Shapes: B batch, L length, H heads, R picked tokens, P head dim.
 """
 
 from __future__ import annotations
@@ -65,6 +65,22 @@ def document_begins(seq_idx_BL: Tensor) -> Tensor:
     starts_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
     starts_BL[:, 1:] = seq_idx_BL[:, 1:] != seq_idx_BL[:, :-1]
     return torch.where(starts_BL, index_L, 0).cummax(dim=1).values
+
+
+def pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
+    """Pick heads by slicing: an index tensor would be copied to the device at every call."""
+    if heads == list(range(t_BHLP.shape[1])):
+        return t_BHLP
+    if not heads:
+        return t_BHLP[:, :0]
+    return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
+
+
+def pick_tokens(t_BHLP: Tensor, index_BR: Tensor) -> Tensor:
+    """Return the tokens [B, H, R, P] at each row's own indices."""
+    batch, n_heads, _, width = t_BHLP.shape
+    index = index_BR.long()[:, None, :, None].expand(batch, n_heads, -1, width)
+    return t_BHLP.gather(2, index)
 
 
 def static(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import HybridLayerCache
 from .configuration_hybrid import HybridConfig
+from .layout import ConfigView
 from .local_attention import (
     Earlier,
     Reach,
@@ -27,8 +28,8 @@ from .local_attention import (
     attend_ring,
     local_maps,
 )
-from .ring import TokenRing, pick_tokens
-from .rows import TokensFirst, document_begins
+from .ring import TokenRing
+from .rows import TokensFirst, document_begins, pick_heads, pick_tokens
 from .windows import kinds_and_windows
 
 IMPLEMENTATION = "hybrid_distill_windows"
@@ -43,20 +44,6 @@ def _attend(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, Tensor | N
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
-
-
-class _WindowConfig:
-    """Backbone config for an attention module with windows: only the attention function differs."""
-
-    _attn_implementation = IMPLEMENTATION
-
-    def __init__(self, backbone: PretrainedConfig) -> None:
-        self._backbone = backbone
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_backbone":  # copy and pickle read it before it is set
-            raise AttributeError(name)
-        return getattr(self._backbone, name)
 
 
 class _KeptAttention:
@@ -89,9 +76,7 @@ class WindowedAttention:
         self.replaced = list(config.replaced_in(layer))
         self.kept_groups = sorted({head // group_size for head in self.kept})
         self.ring_groups = [
-            group
-            for group in range(config.num_key_value_heads)
-            if group not in self.kept_groups
+            group for group in range(config.num_key_value_heads) if group not in self.kept_groups
         ]
         self.kept_index = _reading(self.kept, self.kept_groups, group_size)
         groups = sorted({head // group_size for head in self.replaced})
@@ -101,7 +86,7 @@ class WindowedAttention:
         # Each family has an eager attention function of its own, beside its module's class.
         namespace = inspect.unwrap(type(attention).forward).__globals__
         self._eager: Any = namespace.get("eager_attention_forward")
-        attention.config = _WindowConfig(attention.config)
+        attention.config = ConfigView(attention.config, _attn_implementation=IMPLEMENTATION)
 
     def call(
         self,
@@ -125,8 +110,8 @@ class WindowedAttention:
         """Attend with the backbone's own attention function, [B, L, kept, P]; eager also returns its maps."""
         n_repeats = len(self.kept) // len(self.kept_groups)
         if self.kept_index is not None:
-            key = _pick(key, self.kept_index)
-            value = _pick(value, self.kept_index)
+            key = pick_heads(key, self.kept_index)
+            value = pick_heads(value, self.kept_index)
             n_repeats = 1
         implementation: Any = self.backbone_config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
@@ -141,15 +126,6 @@ def _reading(heads: list[int], groups: list[int], group_size: int) -> list[int] 
     if index == [place // n_repeats for place in range(len(groups) * n_repeats)]:
         return None
     return index
-
-
-def _pick(t_BHLP: Tensor, heads: list[int]) -> Tensor:
-    """Pick heads by slicing: an index tensor would be copied to the device at every call."""
-    if heads == list(range(t_BHLP.shape[1])):
-        return t_BHLP
-    if not heads:
-        return t_BHLP[:, :0]
-    return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
 
 
 class HeadCall:
@@ -204,8 +180,8 @@ class HeadCall:
         maps = []
         full = None
         if heads.kept and (self.runs_kept or self.cache is not None):
-            full_keys = _pick(key_BGLP, heads.kept_groups)
-            full_values = _pick(value_BGLP, heads.kept_groups)
+            full_keys = pick_heads(key_BGLP, heads.kept_groups)
+            full_values = pick_heads(value_BGLP, heads.kept_groups)
             offset = 0
             if self.cache is not None:
                 _, offset = self.cache.get_mask_sizes(query_BHLP.shape[2])
@@ -216,7 +192,7 @@ class HeadCall:
                 options["softcap"] = softcap
             kept_BLHP, kept_maps = heads.attend_kept(
                 attention,
-                _pick(query_BHLP, heads.kept),
+                pick_heads(query_BHLP, heads.kept),
                 full[0],
                 full[1],
                 mask,
@@ -228,7 +204,7 @@ class HeadCall:
             if kept_maps is not None:
                 maps.append(kept_maps)
         scoring = Scoring(scaling, softcap, dropout)
-        query = _pick(query_BHLP, heads.replaced)
+        query = pick_heads(query_BHLP, heads.replaced)
         near_BHLP = self._attend_near(query, key_BGLP, value_BGLP, full, scoring)
         outputs.append(near_BHLP.transpose(1, 2))
         is_eager = heads.backbone_config._attn_implementation == "eager"
@@ -240,9 +216,9 @@ class HeadCall:
     def _near_maps(self, query_BHLP: Tensor, key_BGLP: Tensor, scoring: Scoring) -> Tensor:
         """Return the attention maps of the windowed heads, for who looks at them. Padding counts as tokens."""
         heads = self.heads
-        key_BHLP = _pick(key_BGLP, heads.window_groups)
+        key_BHLP = pick_heads(key_BGLP, heads.window_groups)
         if heads.window_index is not None:
-            key_BHLP = _pick(key_BHLP, heads.window_index)
+            key_BHLP = pick_heads(key_BHLP, heads.window_index)
         begin_BL = self._begins(query_BHLP, None)
         return local_maps(query_BHLP, key_BHLP, begin_BL, heads.reach, scoring)
 
@@ -273,11 +249,11 @@ class HeadCall:
                     return self._attend_ring(ring, query_BHLP, full, scoring)
                 earlier = self._earlier(ring, full)
             self._store(ring, key_BGLP, value_BGLP, rows)
-        near_keys = _pick(key_BGLP, heads.window_groups)
-        near_values = _pick(value_BGLP, heads.window_groups)
+        near_keys = pick_heads(key_BGLP, heads.window_groups)
+        near_values = pick_heads(value_BGLP, heads.window_groups)
         if heads.window_index is not None:
-            near_keys = _pick(near_keys, heads.window_index)
-            near_values = _pick(near_values, heads.window_index)
+            near_keys = pick_heads(near_keys, heads.window_index)
+            near_values = pick_heads(near_values, heads.window_index)
         begin_BL = self._begins(query_BHLP, rows)
         out_BHLP = attend_locally(
             query_BHLP, near_keys, near_values, begin_BL, heads.reach, scoring, earlier
@@ -309,8 +285,8 @@ class HeadCall:
         if rows is not None:
             column_BL = rows.apply(column_BL)
         dtype = self.cache.kv_dtype or key_BGLP.dtype
-        key_BGLP = _pick(key_BGLP, self.heads.ring_groups).to(dtype)
-        value_BGLP = _pick(value_BGLP, self.heads.ring_groups).to(dtype)
+        key_BGLP = pick_heads(key_BGLP, self.heads.ring_groups).to(dtype)
+        value_BGLP = pick_heads(value_BGLP, self.heads.ring_groups).to(dtype)
         ring.write(key_BGLP, value_BGLP, column_BL, n_new_B)
 
     def _attend_ring(
@@ -369,7 +345,9 @@ class HeadCall:
         order = [groups.index(group) for group in heads.window_groups]
         if heads.window_index is not None:
             order = [order[place] for place in heads.window_index]
-        return _pick(torch.cat(keys, dim=1), order), _pick(torch.cat(values, dim=1), order)
+        return pick_heads(torch.cat(keys, dim=1), order), pick_heads(
+            torch.cat(values, dim=1), order
+        )
 
 
 def _reordered(t_BHLP: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:
