@@ -59,15 +59,19 @@ def main() -> None:
             rows.append({"student": name, "seed": seed, **figures_of(folder)})
     students = pd.DataFrame(rows)
     names = [*FIGURES, "cache_bytes_4096"]
-    means = students.groupby("student", sort=False)[names].agg(["mean", "std"])
-    less = differences(students, "student", STANDARD)
+    # A single seed has neither a deviation nor an interval.
+    statistics = ["mean"] if options.seeds == 1 else ["mean", "std"]
+    means = students.groupby("student", sort=False)[names].agg(statistics)
     print(means.T.round(4).to_string())
-    print(pd.DataFrame(less).T.to_string())
-    record = {
+    record: dict[str, object] = {
         "students": {name: rounded(row) for name, row in means.iterrows()},
-        f"less {STANDARD}, same seed": less,
+        "seeds": options.seeds,
         "tokens": options.tokens,
     }
+    if options.seeds > 1:
+        less = differences(students, "student", STANDARD)
+        print(pd.DataFrame(less).T.to_string())
+        record[f"less {STANDARD}, same seed"] = less
     write(options.out, record | about("a window, a state, or half of each"))
 
 

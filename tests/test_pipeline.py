@@ -17,7 +17,7 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig
 from hybrid_distill.export import ExportError, GateReport
 from hybrid_distill.export.check import Check
-from hybrid_distill.pipeline import RunInputs, building, finished_run
+from hybrid_distill.pipeline import RunInputs, building, checks, finished_run
 from hybrid_distill.pipeline import run as steps
 from hybrid_distill.pipeline.checks import check_teachers
 from hybrid_distill.pipeline.finished import training_record
@@ -259,6 +259,8 @@ def test_a_transformers_that_breaks_students_is_refused_before_anything_is_compu
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lose_caches(monkeypatch)
+    # A family is checked once in a process, and another test may have done so.
+    monkeypatch.setattr(checks, "_checked_families", set())
     monkeypatch.setattr(
         steps, "score_heads", Mock(side_effect=AssertionError("heads were scored"))
     )
