@@ -36,6 +36,8 @@ def own_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         # Set first: a variable that was absent is removed again only if the test has set it.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    # A session keeps the environment of its first run; other tests may have begun one.
+    wandb.teardown()
     yield
     wandb.teardown()
 
