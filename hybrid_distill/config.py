@@ -234,16 +234,18 @@ class RunConfig:
 
         Stages of one kind share their part in proportion to the tokens that they had.
         """
-        kinds = [stage.is_alignment for stage in self.stages]
-        share = self.align_share
-        if all(kinds) or not any(kinds):
-            share = float(all(kinds))
-        before = [stage.steps * self.tokens_per_step(stage) for stage in self.stages]
+        tokens_of_kind = {True: 0, False: 0}
+        for stage in self.stages:
+            tokens_of_kind[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
+        share_of_kind = {True: self.align_share, False: 1 - self.align_share}
+        for kind, n_tokens in tokens_of_kind.items():
+            if not n_tokens:
+                share_of_kind[not kind] = 1.0
         stages = []
-        for stage, n_tokens in zip(self.stages, before, strict=True):
-            of_kind = [n for n, kind in zip(before, kinds, strict=True) if kind == stage.is_alignment]
-            part = share if stage.is_alignment else 1 - share
-            own_tokens = budget * part * n_tokens / sum(of_kind)
+        for stage in self.stages:
+            kind = stage.is_alignment
+            before = stage.steps * self.tokens_per_step(stage)
+            own_tokens = budget * share_of_kind[kind] * before / tokens_of_kind[kind]
             steps = round(own_tokens / self.tokens_per_step(stage))
             if steps < 1:
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import cast, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -63,14 +63,15 @@ def evaluate(
         batch_size=batch_size,
         progress=progress,
     )
+    zeroed = without_parts(model, inputs)
     return EvalResult(
         n_examples=n_examples,
         knowledge_chance=knowledge.chance if knowledge else None,
         n_knowledge=len(inputs.questions),
         **measure(model, inputs),
         **model_cache_bytes(model),
-        recurrent_heads_zeroed=without_part(model, "recurrence", inputs),
-        windows_zeroed=without_part(model, "window", inputs),
+        recurrent_heads_zeroed=zeroed.get("recurrence"),
+        windows_zeroed=zeroed.get("window"),
         provenance={
             "seed": seed,
             "prompt_format": prompt_format,
@@ -80,32 +81,35 @@ def evaluate(
     )
 
 
-def without_part(model: PreTrainedModel, part: HeadPart, inputs: EvalInputs) -> Record | None:
-    """Measure a student on few examples, as it is and with one part of all replaced heads zeroed.
+def without_parts(model: PreTrainedModel, inputs: EvalInputs) -> dict[HeadPart, Record]:
+    """Measure a student on few examples, as it is and with each part of all replaced heads zeroed.
 
-    Return None for a model without this part. ``figures`` has each figure ``whole`` and ``zeroed``;
-    ``unused`` is True if none of them changes. `hybrid-distill analyze zeroed-recurrence` zeroes
-    layer by layer.
+    Return a record for each part that the model has. ``figures`` has each figure ``whole`` and
+    ``zeroed``; ``unused`` is True if none of them changes. `hybrid-distill analyze
+    zeroed-recurrence` zeroes layer by layer.
     """
     if text_config(model).model_type != HybridConfig.model_type:
-        return None
+        return {}
     student = cast(HybridForCausalLM, model)
-    with_part = student.mixers_with(part)
-    if not with_part:
-        return None
+    parts = [part for part in get_args(HeadPart) if student.mixers_with(part)]
+    if not parts:
+        return {}
     # A whole evaluation would double its time for one row of the report.
     few = inputs.first(FEW)
     # KL has no unit in which a change would be small enough to count as none.
     names = [name for name in FIGURES if name != "kl_to_teacher"]
     whole = flatten(measure(model, few), names)
-    with silence(with_part, part):
-        zeroed = flatten(measure(model, few), names)
     n_examples = [FEW, *(len(examples) for examples in inputs.examples.values())]
-    return {
-        "n_examples": min(n_examples),
-        "figures": {name: {"whole": whole[name], "zeroed": zeroed[name]} for name in whole},
-        "unused": all(_is_same(name, whole[name], zeroed[name]) for name in whole),
-    }
+    records = {}
+    for part in parts:
+        with silence(student.mixers_with(part), part):
+            zeroed = flatten(measure(model, few), names)
+        records[part] = {
+            "n_examples": min(n_examples),
+            "figures": {name: {"whole": whole[name], "zeroed": zeroed[name]} for name in whole},
+            "unused": all(_is_same(name, whole[name], zeroed[name]) for name in whole),
+        }
+    return records
 
 
 def _is_same(name: str, whole: float, zeroed: float) -> bool:

@@ -45,7 +45,7 @@ def put_mixers(decoder: Any, config: HybridConfig) -> None:
     decoder._ep_plan = {}
     # Stored, because wrappers (FSDP, torch.compile) put other modules in the place of the layers.
     decoder.layers_with_attention = [bool(heads) for heads in config.kept]
-    decoder.has_positions = config.window > 0 or any(decoder.layers_with_attention)
+    decoder.has_windows = config.window > 0
 
 
 def make_cache(config: Any, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
@@ -177,14 +177,15 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     if use_cache and cache is None:
         cache = make_cache(decoder.config)
     packs = seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None)
-    if packs and position_ids is None and decoder.has_positions:
-        position_ids = positions_in_documents(cast(Tensor, seq_idx))
     if not any(decoder.layers_with_attention):
         attention_mask = None  # no head reads it, and the backbone would expand it to length² elements
+        if packs and position_ids is None and decoder.has_windows:
+            position_ids = positions_in_documents(cast(Tensor, seq_idx))
     elif packs:
         borders = others.pop("cu_seq_lens_q", None)
         packed = packed_inputs(cast(Tensor, seq_idx), decoder.dtype, decoder.config, attention_mask, borders)
         attention_mask = packed["attention_mask"]
+        position_ids = packed["position_ids"] if position_ids is None else position_ids
     return {
         **others,
         "input_ids": input_ids,

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .rows import pick_tokens
 from .window_kernels import attend_with_kernel, kernel_runs
 
 BLOCK = 128  # queries per block: each block also reads W - 1 + S keys of earlier tokens
@@ -231,9 +232,8 @@ def _sinks(t_BGTP: Tensor, begin_BN: Tensor, n_sinks: int, stored_BGSP: Tensor |
     n_blocks = begin_BN.shape[1]
     sink_S = torch.arange(n_sinks, device=begin_BN.device)
     index_BNS = begin_BN.unsqueeze(2) + sink_S
-    index = index_BNS.clamp(0, t_BGTP.shape[2] - 1).flatten(1)[:, None, :, None]
-    batch, n_groups, _, width = t_BGTP.shape
-    picked_BGTP = t_BGTP.gather(2, index.expand(batch, n_groups, -1, width))
+    index_BT = index_BNS.clamp(0, t_BGTP.shape[2] - 1).flatten(1)
+    picked_BGTP = pick_tokens(t_BGTP, index_BT)
     sinks_BNGSP = picked_BGTP.unflatten(2, (n_blocks, n_sinks)).transpose(1, 2)
     if stored_BGSP is None:
         return sinks_BNGSP

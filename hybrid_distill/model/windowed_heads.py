@@ -80,8 +80,10 @@ class WindowedAttention:
         ]
         self.kept_index = _reading(self.kept, self.kept_groups, group_size)
         groups = sorted({head // group_size for head in self.replaced})
-        self.window_groups = groups
-        self.window_index = _reading(self.replaced, groups, group_size)
+        index = _reading(self.replaced, groups, group_size)
+        # KV heads that the windowed heads read: once each if all are read equally often, in order,
+        # else the one of every head.
+        self.window_groups = groups if index is None else [groups[place] for place in index]
         self.backbone_config: PretrainedConfig = attention.config
         # Each family has an eager attention function of its own, beside its module's class.
         namespace = inspect.unwrap(type(attention).forward).__globals__
@@ -217,8 +219,6 @@ class HeadCall:
         """Return the attention maps of the windowed heads, for who looks at them. Padding counts as tokens."""
         heads = self.heads
         key_BHLP = pick_heads(key_BGLP, heads.window_groups)
-        if heads.window_index is not None:
-            key_BHLP = pick_heads(key_BHLP, heads.window_index)
         begin_BL = self._begins(query_BHLP, None)
         return local_maps(query_BHLP, key_BHLP, begin_BL, heads.reach, scoring)
 
@@ -251,9 +251,6 @@ class HeadCall:
             self._store(ring, key_BGLP, value_BGLP, rows)
         near_keys = pick_heads(key_BGLP, heads.window_groups)
         near_values = pick_heads(value_BGLP, heads.window_groups)
-        if heads.window_index is not None:
-            near_keys = pick_heads(near_keys, heads.window_index)
-            near_values = pick_heads(near_values, heads.window_index)
         begin_BL = self._begins(query_BHLP, rows)
         out_BHLP = attend_locally(
             query_BHLP, near_keys, near_values, begin_BL, heads.reach, scoring, earlier
@@ -343,8 +340,6 @@ class HeadCall:
             values.append(pick_tokens(full_values, index_BR))
             groups += heads.kept_groups
         order = [groups.index(group) for group in heads.window_groups]
-        if heads.window_index is not None:
-            order = [order[place] for place in heads.window_index]
         return pick_heads(torch.cat(keys, dim=1), order), pick_heads(
             torch.cat(values, dim=1), order
         )
