@@ -13,6 +13,7 @@ from functools import cache
 from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+TOKEN_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def number_of_tokens(name: str, text: str) -> int:
     match = re.fullmatch(r"(\d+\.?\d*)([KMB]?)", text.upper())
     n_tokens = 0
     if match is not None:
-        n_tokens = int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2]])
+        number, unit = match.groups()
+        n_tokens = round(float(number) * TOKEN_UNITS[unit])
     if n_tokens < 1:
         raise ValueError(f"{name} is {text!r}; pass a number such as 20000, 20K or 2M.")
     return n_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,8 @@ from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
 from ..locking import locked
 from ..student.teachers import check_teacher
 from ..teacher import load_on_own_device, read_teacher
-from ..validation import Count, check_options
+from ..validation import Count, check_options, number_of_tokens
 from ..vocabulary import vocabulary_size
-
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,7 @@ class GenerateJob:
     @property
     def max_tokens(self) -> int:
         """``tokens`` as a number. Raises ValueError for anything else."""
-        match = re.fullmatch(r"(\d+\.?\d*)([KMB]?)", self.tokens.upper())
-        if match is None:
-            raise ValueError(
-                f"--tokens is {self.tokens!r}; pass a number such as 20000, 20K or 2M."
-            )
-        number, unit = match.groups()
-        return max(1, round(float(number) * UNITS[unit]))
+        return number_of_tokens("--tokens", self.tokens)
 
 
 def generate(job: GenerateJob) -> str:
