@@ -29,9 +29,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell's folder: ``top4-n16-s0``, ``top4-n8-w32-s0``, ``none-n16-s0``, ``all-s0``."""
-        parts = [
-            self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"
-        ]
+        parts = [self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"]
         if self.d_state is not None:
             parts.append(f"n{self.d_state}")
         if self.window:
@@ -63,13 +61,17 @@ class Grid:
     ) -> Grid:
         """Parse the command's flags: ``0,2,4,all``, ``4,16``, ``top,random``, a number of seeds.
 
-        Raises ValueError for an empty or invalid axis.
+        Raises ValueError for an empty or invalid axis, and for a state of 0 where no window takes
+        its place.
         """
         COUNT.check("--seeds", seeds)
+        windows = tuple(dict.fromkeys(numbers("window", window, least=0)))
+        # A state of 0 numbers leaves a window alone; without any window it leaves nothing.
+        smallest_state = 0 if any(windows) else 1
         return cls(
             heads=tuple(dict.fromkeys(numbers("heads", heads, least=0, named={ALL: ALL}))),
-            d_state=tuple(dict.fromkeys(numbers("d-state", d_state, least=0))),
-            window=tuple(dict.fromkeys(numbers("window", window, least=0))),
+            d_state=tuple(dict.fromkeys(numbers("d-state", d_state, least=smallest_state))),
+            window=windows,
             selection=_selections(selection),
             seeds=tuple(range(first_seed, first_seed + seeds)),
         )
@@ -78,8 +80,8 @@ class Grid:
         """Return the students for a teacher of this shape, each once, seed by seed.
 
         ``layers`` applies only to numbers of heads that fill whole layers. Raises ValueError for
-        more heads than the teacher has, and if no cell is left: one without state and window has
-        nothing in place of a head.
+        more heads than the teacher has, and if no cell is left. A cell without state and window has
+        nothing in place of a head: it is left out.
         """
         n_every_head = shape.n_layers * shape.n_heads
         counts = [n_every_head if heads == ALL else heads for heads in self.heads]
@@ -100,8 +102,7 @@ class Grid:
                 cells[Cell(selection, k, d_state, seed, window)] = None
         if not cells:
             raise ValueError(
-                f"the grid has no cell: whole layers have {shape.n_heads} heads, of which --heads needs multiples, "
-                "and --d-state 0 needs a --window of at least 1."
+                f"the grid has no cell: whole layers have {shape.n_heads} heads; pass --heads multiples of that."
             )
         return list(cells)
 
@@ -112,7 +113,5 @@ def _selections(flag: str) -> tuple[Selection, ...]:
     names = list(dict.fromkeys(words(flag)))
     known: dict[str, Selection] = {name: name for name in SELECTIONS}
     if not names or not known.keys() >= set(names):
-        raise ValueError(
-            f"--selection is {flag!r}; choose from {', '.join(SELECTIONS)}, with commas between."
-        )
+        raise ValueError(f"--selection is {flag!r}; choose from {', '.join(SELECTIONS)}, with commas between.")
     return tuple(known[name] for name in names)
