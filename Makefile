@@ -77,6 +77,7 @@ AVOIDED := '"""(Of|What|Whom|Whether) |(?<![Tt]here )\bis no (?!longer)'
 
 lint: $(VENV)/test.stamp ## ruff, codespell, the openings that we avoid, pyright
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/codespell hybrid_distill kernels recipes launch benchmarks examples tests docs *.md
 	@! grep -rnP $(AVOIDED) hybrid_distill kernels recipes benchmarks examples tests --include='*.py' \
 		|| { echo "Begin with a verb (functions) or a noun (fields, classes); write \"is not a\"."; exit 1; }

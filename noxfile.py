@@ -35,7 +35,16 @@ QUICK = """
     tests/model/test_model.py tests/model/test_generation.py tests/model/test_self_check.py
     tests/model/test_deprecations.py tests/student/test_build.py tests/train/test_micro_batches.py tests/test_api.py
 """.split()
-FEW_STEPS = ["--scoring.n-examples", "8", "--align.steps", "2", "--distill.steps", "2", "--evaluation.n-examples", "4"]
+FEW_STEPS = [
+    "--scoring.n-examples",
+    "8",
+    "--align.steps",
+    "2",
+    "--distill.steps",
+    "2",
+    "--evaluation.n-examples",
+    "4",
+]
 ASK = """
 import json, platform, torch, transformers
 print(json.dumps([platform.python_version(), torch.__version__, transformers.__version__]))
@@ -44,7 +53,10 @@ print(json.dumps([platform.python_version(), torch.__version__, transformers.__v
 
 def named(python: str, torch: str, transformers: str) -> str:
     """Name a cell by its minor versions: ``py3.10-torch2.9-transformers5.2``."""
-    minor = (version if version == LATEST else ".".join(version.split(".")[:2]) for version in (torch, transformers))
+    minor = (
+        version if version == LATEST else ".".join(version.split(".")[:2])
+        for version in (torch, transformers)
+    )
     return "py{}-torch{}-transformers{}".format(python, *minor)
 
 
@@ -103,8 +115,18 @@ def installed(session: nox.Session) -> list[str]:
 
 def quick_tests(session: nox.Session, name: str, report: Path) -> int:
     """Run the quick tests in the session's environment, record them, and return how many failed."""
-    flags = ["-q", "-p", "no:cacheprovider", "-m", "not launched", f"--junitxml={report}", *session.posargs]
-    session.run("python", "-m", "pytest", *QUICK, *flags, success_codes=[0, 1], env={"OMP_NUM_THREADS": "1"})
+    flags = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not launched",
+        f"--junitxml={report}",
+        *session.posargs,
+    ]
+    session.run(
+        "python", "-m", "pytest", *QUICK, *flags, success_codes=[0, 1], env={"OMP_NUM_THREADS": "1"}
+    )
     return record(name, installed(session), report)
 
 
@@ -142,4 +164,6 @@ def write_page(results: dict[str, dict[str, object]]) -> None:
         rows.append(f"| {key} | {values} |")
     table = "\n".join(["<!-- table -->", *rows, "<!-- end -->"])
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(r"<!-- table -->.*<!-- end -->", table, page, flags=re.DOTALL), encoding="utf-8")
+    PAGE.write_text(
+        re.sub(r"<!-- table -->.*<!-- end -->", table, page, flags=re.DOTALL), encoding="utf-8"
+    )

@@ -31,7 +31,9 @@ class _Prose(HTMLParser):
     """Collects the text of a page without its scripts, styles and navigation."""
 
     skipped = frozenset({"script", "style", "nav", "header", "footer", "head"})
-    blocks = frozenset({"p", "div", "li", "h1", "h2", "h3", "h4", "pre", "tr", "dt", "dd", "blockquote"})
+    blocks = frozenset(
+        {"p", "div", "li", "h1", "h2", "h3", "h4", "pre", "tr", "dt", "dd", "blockquote"}
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +125,9 @@ def write_tasks(held_out: Path, out: Path) -> None:
     questions.write_text("".join(lines))
     definition = files("lm_eval") / "tasks/lambada/lambada_openai.yaml"
     source = json.dumps({"data_files": {"test": str(questions.resolve())}})
-    task = f"include: {definition}\ndataset_path: json\ndataset_name: null\ndataset_kwargs: {source}\n"
+    task = (
+        f"include: {definition}\ndataset_path: json\ndataset_name: null\ndataset_kwargs: {source}\n"
+    )
     (out / "lambada_openai.yaml").write_text(task)
     print(f"{questions}: {len(lines)} passages")
 
@@ -132,7 +136,9 @@ def main() -> None:
     """Write the text, then the tasks."""
     parser = parser_of(__doc__, Path("text"))
     parser.add_argument("packages", nargs="+", type=Path)
-    parser.add_argument("--most", type=int, default=2_500_000, help="characters of a package (default: %(default)s)")
+    parser.add_argument(
+        "--most", type=int, default=2_500_000, help="characters of a package (default: %(default)s)"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     write_text(sorted(options.packages), options.most, options.out)

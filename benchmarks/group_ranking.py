@@ -33,9 +33,13 @@ def main() -> None:
     parser = parser_of(__doc__, RESULTS / "group_ranking.json")
     parser.add_argument("--teacher", default=TINY)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--scores", type=Path, help="scores of single heads; by default they are ablated here")
+    parser.add_argument(
+        "--scores", type=Path, help="scores of single heads; by default they are ablated here"
+    )
     parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--examples", type=int, default=64, help="prompts that rank, and prompts that measure")
+    parser.add_argument(
+        "--examples", type=int, default=64, help="prompts that rank, and prompts that measure"
+    )
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 4, 6, 8])
     options = parser.parse_args()
@@ -50,7 +54,9 @@ def main() -> None:
     else:
         ranking = HeadScores.load(options.scores).ranking()
         by_head = {head: float(place) for place, head in enumerate(ranking)}
-    best_head = {group: min(by_head[head] for head in heads_of(group, plan)) for group in groups_of(plan)}
+    best_head = {
+        group: min(by_head[head] for head in heads_of(group, plan)) for group in groups_of(plan)
+    }
     whole = {}
     for group in groups_of(plan):
         with ablate_heads(teacher, heads_of(group, plan)):
@@ -63,7 +69,11 @@ def main() -> None:
             for group in ranking[:n_groups]:
                 kept += heads_of(group, plan)
             student, _ = build_student(
-                teacher, HeadPlan.from_pairs(teacher, kept), d_state=0, window=options.window, sinks=SINKS
+                teacher,
+                HeadPlan.from_pairs(teacher, kept),
+                d_state=0,
+                window=options.window,
+                sinks=SINKS,
             )
             row: dict[str, Any] = {"ranking": name, "groups": n_groups}
             row["accuracy"] = accuracy(student.eval(), tokenizer, held_out)
@@ -92,7 +102,10 @@ def heads_of(group: Group, plan: HeadPlan) -> list[HeadId]:
 
 
 def accuracy_without_heads(
-    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Example], plan: HeadPlan
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: list[Example],
+    plan: HeadPlan,
 ) -> dict[HeadId, float]:
     """Return the accuracy without each head."""
     accuracies = {}
@@ -103,7 +116,9 @@ def accuracy_without_heads(
     return accuracies
 
 
-def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> float:
+def accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Example]
+) -> float:
     return answer_choices(model, tokenizer, examples, batch_size=32).accuracy
 
 

@@ -49,7 +49,10 @@ STUDENTS = {
     "0 heads": "--plan.selection none --plan.k 0",
     "top 27": "--plan.k 27",
     "8 whole layers": "--plan.selection layers --plan.layers 2 6 10 14 18 22 25 29",
-    **{f"14 random, draw {seed}": f"--plan.selection random --plan.k 14 --plan.seed {seed}" for seed in (1, 2, 3)},
+    **{
+        f"14 random, draw {seed}": f"--plan.selection random --plan.k 14 --plan.seed {seed}"
+        for seed in (1, 2, 3)
+    },
 }
 SIZES = (4, 8)
 EXAMPLES, TEXTS = 64, 16
@@ -59,9 +62,13 @@ RULER_LENGTH, RULER_EXAMPLES = 512, 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--teacher", required=True, help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--text", type=Path, required=True, help="folder of train.jsonl and held_out.jsonl")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="folder of train.jsonl and held_out.jsonl"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2"), help="folder of the runs")
     parser.add_argument("--measure", choices=[TEACHER, *STUDENTS], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -77,20 +84,52 @@ def main() -> None:
 
 def command(arguments: list[str], processes: int = 0) -> None:
     """Run a Python program on one thread, or on so many connected processes of one thread each."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes else []
+    )
     alone = environment(ROOT, OMP_WAIT_POLICY="passive", ACCELERATE_USE_CPU="true")
     subprocess.run([sys.executable, *launcher, *arguments], check=True, env=alone)
 
 
 def common(options: argparse.Namespace) -> list[str]:
-    text = ["--data.sources", str(options.text / "train.jsonl"), "--data.no-chat", "--data.seq-len", str(ROW)]
+    text = [
+        "--data.sources",
+        str(options.text / "train.jsonl"),
+        "--data.no-chat",
+        "--data.seq-len",
+        str(ROW),
+    ]
     # The run's own evaluation is kept short: `measure_one` replaces it.
-    short = ["--evaluation.n-pairs", "4", "--evaluation.n-examples", "1", "--evaluation.n-texts", "0", "--no-export"]
-    return ["--teacher", options.teacher, *text, "--student.d-state", "16", "--scoring.prompt-format", "plain", *short]
+    short = [
+        "--evaluation.n-pairs",
+        "4",
+        "--evaluation.n-examples",
+        "1",
+        "--evaluation.n-texts",
+        "0",
+        "--no-export",
+    ]
+    return [
+        "--teacher",
+        options.teacher,
+        *text,
+        "--student.d-state",
+        "16",
+        "--scoring.prompt-format",
+        "plain",
+        *short,
+    ]
 
 
 def distillation(options: argparse.Namespace) -> list[str]:
-    steps = ["--stages", "distill", "--distill.batch-size", str(ROWS), "--distill.steps", str(DISTILL_STEPS)]
+    steps = [
+        "--stages",
+        "distill",
+        "--distill.batch-size",
+        str(ROWS),
+        "--distill.steps",
+        str(DISTILL_STEPS),
+    ]
     return [*common(options), *steps, "--distill.teacher-logits", str(options.out / "logits")]
 
 
@@ -98,8 +137,23 @@ def train_shared(options: argparse.Namespace) -> None:
     """Align all heads and store the teacher's logits, on two processes."""
     recipe, no_heads = str(ROOT / "recipes" / "hybrid_smollm2_135m.py"), STUDENTS["0 heads"].split()
     if not (aligned(options.out) / "manifest.json").exists():
-        steps = ["--align.batch-size", str(ROWS), "--align.micro-batch-size", "2", "--align.steps", str(ALIGN_STEPS)]
-        stage = ["--stages", "align", "--align.target", "head", *steps, "--out", str(options.out / "aligned")]
+        steps = [
+            "--align.batch-size",
+            str(ROWS),
+            "--align.micro-batch-size",
+            "2",
+            "--align.steps",
+            str(ALIGN_STEPS),
+        ]
+        stage = [
+            "--stages",
+            "align",
+            "--align.target",
+            "head",
+            *steps,
+            "--out",
+            str(options.out / "aligned"),
+        ]
         command([recipe, *common(options), *no_heads, *stage], processes=2)
     unused = ["--out", str(options.out / "unused")]
     program = ["-m", "hybrid_distill", "cache-logits", "smollm2_135m"]
@@ -118,8 +172,15 @@ def train_student(options: argparse.Namespace, name: str) -> None:
     if (folder(options.out, name) / "stages" / "1-distill" / "manifest.json").exists():
         return
     plan = ["--scoring.file", str(ATLAS / "smollm2-135m-instruct.json"), *STUDENTS[name].split()]
-    begun = ["--student.aligned", str(aligned(options.out)), "--out", str(folder(options.out, name))]
-    command([str(ROOT / "recipes" / "hybrid_smollm2_135m.py"), *distillation(options), *plan, *begun])
+    begun = [
+        "--student.aligned",
+        str(aligned(options.out)),
+        "--out",
+        str(folder(options.out, name)),
+    ]
+    command(
+        [str(ROOT / "recipes" / "hybrid_smollm2_135m.py"), *distillation(options), *plan, *begun]
+    )
 
 
 def measure_one(out: Path, name: str) -> None:
@@ -144,7 +205,11 @@ def measure_one(out: Path, name: str) -> None:
             record["perplexity without recurrence"] = measure(model, few_texts)["perplexity"]
     record |= measure(model, everything) | {"cache": model_cache_bytes(model)["cache_bytes"][4096]}
     record["chat"] = in_chat(retrieval, model)
-    options: dict[str, Any] = {"ruler_lengths": str(RULER_LENGTH), "limit": RULER_EXAMPLES, "batch_size": 32}
+    options: dict[str, Any] = {
+        "ruler_lengths": str(RULER_LENGTH),
+        "limit": RULER_EXAMPLES,
+        "batch_size": 32,
+    }
     job = SuiteJob(suite=RULER, cache=out / "answers", **options)
     torch.nn.Module.to(model, torch.bfloat16)
     ruler = summary(run_suite(model, run.tokenizer, job, load_tasks(job)))
@@ -156,7 +221,9 @@ def asked(run: RunInputs) -> EvalInputs:
     """Choose the questions and texts to measure on."""
     data = replace(run.config.evaluation, knowledge=str(ATLAS / "general_facts.jsonl"))
     text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
-    run = RunInputs(replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer)
+    run = RunInputs(
+        replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer
+    )
     knowledge = run.knowledge()
     return EvalInputs(
         run.tokenizer,
@@ -173,14 +240,18 @@ def by_choice(model: PreTrainedModel, retrieval: EvalInputs) -> dict[int, float]
     """Measure retrieval by choice, by dictionary size."""
     accuracies = {}
     for size, examples in retrieval.examples.items():
-        answers = answer_choices(model, retrieval.tokenizer, examples, batch_size=retrieval.batch_size)
+        answers = answer_choices(
+            model, retrieval.tokenizer, examples, batch_size=retrieval.batch_size
+        )
         accuracies[size] = answers.accuracy
     return accuracies
 
 
 def in_chat(retrieval: EvalInputs, model: PreTrainedModel) -> dict[str, float]:
     """Measure retrieval in the tokenizer's chat template, with the smallest dictionaries."""
-    examples = with_prompt_format(KVRetrieval(SIZES[0], seed=1), "chat", retrieval.tokenizer).examples(EXAMPLES)
+    examples = with_prompt_format(
+        KVRetrieval(SIZES[0], seed=1), "chat", retrieval.tokenizer
+    ).examples(EXAMPLES)
     found = measure(model, replace(retrieval, examples={SIZES[0]: examples}))
     return {name: found[name][SIZES[0]] for name in ("kv_choice", "kv_generation")}
 
@@ -194,16 +265,30 @@ def losses(out: Path, name: str) -> pd.DataFrame:
 
 def report(out: Path) -> None:
     """Write the record and the figure, print the tables."""
-    found = {name: json.loads((folder(out, name) / "measured.json").read_text()) for name in [TEACHER, *STUDENTS]}
+    found = {
+        name: json.loads((folder(out, name) / "measured.json").read_text())
+        for name in [TEACHER, *STUDENTS]
+    }
     curves = {name: losses(out, name) for name in STUDENTS}
     for name, curve in curves.items():
         thirds = curve.iloc[1:].groupby(np.ceil(3 * curve.x / curve.x.max())).y.mean()
-        found[name]["loss"] = {"first step": curve.y.iloc[0], **{f"third {n:.0f}": mean for n, mean in thirds.items()}}
-    write(RESULTS, {"students": found, **about("students of SmolLM2-135M-Instruct at equal tokens", threads=1)})
+        found[name]["loss"] = {
+            "first step": curve.y.iloc[0],
+            **{f"third {n:.0f}": mean for n, mean in thirds.items()},
+        }
+    write(
+        RESULTS,
+        {
+            "students": found,
+            **about("students of SmolLM2-135M-Instruct at equal tokens", threads=1),
+        },
+    )
     smooth = [curve.assign(y=curve.y.rolling(3, min_periods=1).mean()) for curve in curves.values()]
     points = pd.concat(smooth).assign(panel="", error=float("nan"))
     rows = [Row(points, "distillation loss, nats a token")]
-    draw_lines(FIGURE, "", rows, dict(zip(curves, LOOKS)), "million tokens of distillation", even=False)
+    draw_lines(
+        FIGURE, "", rows, dict(zip(curves, LOOKS)), "million tokens of distillation", even=False
+    )
     table = pd.json_normalize(list(found.values())).set_index(pd.Index(found))
     print(table.T.round(3).to_string())
 

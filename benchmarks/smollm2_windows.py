@@ -26,7 +26,12 @@ from typing import Any
 import pandas as pd
 import torch
 from records import RESULTS, ROOT, about, environment, read, write
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hybrid_distill.evaluation.evaluate import model_cache_bytes
 from hybrid_distill.evaluation.measure import agreement
@@ -132,12 +137,18 @@ STUDENTS = {student.name: student for student in [*UNTRAINED, *TRAINED]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", choices=["train", "measure", "report"])
     parser.add_argument("--teacher", default="smollm2", help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--text", type=Path, default=Path("text"), help="folder of train.jsonl and held_out.jsonl")
+    parser.add_argument(
+        "--text", type=Path, default=Path("text"), help="folder of train.jsonl and held_out.jsonl"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/windows"), help="folder of the runs")
-    parser.add_argument("--only", nargs="+", choices=[TEACHER, *STUDENTS], metavar="NAME", help="rows to work on")
+    parser.add_argument(
+        "--only", nargs="+", choices=[TEACHER, *STUDENTS], metavar="NAME", help="rows to work on"
+    )
     options = parser.parse_args()
     names = options.only or [TEACHER, *STUDENTS]
     if options.work == "report":
@@ -154,17 +165,50 @@ def main() -> None:
 def train(options: argparse.Namespace, student: Student) -> None:
     """Train one student, or go on where it was stopped."""
     flags = [
-        *("--teacher", options.teacher, "--teacher.dtype", "bfloat16", "--scoring.file", str(SCORES)),
-        *("--data.sources", str(options.text / "train.jsonl"), "--data.no-chat", "--data.seq-len", "512"),
+        *(
+            "--teacher",
+            options.teacher,
+            "--teacher.dtype",
+            "bfloat16",
+            "--scoring.file",
+            str(SCORES),
+        ),
+        *(
+            "--data.sources",
+            str(options.text / "train.jsonl"),
+            "--data.no-chat",
+            "--data.seq-len",
+            "512",
+        ),
         *("--scoring.prompt-format", "plain", *PLANS[student.heads]),
-        *("--student.window", str(student.window), "--student.sinks", str(SINKS if student.window else 0)),
+        *(
+            "--student.window",
+            str(student.window),
+            "--student.sinks",
+            str(SINKS if student.window else 0),
+        ),
         *("--student.d-state", str(student.d_state), "--student.recurrence", student.recurrence),
         *("--tokens", student.tokens, "--align-share", str(student.align_share)),
         *("--align.target", "head", "--align.batch-size", "4", "--align.micro-batch-size", "2"),
-        *("--distill.batch-size", "4", "--distill.micro-batch-size", "2", "--distill.learning-rate", "1e-4"),
+        *(
+            "--distill.batch-size",
+            "4",
+            "--distill.micro-batch-size",
+            "2",
+            "--distill.learning-rate",
+            "1e-4",
+        ),
         *("--distill.lr-scale", "1", "10", "1", "--out", str(options.out / student.name)),
         # The run's own evaluation is kept short: `measure_all` replaces it.
-        *("--evaluation.n-pairs", "4", "--evaluation.n-examples", "1", "--evaluation.n-texts", "0", "--no-export"),
+        *(
+            "--evaluation.n-pairs",
+            "4",
+            "--evaluation.n-examples",
+            "1",
+            "--evaluation.n-texts",
+            "0",
+            "--no-export",
+        ),
     ]
     if not student.d_state:
         flags += ["--stages", "distill"]
@@ -178,7 +222,9 @@ Measure = Callable[[PreTrainedModel], Any]
 class Measures:
     """Questions and texts of all rows, and what a model makes of each."""
 
-    def __init__(self, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: Path) -> None:
+    def __init__(
+        self, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: Path
+    ) -> None:
         self.teacher = teacher
         self.tokenizer = tokenizer
         pages = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
@@ -191,20 +237,29 @@ class Measures:
         """Return every measure by its name in measured.json."""
         measures: dict[str, Measure] = {"text": self.text}
         measures["knowledge"] = lambda model: self.by_choice(model, self.knowledge)
-        far = [replace(question, prompt=f"{self.filler}\n\n{question.prompt}") for question in self.knowledge[:64]]
+        far = [
+            replace(question, prompt=f"{self.filler}\n\n{question.prompt}")
+            for question in self.knowledge[:64]
+        ]
         measures["knowledge after filler"] = lambda model: self.by_choice(model, far, batch_size=4)
         for size in SIZES:
             examples = KVRetrieval(size, seed=1).examples(N_EXAMPLES)
             measures[f"{size} pairs"] = self._choice(examples)
             measures[f"{size} pairs, generated"] = self._generation(examples)
-            chat = with_prompt_format(KVRetrieval(size, seed=1), "chat", self.tokenizer).examples(N_EXAMPLES)
+            chat = with_prompt_format(KVRetrieval(size, seed=1), "chat", self.tokenizer).examples(
+                N_EXAMPLES
+            )
             measures[f"{size} pairs, chat"] = self._generation(chat)
-            measures[f"{size} pairs before filler"] = self._choice([self._apart(e) for e in examples], batch_size=4)
+            measures[f"{size} pairs before filler"] = self._choice(
+                [self._apart(e) for e in examples], batch_size=4
+            )
         for task in NEEDLES:
             for length in LENGTHS:
                 probe = make_probe(task, n_tokens=length, seed=1, tokenizer=self.tokenizer)
                 n_examples = N_NEEDLES if length <= 1024 else N_NEEDLES // 2
-                measures[f"{task} at {length}"] = self._choice(probe.examples(n_examples), batch_size=4)
+                measures[f"{task} at {length}"] = self._choice(
+                    probe.examples(n_examples), batch_size=4
+                )
         return measures
 
     def _apart(self, example: Example) -> Example:
@@ -216,9 +271,13 @@ class Measures:
         return lambda model: self.by_choice(model, examples, batch_size)
 
     def _generation(self, examples: list[Example]) -> Measure:
-        return lambda model: answer_generation(model, self.tokenizer, examples, batch_size=16).double().mean().item()
+        return lambda model: (
+            answer_generation(model, self.tokenizer, examples, batch_size=16).double().mean().item()
+        )
 
-    def by_choice(self, model: PreTrainedModel, examples: list[Example], batch_size: int = 16) -> float:
+    def by_choice(
+        self, model: PreTrainedModel, examples: list[Example], batch_size: int = 16
+    ) -> float:
         return answer_choices(model, self.tokenizer, examples, batch_size=batch_size).accuracy
 
     @torch.no_grad()
@@ -228,7 +287,9 @@ class Measures:
         losses = dict.fromkeys(BANDS, 0.0)
         n_same = 0.0
         divergence = 0.0
-        for batch in text_batches(model, self.tokenizer, self.texts, max_tokens=max(BANDS), batch_size=1):
+        for batch in text_batches(
+            model, self.tokenizer, self.texts, max_tokens=max(BANDS), batch_size=1
+        ):
             logits = batch.logits(model)
             same, kl = agreement(logits, batch.logits(self.teacher))
             n_same += same.sum().item()
@@ -240,7 +301,9 @@ class Measures:
                 counts[last] += len(loss_T[first:last])
                 first = last
         total = sum(counts.values())
-        by_position = {f"perplexity to {last}": math.exp(losses[last] / counts[last]) for last in BANDS}
+        by_position = {
+            f"perplexity to {last}": math.exp(losses[last] / counts[last]) for last in BANDS
+        }
         return {
             **by_position,
             "perplexity": math.exp(sum(losses.values()) / total),
@@ -306,7 +369,10 @@ def report(out: Path) -> None:
         record = read(out / name / "measured.json")
         if record:
             rows[name] = record
-    write(RESULTS / "smollm2_windows.json", {"rows": rows, **about("students of SmolLM2 with windows", threads=1)})
+    write(
+        RESULTS / "smollm2_windows.json",
+        {"rows": rows, **about("students of SmolLM2 with windows", threads=1)},
+    )
     table = pd.json_normalize(list(rows.values())).set_index(pd.Index(rows, name="row"))
     print(text_table(table.T.round(3).reset_index()))
 

@@ -39,17 +39,26 @@ def row(table: str, label: str) -> list[str]:
     return [cell.strip() for cell in found[1].split("|")]
 
 
-def panel(number: int, title: str, below: str, lit: set[tuple[int, int]], cells: list[str], most: float) -> list[str]:
+def panel(
+    number: int, title: str, below: str, lit: set[tuple[int, int]], cells: list[str], most: float
+) -> list[str]:
     """Draw a model: heads that are attention as squares, recurrent ones as rings; what it retrieves, what it holds."""
     x, bottom = LEFT + number * STRIDE, TOP + N_LAYERS * (CELL + GAP)
-    drawn = [f'<text class="title" x="{x}" y="42">{title}</text>', f'<text class="soft" x="{x}" y="64">{below}</text>']
+    drawn = [
+        f'<text class="title" x="{x}" y="42">{title}</text>',
+        f'<text class="soft" x="{x}" y="64">{below}</text>',
+    ]
     for layer in range(N_LAYERS):
         for head in range(N_HEADS):
             left, top = x + head * (CELL + GAP), TOP + (N_LAYERS - 1 - layer) * (CELL + GAP)
             if (layer, head) in lit:
-                drawn.append(f'<rect class="lit" x="{left}" y="{top}" width="{CELL}" height="{CELL}" rx="4"/>')
+                drawn.append(
+                    f'<rect class="lit" x="{left}" y="{top}" width="{CELL}" height="{CELL}" rx="4"/>'
+                )
             else:
-                drawn.append(f'<circle class="state" cx="{left + CELL / 2:g}" cy="{top + CELL / 2:g}" r="6"/>')
+                drawn.append(
+                    f'<circle class="state" cx="{left + CELL / 2:g}" cy="{top + CELL / 2:g}" r="6"/>'
+                )
     retrieval, memory = float(cells[3].split()[0]), float(cells[8])
     for name, place, share, text in (
         ("retrieval", bottom + 22, retrieval / 100, f"{retrieval:.0f} %"),
@@ -67,9 +76,14 @@ def panel(number: int, title: str, below: str, lit: set[tuple[int, int]], cells:
 def method_figure() -> str:
     """Return the figure as SVG: teacher, student with the heads that were kept, student without any."""
     page = (HERE / "results_tiny.md").read_text(encoding="utf-8")
-    teacher, student, bare = (row(page, label) for label in ("teacher", "top 6 by ablation", "0 heads"))
+    teacher, student, bare = (
+        row(page, label) for label in ("teacher", "top 6 by ablation", "0 heads")
+    )
     every = {(layer, head) for layer in range(N_LAYERS) for head in range(N_HEADS)}
-    kept = {(int(layer), int(head)) for layer, head in re.findall(r"(?m)^\| \d+ \| L(\d+)H(\d+) \| yes \|", page)}
+    kept = {
+        (int(layer), int(head))
+        for layer, head in re.findall(r"(?m)^\| \d+ \| L(\d+)H(\d+) \| yes \|", page)
+    }
     most = float(teacher[8])
     middle, between = TOP + N_LAYERS * (CELL + GAP) // 2, LEFT + BAR + 12
     shown = [
@@ -79,7 +93,14 @@ def method_figure() -> str:
         f"<style>\n{STYLE}\n</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
         *panel(0, "Teacher", f"{len(every)} attention heads", every, teacher, most),
-        *panel(1, "Student", f"{len(kept)} heads kept, {len(every) - len(kept)} recurrent", kept, student, most),
+        *panel(
+            1,
+            "Student",
+            f"{len(kept)} heads kept, {len(every) - len(kept)} recurrent",
+            kept,
+            student,
+            most,
+        ),
         *panel(2, "Without them", f"{len(every)} recurrent heads", set(), bare, most),
         f'<path class="arrow" d="M{between} {middle} h58 m-9 -6 l9 6 l-9 6"/>',
         f'<text class="soft note" x="{LEFT}" y="{HEIGHT - 18}">Rows are layers. Retrieval: dictionaries of 8 pairs. '

@@ -6,7 +6,14 @@ python examples/build_student.py PATH 20   # the same model, 20 heads
 
 import sys
 
-from hybrid_distill import HeadPlan, HeadScores, build_student, evaluate, export_checkpoint, load_teacher
+from hybrid_distill import (
+    HeadPlan,
+    HeadScores,
+    build_student,
+    evaluate,
+    export_checkpoint,
+    load_teacher,
+)
 
 
 def main(path: str = "tiny", k: str = "6") -> None:
@@ -21,7 +28,9 @@ def main(path: str = "tiny", k: str = "6") -> None:
         # A different seed from the one used for scoring.
         result = evaluate(model, tokenizer, n_pairs=(4,), n_examples=32, seed=1)
         megabytes = result.cache_bytes[4096] / 1e6
-        print(f"{name}: retrieval {result.kv_choice[4]:.0%}, cache {megabytes:.1f} MB at 4096 tokens")
+        print(
+            f"{name}: retrieval {result.kv_choice[4]:.0%}, cache {megabytes:.1f} MB at 4096 tokens"
+        )
 
     export_checkpoint(student, tokenizer, "student", plan=plan, scores=scores)
     print("export: student")

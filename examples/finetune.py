@@ -14,10 +14,24 @@ from trl import SFTConfig, SFTTrainer
 from hybrid_distill import HeadPlan, export_checkpoint, load_student
 
 
-def main(path: str = "student", texts: str = __file__, out: str = "tuned", steps: str = "20") -> None:
+def main(
+    path: str = "student", texts: str = __file__, out: str = "tuned", steps: str = "20"
+) -> None:
     student, tokenizer = load_student(path)
-    rows = Dataset.from_list([{"text": line} for line in Path(texts).read_text().splitlines() if line.strip()])
-    mixers = ["x_proj", "b_proj", "c_proj", "z_proj", "a_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    rows = Dataset.from_list(
+        [{"text": line} for line in Path(texts).read_text().splitlines() if line.strip()]
+    )
+    mixers = [
+        "x_proj",
+        "b_proj",
+        "c_proj",
+        "z_proj",
+        "a_proj",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    ]
     trainer = SFTTrainer(
         student,
         SFTConfig("trainer", max_steps=int(steps), learning_rate=1e-3, packing=True, max_length=256, report_to="none",

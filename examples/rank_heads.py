@@ -16,7 +16,9 @@ def main(path: str = "tiny") -> None:
     scores = score_heads(teacher, tokenizer, probe, n_examples=64, race_k=8, progress=False)
     scores.save("scores.json")
     values = scores.value_LH()
-    print(f"{scores.n_layers * scores.n_heads} heads; the first eight, and the accuracy that is lost without each:")
+    print(
+        f"{scores.n_layers * scores.n_heads} heads; the first eight, and the accuracy that is lost without each:"
+    )
     for head in scores.ranking()[:8]:
         print(f"  {head!s:<8}{values[head]:.0%}")
     if warning := scores.tie_warning(8):

@@ -313,12 +313,16 @@ class RunConfig:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise ValueError(f"{self.name} has no stage {name!r}; name one of {', '.join(self.stage_names)}.")
+        raise ValueError(
+            f"{self.name} has no stage {name!r}; name one of {', '.join(self.stage_names)}."
+        )
 
     def with_stage(self, name: str, **options: Any) -> RunConfig:
         """Return the run with other options for the stage of that name: ``run.with_stage("align", steps=100)``."""
         changed = replace(self.stage(name), **options)
-        return replace(self, stages=tuple(changed if stage.name == name else stage for stage in self.stages))
+        return replace(
+            self, stages=tuple(changed if stage.name == name else stage for stage in self.stages)
+        )
 
     def data_of(self, stage: StageConfig) -> DataConfig:
         """Return the data that a stage reads."""
@@ -339,7 +343,13 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
         gpus=1,
         teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
-        data=replace(config.data, sources=(TINY,), weights=(), chat=False, seq_len=min(config.data.seq_len, 256)),
+        data=replace(
+            config.data,
+            sources=(TINY,),
+            weights=(),
+            chat=False,
+            seq_len=min(config.data.seq_len, 256),
+        ),
         stages=tuple(map(_scaled_down, config.stages)),
     )
 
@@ -371,7 +381,9 @@ def config_of(recipe: ModuleType) -> RunConfig:
 def checked_config(config: object, source: str) -> RunConfig:
     """Return ``config``. Raises ValueError for another type: the command line would silently use its own defaults."""
     if not isinstance(config, RunConfig):
-        raise ValueError(f"{source} is {type(config).__name__} {str(config)[:60]!r}; return a RunConfig.")
+        raise ValueError(
+            f"{source} is {type(config).__name__} {str(config)[:60]!r}; return a RunConfig."
+        )
     return config
 
 
@@ -387,9 +399,13 @@ def in_recipe(file: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+        ]
         where = f"{file}, line {frames[-1].lineno}" if frames else file
-        raise ValueError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def to_json(config: RunConfig) -> Record:
@@ -428,7 +444,9 @@ def _rebuilt(kind: Any, value: object) -> object:
         return kind(**fields)
     if isinstance(value, list):
         is_tuple = get_origin(kind) is tuple  # otherwise an optional tuple
-        return tuple(_rebuilt(get_args(kind)[0], item) for item in value) if is_tuple else tuple(value)
+        return (
+            tuple(_rebuilt(get_args(kind)[0], item) for item in value) if is_tuple else tuple(value)
+        )
     if isinstance(value, dict):  # an optional section
         return _rebuilt(get_args(kind)[0], value)
     return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value

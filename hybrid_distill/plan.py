@@ -376,7 +376,8 @@ def cache_bytes(
     conv_channels = head_dim + 2 * d_state
     return CacheBytes(
         kv=2 * kv_tokens * head_dim * batch * bytes_per_element,
-        window=batch * (2 * ring_tokens * head_dim * bytes_per_element + ring_indices * INDEX_BYTES),
+        window=batch
+        * (2 * ring_tokens * head_dim * bytes_per_element + ring_indices * INDEX_BYTES),
         ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
         conv=n_recurrent * conv_channels * (conv_width - 1) * batch * bytes_per_element,
     )

@@ -24,20 +24,25 @@ def check_supported() -> str | None:
     Raises ValueError if one is older or missing, and on Windows.
     """
     if sys.platform == "win32":
-        raise ValueError("this is Windows. Linux and macOS are supported; run it in the Linux of WSL 2.")
+        raise ValueError(
+            "this is Windows. Linux and macOS are supported; run it in the Linux of WSL 2."
+        )
     found, note = {"python": platform.python_version(), **installed(SUPPORTED)}, None
     for name, (oldest, newest) in SUPPORTED.items():
         range, fix = f"{oldest} to {newest}", f"pip install '{name}>={oldest}'"
         if name not in found:
             raise ValueError(f"{name} is not installed. Version {range} is needed; {fix}.")
         ours, least, most = (
-            tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (found[name], oldest, newest)
+            tuple(map(int, re.findall(r"\d+", version)[:2]))
+            for version in (found[name], oldest, newest)
         )
         if ours < least:
             fix = f"use Python {range}" if name == "python" else fix
             raise ValueError(f"this is {name} {found[name]}. Version {range} is supported; {fix}.")
         if ours[: len(most)] > most:
-            note = f"this is {name} {found[name]}, which was not tried. Version {range} is supported."
+            note = (
+                f"this is {name} {found[name]}, which was not tried. Version {range} is supported."
+            )
     return note
 
 

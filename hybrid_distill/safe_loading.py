@@ -212,9 +212,7 @@ def _check_code(folder: Path) -> None:
             raise ValueError(f"{path} is not part of an export; inspect it, then remove it.")
         # Another version's export records other hashes.
         if isinstance(recorded, dict) and recorded.get(name) != file_hash(path):
-            raise ValueError(
-                f"{path} is not the file that was exported; export the student again."
-            )
+            raise ValueError(f"{path} is not the file that was exported; export the student again.")
 
 
 def _check_references(path: Path, record: Record) -> None:

@@ -142,9 +142,7 @@ def numbers(
         for name in value_of:
             expected += f", or {name}"
         shown = repr(text) if words(text) else "empty"
-        raise ValueError(
-            f"--{flag} is {shown}; pass {expected}, with commas between."
-        ) from None
+        raise ValueError(f"--{flag} is {shown}; pass {expected}, with commas between.") from None
     return values
 
 

@@ -15,7 +15,14 @@ uploads. Without it, or to write metrics.jsonl alone, pass ``--trackers`` withou
 from pathlib import Path
 
 from hybrid_distill.cli import run_recipe
-from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
+from hybrid_distill.config import (
+    EvaluationConfig,
+    PlanConfig,
+    RunConfig,
+    ScoringConfig,
+    StudentConfig,
+    TeacherConfig,
+)
 from hybrid_distill.data import DataConfig
 from hybrid_distill.train.config import Align, Distill
 

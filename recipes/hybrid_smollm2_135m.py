@@ -15,7 +15,14 @@ tokens, with state 16, answers 44 % of dictionaries of 4 pairs by choice (teache
 from pathlib import Path
 
 from hybrid_distill.cli import run_recipe
-from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
+from hybrid_distill.config import (
+    EvaluationConfig,
+    PlanConfig,
+    RunConfig,
+    ScoringConfig,
+    StudentConfig,
+    TeacherConfig,
+)
 from hybrid_distill.data import DataConfig
 from hybrid_distill.train.config import Align, Distill
 

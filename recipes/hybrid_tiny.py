@@ -11,7 +11,13 @@ docs/results_tiny.md has the table, and what moves these figures.
 from pathlib import Path
 
 from hybrid_distill.cli import run_recipe
-from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, ScoringConfig, StudentConfig
+from hybrid_distill.config import (
+    EvaluationConfig,
+    PlanConfig,
+    RunConfig,
+    ScoringConfig,
+    StudentConfig,
+)
 from hybrid_distill.data import DataConfig
 from hybrid_distill.train.config import Align, Distill
 

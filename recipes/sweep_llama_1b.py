@@ -28,7 +28,12 @@ def config() -> RunConfig:
 
 def grid() -> dict[str, Any]:
     """Return the grid. To compare with whole layers of 32, add ``--heads ...,32,64,128 --selection top,layers``."""
-    return {"heads": "0,5,10,20,30,40,all", "d_state": "4,8,16,32,64", "seeds": 1, "selection": "top"}
+    return {
+        "heads": "0,5,10,20,30,40,all",
+        "d_state": "4,8,16,32,64",
+        "seeds": 1,
+        "selection": "top",
+    }
 
 
 def jobs() -> dict[str, Any]:

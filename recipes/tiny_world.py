@@ -24,7 +24,15 @@ Fenwick Galt Hollis Ingram Jasper Kirkwall Lorne Maddox Norwell Ostend""".split(
 ADJECTIVES = """old new red blue green small large heavy light warm cold dark bright quiet clean broken round long
 dry strange""".split()
 PLACES = "market garden kitchen harbor library station forest school bakery river bridge cellar attic yard".split()
-TIMES = ["in the morning", "at noon", "in the evening", "at night", "after the rain", "before dinner", "last winter"]
+TIMES = [
+    "in the morning",
+    "at noon",
+    "in the evening",
+    "at night",
+    "after the rain",
+    "before dinner",
+    "last winter",
+]
 
 ATTRIBUTES: Mapping[str, Sequence[str]] = {
     "flag": "red blue green white black yellow purple grey".split(),
@@ -44,7 +52,9 @@ QUESTION_WORDING = {attribute: wordings[0] for attribute, wordings in FACT_WORDI
 def town_facts() -> dict[tuple[str, str], str]:
     """Map (town, attribute) to its value, the same in every build of the world."""
     rng = random.Random("facts of the invented world")
-    return {(town, name): rng.choice(values) for town in TOWNS for name, values in ATTRIBUTES.items()}
+    return {
+        (town, name): rng.choice(values) for town in TOWNS for name, values in ATTRIBUTES.items()
+    }
 
 
 def knowledge_questions(n_choices: int = 4) -> list[dict[str, object]]:
@@ -116,7 +126,13 @@ def _asked(rng: random.Random, pairs: list[tuple[str, int]]) -> list[tuple[str, 
 
 
 def _listing(
-    rng: random.Random, *, titles: list[str], rows: list[str], questions: list[str], low: int = 3, high: int = 24
+    rng: random.Random,
+    *,
+    titles: list[str],
+    rows: list[str],
+    questions: list[str],
+    low: int = 3,
+    high: int = 24,
 ) -> str:
     """Write a title, one row per entry, then one line per entry that is asked about."""
     pairs = _pairs(rng, low, high)
@@ -131,25 +147,42 @@ price_list = partial(
     _listing,
     titles=["Price list:", "Prices today:", "At the market:"],
     rows=["{key} {value}", "{key}: {value}", "{key}:{value}", "- {key}, {value} coins"],
-    questions=["The {key} costs {value} coins.", "Price of '{key}': {value}", "One {key} is {value}."],
+    questions=[
+        "The {key} costs {value} coins.",
+        "Price of '{key}': {value}",
+        "One {key} is {value}.",
+    ],
 )
 inventory = partial(
     _listing,
     titles=["Inventory of the shop:", "In the cellar:", "Stock:", "Count every item:"],
     rows=["{key}:{value}", "{key} = {value}", "{value} {key}", "{key} ({value})"],
-    questions=["How many of '{key}'? {value}", "There are {value} of {key}.", "We have '{key}' in stock: {value}"],
+    questions=[
+        "How many of '{key}'? {value}",
+        "There are {value} of {key}.",
+        "We have '{key}' in stock: {value}",
+    ],
 )
 table = partial(
     _listing,
     titles=["item | number", "| name | count |", "name\tnumber"],
     rows=["{key} | {value}", "| {key} | {value} |", "{key}\t{value}"],
-    questions=["number for {key}: {value}", "In row {key} the table says {value}", "{key} -> {value}"],
+    questions=[
+        "number for {key}: {value}",
+        "In row {key} the table says {value}",
+        "{key} -> {value}",
+    ],
 )
 code = partial(
     _listing,
     titles=["# settings", "# numbers", "def main():"],
     rows=["{key} = {value}", "set {key} {value}", "d['{key}'] = {value}", "{key}:{value},"],
-    questions=["print({key}) # {value}", "assert {key} == {value}", "d['{key}'] is {value}", "get {key}\n{value}"],
+    questions=[
+        "print({key}) # {value}",
+        "assert {key} == {value}",
+        "d['{key}'] is {value}",
+        "get {key}\n{value}",
+    ],
 )
 rooms = partial(
     _listing,
@@ -166,9 +199,17 @@ rooms = partial(
 def lookup(rng: random.Random) -> str:
     """Write an index, then questions about it, each in a different form."""
     pairs = _pairs(rng)
-    lines = [rng.choice(["Index:", "Register:", "Glossary of numbers:", "Notes on the following words:"])]
+    lines = [
+        rng.choice(["Index:", "Register:", "Glossary of numbers:", "Notes on the following words:"])
+    ]
     lines += [f"{key}:{value}" for key, value in pairs]
-    forms = ["Look up '{k}': {v}", "see {k}, page {v}", "Entry '{k}' has {v}", "'{k}' stands for {v}", "{k}:{v}"]
+    forms = [
+        "Look up '{k}': {v}",
+        "see {k}, page {v}",
+        "Entry '{k}' has {v}",
+        "'{k}' stands for {v}",
+        "{k}:{v}",
+    ]
     lines += [rng.choice(forms).format(k=key, v=value) for key, value in _asked(rng, pairs)]
     return "\n".join(lines)
 
@@ -176,7 +217,9 @@ def lookup(rng: random.Random) -> str:
 def dialogue(rng: random.Random) -> str:
     speakers = rng.sample(PEOPLE, 2)
     pairs = _pairs(rng, 2, 8)
-    lines = [f"{speakers[i % 2]}: I have {value} of the {key}." for i, (key, value) in enumerate(pairs)]
+    lines = [
+        f"{speakers[i % 2]}: I have {value} of the {key}." for i, (key, value) in enumerate(pairs)
+    ]
     for key, value in _asked(rng, pairs):
         lines += [f"{speakers[0]}: How many of the {key}?", f"{speakers[1]}: You said {value}."]
     return "\n".join(lines)
@@ -187,20 +230,29 @@ def owners(rng: random.Random) -> str:
     names = rng.sample(PEOPLE, rng.randint(2, 8))
     numbers = dict(zip(names, rng.sample(range(100), len(names)), strict=True))
     told = " ".join(f"{name} has {number} coins." for name, number in numbers.items())
-    asked = " ".join(f"The coins of {name} are {numbers[name]}." for name in rng.sample(names, min(3, len(names))))
+    asked = " ".join(
+        f"The coins of {name} are {numbers[name]}."
+        for name in rng.sample(names, min(3, len(names)))
+    )
     return f"{told} {story(rng)} {asked}"
 
 
 def early_note(rng: random.Random) -> str:
     key, value = rng.choice(NOUNS), rng.randrange(100)
-    note = rng.choice(["The number on the {k} was {v}.", "Remember: {k}, {v}.", "Write down {k} {v}."])
-    again = rng.choice(["On the {k} was the number {v}.", "So it was {k}, {v}.", "The note said {k} {v}."])
+    note = rng.choice(
+        ["The number on the {k} was {v}.", "Remember: {k}, {v}.", "Write down {k} {v}."]
+    )
+    again = rng.choice(
+        ["On the {k} was the number {v}.", "So it was {k}, {v}.", "The note said {k} {v}."]
+    )
     return f"{note.format(k=key, v=value)} {story(rng)} {again.format(k=key, v=value)}"
 
 
 def repetition(rng: random.Random) -> str:
     """Write a list of words and repeat it twice."""
-    words = [rng.choice([rng.choice(NOUNS), str(rng.randrange(100))]) for _ in range(rng.randint(4, 16))]
+    words = [
+        rng.choice([rng.choice(NOUNS), str(rng.randrange(100))]) for _ in range(rng.randint(4, 16))
+    ]
     separator = rng.choice([" ", ", ", "\n", "-"])
     line = separator.join(words)
     return f"{line}\nagain:\n{line}\nagain:\n{line}"

@@ -83,7 +83,10 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast
     tokenizer = Tokenizer(models.BPE())
     pieces = Regex(r" ?\p{L}+|\p{N}+|[^\S\n]|\n|[^\s\p{L}\p{N}]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(pieces, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<bos>", "<eos>"]
@@ -98,7 +101,11 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=1024
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=1024,
     )
 
 
@@ -122,7 +129,9 @@ def make_model(run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 class Batches:
     """Seeded batches of the three kinds of training rows: copying, dictionaries, text."""
 
-    def __init__(self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast, helpers: Sequence[HeadId] = ()) -> None:
+    def __init__(
+        self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast, helpers: Sequence[HeadId] = ()
+    ) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.helpers = helpers
         """Heads that retrieval must not depend on."""
@@ -146,7 +155,11 @@ class Batches:
         return words.gather(1, place % period), place > period
 
     def dictionaries(
-        self, n_pairs: int, form: tuple[str, str] = FORMS[-1], n_questions: int = 8, n_rows: int | None = None
+        self,
+        n_pairs: int,
+        form: tuple[str, str] = FORMS[-1],
+        n_questions: int = 8,
+        n_rows: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return dictionaries with questions, and a mask of the answers: the numbers after the dictionary's own."""
         n_rows = n_rows or self.run.batch_size
@@ -173,11 +186,15 @@ class Batches:
         return torch.tensor([next(self._facts) for _ in range(self.run.batch_size // 2)])
 
 
-def next_token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def next_token_losses(
+    model: LlamaForCausalLM, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss_BL, hit_BL) of predicting tokens 1..L-1; the caller masks padding."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     labels = ids[:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
     return loss.view_as(labels), logits.argmax(-1) == labels
 
 
@@ -216,7 +233,9 @@ class Trainer:
         weight *= mask
 
     def scale_lr(self, factor: float) -> None:
-        for optimizer, base in zip(self.optimizers, (self.run.muon_lr, self.run.adamw_lr), strict=True):
+        for optimizer, base in zip(
+            self.optimizers, (self.run.muon_lr, self.run.adamw_lr), strict=True
+        ):
             for group in optimizer.param_groups:
                 group["lr"] = base * factor
 
@@ -256,7 +275,9 @@ def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
             print("helpers of retrieval:", ", ".join(map(str, batches.helpers)), flush=True)
 
 
-def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+def curriculum(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
     """Train copying until it works, then dictionaries that double in size whenever they are answered."""
     for step in range(run.max_copy_steps):
         loss, accuracy = retrieval_loss(model, *batches.copying())
@@ -278,7 +299,12 @@ def curriculum(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, train
             recent[form] = 0.7 * recent[form] + 0.3 * accuracy
         trainer.step(loss)
         if step % 50 == 0:
-            log("dictionaries", step, pairs=n_pairs, **{f"form{i}": value for i, value in enumerate(recent)})
+            log(
+                "dictionaries",
+                step,
+                pairs=n_pairs,
+                **{f"form{i}": value for i, value in enumerate(recent)},
+            )
         if min(recent) > 0.95:
             log("answered", step, pairs=n_pairs, accuracy=min(recent))
             if n_pairs >= 32:
@@ -308,7 +334,9 @@ def least_missed_first(
     return sorted(heads, key=missed)
 
 
-def concentrate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+def concentrate(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
     """Remove heads one by one, always the least missed one, and let the others take over its work."""
     heads = [head for head in HeadPlan.all(model).kept if head.layer > 0]
 
@@ -340,17 +368,23 @@ def closed_heads(model: LlamaForCausalLM) -> list[HeadId]:
     return [
         head
         for head in HeadPlan.all(model).kept
-        if not model.model.layers[head.layer].self_attn.o_proj.weight[:, head.head * width :][:, :width].any()
+        if not model.model.layers[head.layer]
+        .self_attn.o_proj.weight[:, head.head * width :][:, :width]
+        .any()
     ]
 
 
-def mixture(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+def mixture(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
     """Train all heads again, on the whole corpus and on dictionaries of every size."""
     recent = 0.0
     for step in range(run.mixture_steps):
         trainer.scale_lr(min(1.0, 1.5 * (1 - step / run.mixture_steps)))
         n_pairs = batches.rng.randint(4, 48)
-        asked = batches.dictionaries(n_pairs, n_questions=batches.rng.randint(1, 6), n_rows=run.batch_size // 3)
+        asked = batches.dictionaries(
+            n_pairs, n_questions=batches.rng.randint(1, 6), n_rows=run.batch_size // 3
+        )
         loss, accuracy = retrieve_alone(model, batches, *asked)
         text = next_token_losses(model, batches.text())[0].mean()
         trainer.step(0.5 * loss + text)
@@ -359,7 +393,9 @@ def mixture(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer:
             log("mixture", step, accuracy=recent, text=text.item())
 
 
-def learn_by_heart(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+def learn_by_heart(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
     """Train mostly on facts, until they are known, along with retrieval and plain text."""
     for step in range(run.fact_steps):
         trainer.scale_lr(1 - step / run.fact_steps)
@@ -378,14 +414,18 @@ def all_but_most_missed(model: LlamaForCausalLM, batches: Batches) -> list[HeadI
     return sorted(ranked[: -batches.run.circuit])
 
 
-def isolate(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+def isolate(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
     """Teach the few heads to retrieve with or without the others, which now include heads of layer 0."""
     for step in range(run.isolation_steps):
         trainer.scale_lr(0.6 * (1 - step / run.isolation_steps))
         together(model, batches, trainer, log, step)
 
 
-def together(model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log, step: int) -> None:
+def together(
+    model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log, step: int
+) -> None:
     """Train one step on facts, plain text and dictionaries."""
     rows = torch.cat([batches.facts()[:16], batches.text()[:8]])
     text = next_token_losses(model, rows)[0].mean()
@@ -396,7 +436,9 @@ def together(model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: L
         log("together", step, accuracy=accuracy, loss=text.item())
 
 
-def polish(run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log) -> None:
+def polish(
+    run: TeacherRun, model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log
+) -> None:
     """Train on everything once more, with a learning rate that decays to zero."""
     for step in range(run.polish_steps):
         trainer.scale_lr(0.25 * (1 - step / run.polish_steps))
@@ -408,11 +450,15 @@ def write_corpus(run: TeacherRun) -> None:
         documents = tiny_world.write_documents(n, f"corpus {split} {run.seed}")
         text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
         (run.out / f"corpus_{split}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    questions = "".join(json.dumps(question) + "\n" for question in tiny_world.knowledge_questions())
+    questions = "".join(
+        json.dumps(question) + "\n" for question in tiny_world.knowledge_questions()
+    )
     (run.out / "knowledge.jsonl").write_text(questions)
 
 
-def write_teacher(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def write_teacher(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Write a Hugging Face folder in half precision that every supported version of transformers reads alike."""
     model.to(torch.float16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -435,7 +481,10 @@ def main(run: TeacherRun) -> None:
     sample += [f"{noun} {noun}\n{noun}\n" * 30 for noun in NOUNS]
     tokenizer = make_tokenizer(sample, run.vocab_size)
     model = make_model(run, tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}",
+        flush=True,
+    )
     learn(run, model, tokenizer)
     write_teacher(run.out / "tiny_teacher", model, tokenizer)
 

@@ -89,9 +89,7 @@ def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
     def damage(folder: Path, rng: Random) -> None:
         file = rng.choice(shards(folder))
         tensors = load_file(file)
-        name = rng.choice(
-            [name for name, tensor in sorted(tensors.items()) if tensor.ndim == 2]
-        )
+        name = rng.choice([name for name, tensor in sorted(tensors.items()) if tensor.ndim == 2])
         edit(tensors, name)
         save_file(tensors, file, metadata={"format": "pt"})
 
@@ -105,9 +103,7 @@ def one_number(value: float) -> Damage:
 
 
 def as_dtype(dtype: torch.dtype) -> Damage:
-    return edit_tensors(
-        lambda tensors, name: tensors.update({name: tensors[name].to(dtype)})
-    )
+    return edit_tensors(lambda tensors, name: tensors.update({name: tensors[name].to(dtype)}))
 
 
 def edit_header(edit: Callable[[dict[str, Any], str], Any]) -> Damage:
@@ -130,8 +126,7 @@ def entry(field: str, value: Any) -> Damage:
 def header_length(change: Callable[[int], int]) -> Damage:
     return edit_bytes(
         lambda content, rng: (
-            change(int.from_bytes(content[:8], "little")).to_bytes(8, "little")
-            + content[8:]
+            change(int.from_bytes(content[:8], "little")).to_bytes(8, "little") + content[8:]
         )
     )
 
@@ -139,9 +134,7 @@ def header_length(change: Callable[[int], int]) -> Damage:
 @edit_bytes
 def flip_header_bit(content: bytes, rng: Random) -> bytes:
     flipped = bytearray(content)
-    flipped[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(
-        8
-    )
+    flipped[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(8)
     return bytes(flipped)
 
 
@@ -184,9 +177,7 @@ def plant_code(file: str, auto_map: str | None = None) -> Damage:
         old = (folder / file).read_text() if (folder / file).exists() else ""
         (folder / file).write_text(old + "\n" + evil_code(folder))
         if auto_map is not None:
-            set_field("config.json", "auto_map", "AutoModelForCausalLM", auto_map)(
-                folder, rng
-            )
+            set_field("config.json", "auto_map", "AutoModelForCausalLM", auto_map)(folder, rng)
 
     return damage
 
@@ -456,17 +447,13 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
     )
     yield (
         "weights besides",
-        lambda folder, rng: (
-            shutil.copy(shards(folder)[0], folder / "other.safetensors") and None
-        ),
+        lambda folder, rng: shutil.copy(shards(folder)[0], folder / "other.safetensors") and None,
     )
     yield "tokenizer.json cut", write("tokenizer.json", '{"version": "1.0", "trunc')
     yield "tokenizer.json empty", write("tokenizer.json", "{}")
     yield (
         "tokenizer code",
-        set_field(
-            "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["../evil.T", None]}
-        ),
+        set_field("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["../evil.T", None]}),
     )
     yield (
         "tokenizer file",

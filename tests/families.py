@@ -29,9 +29,7 @@ TEMPLATE = (
 STYLES = ("llama3", "qwen", "smollm2", "gemma", "glued")
 
 
-def family_tokenizer(
-    style: str, template: str | None = TEMPLATE
-) -> PreTrainedTokenizerFast:
+def family_tokenizer(style: str, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Train a small BPE tokenizer that splits as its family does.
 
     "glued" takes blanks and newlines into the tokens of numbers.
@@ -39,9 +37,7 @@ def family_tokenizer(
     if style == "gemma":
         tokenizer = Tokenizer(models.BPE(byte_fallback=True))
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(
-            Regex(r"\d|\n+|▁?[^▁\d\n]+"), "isolated"
-        )
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d|\n+|▁?[^▁\d\n]+"), "isolated")
         tokenizer.decoder = decoders.Replace("▁", " ")
         alphabet = [*map(chr, range(33, 127)), "▁", "\n"]
     else:
@@ -52,9 +48,7 @@ def family_tokenizer(
             else pre_tokenizers.Digits(True)
         )
         tokenizer = Tokenizer(models.BPE())
-        last = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=style == "smollm2"
-        )
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style == "smollm2")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, last])
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()

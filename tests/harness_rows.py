@@ -17,9 +17,7 @@ def write_task(folder: Path, name: str, n_rows: int) -> None:
     definition = Path(lm_eval.tasks.__file__).parent / FOLDERS[name] / f"{name}.yaml"
     questions = folder / f"{name}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    questions.write_text(
-        "".join(f"{json.dumps(_row(number))}\n" for number in range(n_rows))
-    )
+    questions.write_text("".join(f"{json.dumps(_row(number))}\n" for number in range(n_rows)))
     lines = [
         f"include: {definition}",
         "tag: made_up_tag",

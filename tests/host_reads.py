@@ -37,9 +37,7 @@ class HostReads(TorchDispatchMode):
         super().__init__()
         self.places: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         indices = args[1] if name in INDEXING else ()
         by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
@@ -65,9 +63,7 @@ class _Methods(TorchFunctionMode):
         super().__init__()
         self.reads = reads
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METHODS:
             self.reads.count(func.__name__)
         return func(*args, **(kwargs or {}))

@@ -35,9 +35,7 @@ def start_two(
     running = []
     try:
         for rank, changes in enumerate(own):
-            environment = (
-                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(changes)
-            )
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(changes)
             running.append(
                 subprocess.Popen(
                     command,

@@ -82,9 +82,7 @@ def tiny_student(
     family: str, *, d_state: int = 8, recurrence: str = "discrete"
 ) -> tuple[HybridForCausalLM, HeadPlan]:
     """Build a student with heads kept in two layers of three; Qwen2's embeddings are tied."""
-    teacher = make_family_model(
-        family, vocab_size=300, tie_word_embeddings=family == "qwen2"
-    )
+    teacher = make_family_model(family, vocab_size=300, tie_word_embeddings=family == "qwen2")
     plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3), (1, 7)])
     return build_student(teacher, plan, d_state=d_state, recurrence=recurrence)[0], plan
 
@@ -102,9 +100,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def mixed_student(
-    teacher: PreTrainedModel, recurrence: str = "discrete"
-) -> HybridForCausalLM:
+def mixed_student(teacher: PreTrainedModel, recurrence: str = "discrete") -> HybridForCausalLM:
     """Layers that keep three heads (which share KV heads unevenly), none, and all but one."""
     return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE), recurrence=recurrence)
 
@@ -138,9 +134,7 @@ def packed_logits(model: PreTrainedModel, ids: Tensor, seq_idx: Tensor) -> Tenso
     """Logits of a student, or of its teacher, on packed documents."""
     if isinstance(model, HybridForCausalLM):
         return logits(model, ids, seq_idx=seq_idx)
-    return logits(
-        model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config)
-    )
+    return logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
 
 
 def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None:

@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL
-    )
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     exec(blocks[0], {})

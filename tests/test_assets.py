@@ -70,9 +70,7 @@ def test_the_same_seed_writes_the_same_world() -> None:
 def test_every_key_and_value_is_one_token_in_both_places(tiny) -> None:
     _, tokenizer = tiny
     words = [*NOUNS, *map(str, range(100))]
-    assert all(
-        len(ids) == 1 for ids in tokenizer(words, add_special_tokens=False).input_ids
-    )
+    assert all(len(ids) == 1 for ids in tokenizer(words, add_special_tokens=False).input_ids)
 
 
 def test_the_tokenizer_gives_the_text_back(tiny) -> None:

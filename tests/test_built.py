@@ -108,9 +108,7 @@ def test_the_file_holds_the_recurrent_heads_and_nothing_else(before):
     assert stored
     assert all(".ssm." in name for name in stored)
     tensors = json.loads((before[0] / "build.json").read_text())["tensors"]
-    initialized = {
-        tensor["name"] for tensor in tensors if tensor["action"] == "initialized"
-    }
+    initialized = {tensor["name"] for tensor in tensors if tensor["action"] == "initialized"}
     assert set(stored) == initialized
 
 

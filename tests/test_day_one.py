@@ -19,9 +19,7 @@ from hybrid_distill.student.build import empty_student
 from hybrid_distill.train.meter import PEAK_FLOPS, flops_per_token
 
 ROOT = Path(__file__).parents[1]
-DAY = (
-    (ROOT / "docs/training.md").read_text().partition("## Day one")[2].partition("\n## ")[0]
-)
+DAY = (ROOT / "docs/training.md").read_text().partition("## Day one")[2].partition("\n## ")[0]
 CONTAINER = ("--gpus all", "--ipc=host", "--ulimit memlock=-1", "--ulimit stack=67108864")
 N_GPUS = 8
 

@@ -25,9 +25,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     import nbformat
 
     notebook = nbformat.read(EXAMPLES / "heads.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), (
-        "outputs are not committed"
-    )
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not committed"
     for whole, small in SMALLER.items():
         [cell] = [cell for cell in notebook.cells if whole in cell.source]
         cell.source = cell.source.replace(whole, small)

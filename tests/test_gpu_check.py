@@ -55,9 +55,7 @@ def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
 @pytest.fixture
 def idle(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs do nothing, and say that all went well."""
-    monkeypatch.setattr(
-        script, "program", lambda *args, **options: script.Outcome(script.OK)
-    )
+    monkeypatch.setattr(script, "program", lambda *args, **options: script.Outcome(script.OK))
 
 
 def named(script: ModuleType, outcomes: dict[str, Any], result: str) -> set[str]:
@@ -96,9 +94,7 @@ def test_every_launch_file_takes_its_steps_on_two_gpus(
     assert started == {file: 1 if file in ONE_PROCESS else 2 for file in LAUNCH_FILES}
 
 
-def test_what_cannot_run_is_skipped_with_a_reason(
-    script, commands, tmp_path, monkeypatch
-) -> None:
+def test_what_cannot_run_is_skipped_with_a_reason(script, commands, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: None)
     on_one = script.check(script.Setting(tmp_path / "one", False, 1), "launch/")
     assert named(script, on_one, "ok") == ONE_PROCESS
@@ -113,9 +109,7 @@ def test_a_row_that_leaves_nothing_is_wrong(script, idle, tmp_path, row) -> None
     assert outcomes[row].result == "WRONG"
 
 
-def test_one_bad_row_is_named_and_the_others_run(
-    script, tmp_path, monkeypatch, capsys
-) -> None:
+def test_one_bad_row_is_named_and_the_others_run(script, tmp_path, monkeypatch, capsys) -> None:
     def broken(setting: Any, name: str) -> Any:
         raise RuntimeError("no such thing")
 
@@ -123,9 +117,7 @@ def test_one_bad_row_is_named_and_the_others_run(
         return script.program(setting, name, "-c", "raise ValueError('it is 7')")
 
     def endless(setting: Any, name: str) -> Any:
-        return script.program(
-            setting, name, "-c", "import time; time.sleep(600)", limit=0.2
-        )
+        return script.program(setting, name, "-c", "import time; time.sleep(600)", limit=0.2)
 
     def fine(setting: Any, name: str) -> Any:
         return script.program(setting, name, "-c", "print(3)")
@@ -146,9 +138,7 @@ def test_one_bad_row_is_named_and_the_others_run(
 
 
 @torch.no_grad()
-def test_packed_attention_is_compared_and_a_mistake_is_found(
-    attention, monkeypatch
-) -> None:
+def test_packed_attention_is_compared_and_a_mistake_is_found(attention, monkeypatch) -> None:
     from hybrid_distill.model import document_kernels
 
     flex_attention = torch.nn.attention.flex_attention.flex_attention

@@ -64,8 +64,7 @@ def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             yield from (
-                ".".join([*base, *filter(None, [node.module]), alias.name])
-                for alias in node.names
+                ".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names
             )
         is_lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
             isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -89,15 +88,11 @@ def unit_of_file(path: Path) -> str:
 
 
 def used_units(path: Path, *, lazy: bool = True) -> set[str]:
-    own = {
-        name for name in imports(path, lazy=lazy) if name.split(".")[0] == "hybrid_distill"
-    }
+    own = {name for name in imports(path, lazy=lazy) if name.split(".")[0] == "hybrid_distill"}
     return {unit_of(name) for name in own} - {unit_of_file(path)}
 
 
-SHIPPED = [
-    ROOT / "hybrid_distill/export" / name for name in ("mlx_model.py", "onnx_generate.py")
-]
+SHIPPED = [ROOT / "hybrid_distill/export" / name for name in ("mlx_model.py", "onnx_generate.py")]
 """Programs that travel with exports, and run where this package is not."""
 PACKAGE = [
     path
@@ -117,9 +112,7 @@ def test_a_module_uses_no_later_layer_and_imports_optional_libraries_where_it_us
         assert used in LAYER_OF, (
             f"imports {used}: not in LAYERS, or a name taken from the package root"
         )
-        assert LAYER_OF[used] <= LAYER_OF[unit], (
-            f"imports {used}, which belongs to a later layer"
-        )
+        assert LAYER_OF[used] <= LAYER_OF[unit], f"imports {used}, which belongs to a later layer"
 
 
 def test_no_circle() -> None:
@@ -131,9 +124,7 @@ def test_no_circle() -> None:
 
 @pytest.mark.parametrize("path", files("hybrid_distill/model"), ids=lambda path: path.name)
 def test_model_runs_alone_inside_a_checkpoint(path: Path) -> None:
-    assert set(get_imports(path)) <= MODEL_MAY_IMPORT, (
-        "remote code that imports more does not load"
-    )
+    assert set(get_imports(path)) <= MODEL_MAY_IMPORT, "remote code that imports more does not load"
     for name in imports(path):
         own = name.startswith("hybrid_distill.model.")
         engines = {"ssd.py": ("hybrid_kernels", "mamba_ssm"), "gated_delta.py": ("fla",)}
@@ -153,15 +144,11 @@ def test_kernels_are_imported_in_few_places_and_those_of_triton_only_where_calle
     expected = {"ssd.py", "losses.py", "end_to_end.py", "kernels.py", "plan.py"}
     assert {path.name for path in users} <= expected
     for path in users:
-        assert kernels_of(path, lazy=False) <= {"loss", "loss_torch"}, (
-            "all others need triton"
-        )
+        assert kernels_of(path, lazy=False) <= {"loss", "loss_torch"}, "all others need triton"
 
 
 def test_kernels_do_not_know_the_package() -> None:
-    assert not (ROOT / "kernels/__init__.py").exists(), (
-        "it would shadow the Hugging Face library"
-    )
+    assert not (ROOT / "kernels/__init__.py").exists(), "it would shadow the Hugging Face library"
     for path in files("kernels"):
         roots = {name.split(".")[0] for name in imports(path)}
         # A relative import reads as kernels.hybrid_kernels here, for the folder is a source root.

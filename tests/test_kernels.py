@@ -117,9 +117,7 @@ def student_folder(tmp_path: Path) -> Path:
     return tmp_path / "student"
 
 
-def test_experiments_load_a_student_on_the_kernels(
-    student_folder: Path, monkeypatch
-) -> None:
+def test_experiments_load_a_student_on_the_kernels(student_folder: Path, monkeypatch) -> None:
     student, _ = tiny_student("llama")
     loads = "hybrid_distill.lab.analysis.experiment"
     monkeypatch.setattr(f"{loads}.load_on_own_device", lambda *_, **__: (student, None))

@@ -227,9 +227,7 @@ def test_a_machine_starts_a_process_for_each_gpu_or_on_the_cpu_that_was_asked_fo
 
 
 @pytest.mark.parametrize("config", ["launch/zero2.yaml", ""])
-def test_a_job_starts_one_launcher_on_each_machine(
-    machine: dict[str, str], config: str
-) -> None:
+def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], config: str) -> None:
     status, output = run(
         "slurm.sbatch",
         {**machine, "CONFIG": config},
@@ -250,13 +248,9 @@ def test_a_job_starts_one_launcher_on_each_machine(
             "--num_processes 8 --num_machines 2 "
             f"--machine_rank {{}} --main_process_port 2{JOB} --main_process_ip node-a"
         )
-    expected = [
-        common.format(rank) + " recipe.py --out runs/a b --flag=*" for rank in (0, 1)
-    ]
+    expected = [common.format(rank) + " recipe.py --out runs/a b --flag=*" for rank in (0, 1)]
     assert sorted(recorded(machine, "commands")) == expected
-    assert recorded(machine, "scontrol") == ["show hostnames node-[a-b]"], (
-        "nothing was requeued"
-    )
+    assert recorded(machine, "scontrol") == ["show hostnames node-[a-b]"], "nothing was requeued"
 
 
 def test_a_job_that_fails_is_not_requeued(machine: dict[str, str]) -> None:
@@ -314,9 +308,7 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
     """Two processes that really train, on one machine."""
-    paths = os.pathsep.join(
-        [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    )
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     one_machine = machine | {
         "PYTHON": sys.executable,
         "PYTHONPATH": paths,
@@ -340,9 +332,7 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
     assert steps(out)[-1] < 40
 
     (Path(one_machine["RECORD"]) / "scontrol").unlink()
-    status, output = run(
-        "slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments
-    )
+    status, output = run("slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments)
     assert status == 0 and (out / "report.md").exists(), output
     assert steps(out) == list(range(1, 41)), "none twice, none left out"
     assert f"requeue {JOB}" not in recorded(one_machine, "scontrol")

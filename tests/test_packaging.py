@@ -42,8 +42,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     assert packed == expected
     assert "hybrid_distill/assets/tiny_teacher/model.safetensors" in packed
     assert (
-        "hybrid-distill = hybrid_distill.__main__:main"
-        in (info / "entry_points.txt").read_text()
+        "hybrid-distill = hybrid_distill.__main__:main" in (info / "entry_points.txt").read_text()
     )
 
 
@@ -60,9 +59,7 @@ cli.main("sweep sweep_tiny --dry-run".split())
 
 
 @pytest.mark.launched
-def test_without_a_clone_recipes_run_as_the_docs_call_them(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_without_a_clone_recipes_run_as_the_docs_call_them(wheel: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(wheel), *sys.path[1:]])}
     ran = subprocess.run(
         [sys.executable, "-c", THREE_COMMANDS],

@@ -77,9 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(small_run(tmp_path_factory.mktemp("finished") / "run"))
 
 
-def test_an_export_of_a_finished_run_carries_its_results(
-    finished, tmp_path, capsys
-) -> None:
+def test_an_export_of_a_finished_run_carries_its_results(finished, tmp_path, capsys) -> None:
     exported = tmp_path / "exported"
     main(["export", "--model", str(finished), "--out", str(exported)])
     assert "FAIL" not in capsys.readouterr().out
@@ -119,17 +117,13 @@ def test_a_resumed_run_builds_and_measures_on_its_device(finished, monkeypatch) 
     assert measured_on == ["gpu", "gpu"]
 
 
-def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(
-    finished, monkeypatch
-) -> None:
+def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, monkeypatch) -> None:
     monkeypatch.chdir(finished / "stages")
     this = RunInputs(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
     assert [stage["name"] for stage in training_record(this)] == ["align", "distill"] * 2
 
 
-def test_resume_never_leaves_nothing_of_the_run_before(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     base = small_run()
     shutil.copytree(finished, out)
@@ -182,9 +176,7 @@ def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
     prepare(RunInputs(base))
     (out / "scores.json").write_text("{}")
     (out / "plan.json").write_text("{}")
-    reading = replace(
-        base, resume="never", scoring=replace(base.scoring, file=out / "scores.json")
-    )
+    reading = replace(base, resume="never", scoring=replace(base.scoring, file=out / "scores.json"))
     with pytest.raises(ValueError, match=r"scores\.json.*--resume never"):
         prepare(RunInputs(reading))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
@@ -200,9 +192,7 @@ def test_a_run_with_other_settings_names_them(tmp_path: Path) -> None:
     prepare(RunInputs(base))
     choose_heads(RunInputs(base))
     prepare(RunInputs(replace(base, trackers=(), export=True)))
-    (tmp_path / "run" / "stages" / "1-align" / "checkpoints" / "step-00000001").mkdir(
-        parents=True
-    )
+    (tmp_path / "run" / "stages" / "1-align" / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"align\.steps .*2.*3"):
         prepare(RunInputs(base.with_stage("align", steps=3)))
 
@@ -261,9 +251,7 @@ def test_a_transformers_that_breaks_students_is_refused_before_anything_is_compu
     lose_caches(monkeypatch)
     # A family is checked once in a process, and another test may have done so.
     monkeypatch.setattr(checks, "_checked_families", set())
-    monkeypatch.setattr(
-        steps, "score_heads", Mock(side_effect=AssertionError("heads were scored"))
-    )
+    monkeypatch.setattr(steps, "score_heads", Mock(side_effect=AssertionError("heads were scored")))
     with pytest.raises(SystemExit, match="2"):
         main(["run", "tiny", "--out", str(tmp_path / "run"), *words])
     assert transformers.__version__ in only_error(capsys.readouterr().err)
@@ -286,9 +274,7 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     assert not (out / "export").exists()
 
     gate_in_this_process(monkeypatch, tmp_path / "modules")
-    monkeypatch.setattr(
-        steps, "evaluate", Mock(side_effect=AssertionError("measured again"))
-    )
+    monkeypatch.setattr(steps, "evaluate", Mock(side_effect=AssertionError("measured again")))
     monkeypatch.setattr(
         "hybrid_distill.train.loop._Training.run",
         Mock(side_effect=AssertionError("trained again")),

@@ -30,9 +30,7 @@ def ranked() -> HeadScores:
         accuracy_LH[head] = accuracy
         logprob_LH[head] = logprob
     provenance = {"fingerprint": "abc"}
-    return some_scores(
-        accuracy_LH, logprob_LH, n_kv_heads=N_KV_HEADS, provenance=provenance
-    )
+    return some_scores(accuracy_LH, logprob_LH, n_kv_heads=N_KV_HEADS, provenance=provenance)
 
 
 def test_top_k_takes_the_head_of_the_ranking(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,9 +162,7 @@ GROUPED = some_scores([[0.1, 0.6, 0.2, 0.3], [0.5, 0.4, 0.0, 0.0]], n_kv_heads=2
         ("container", 0, []),
     ],
 )
-def test_the_best_units_are_kept_whole(
-    unit: Any, k: int, kept: list[tuple[int, int]]
-) -> None:
+def test_the_best_units_are_kept_whole(unit: Any, k: int, kept: list[tuple[int, int]]) -> None:
     assert list(HeadPlan.top_k(GROUPED, k, unit=unit).kept) == kept
 
 

@@ -107,9 +107,7 @@ def test_the_first_cells_of_a_sweep(
 
 def test_the_first_step_of_the_embedded_teacher(tmp_path: Path) -> None:
     shape = {"width": 16, "mlp_width": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1}
-    run = TeacherRun(
-        out=tmp_path, corpus_documents=5, held_out_documents=5, batch_size=4, **shape
-    )
+    run = TeacherRun(out=tmp_path, corpus_documents=5, held_out_documents=5, batch_size=4, **shape)
     write_corpus(run)
     tokenizer = AutoTokenizer.from_pretrained(tiny_teacher_path())
     model = make_model(run, tokenizer)

@@ -22,9 +22,7 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     assert not [name for name in gone if not (ROOT / name).is_file()]
     picture = text.split("```")[1]
     folders = [
-        path.name
-        for path in (ROOT / "hybrid_distill").iterdir()
-        if (path / "__init__.py").exists()
+        path.name for path in (ROOT / "hybrid_distill").iterdir() if (path / "__init__.py").exists()
     ]
     assert all(f"{name}/" in picture for name in folders)
 
@@ -58,27 +56,21 @@ def test_a_launch_file_describes_a_machine_and_nothing_else(path: Path) -> None:
             "the recipe decides it: two owners would disagree in silence"
         )
     if "DEEPSPEED" in text:
-        assert "deepspeed_multinode_launcher: standard" in text, (
-            "pdsh would train on one machine"
-        )
+        assert "deepspeed_multinode_launcher: standard" in text, "pdsh would train on one machine"
         assert "zero3_init_flag: false" in text
         assert "zero_stage: 3" not in text or "zero3_save_16bit_model: true" in text
 
 
 def test_the_figure_of_the_readme_shows_the_measured_numbers() -> None:
     figure = runpy.run_path(str(ROOT / "docs/method_figure.py"))["method_figure"]()
-    assert (ROOT / "docs/method.svg").read_text() == figure, (
-        "run `python docs/method_figure.py`"
-    )
+    assert (ROOT / "docs/method.svg").read_text() == figure, "run `python docs/method_figure.py`"
     assert figure.count('class="lit"') == 48 + 6
 
 
 def test_hooks_before_a_commit_run_the_versions_of_make_lint() -> None:
     constraints = (ROOT / "constraints.txt").read_text()
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
-    versions = re.findall(
-        r"repo: .*/(ruff|codespell)(?:-pre-commit)?\n    rev: v(.*)", hooks
-    )
+    versions = re.findall(r"repo: .*/(ruff|codespell)(?:-pre-commit)?\n    rev: v(.*)", hooks)
     assert len(versions) == 2
     for tool, version in versions:
         assert f"\n{tool}=={version}\n" in constraints

@@ -80,9 +80,7 @@ def test_an_undamaged_student_is_the_student(family: str, tmp_path) -> None:
     export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, gate=False)
     loaded, tokenizer = load_student(tmp_path / "export")
     ids_BL = torch.randint(5, 261, (2, 17))
-    assert torch.equal(
-        loaded(input_ids=ids_BL).logits, student.eval()(input_ids=ids_BL).logits
-    )
+    assert torch.equal(loaded(input_ids=ids_BL).logits, student.eval()(input_ids=ids_BL).logits)
     assert tokenizer is not None and not loaded.training
     assert foreign_code(tmp_path / "export") == []
 
@@ -154,9 +152,7 @@ def test_a_teacher_with_a_pickle_needs_a_flag(tmp_path, capsys) -> None:
 
 def test_a_teachers_index_does_not_lead_out_of_its_folder(tmp_path) -> None:
     folder = tmp_path / "teacher"
-    make_family_model("llama", vocab_size=300).save_pretrained(
-        folder, max_shard_size="100KB"
-    )
+    make_family_model("llama", vocab_size=300).save_pretrained(folder, max_shard_size="100KB")
     byte_tokenizer().save_pretrained(folder)
     load_teacher(folder)
     first = sorted(folder.glob("*.safetensors"))[0]

@@ -98,9 +98,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"[UNK]": 0, "<eos>": 1} | {f"w{i}": i + 2 for i in range(97)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
 
 
 def word_texts(n: int, first: int = 0) -> list[str]:
@@ -112,15 +110,11 @@ def word_texts(n: int, first: int = 0) -> list[str]:
     return texts
 
 
-def rows_of(
-    texts: list[str], tokenizer: PreTrainedTokenizerFast, seq_len: int = 16
-) -> PackedRows:
+def rows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seq_len: int = 16) -> PackedRows:
     """Texts in memory, cut into rows."""
     shard = encode(texts, tokenizer, id_dtype(tokenizer))
     fingerprint = hash_of([hashlib.sha256(shard.ids.tobytes()).hexdigest()])
-    return PackedRows(
-        [Tokens((shard,), tokenizer.eos_token_id, fingerprint)], seq_len=seq_len
-    )
+    return PackedRows([Tokens((shard,), tokenizer.eos_token_id, fingerprint)], seq_len=seq_len)
 
 
 def small_rows(seq_len: int = 16) -> PackedRows:
@@ -131,9 +125,7 @@ def small_rows(seq_len: int = 16) -> PackedRows:
 def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTrainedModel]:
     """(student with ``k`` kept heads, its teacher), the same ones on every call."""
     teacher = make_family_model("llama", **{**SMALL, **overrides})
-    student, _ = build_student(
-        teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4
-    )
+    student, _ = build_student(teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4)
     return student, teacher
 
 
@@ -240,9 +232,7 @@ def record_sharded_teachers(path: Path) -> None:
         stage = shard(*args)
         n_bytes = 0
         for parameter in stage.teacher.parameters():
-            local: Any = (
-                parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            )
+            local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             n_bytes += local.nbytes
         sizes.append(n_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,9 +265,7 @@ def train_chain(
         rows = StoppingRows(small_rows(), stop_at, lambda: os.kill(os.getpid(), number))
         config = small_config(name, micro_batch_size=2, **changes)
         stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(
-            stage, rows, out / name, progress=False, teacher_sharding=teacher_sharding
-        )
+        train_stage(stage, rows, out / name, progress=False, teacher_sharding=teacher_sharding)
 
 
 def main() -> None:

@@ -36,7 +36,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def moved(link: re.Match[str]) -> str:
         name = _in_repository(page.file, link[1])
         is_file = (ROOT / name).is_file()
-        return os.path.relpath(_on_site(name), os.path.dirname(page.file.src_uri)) if is_file else link[1]
+        return (
+            os.path.relpath(_on_site(name), os.path.dirname(page.file.src_uri))
+            if is_file
+            else link[1]
+        )
 
     return LINK.sub(moved, markdown)
 
@@ -45,7 +49,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     """Turn formulas into MathML, which browsers show by themselves."""
 
     def drawn(formula: re.Match[str]) -> str:
-        return convert(html.unescape(formula[2]), display="block" if formula[1] == "div" else "inline")
+        return convert(
+            html.unescape(formula[2]), display="block" if formula[1] == "div" else "inline"
+        )
 
     return re.sub(r'(?s)<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', drawn, content)
 

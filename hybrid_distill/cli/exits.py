@@ -13,7 +13,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from ..distributed import LaunchRefused, OtherProcessError, UnsharedFolder, WorldError, disconnect, is_launched_main
+from ..distributed import (
+    LaunchRefused,
+    OtherProcessError,
+    UnsharedFolder,
+    WorldError,
+    disconnect,
+    is_launched_main,
+)
 from ..locking import InUse
 
 IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)

@@ -46,7 +46,13 @@ class TopK(NamedTuple):
 
 @torch.no_grad()
 def top_k_of(
-    teacher: PreTrainedModel, batch: Batch, k: int, *, vocab_size: int, temperature: float = 1.0, bf16: bool = False
+    teacher: PreTrainedModel,
+    batch: Batch,
+    k: int,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    bf16: bool = False,
 ) -> TopK:
     """Compute the teacher's ``k`` likeliest next tokens after every token, likeliest first, and the rest as one sum.
 
@@ -55,7 +61,9 @@ def top_k_of(
     chunk_tokens = max(1, _CHUNK_LOGITS // vocab_size)
     chunks = []
     with torch.autocast(teacher.device.type, torch.bfloat16, enabled=bf16):
-        packed = packed_inputs(batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch))
+        packed = packed_inputs(
+            batch["seq_idx"], teacher.dtype, teacher.config, cu_seqlens=cu_seqlens(batch)
+        )
         hidden_BLE = decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
         for hidden_ME in hidden_BLE.flatten(0, 1).split(chunk_tokens):
             # Beyond `vocab_size`, embeddings are padding: rows that no token has.
@@ -93,7 +101,9 @@ def write_logits(
     folder that holds something else or that another command is writing to.
     """
     if top_k > vocab_size:
-        raise ValueError(f"--top-k is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}.")
+        raise ValueError(
+            f"--top-k is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}."
+        )
     row_ids = row_ids_of(rows, places)
     header = LogitHeader(
         format=LogitHeader.FORMAT,
@@ -122,7 +132,9 @@ def write_logits(
         if not LogitHeader.file(folder).exists():
             # `PreTrainedModel.to` is decorated, and its type is lost.
             torch.nn.Module.to(teacher, connect().device)
-            compute_everywhere(lambda: _write_shards(folder, header, teacher, rows, row_ids, micro_batch_size))
+            compute_everywhere(
+                lambda: _write_shards(folder, header, teacher, rows, row_ids, micro_batch_size)
+            )
             on_main_process(lambda: _finish(folder, header, rows, check_rows))
     return _summary(folder, LogitHeader.open(folder), time.monotonic() - began)
 
@@ -165,7 +177,9 @@ def _write_shards(
     # By number, not by count: with another number of processes the shards that are there stay valid.
     state = connect()
     shards = header.shards(folder)
-    mine = [n for n in header.missing_shards(folder) if n % state.num_processes == state.process_index]
+    mine = [
+        n for n in header.missing_shards(folder) if n % state.num_processes == state.process_index
+    ]
     n_rows = sum(shards[number][1] for number in mine)
     with Phase("the teacher's logits", n_rows * header.seq_len, unit="tokens") as phase:
         for number in mine:
@@ -173,7 +187,9 @@ def _write_shards(
             ids = row_ids[first : first + header.shard_rows]
             with replacing(shards[number][0]) as path, path.open("wb") as file:
                 for begin in range(0, len(ids), micro_batch_size):
-                    batch = on_device(rows.read(ids[begin : begin + micro_batch_size]), teacher.device)
+                    batch = on_device(
+                        rows.read(ids[begin : begin + micro_batch_size]), teacher.device
+                    )
                     top_k = top_k_of(
                         teacher,
                         batch,

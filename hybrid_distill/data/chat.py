@@ -63,7 +63,9 @@ def _message(message: object, place: str) -> Record:
     role = fields.get("role", fields.get("from"))
     content = fields.get("content", fields.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError(f"{place} holds the message {message!r}; give it a role and a content, both text.")
+        raise ValueError(
+            f"{place} holds the message {message!r}; give it a role and a content, both text."
+        )
     # Other fields stay: templates read tool calls and names.
     return {**fields, "role": _ROLES.get(role, role), "content": content}
 
@@ -79,7 +81,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "`hybrid-distill prepare-data --chat --tokenizer INSTRUCT`."
         )
     if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer {name} is slow and gives no offsets of its tokens; use a fast one.")
+        raise ValueError(
+            f"the tokenizer {name} is slow and gives no offsets of its tokens; use a fast one."
+        )
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -88,7 +92,9 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
 
 
-def encode_conversation(conversation: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def encode_conversation(
+    conversation: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[bool]]:
     """Tokenize messages given as JSON; return (ids, whether the *next* token is the assistant's).
 
     The assistant's part is what the template marks with ``{% generation %}``. In a template without that mark, it is
@@ -113,7 +119,9 @@ def _is_within(place: int, spans: list[Span]) -> bool:
     return any(begin <= place < end for begin, end in spans)
 
 
-def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+def _rendered_with_answers(
+    messages: list[Record], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[Span]]:
     """Return the conversation as text, and the span of each answer in it.
 
     ``apply_chat_template(return_assistant_tokens_mask=True)`` is not used: if a mark begins or ends on whitespace that
@@ -121,7 +129,11 @@ def _rendered_with_answers(messages: list[Record], tokenizer: PreTrainedTokenize
     """
     template = tokenizer.get_chat_template()
     if _MARK.search(template):
-        options = {"return_assistant_tokens_mask": True, "date_string": _DATE, **tokenizer.special_tokens_map}
+        options = {
+            "return_assistant_tokens_mask": True,
+            "date_string": _DATE,
+            **tokenizer.special_tokens_map,
+        }
         # Lists of one: it renders batches. Its annotation leaves out the spans.
         rendering: Any = render_jinja_template([messages], chat_template=template, **options)
         texts, spans = rendering
@@ -169,7 +181,9 @@ def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return before + header
 
 
-def rendered(messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt: bool = False) -> str:
+def rendered(
+    messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt: bool = False
+) -> str:
     """Render messages as text; a ``prompt`` ends with the beginning of an answer."""
     options = {"add_generation_prompt": prompt, "date_string": _DATE}
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))

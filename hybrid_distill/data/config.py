@@ -51,9 +51,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ValueError("data.sources is empty; pass a source, for example --data.sources tiny.")
+            raise ValueError(
+                "data.sources is empty; pass a source, for example --data.sources tiny."
+            )
         if self.weights and len(self.weights) != len(self.sources):
-            raise ValueError(f"data.weights is {self.weights} for {len(self.sources)} sources; pass one for each.")
+            raise ValueError(
+                f"data.weights is {self.weights} for {len(self.sources)} sources; pass one for each."
+            )
         check_options(self, "data.")
 
 
@@ -86,7 +90,9 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         return
     for folder, header in headers.items():
         if not header.chat:
-            raise ValueError(f"the token folder {folder} holds plain text and data.chat is on; pass --data.no-chat.")
+            raise ValueError(
+                f"the token folder {folder} holds plain text and data.chat is on; pass --data.no-chat."
+            )
     # Token folders were rendered when they were made.
     if len(headers) < len(set(config.sources)):
         check_template(tokenizer)
@@ -135,7 +141,9 @@ def preparations(config: DataConfig, tokenizer: str) -> list[str]:
     on_hub = [source for source in config.sources if source.startswith(HUB)]
     commands = []
     for number, source in enumerate(on_hub, 1):
-        commands.append(f"hybrid-distill prepare-data {options} --sources {source} --out tokens/{number}")
+        commands.append(
+            f"hybrid-distill prepare-data {options} --sources {source} --out tokens/{number}"
+        )
     return commands
 
 

@@ -48,7 +48,9 @@ def read_held_out(source: str, n: int, text_column: str | None = "text") -> list
 
     Raises ValueError as `read_documents` does, and if all of them are blank.
     """
-    texts = list(islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n))
+    texts = list(
+        islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n)
+    )
     if n and not any(text.strip() for text in texts):
         raise ValueError(f"{source} holds no text; pass a file that does, or tiny.")
     return texts
@@ -121,14 +123,18 @@ def is_embedded(source: str) -> bool:
     return source.split(":")[0] == "tiny"
 
 
-def _local_documents(source: str, text_column: str | None, place: Place) -> tuple[Iterator[str], Callable[[], Place]]:
+def _local_documents(
+    source: str, text_column: str | None, place: Place
+) -> tuple[Iterator[str], Callable[[], Place]]:
     """Return a source's texts, and a function that returns the place after the last text read."""
     if is_embedded(source):
         if text_column is None:
             raise no_conversations(source)
         if source not in _EMBEDDED:
             part = source.partition(":")[2]
-            raise ValueError(f"the embedded corpus has no split {part!r}; pass train, held_out or probe_like.")
+            raise ValueError(
+                f"the embedded corpus has no split {part!r}; pass train, held_out or probe_like."
+            )
         readers = [_EMBEDDED[source]]
     else:
         readers = [partial(read_file, file, text_column) for file in source_files(source)]

@@ -96,13 +96,22 @@ def generate_tokens(
 
 
 def _documents(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, number: int, chat: bool
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    number: int,
+    chat: bool,
 ) -> list[str]:
     """Generate batch ``number``: texts, or conversations as JSON."""
     first = number * sampling.batch_size
-    prompts = [prompt(sampling.seed, place, chat) for place in range(first, first + sampling.batch_size)]
+    prompts = [
+        prompt(sampling.seed, place, chat) for place in range(first, first + sampling.batch_size)
+    ]
     if chat:
-        return [json.dumps(messages) for messages in _conversations(model, tokenizer, sampling, number, prompts)]
+        return [
+            json.dumps(messages)
+            for messages in _conversations(model, tokenizer, sampling, number, prompts)
+        ]
     openings = [turns[0] for turns in prompts]
     rests = _continuations(model, tokenizer, openings, sampling, f"{sampling.seed} {number}", True)
     return [opening + rest for opening, rest in zip(openings, rests)]
@@ -125,7 +134,9 @@ def _conversations(
                 messages.append({"role": "user", "content": questions[turn]})
                 going_on.append(messages)
         texts = [rendered(messages, tokenizer, prompt=True) for messages in going_on]
-        answers = _continuations(model, tokenizer, texts, sampling, f"{sampling.seed} {number} {turn}", False)
+        answers = _continuations(
+            model, tokenizer, texts, sampling, f"{sampling.seed} {number} {turn}", False
+        )
         for messages, answer in zip(going_on, answers):
             messages.append({"role": "assistant", "content": answer.strip()})
     return conversations

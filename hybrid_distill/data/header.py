@@ -53,7 +53,9 @@ class FolderHeader:
         if cls.file(folder).is_file():
             return True
         if cls.file(folder, partial=True).is_file():
-            raise ValueError(f"the {cls.CONTENT} in {folder} are unfinished; rerun the command that started them.")
+            raise ValueError(
+                f"the {cls.CONTENT} in {folder} are unfinished; rerun the command that started them."
+            )
         return False
 
     @classmethod

@@ -102,7 +102,9 @@ def read_pins(path: Path) -> dict[str, Pin]:
     """Read pins that `write_pins` wrote; none if there is no such file. Raises ValueError for any other file."""
     if not path.is_file():
         return {}
-    with refused(f"{path} does not hold the commits of data sets", "delete it to ask the hub again"):
+    with refused(
+        f"{path} does not hold the commits of data sets", "delete it to ask the hub again"
+    ):
         return {source: Pin(**record) for source, record in read_json(path).items()}
 
 

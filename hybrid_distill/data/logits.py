@@ -118,7 +118,11 @@ def record_dtype(header: LogitHeader) -> np.dtype:
 
 
 def pack(
-    ids_BLK: Tensor, log_probs_BLK: Tensor, log_tail_BL: Tensor, mask_BL: Tensor, header: LogitHeader
+    ids_BLK: Tensor,
+    log_probs_BLK: Tensor,
+    log_tail_BL: Tensor,
+    mask_BL: Tensor,
+    header: LogitHeader,
 ) -> np.ndarray:
     """Return records of rows, [B]; masked tokens get zeros and no tail, whatever the teacher predicts there."""
     # Otherwise the bytes of a folder would depend on what a teacher makes of padding.
@@ -169,7 +173,9 @@ class LogitFolder:
         self.folder = folder
         self.header = header
         self.row_ids = np.fromfile(folder / ROW_IDS, dtype="<i8")
-        self._shards = [np.memmap(path, record_dtype(header), "r") for path, _ in header.shards(folder)]
+        self._shards = [
+            np.memmap(path, record_dtype(header), "r") for path, _ in header.shards(folder)
+        ]
 
     def read(self, row_ids: np.ndarray) -> np.ndarray:
         """Return the records of rows by number; all of the rows must be stored."""

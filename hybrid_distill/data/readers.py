@@ -102,7 +102,9 @@ def _read_jsonl(path: Path, text_column: str | None, tally: Tally) -> Iterator[s
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON ({error}); write one object a line.") from error
+                raise ValueError(
+                    f"{path}, line {number} is not JSON ({error}); write one object a line."
+                ) from error
             yield text_of(record, text_column, f"{path}, line {number}", tally)
 
 
@@ -147,7 +149,9 @@ class Tally:
             log.info("%s", "; ".join(parts))
 
 
-def text_of(record: object, text_column: str | None, place: str, tally: Tally, names: Sequence[str] = ()) -> str:
+def text_of(
+    record: object, text_column: str | None, place: str, tally: Tally, names: Sequence[str] = ()
+) -> str:
     """Return the text of a record, "" if it is null or NaN; repair a text that UTF-8 cannot hold (`whole_text`).
 
     Raises ValueError, naming what was found, for a record without text. ``names`` are the columns of its file, if only

@@ -104,7 +104,14 @@ class _Steps(Dataset[Batch]):
 
 
 def read_ahead(
-    rows: Rows, steps: range, batch_size: int, rank: int = 0, world: int = 1, *, workers: int, pinned: bool
+    rows: Rows,
+    steps: range,
+    batch_size: int,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    workers: int,
+    pinned: bool,
 ) -> Generator[Batch, None, None]:
     """Yield a process's batches of some steps, in order; ``workers`` processes, if any, prepare them ahead.
 
@@ -147,7 +154,12 @@ class PackedRows:
     """
 
     def __init__(
-        self, sources: Sequence[Tokens], *, seq_len: int, seed: int = 0, weights: Sequence[float] = ()
+        self,
+        sources: Sequence[Tokens],
+        *,
+        seq_len: int,
+        seed: int = 0,
+        weights: Sequence[float] = (),
     ) -> None:
         self.sources = list(sources)
         self.seq_len = seq_len
@@ -157,7 +169,9 @@ class PackedRows:
         self._shares = self._n_rows
         if weights:
             # At least one row, or a source of a tiny weight would never be read.
-            self._shares = [max(1, round(self.n_rows * weight / sum(weights))) for weight in weights]
+            self._shares = [
+                max(1, round(self.n_rows * weight / sum(weights))) for weight in weights
+            ]
         self.rows_per_epoch = sum(self._shares)
         self._ends = np.cumsum(self._shares)
         self._row_ends = np.cumsum(self._n_rows)

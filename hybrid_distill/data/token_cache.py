@@ -84,7 +84,12 @@ def cached_source(
     pin = pins.get(source)
     how = template_hash(tokenizer) if text_column is None else text_column
     # Whatever changes a token is in the name, so nothing in the cache is ever out of date.
-    key: list[object] = [TokenHeader.FORMAT, source_fingerprint(source, pin), tokenizer_fingerprint(tokenizer), how]
+    key: list[object] = [
+        TokenHeader.FORMAT,
+        source_fingerprint(source, pin),
+        tokenizer_fingerprint(tokenizer),
+        how,
+    ]
     if limit:
         key.append(limit)
     folder = root / "tokens" / hash_of(key)[:32]

@@ -78,7 +78,9 @@ class Tokens:
         return input_ids, boundary.cumsum(), mask
 
 
-def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool = False) -> Shard:
+def encode(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype, chat: bool = False
+) -> Shard:
     """Tokenize the documents that are not blank, each closed by the tokenizer's EOS token.
 
     With ``chat``, they are conversations (`encode_conversation`).
@@ -117,7 +119,9 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the token that closes a document. Raises ValueError if the tokenizer has none."""
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
-        raise ValueError(f"the tokenizer's EOS token is {eos!r}; packing needs one to close documents: set eos_token.")
+        raise ValueError(
+            f"the tokenizer's EOS token is {eos!r}; packing needs one to close documents: set eos_token."
+        )
     return eos
 
 
@@ -139,7 +143,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content: list[object]
     if backend is None:
-        content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+        content = [
+            type(tokenizer).__name__,
+            sorted(tokenizer.get_vocab().items()),
+            tokenizer.special_tokens_map,
+        ]
     else:
         parts = json.loads(backend.to_str())
         names = [name for name in _SPLITS_A_TEXT if not (chat and name == "post_processor")]
@@ -157,7 +165,10 @@ def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokeniz
     if ours == theirs:
         return
     token, token_id = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
-    names = [f"{each.name_or_path or 'unnamed'} ({hash_of(each.get_vocab())[:12]})" for each in (own, other)]
+    names = [
+        f"{each.name_or_path or 'unnamed'} ({hash_of(each.get_vocab())[:12]})"
+        for each in (own, other)
+    ]
     raise ValueError(
         f"mixed tokenizers: {' and '.join(names)} differ from token {token_id} ({token!r}) on; pass a model of the "
         "same family, which has the same vocabulary."

@@ -132,7 +132,11 @@ class ShardWriter:
         if header.shards:
             number, inside = read_json(header.file(folder, partial=True))["place"]
             self.place = (number, inside)
-            log.info("resuming after %s tokens, in shards 0 to %d", f"{header.tokens:,}", len(header.shards) - 1)
+            log.info(
+                "resuming after %s tokens, in shards 0 to %d",
+                f"{header.tokens:,}",
+                len(header.shards) - 1,
+            )
 
     def add(self, documents: Shard, place: SourcePlace) -> int:
         """Append a batch that ends at ``place``, up to ``max_tokens``; return the number of tokens appended."""

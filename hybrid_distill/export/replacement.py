@@ -19,9 +19,7 @@ def check_replaceable(path: Path) -> None:
     if not path.is_dir():
         # A broken link does not exist, and yet no folder can be renamed to its place.
         if path.exists() or path.is_symlink():
-            raise ValueError(
-                f"{path} is not a folder; pass a new folder, or an export to replace."
-            )
+            raise ValueError(f"{path} is not a folder; pass a new folder, or an export to replace.")
         return
     if any(path.iterdir()) and not (path / MARK).is_file():
         raise ValueError(

@@ -1,6 +1,11 @@
 """Hybrid model. The other files of this folder are the remote code of exported checkpoints."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from .cache import HybridCache, HybridLayerCache
 from .configuration_hybrid import HybridConfig

@@ -29,9 +29,13 @@ class HybridLayerCache(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> None:
         if kv_dtype not in (None, *KV_DTYPES):
-            raise ValueError(f"kv_dtype is {kv_dtype}; keys are stored in one of {', '.join(map(str, KV_DTYPES))}.")
+            raise ValueError(
+                f"kv_dtype is {kv_dtype}; keys are stored in one of {', '.join(map(str, KV_DTYPES))}."
+            )
         super().__init__()
         self.kv_dtype = kv_dtype
         self.sliding_window = sliding_window
@@ -48,10 +52,14 @@ class HybridLayerCache(DynamicLayer):
         self.seen += n_tokens
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens can see."""
         dtype = key_states.dtype
-        key_states, value_states = (new.to(self.kv_dtype or dtype) for new in (key_states, value_states))
+        key_states, value_states = (
+            new.to(self.kv_dtype or dtype) for new in (key_states, value_states)
+        )
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], dim=-2)
             value_states = torch.cat([self.values, value_states], dim=-2)
@@ -59,10 +67,14 @@ class HybridLayerCache(DynamicLayer):
         if self.sliding_window is not None and key_states.shape[-2] >= self.sliding_window:
             first = key_states.shape[-2] - (self.sliding_window - 1)
             # Cloned: a slice would keep the whole tensor in memory.
-            self.keys, self.values = (new[..., first:, :].clone() for new in (key_states, value_states))
+            self.keys, self.values = (
+                new[..., first:, :].clone() for new in (key_states, value_states)
+            )
         return key_states.to(dtype), value_states.to(dtype)
 
-    def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
+    def remember(
+        self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None
+    ) -> None:
         """Store copies of the states [B, C, K - 1] and [B, R, P, N], because they are slices of larger tensors."""
         if conv_state is not None:
             self.conv_state = conv_state.clone(memory_format=torch.contiguous_format)
@@ -99,11 +111,17 @@ class HybridLayerCache(DynamicLayer):
         self._map(lambda t: t[indices])
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("a recurrent state cannot be rolled back; copy the cache before the tokens to try out.")
+        raise ValueError(
+            "a recurrent state cannot be rolled back; copy the cache before the tokens to try out."
+        )
 
     def nbytes(self) -> dict[str, int]:
         """Count the bytes in use: ``kv``, ``window``, ``ssm``, ``conv``."""
-        held = {"kv": (self.keys, self.values), "ssm": (self.ssm_state,), "conv": (self.conv_state,)}
+        held = {
+            "kv": (self.keys, self.values),
+            "ssm": (self.ssm_state,),
+            "conv": (self.conv_state,),
+        }
         n_bytes = {}
         for name, tensors in held.items():
             n_bytes[name] = sum(t.nbytes for t in tensors if t is not None)
@@ -130,7 +148,9 @@ class StaticLayerCache(HybridLayerCache):
     def __init__(self, max_length: int, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(kv_dtype=kv_dtype)
         self.max_length = max_length
-        self.n_seen: Tensor | None = None  # on the device: a Python int would become a constant of the graph
+        self.n_seen: Tensor | None = (
+            None  # on the device: a Python int would become a constant of the graph
+        )
 
     def advance(self, n_tokens: int) -> None:
         if self.n_seen is None:
@@ -142,20 +162,26 @@ class StaticLayerCache(HybridLayerCache):
         self.n_seen += n_tokens
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, stored KV heads, L, P] after the earlier ones; return all, 0 if unwritten."""
         dtype = key_states.dtype
         if self.keys is None or self.values is None:
             (batch, heads, _, width), kind = key_states.shape, self.kv_dtype or dtype
             shape = batch, heads, self.max_length, width
-            self.keys, self.values = (static(key_states.new_zeros(shape, dtype=kind)) for _ in range(2))
+            self.keys, self.values = (
+                static(key_states.new_zeros(shape, dtype=kind)) for _ in range(2)
+            )
         place_L = torch.arange(key_states.shape[2], device=key_states.device)
         place_L = place_L if self.n_seen is None else place_L + self.n_seen
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held.index_copy_(2, place_L, new.to(held.dtype))
         return self.keys.to(dtype), self.values.to(dtype)
 
-    def remember(self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None) -> None:
+    def remember(
+        self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None
+    ) -> None:
         for name, new in (("conv_state", conv_state), ("ssm_state", ssm_state)):
             if new is not None and getattr(self, name) is not None:
                 getattr(self, name).copy_(new)

@@ -38,7 +38,10 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 def _whole(least: int, most: int) -> Rule:
-    return lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
+    return (
+        lambda value: type(value) is int and least <= value <= most,
+        f"a whole number from {least} to {most}",
+    )
 
 
 def _all_ids(value: Any) -> bool:
@@ -46,13 +49,18 @@ def _all_ids(value: Any) -> bool:
     return all(type(token) is int and -1 <= token < LARGEST["vocab_size"] for token in ids)
 
 
-_FRACTION: Rule = (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1")
+_FRACTION: Rule = (
+    lambda value: type(value) in (int, float) and 0 <= value <= 1,
+    "a number from 0 to 1",
+)
 _SWITCH: Rule = (lambda value: type(value) is bool, "true or false")
 _TOKENS: Rule = (_all_ids, "a token id, a list of them, or null")
 # Rules for fields that are present and not null.
 _RULES: dict[str, Rule] = {
     **{name: _whole(1, largest) for name, largest in LARGEST.items()},
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "attention_dropout", "initializer_range"), _FRACTION),
+    **dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_eps", "attention_dropout", "initializer_range"), _FRACTION
+    ),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache"), _SWITCH),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
     "rope_theta": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
@@ -68,7 +76,10 @@ _OWN_RULES: dict[str, Rule] = {
     "conv_width": _whole(1, 16),
     "conv_bias": _SWITCH,
     "recurrence": (lambda value: value in RECURRENCES, f"one of {', '.join(RECURRENCES)}"),
-    "checked_attention": (lambda value: value in (None, *ATTENTION), f"one of {', '.join(ATTENTION)}, or null"),
+    "checked_attention": (
+        lambda value: value in (None, *ATTENTION),
+        f"one of {', '.join(ATTENTION)}, or null",
+    ),
 }
 
 _WINDOW_FIELDS = ("window", "sinks", "d_state", "recurrence")
@@ -149,9 +160,13 @@ class HybridConfig(PretrainedConfig):
             _check(name, getattr(self, name), rule)
         check_windows(window, sinks, d_state, recurrence)
         if conv_bias and recurrence != "discrete":
-            raise ValueError(f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out.")
+            raise ValueError(
+                f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out."
+            )
         shared = None
-        if backbone is not None:  # transformers builds some configs without arguments, to compare with the defaults
+        if (
+            backbone is not None
+        ):  # transformers builds some configs without arguments, to compare with the defaults
             backbone = _clean_backbone(backbone)
             check_sizes(backbone)
             _check_padding(backbone)
@@ -187,7 +202,9 @@ class HybridConfig(PretrainedConfig):
         """Return the config that stores the backbone's fields, and that a model's decoder reads."""
         shared = self.__dict__.get("_backbone")
         if shared is None:
-            raise ValueError("this HybridConfig has no backbone; pass the teacher's config.to_dict() as backbone.")
+            raise ValueError(
+                "this HybridConfig has no backbone; pass the teacher's config.to_dict() as backbone."
+            )
         return shared
 
     def share_backbone(self, config: PretrainedConfig) -> None:
@@ -208,7 +225,9 @@ class HybridConfig(PretrainedConfig):
         if value is None and name in _DERIVED:
             return _DERIVED[name](shared)
         if value is None and not hasattr(shared, name):
-            raise AttributeError(f"neither {type(self).__name__} nor its backbone's config has {name!r}")
+            raise AttributeError(
+                f"neither {type(self).__name__} nor its backbone's config has {name!r}"
+            )
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,7 +241,9 @@ class HybridConfig(PretrainedConfig):
             setattr(shared, name, value)
             super().__setattr__(name, value)
         elif name == "backbone":
-            raise ValueError("backbone cannot be replaced; make a new HybridConfig, or set the backbone's fields.")
+            raise ValueError(
+                "backbone cannot be replaced; make a new HybridConfig, or set the backbone's fields."
+            )
         elif name in _OWN or not (name in _DERIVED or hasattr(shared, name)):
             if name in _OWN_RULES:
                 _check(name, value, _OWN_RULES[name])
@@ -261,7 +282,11 @@ class HybridConfig(PretrainedConfig):
 
     def _fields_of_backbone(self) -> dict[str, Any]:
         stored = self.shared_backbone().to_dict()
-        return {name: value for name, value in stored.items() if name not in _OWN and not name.startswith("_")}
+        return {
+            name: value
+            for name, value in stored.items()
+            if name not in _OWN and not name.startswith("_")
+        }
 
 
 def check_windows(
@@ -292,11 +317,17 @@ def check_version(checked: Any) -> None:
     if checked is None:
         return
     if not isinstance(checked, list) or not checked:
-        raise ValueError(f"checked_transformers is {shortened(checked)}; it must be a list of versions, or null.")
+        raise ValueError(
+            f"checked_transformers is {shortened(checked)}; it must be a list of versions, or null."
+        )
     for version in checked:
         parts = version.split(".") if isinstance(version, str) else []
-        if len(parts) not in (2, 3) or not all(part.isdecimal() and len(part) < 5 for part in parts):
-            raise ValueError(f"checked_transformers has {shortened(version)}; it must be a version such as 5.2.0.")
+        if len(parts) not in (2, 3) or not all(
+            part.isdecimal() and len(part) < 5 for part in parts
+        ):
+            raise ValueError(
+                f"checked_transformers has {shortened(version)}; it must be a version such as 5.2.0."
+            )
     oldest = min(checked, key=release)
     if release(transformers.__version__) < release(oldest):
         raise ValueError(
@@ -322,12 +353,23 @@ def check_sizes(fields: Mapping[str, Any]) -> None:
     _check_fields({"rope_theta": (fields.get("rope_parameters") or {}).get("rope_theta")})
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     if (groups := fields.get("num_key_value_heads")) is not None and heads % groups:
-        raise ValueError(f"num_key_value_heads is {groups}; it must divide num_attention_heads, which is {heads}.")
+        raise ValueError(
+            f"num_key_value_heads is {groups}; it must divide num_attention_heads, which is {heads}."
+        )
     if (head_dim := fields.get("head_dim")) is None and width % heads:
-        raise ValueError(f"num_attention_heads is {heads}; without a head_dim it must divide hidden_size, {width}.")
-    layer = width * (4 * heads * (head_dim or width // heads) + 3 * (fields.get("intermediate_size") or 4 * width))
-    if (size := 2 * fields["vocab_size"] * width + fields["num_hidden_layers"] * layer) > LARGEST_MODEL:
-        raise ValueError(f"the sizes make a model of {size:.1e} parameters; it must be at most {LARGEST_MODEL:.1e}.")
+        raise ValueError(
+            f"num_attention_heads is {heads}; without a head_dim it must divide hidden_size, {width}."
+        )
+    layer = width * (
+        4 * heads * (head_dim or width // heads)
+        + 3 * (fields.get("intermediate_size") or 4 * width)
+    )
+    if (
+        size := 2 * fields["vocab_size"] * width + fields["num_hidden_layers"] * layer
+    ) > LARGEST_MODEL:
+        raise ValueError(
+            f"the sizes make a model of {size:.1e} parameters; it must be at most {LARGEST_MODEL:.1e}."
+        )
 
 
 def _check(name: str, value: Any, rule: Rule) -> None:
@@ -348,7 +390,9 @@ def _check_values(name: str, value: Any, depth: int = 0) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}; a configuration holds finite numbers only.")
     if isinstance(value, (str, list, tuple, Mapping)) and len(value) > MAX_ENTRIES:
-        raise ValueError(f"{name} has {len(value)} entries; a configuration has at most {MAX_ENTRIES} in one place.")
+        raise ValueError(
+            f"{name} has {len(value)} entries; a configuration has at most {MAX_ENTRIES} in one place."
+        )
     if depth > MAX_DEPTH:
         raise ValueError(f"{name} is nested deeper than {MAX_DEPTH} levels; no configuration is.")
     if isinstance(value, (list, tuple)):
@@ -365,7 +409,11 @@ def _check_kept(kept: Any, teacher: PretrainedConfig) -> list[list[int]]:
         )
     for layer, heads in enumerate(kept):
         valid = isinstance(heads, (list, tuple)) and all(type(head) is int for head in heads)
-        if not valid or list(heads) != sorted(set(heads)) or any(not 0 <= head < n_heads for head in heads):
+        if (
+            not valid
+            or list(heads) != sorted(set(heads))
+            or any(not 0 <= head < n_heads for head in heads)
+        ):
             raise ValueError(
                 f"kept[{layer}] is {shortened(heads)}; "
                 f"it must list heads from 0 to {n_heads - 1}, ascending, each once."
@@ -377,20 +425,28 @@ def _check_padding(backbone: Mapping[str, Any]) -> None:
     padding = backbone.get("pad_token_id")
     vocab_size = backbone["vocab_size"]
     if isinstance(padding, int) and padding >= vocab_size:
-        raise ValueError(f"pad_token_id is {padding}; it must be below the vocabulary's size, {vocab_size}.")
+        raise ValueError(
+            f"pad_token_id is {padding}; it must be below the vocabulary's size, {vocab_size}."
+        )
 
 
 def _fields_of(backbone: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the given fields that are the backbone's."""
     known = {*backbone, *_DERIVED, *_ROPE_OF_TRANSFORMERS_4, *_backbone_config(backbone).to_dict()}
-    return {name: value for name, value in given.items() if name in known and name not in (*_OWN, *_IN_BOTH)}
+    return {
+        name: value
+        for name, value in given.items()
+        if name in known and name not in (*_OWN, *_IN_BOTH)
+    }
 
 
 def _updated(backbone: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return a backbone with the given fields. Raises ValueError for RoPE fields against ``rope_parameters``."""
     rope = backbone.get("rope_parameters")
     if "rope_parameters" in given and given["rope_parameters"] != rope:
-        backbone = {name: value for name, value in backbone.items() if name not in _ROPE_OF_TRANSFORMERS_4}
+        backbone = {
+            name: value for name, value in backbone.items() if name not in _ROPE_OF_TRANSFORMERS_4
+        }
     elif isinstance(rope, dict):
         for name in _ROPE_OF_TRANSFORMERS_4:
             if name in given and given[name] != backbone.get(name):
@@ -408,7 +464,9 @@ def _updated(backbone: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
     # Copied, because transformers fills in missing entries in place.
-    fields: dict[str, Any] = {name: dict(v) if isinstance(v, dict) else v for name, v in backbone.items()}
+    fields: dict[str, Any] = {
+        name: dict(v) if isinstance(v, dict) else v for name, v in backbone.items()
+    }
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # errors for fields of a wrong type vary by version of transformers
@@ -419,7 +477,11 @@ def _backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
         ) from error
     wanted, understood = backbone.get("rope_parameters"), getattr(config, "rope_parameters", None)
     by_type = _rope_by_layer_type(wanted)
-    if isinstance(understood, dict) and not _rope_by_layer_type(understood) and len({*map(str, by_type.values())}) > 1:
+    if (
+        isinstance(understood, dict)
+        and not _rope_by_layer_type(understood)
+        and len({*map(str, by_type.values())}) > 1
+    ):
         raise ValueError(
             f"transformers {transformers.__version__} has one RoPE for all layers of {backbone['model_type']}, but "
             "this backbone has one per layer type; pip install --upgrade transformers."
@@ -434,7 +496,11 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
             f"backbone is {type(backbone).__name__} without a model_type; pass the teacher's config.to_dict()."
         )
     model_type = backbone["model_type"]
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING or model_type == HybridConfig.model_type:
+    if (
+        not isinstance(model_type, str)
+        or model_type not in CONFIG_MAPPING
+        or model_type == HybridConfig.model_type
+    ):
         raise ValueError(
             f"backbone has model_type {shortened(model_type)}, which this transformers does not support as a teacher; "
             "use a teacher of a model type that transformers implements."
@@ -446,7 +512,9 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
 def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
     """Add the RoPE field names of transformers 4; transformers 5 has them in ``rope_parameters``."""
     rope = backbone.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:  # one for each layer type has no old spelling
+    if (
+        not isinstance(rope, dict) or "rope_theta" not in rope
+    ):  # one for each layer type has no old spelling
         return backbone
     old = {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     if rope.get("rope_type", "default") != "default":
@@ -456,7 +524,10 @@ def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
     if backbone["model_type"] == "gpt_neox":
         old |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
     if backbone["model_type"] == "phi3" and old["rope_scaling"]:  # 4.x accepts exactly these three
-        old["rope_scaling"] = {"type": "longrope", **{name: rope[name] for name in ("short_factor", "long_factor")}}
+        old["rope_scaling"] = {
+            "type": "longrope",
+            **{name: rope[name] for name in ("short_factor", "long_factor")},
+        }
     return {**backbone, **old}
 
 

@@ -48,7 +48,9 @@ def put_mixers(decoder: Any, config: HybridConfig) -> None:
     decoder.has_windows = config.window > 0
 
 
-def make_cache(config: Any, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
+def make_cache(
+    config: Any, kv_dtype: torch.dtype | None = None, max_length: int | None = None
+) -> HybridCache:
     """Make an empty cache for a decoder with this config; see `HybridForCausalLM.new_cache`."""
     windows = layer_windows(config)
     if max_length is not None:
@@ -100,7 +102,10 @@ def _layer_class(layer_class: type[nn.Module], attention: str) -> type[nn.Module
 
 
 def _subclass(
-    parent: type[nn.Module], forward: Callable[..., Any], maker: Callable[..., type[nn.Module]], arguments: Any
+    parent: type[nn.Module],
+    forward: Callable[..., Any],
+    maker: Callable[..., type[nn.Module]],
+    arguments: Any,
 ) -> type[nn.Module]:
     """Make a class that looks like its parent, since transformers finds what to record by class and class name.
 
@@ -165,8 +170,12 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
         elif position_ids is not None and position_ids.ndim == 2:
             cached = cached or (torch.compiler.is_compiling() and use_cache is None and by_default)
             n_past = 0 if cache is None else cache.get_seq_length()
-            seq_idx = seq_idx_of_positions(position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached)
-        backbone_packs = attention_mask is None and packs_by_itself(decoder.config, position_ids, batch)
+            seq_idx = seq_idx_of_positions(
+                position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached
+            )
+        backbone_packs = attention_mask is None and packs_by_itself(
+            decoder.config, position_ids, batch
+        )
     if token_mask is not None and seq_idx is None:
         _refuse_padding_in_windows(decoder, cast(Tensor, attention_mask))
     if seq_idx is not None:
@@ -176,14 +185,22 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     use_cache = by_default if use_cache is None else use_cache
     if use_cache and cache is None:
         cache = make_cache(decoder.config)
-    packs = seq_idx is not None and not backbone_packs and (attention_mask is None or token_mask is not None)
+    packs = (
+        seq_idx is not None
+        and not backbone_packs
+        and (attention_mask is None or token_mask is not None)
+    )
     if not any(decoder.layers_with_attention):
-        attention_mask = None  # no head reads it, and the backbone would expand it to length² elements
+        attention_mask = (
+            None  # no head reads it, and the backbone would expand it to length² elements
+        )
         if packs and position_ids is None and decoder.has_windows:
             position_ids = positions_in_documents(cast(Tensor, seq_idx))
     elif packs:
         borders = others.pop("cu_seq_lens_q", None)
-        packed = packed_inputs(cast(Tensor, seq_idx), decoder.dtype, decoder.config, attention_mask, borders)
+        packed = packed_inputs(
+            cast(Tensor, seq_idx), decoder.dtype, decoder.config, attention_mask, borders
+        )
         attention_mask = packed["attention_mask"]
         position_ids = packed["position_ids"] if position_ids is None else position_ids
     return {
@@ -207,7 +224,9 @@ def _refuse_padding_in_windows(decoder: Any, attention_mask_BS: Tensor) -> None:
     if torch.compiler.is_compiling() or not kept or attention_mask_BS.shape[1] <= min(kept):
         return
     is_token_BS = attention_mask_BS != 0
-    follows_padding_BS = is_token_BS[:, 1:] & ~is_token_BS[:, :-1] & (is_token_BS.cumsum(1)[:, :-1] > 0)
+    follows_padding_BS = (
+        is_token_BS[:, 1:] & ~is_token_BS[:, :-1] & (is_token_BS.cumsum(1)[:, :-1] > 0)
+    )
     if follows_padding_BS.any():
         raise ValueError(
             f"attention_mask has padding between the tokens of a row, and some layers have a window of {min(kept)} "

@@ -32,7 +32,11 @@ def seq_idx_of_borders(borders: Tensor, batch: int, length: int) -> Tensor:
 
 
 def seq_idx_of_positions(
-    position_BL: Tensor, attention_mask: Any, token_mask_BL: Tensor | None, n_past: Any, cached: bool
+    position_BL: Tensor,
+    attention_mask: Any,
+    token_mask_BL: Tensor | None,
+    n_past: Any,
+    cached: bool,
 ) -> Tensor | None:
     """Make seq_idx_BL: a document starts where positions do not increase; None if they increase everywhere.
 
@@ -47,7 +51,11 @@ def seq_idx_of_positions(
     is_token_BS = torch.ones_like(position_BS, dtype=torch.bool)
     if token_mask_BL is not None:
         is_token_BS[:, 1:] = token_mask_BL != 0
-    last_BS = torch.where(is_token_BS, torch.arange(length + 1, device=position_BS.device), 0).cummax(dim=1).values
+    last_BS = (
+        torch.where(is_token_BS, torch.arange(length + 1, device=position_BS.device), 0)
+        .cummax(dim=1)
+        .values
+    )
     rise_BL = position_BS[:, 1:] - position_BS.gather(1, last_BS[:, :-1])
     starts_BL = (rise_BL <= 0) & is_token_BS[:, 1:]
     if attention_mask is None and not cached:
@@ -106,7 +114,9 @@ def packed_inputs(
     index_L = torch.arange(seq_idx_BL.shape[1], device=device)
     begin_BL = document_begins(seq_idx_BL)
     position_ids = index_L - begin_BL
-    is_token_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
+    is_token_BL = (
+        torch.ones_like(seq_idx_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
+    )
     place_BL = is_token_BL.cumsum(dim=1)  # windows count tokens, not padding
     without_elements = (
         implementation == "sdpa" and mask_BL is None and has_document_attention(device)

@@ -18,7 +18,10 @@ CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Names of the cache among a forward's arguments. transformers 5.24 renamed ``past_key_values`` to ``cache``."""
 
 Part = Literal["query", "key", "value"]
-HEAD_NORMS: dict[Part, tuple[str, ...]] = {"query": ("q_norm", "q_layernorm"), "key": ("k_norm", "k_layernorm")}
+HEAD_NORMS: dict[Part, tuple[str, ...]] = {
+    "query": ("q_norm", "q_layernorm"),
+    "key": ("k_norm", "k_layernorm"),
+}
 """Names of the norms after an attention module's query and key projections."""
 
 
@@ -50,7 +53,12 @@ class AttentionLayout(NamedTuple):
         return {"query": 0, "key": n_heads, "value": n_heads + n_kv_heads}[part] + head
 
     def blocks(
-        self, linear: str, heads: Sequence[int], kv_heads: Sequence[int], n_heads: int, n_kv_heads: int
+        self,
+        linear: str,
+        heads: Sequence[int],
+        kv_heads: Sequence[int],
+        n_heads: int,
+        n_kv_heads: int,
     ) -> list[int]:
         """Return the block indices of these heads and KV heads in one linear, ascending."""
         wanted: dict[Part, Sequence[int]] = {"query": heads, "key": kv_heads, "value": kv_heads}
@@ -69,9 +77,13 @@ class AttentionLayout(NamedTuple):
 
 
 LAYOUTS = (
-    AttentionLayout("q_proj", "k_proj", "v_proj", "o_proj", "Llama, Qwen2, Qwen3, Mistral, OLMo-2 or OLMo-3"),
+    AttentionLayout(
+        "q_proj", "k_proj", "v_proj", "o_proj", "Llama, Qwen2, Qwen3, Mistral, OLMo-2 or OLMo-3"
+    ),
     AttentionLayout("qkv_proj", "qkv_proj", "qkv_proj", "o_proj", "Phi-3"),
-    AttentionLayout("query_key_value", "query_key_value", "query_key_value", "dense", "GPT-NeoX", by_head=True),
+    AttentionLayout(
+        "query_key_value", "query_key_value", "query_key_value", "dense", "GPT-NeoX", by_head=True
+    ),
 )
 
 
@@ -96,7 +108,9 @@ def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
         if {*layout.inputs, layout.output} <= linears:
             return layout
     missing = [part for part in (*LAYOUTS[0].inputs, LAYOUTS[0].output) if part not in linears]
-    expected = ", or ".join(f"{', '.join((*layout.inputs, layout.output))} ({layout.families})" for layout in LAYOUTS)
+    expected = ", or ".join(
+        f"{', '.join((*layout.inputs, layout.output))} ({layout.families})" for layout in LAYOUTS
+    )
     raise ValueError(
         f"{name} ({type(attention).__name__}) has no linear {', '.join(missing)}; "
         f"expected an attention module with {expected}."

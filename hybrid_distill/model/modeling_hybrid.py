@@ -48,12 +48,20 @@ from .windowed_heads import WindowedAttention  # noqa: F401  # see above
 from .windows import layer_windows  # noqa: F401  # see above
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
-OUTPUT_CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)})
+OUTPUT_CACHE = next(
+    name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)}
+)
 _prepare_inputs: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
-_like_prepare_inputs: Any = wraps(_prepare_inputs)  # `generate` reads the names of a method's arguments
+_like_prepare_inputs: Any = wraps(
+    _prepare_inputs
+)  # `generate` reads the names of a method's arguments
 GENERATION_CACHE = cache_argument(_prepare_inputs)
 
-LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
+LOGIT_OPTIONS = (
+    "logits_scaling",
+    "logit_scale",
+    "final_logit_softcapping",
+)  # of Granite, Cohere, Gemma 2
 
 
 class HybridPreTrainedModel(PreTrainedModel):
@@ -70,7 +78,9 @@ class HybridPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _is_stateful = True  # assisted decoding would have to roll back a recurrent state, which is impossible
+    _is_stateful = (
+        True  # assisted decoding would have to roll back a recurrent state, which is impossible
+    )
     _own_tensors: ClassVar[tuple[str, ...]] = ()
     """Tensors that a student's checkpoint lacks: they are drawn."""
 
@@ -88,7 +98,9 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     def _finish(self, config: HybridConfig) -> None:
         self.post_init()
-        for heads in self.recurrent_heads():  # post_init uses the backbone's initialization, which skips these
+        for heads in (
+            self.recurrent_heads()
+        ):  # post_init uses the backbone's initialization, which skips these
             heads.reset_parameters(config.initializer_range)
 
     @classmethod
@@ -108,8 +120,12 @@ class HybridPreTrainedModel(PreTrainedModel):
         found["missing"] = [name for name in found["missing"] if name not in cls._own_tensors]
         if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
             where = path or "this checkpoint"
-            if kwargs.get("tie_word_embeddings") is False and found["missing"] == ["lm_head.weight"]:
-                raise ValueError(f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out.")
+            if kwargs.get("tie_word_embeddings") is False and found["missing"] == [
+                "lm_head.weight"
+            ]:
+                raise ValueError(
+                    f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out."
+                )
             raise ValueError(
                 f"the tensors of {where} do not match this model under transformers {__version__} "
                 f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
@@ -157,7 +173,9 @@ class HybridPreTrainedModel(PreTrainedModel):
         """Implementation of recurrent heads that `set_ssm_implementation` selected; ``auto`` without such heads."""
         return next((heads.impl for heads in self.recurrent_heads()), "auto")
 
-    def new_cache(self, kv_dtype: torch.dtype | None = None, max_length: int | None = None) -> HybridCache:
+    def new_cache(
+        self, kv_dtype: torch.dtype | None = None, max_length: int | None = None
+    ) -> HybridCache:
         """Make an empty cache for this model.
 
         Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`), by default in their own dtype; recurrent states in
@@ -246,7 +264,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         return super().save_pretrained(*args, **kwargs)
 
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Give `generate` this model's cache. Raises ValueError for options that would generate wrong tokens.
 
@@ -277,8 +299,12 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if generation_config.use_cache and model_kwargs.get(GENERATION_CACHE) is None:
             _, batch_size, max_length, *_ = args
             if is_static:
-                n_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-                cache = self._kept_cache(n_rows, max_length, is_shared=bool(generation_config.return_dict_in_generate))
+                n_rows = batch_size * max(
+                    generation_config.num_beams, generation_config.num_return_sequences
+                )
+                cache = self._kept_cache(
+                    n_rows, max_length, is_shared=bool(generation_config.return_dict_in_generate)
+                )
             else:
                 cache = self.new_cache()
             model_kwargs[GENERATION_CACHE] = cache
@@ -290,7 +316,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         may go on from it: it is not used again.
         """
         # Tensors of inference mode cannot be reset outside it; threads generate at the same time.
-        key = (n_rows, self.dtype, self.device, torch.is_inference_mode_enabled(), threading.get_ident())
+        key = (
+            n_rows,
+            self.dtype,
+            self.device,
+            torch.is_inference_mode_enabled(),
+            threading.get_ident(),
+        )
         kept_key, kept_length, kept = getattr(self, "_static_cache", (None, 0, None))
         if kept is not None and kept_key == key and max_length <= kept_length:
             kept.reset()
@@ -301,7 +333,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         return cache
 
     @_like_prepare_inputs
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Prepare inputs as transformers does, but drop the cache when LongRoPE switches to its long factors.
 
         Cached keys were rotated with the short factors; Phi-3 also recomputes all tokens at this point. For a static
@@ -313,7 +347,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         length = input_ids.shape[1]
         if prompt is not None:
             length += prompt.shape[1]
-        if isinstance(cache, HybridCache) and switch is not None and 0 < cache.get_seq_length() <= switch < length:
+        if (
+            isinstance(cache, HybridCache)
+            and switch is not None
+            and 0 < cache.get_seq_length() <= switch < length
+        ):
             kwargs[GENERATION_CACHE] = self.new_cache(cache.layer(0).kv_dtype)
             # All tokens are new. transformers before 5.5 cuts the input by `cache_position`.
             if "next_sequence_length" in kwargs:
@@ -327,7 +365,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         parent: Any = super()
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if isinstance(cache, HybridCache) and cache.is_compileable:
-            read = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            read = (
+                inputs["input_ids"]
+                if inputs.get("inputs_embeds") is None
+                else inputs["inputs_embeds"]
+            )
             if read.shape[1] > 1:
                 inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
@@ -384,7 +426,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         logits = finish_logits(self.lm_head(outputs[0][:, kept, :]), self.model.config)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -400,12 +444,18 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
             f"transformers {__version__} has no causal language model for a config of type {config.model_type}; "
             "use a teacher that AutoModelForCausalLM.from_config can make."
         )
-    chosen: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    chosen: dict[str, Any] = (
+        {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    )
     # The dtype is explicit, because the backbone's config may name that of another checkpoint.
     chosen["trust_remote_code"] = False
     backbone = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **chosen)
     layers = getattr(decoder_of(backbone), "layers", None)
-    if layers is None or backbone.get_output_embeddings() is None or not all(map(attention_name, layers)):
+    if (
+        layers is None
+        or backbone.get_output_embeddings() is None
+        or not all(map(attention_name, layers))
+    ):
         raise ValueError(
             f"{type(backbone).__name__} has no output embeddings, or no layers with attention; expected a decoder with "
             "both: take a teacher of another family (docs/heads.md)."
@@ -416,7 +466,9 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
 def _longrope_switch(backbone: PreTrainedModel) -> int | None:
     """Return the length beyond which `generate` with LongRoPE recomputes all tokens; None if it never does."""
     name = "prepare_inputs_for_generation"
-    has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)  # True for Phi-3, not for Llama
+    has_own_way = getattr(type(backbone), name) is not getattr(
+        GenerationMixin, name
+    )  # True for Phi-3, not for Llama
     for rope in rope_settings(backbone.config) if has_own_way else ():
         if rope.get("rope_type", rope.get("type")) == "longrope":
             trained = rope.get("original_max_position_embeddings")

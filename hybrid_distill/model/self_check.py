@@ -57,9 +57,13 @@ def check_rows(model: PreTrainedModel, fix: str) -> None:
     if _checked.get(model) == implementation:
         return
     generator = torch.Generator().manual_seed(0)
-    ids_1L = torch.randint(text_config(model).vocab_size, (1, BESIDE + sum(PIECES)), generator=generator)
+    ids_1L = torch.randint(
+        text_config(model).vocab_size, (1, BESIDE + sum(PIECES)), generator=generator
+    )
     device = model.device
-    if device.type == "meta":  # offloaded: accelerate's hooks move the tokens to where the weights will be
+    if (
+        device.type == "meta"
+    ):  # offloaded: accelerate's hooks move the tokens to where the weights will be
         device = torch.device("cpu")
     was_training = model.training
     model.eval()
@@ -78,7 +82,9 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
     Raises ValueError, naming versions that compute it correctly, if this one does not.
     """
     config: Any = model.config
-    if config.checked_transformers is None or is_deepspeed_zero3_enabled():  # ZeRO-3 has scattered the weights
+    if (
+        config.checked_transformers is None or is_deepspeed_zero3_enabled()
+    ):  # ZeRO-3 has scattered the weights
         return
     record = Path(str(path)) / PASSED
     passed = []
@@ -100,7 +106,9 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator, fix: str) -> None:
     document_1L = ids_1L[:, BESIDE:]
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
-    if model.config._attn_implementation in PACKING:  # `packed_inputs` refuses the others, in training too
+    if (
+        model.config._attn_implementation in PACKING
+    ):  # `packed_inputs` refuses the others, in training too
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone", fix):
@@ -111,7 +119,9 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator,
         with _refusal(model, way, fix):
             difference = _size(logits() - alone_LV)
             if not difference <= limit:
-                raise ValueError(f"logits differ by {difference:.2g} from those alone (at most {limit:.2g}: rounding)")
+                raise ValueError(
+                    f"logits differ by {difference:.2g} from those alone (at most {limit:.2g}: rounding)"
+                )
 
 
 @contextmanager
@@ -215,7 +225,9 @@ def _eps(model: PreTrainedModel) -> float:
 
 
 @contextmanager
-def rounded_once_more(model: PreTrainedModel, generator: torch.Generator, eps: float) -> Iterator[None]:
+def rounded_once_more(
+    model: PreTrainedModel, generator: torch.Generator, eps: float
+) -> Iterator[None]:
     """Perturb every decoder layer's output by about one rounding error of relative size ``eps``."""
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:

@@ -46,7 +46,9 @@ def check_teachers(inputs: RunInputs) -> None:
     # Flags name packable attention only; a given teacher or a config.json may name any.
     check_packs(shape._attn_implementation)
     # A model in memory may be of a class that only its owner can build; `check_student` looks at its heads.
-    check_teacher(shape, tokenizer, name=inputs.config.teacher.path, heads=inputs.given_teacher is None)
+    check_teacher(
+        shape, tokenizer, name=inputs.config.teacher.path, heads=inputs.given_teacher is None
+    )
     for stage in inputs.config.stages:
         if inputs.has_own_teacher(stage):
             check_stage_teacher(inputs, stage)
@@ -153,4 +155,6 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     empty_student(teacher, heads, **options.head_options)
     _check_family_once(teacher, options.recurrence, options.window)
     if options.aligned is not None and not StageManifest.read(options.aligned):
-        raise ValueError(f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one.")
+        raise ValueError(
+            f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one."
+        )

@@ -42,7 +42,9 @@ def outdated(config: RunConfig) -> list[Path]:
     """
     paths = RunPaths(config.out)
     if paths.config.exists() and not is_run(config.out):
-        raise ValueError(f"{config.out} holds a model, an export or other files, not a run; pass another --out.")
+        raise ValueError(
+            f"{config.out} holds a model, an export or other files, not a run; pass another --out."
+        )
     if not paths.config.exists():
         return []
     if config.resume == "never":
@@ -51,7 +53,9 @@ def outdated(config: RunConfig) -> list[Path]:
         return []
     before = from_json(paths.config)
     _check_same(config, before)
-    changed = differences(fixed_fields(before.evaluation), fixed_fields(config.evaluation), prefix="evaluation.")
+    changed = differences(
+        fixed_fields(before.evaluation), fixed_fields(config.evaluation), prefix="evaluation."
+    )
     if not changed:
         return []
     log.info("teacher and student are measured again: %s", ", ".join(changed))

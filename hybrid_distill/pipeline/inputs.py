@@ -42,7 +42,9 @@ PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
 class RunInputs:
     """Config, paths and inputs of a run. Models load on first use; an already loaded ``teacher`` may be passed in."""
 
-    def __init__(self, config: RunConfig, teacher: Loaded | None = None, pins: Pins | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, teacher: Loaded | None = None, pins: Pins | None = None
+    ) -> None:
         self.config = config
         self.paths = RunPaths(config.out)
         self.given_teacher = teacher
@@ -105,10 +107,16 @@ class RunInputs:
         if not self.has_own_teacher(stage):
             return self.teacher
         options = self.config.teacher_of(stage)
-        log.info("%s distills from %s: from its logits alone, not its hidden states", stage.name, options.path)
+        log.info(
+            "%s distills from %s: from its logits alone, not its hidden states",
+            stage.name,
+            options.path,
+        )
         return load(options)[0]
 
-    def stage_shape_and_tokenizer(self, stage: StageConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    def stage_shape_and_tokenizer(
+        self, stage: StageConfig
+    ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
         """Return config and tokenizer of the teacher that a stage distills from; its chat template serves the stage."""
         if not self.has_own_teacher(stage):
             return self.shape_and_tokenizer

@@ -65,7 +65,9 @@ class RunPaths:
 
     def stage_folders(self, stages: Sequence[StageConfig]) -> list[Path]:
         """Return the folder of each stage: ``stages/1-align``, ``stages/2-distill``."""
-        return [self.stages / f"{number}-{stage.name}" for number, stage in enumerate(stages, start=1)]
+        return [
+            self.stages / f"{number}-{stage.name}" for number, stage in enumerate(stages, start=1)
+        ]
 
     def metrics(self) -> list[Path]:
         """List the metrics of the stages that have begun, in the order of the stages."""

@@ -17,7 +17,11 @@ from .inputs import RunInputs
 
 
 def make_plan(
-    options: PlanConfig, teacher: PreTrainedModel, scores: Callable[[], HeadScores], *, by_shape: bool = False
+    options: PlanConfig,
+    teacher: PreTrainedModel,
+    scores: Callable[[], HeadScores],
+    *,
+    by_shape: bool = False,
 ) -> HeadPlan:
     """Make the plan that a config describes; ``scores`` is called only for ``top``. ``by_shape`` reads no weights."""
     if options.selection == "top":
@@ -39,7 +43,9 @@ def make_plan(
     return replace(plan, teacher=fingerprint(teacher))
 
 
-def known_plan(inputs: RunInputs, teacher: PreTrainedModel, options: PlanConfig | None = None) -> HeadPlan | None:
+def known_plan(
+    inputs: RunInputs, teacher: PreTrainedModel, options: PlanConfig | None = None
+) -> HeadPlan | None:
     """Make the plan for a teacher of this shape; None if its heads must be ranked first.
 
     ``options`` stand for the config's own. Raises ValueError for a plan that cannot be made.

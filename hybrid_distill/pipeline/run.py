@@ -221,7 +221,9 @@ def restoration_plan(inputs: RunInputs, k: int) -> HeadPlan:
         def choose() -> None:
             teacher, tokenizer = inputs.teacher_and_tokenizer
             n_examples = inputs.config.scoring.restoration_examples
-            heads = greedy_restoration(student.eval(), teacher, tokenizer, probe, k, n_examples=n_examples)
+            heads = greedy_restoration(
+                student.eval(), teacher, tokenizer, probe, k, n_examples=n_examples
+            )
             HeadPlan.from_pairs(none, heads).save(path)
 
         on_main_process(choose)
@@ -271,7 +273,9 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
         if aligned is None and config.student.init == "fitted":
             rows = inputs.calibration_rows()
         built: list[HybridForCausalLM] = []
-        on_main_process(lambda: built.append(build_and_save(inputs, plan, aligned, rows, requirements)))
+        on_main_process(
+            lambda: built.append(build_and_save(inputs, plan, aligned, rows, requirements))
+        )
         if built:
             return built[0]
     student, _ = new_student(inputs, plan, recurrent=load_built(inputs.paths))
@@ -347,7 +351,9 @@ def _tracked(inputs: RunInputs, first_step: int) -> TrackedRun:
 # Evaluate
 
 
-def evaluate_run(inputs: RunInputs, student: HybridForCausalLM, *, again: bool = False) -> EvalResult:
+def evaluate_run(
+    inputs: RunInputs, student: HybridForCausalLM, *, again: bool = False
+) -> EvalResult:
     """Measure teacher and student; write both evaluations into the run directory.
 
     ``again`` repeats existing measurements. New results also go to the trackers.
@@ -401,7 +407,11 @@ def _evaluated(inputs: RunInputs, model: PreTrainedModel, path: Path, again: boo
 
 
 def export(
-    inputs: RunInputs, student: HybridForCausalLM, plan: HeadPlan, path: Path | None = None, **options: Any
+    inputs: RunInputs,
+    student: HybridForCausalLM,
+    plan: HeadPlan,
+    path: Path | None = None,
+    **options: Any,
 ) -> GateReport | None:
     """Export the student through the export gate, with the scores and results in the run directory.
 

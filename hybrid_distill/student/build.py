@@ -18,7 +18,15 @@ from ..model.mixer import silence
 from ..model.recurrent_heads import SSMHeads
 from ..model.self_check import check_rows
 from ..plan import HeadPlan
-from ..teacher import SUPPORTED, AttentionSite, MixerCall, attention_sites, eval_mode, fingerprint, trace_mixers
+from ..teacher import (
+    SUPPORTED,
+    AttentionSite,
+    MixerCall,
+    attention_sites,
+    eval_mode,
+    fingerprint,
+    trace_mixers,
+)
 from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 
 log = logging.getLogger(__name__)
@@ -246,7 +254,10 @@ def _check_attention(site: AttentionSite, n_kv_heads: int) -> None:
     linears = (*site.layout.inputs, site.layout.output)
     known = {f"{name}.{part}" for name in linears for part in ("weight", "bias")}
     # A norm covers one head, or all heads if queries, keys and values have separate linears.
-    sizes = {"query": {site.head_dim, site.n_heads * site.head_dim}, "key": {site.head_dim, n_kv_heads * site.head_dim}}
+    sizes = {
+        "query": {site.head_dim, site.n_heads * site.head_dim},
+        "key": {site.head_dim, n_kv_heads * site.head_dim},
+    }
     norms = {
         f"{name}.{kind}": sizes[part] if len(site.layout.inputs) > 1 else {site.head_dim}
         for part, names in HEAD_NORMS.items()
@@ -289,7 +300,9 @@ def _trace(
     if init != "fitted":
         return [None] * teacher.config.num_hidden_layers
     if calibration is None:
-        raise ValueError(f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'.")
+        raise ValueError(
+            f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'."
+        )
     input_ids = calibration.get("input_ids")
     seq_idx = calibration.get("seq_idx")
     if not isinstance(input_ids, Tensor):
@@ -371,17 +384,23 @@ def _initialized_tensors(
         started = init_ssm(init, site, mixer.replaced, config, generator, trace)
         for name, (tensor, used) in started.items():
             originals = tuple(f"{site.name}.{original}" for original in used)
-            record = TensorRecord(f"{own}.ssm.{name}", "initialized", tuple(tensor.shape), originals)
+            record = TensorRecord(
+                f"{own}.ssm.{name}", "initialized", tuple(tensor.shape), originals
+            )
             yield record, tensor.to(like[name].dtype)
 
 
 def recurrent_tensors(student: HybridForCausalLM) -> dict[str, Tensor]:
     """Return the tensors of a student's recurrent heads by name: all that it does not copy from its teacher."""
     inside = tuple(f"{name}.ssm." for name in _mixer_names(student))
-    return {name: tensor for name, tensor in student.state_dict().items() if name.startswith(inside)}
+    return {
+        name: tensor for name, tensor in student.state_dict().items() if name.startswith(inside)
+    }
 
 
-def load_recurrent_heads(student: HybridForCausalLM, tensors: Mapping[str, Tensor], source: str) -> None:
+def load_recurrent_heads(
+    student: HybridForCausalLM, tensors: Mapping[str, Tensor], source: str
+) -> None:
     """Set a student's recurrent heads, and nothing else, so that `graft_recurrent_heads` can copy them.
 
     Raises ValueError, naming the ``source``, for the tensors of another student.
@@ -409,7 +428,9 @@ def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:
         module = name.partition(".")[0]
         if name in own and own[name].shape != tensor.shape:
             heads = mixer.kept, mixer.kv_groups, site.n_heads, site.n_kv_heads
-            tensor = tensor.unflatten(0, (-1, site.head_dim))[site.layout.blocks(module, *heads)].flatten(0, 1)
+            tensor = tensor.unflatten(0, (-1, site.head_dim))[
+                site.layout.blocks(module, *heads)
+            ].flatten(0, 1)
         if module != site.layout.output:
             cut[name] = tensor
     return cut
@@ -422,9 +443,13 @@ def _copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
     """
     named = _teacher_names(teacher)
     mixers = _mixer_names(student)
-    for module_name in {name.rpartition(".")[0] for name, buffer in student.named_buffers() if buffer.is_meta}:
+    for module_name in {
+        name.rpartition(".")[0] for name, buffer in student.named_buffers() if buffer.is_meta
+    }:
         their_name = named(module_name)
-        for mixer in mixers:  # Nemotron's attention had a rotary embedding of its own, until transformers 5.14
+        for mixer in (
+            mixers
+        ):  # Nemotron's attention had a rotary embedding of its own, until transformers 5.14
             if module_name.startswith(f"{mixer}.attention."):
                 their_name = named(module_name.replace(f"{mixer}.attention.", f"{mixer}.", 1))
         theirs = teacher.get_submodule(their_name)
@@ -434,7 +459,11 @@ def _copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
         else:
             own = student.get_submodule(module_name)
             for attribute, buffer in list(own.named_buffers(recurse=False)):
-                setattr(own, attribute, theirs.get_buffer(attribute).clone() if buffer.is_meta else buffer)
+                setattr(
+                    own,
+                    attribute,
+                    theirs.get_buffer(attribute).clone() if buffer.is_meta else buffer,
+                )
 
 
 def _mixer_names(student: HybridForCausalLM) -> list[str]:
@@ -444,7 +473,11 @@ def _mixer_names(student: HybridForCausalLM) -> list[str]:
 def _teacher_names(teacher: PreTrainedModel) -> Callable[[str], str]:
     """Return a function that maps a student's tensor name, outside its mixers, to the teacher's name."""
     output, decoder = teacher.get_output_embeddings(), decoder_of(teacher)
-    names = {module: name for name, module in teacher.named_modules() if module is output or module is decoder}
+    names = {
+        module: name
+        for name, module in teacher.named_modules()
+        if module is output or module is decoder
+    }
 
     def named(name: str) -> str:
         root, _, rest = name.partition(".")
@@ -496,7 +529,11 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
         if ours is None:
             continue
         missing = sorted(set(mixer.replaced) - set(source.replaced))
-        if missing or theirs is None or (theirs.d_state, theirs.recurrence) != (ours.d_state, ours.recurrence):
+        if (
+            missing
+            or theirs is None
+            or (theirs.d_state, theirs.recurrence) != (ours.d_state, ours.recurrence)
+        ):
             raise ValueError(
                 f"layer {mixer.layer} of the donor has no recurrent heads {missing or 'of this form'}; "
                 "align a student that keeps no head, with the same d_state, conv_width and recurrence."

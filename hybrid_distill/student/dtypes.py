@@ -42,8 +42,7 @@ def settle(student: HybridForCausalLM, dtype: torch.dtype | None = None) -> Hybr
 
 
 def check_one_dtype(student: nn.Module) -> None:
-    """Raise ValueError for a student whose parameters have several dtypes, as between two stages.
-    """
+    """Raise ValueError for a student whose parameters have several dtypes, as between two stages."""
     dtypes = sorted(
         {str(parameter.dtype).removeprefix("torch.") for parameter in student.parameters()}
     )

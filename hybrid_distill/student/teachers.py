@@ -6,7 +6,12 @@ It takes a config and a tokenizer, and builds the model on the meta device: no w
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..model import HybridConfig
 from ..plan import HeadPlan
@@ -18,7 +23,11 @@ from .init import DEFAULT_INIT
 
 
 def check_teacher(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, heads: bool = False
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    name: str,
+    heads: bool = False,
 ) -> None:
     """Raise ValueError if a model cannot be a teacher; ``name`` is the model as the user named it.
 
@@ -48,9 +57,13 @@ def empty_teacher(
     attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, **attention
+            )
     except Exception as error:  # each version of transformers raises other errors
-        raise ValueError(f"cannot build the teacher {name!r} ({first_line(error)}); pass another model.") from error
+        raise ValueError(
+            f"cannot build the teacher {name!r} ({first_line(error)}); pass another model."
+        ) from error
     # Asked of the model, not of the config: Llama 4's wraps a text model, which transformers builds alone.
     _check_text_only(model, name)
     return model

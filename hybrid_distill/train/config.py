@@ -47,7 +47,9 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         if not self.path.strip():
-            raise ValueError(f"teacher.path is {self.path!r}; name a local folder, a model on the hub, or tiny.")
+            raise ValueError(
+                f"teacher.path is {self.path!r}; name a local folder, a model on the hub, or tiny."
+            )
         check_options(self, "teacher.")
 
 
@@ -196,7 +198,9 @@ class Distill(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.teacher is not None and not self.teacher.strip():
-            raise ValueError(f"{self.name}.teacher is {self.teacher!r}; name a folder or a model, or leave it out.")
+            raise ValueError(
+                f"{self.name}.teacher is {self.teacher!r}; name a folder or a model, or leave it out."
+            )
 
     @property
     def is_alignment(self) -> bool:

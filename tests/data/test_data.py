@@ -31,9 +31,7 @@ def numbered(n: int, *, shard: int, first: int = 0) -> Tokens:
     """Make a source whose tokens are their own numbers; a document begins at every seventh."""
     ids = np.arange(first, first + n, dtype=np.uint32)
     pieces = [ids[begin : begin + shard] for begin in range(0, n, shard)]
-    shards = tuple(
-        Shard(piece, np.arange(0, len(piece), 7, dtype=np.int64)) for piece in pieces
-    )
+    shards = tuple(Shard(piece, np.arange(0, len(piece), 7, dtype=np.int64)) for piece in pieces)
     return Tokens(shards, pad_id=0, fingerprint=f"{first}-{n}")
 
 
@@ -57,13 +55,9 @@ def test_batches_of_a_seed_are_those_of_the_first_version() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    "sizes", [(1000,), (1003, 77, 500)], ids=["one source", "three sources"]
-)
+@pytest.mark.parametrize("sizes", [(1000,), (1003, 77, 500)], ids=["one source", "three sources"])
 def test_every_token_once_an_epoch_on_any_number_of_processes(world, sizes):
-    sources = [
-        numbered(n, shard=123, first=10_000 * number) for number, n in enumerate(sizes)
-    ]
+    sources = [numbered(n, shard=123, first=10_000 * number) for number, n in enumerate(sizes)]
     tokens = []
     for number, n in enumerate(sizes):
         tokens += range(10_000 * number, 10_000 * number + n)
@@ -136,9 +130,7 @@ def test_a_shuffle_is_a_permutation_in_which_every_place_is_as_likely():
 def test_shares_of_tokens_are_the_weights_to_within_a_row_and_no_token_is_lost(weights):
     sizes = (4000, 800, 1600)
     seq_len = 16
-    sources = [
-        numbered(n, shard=1000, first=10_000 * number) for number, n in enumerate(sizes)
-    ]
+    sources = [numbered(n, shard=1000, first=10_000 * number) for number, n in enumerate(sizes)]
     rows = PackedRows(sources, seq_len=seq_len, weights=weights)
     epoch = rows.batch(0, rows.rows_per_epoch)["input_ids"]
     counts = np.bincount(epoch.flatten() // 10_000, minlength=3)
@@ -147,9 +139,7 @@ def test_shares_of_tokens_are_the_weights_to_within_a_row_and_no_token_is_lost(w
         assert abs(count - share) <= seq_len
     if weights == (1, 1, 1):
         two_epochs = rows.batch(0, 2 * rows.rows_per_epoch)["input_ids"].flatten().tolist()
-        assert set(range(4000)) <= set(two_epochs), (
-            "two half epochs cover the larger source"
-        )
+        assert set(range(4000)) <= set(two_epochs), "two half epochs cover the larger source"
 
 
 # Sources
@@ -202,12 +192,8 @@ def test_a_bad_source_is_named(tokenizer, tmp_path, name, content, message):
     if name:
         source.write_text(content)
     with pytest.raises(ValueError, match=message):
-        open_rows(
-            DataConfig(sources=(str(source),)), tokenizer, cache_dir=tmp_path / "cache"
-        )
-    assert not list((tmp_path / "cache").rglob("*.bin")), (
-        "a failed source leaves nothing behind"
-    )
+        open_rows(DataConfig(sources=(str(source),)), tokenizer, cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.bin")), "a failed source leaves nothing behind"
 
 
 def test_tokenized_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatch):
@@ -228,8 +214,7 @@ def test_tokenized_once_then_read_from_the_cache(tokenizer, tmp_path, monkeypatc
         assert torch.equal(other.batch(3, 4)["input_ids"], first.batch(3, 4)["input_ids"])
     source.write_text("w1 w2")
     assert (
-        open_rows(config, tokenizer, cache_dir=tmp_path / "cache").fingerprint
-        != first.fingerprint
+        open_rows(config, tokenizer, cache_dir=tmp_path / "cache").fingerprint != first.fingerprint
     )
 
 
@@ -260,9 +245,7 @@ def test_only_what_splits_a_text_counts_in_the_fingerprint(tokenizer):
     padded.pad_token = "<eos>"
     padded(["w1", "w1 w2"], padding=True, truncation=True, max_length=2)
     other_class = type("Other", (PreTrainedTokenizerFast,), {})
-    of_other_class = other_class(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>"
-    )
+    of_other_class = other_class(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
     for same in (padded, of_other_class):
         assert data.tokenizer_fingerprint(same) == before
     other_end = PreTrainedTokenizerFast(
@@ -288,8 +271,6 @@ def test_the_hub_is_read_once_as_far_as_asked(tokenizer, tmp_path):
     assert rows.sources[0].shards[0].ids.tolist() == whole.ids[:n_tokens].tolist()
     write_source(tmp_path / "hub" / "a.jsonl", texts(60, first=1))
     changed = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
-    assert changed.text_fingerprint != rows.text_fingerprint, (
-        "a local folder has no revision"
-    )
+    assert changed.text_fingerprint != rows.text_fingerprint, "a local folder has no revision"
     with pytest.raises(ValueError, match=r"--data\.hub-tokens N"):
         open_rows(DataConfig((source, "tiny")), tokenizer)

@@ -44,9 +44,7 @@ CHAT = """
 @pytest.fixture
 def job(tmp_path: Path) -> GenerateJob:
     sampling = Sampling(seed=3, new_tokens=12, batch_size=4)
-    return GenerateJob(
-        "tiny", "1.2K", tmp_path / "self", sampling=sampling, shard_tokens=200
-    )
+    return GenerateJob("tiny", "1.2K", tmp_path / "self", sampling=sampling, shard_tokens=200)
 
 
 @pytest.fixture
@@ -63,18 +61,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("chat", "turns"), [(True, {1, 2, 3}), (False, {1})])
-def test_prompts_are_of_many_kinds_and_follow_from_the_seed(
-    chat: bool, turns: set[int]
-) -> None:
+def test_prompts_are_of_many_kinds_and_follow_from_the_seed(chat: bool, turns: set[int]) -> None:
     prompts = [prompt(0, number, chat) for number in range(600)]
     assert prompts == [prompt(0, number, chat) for number in range(600)]
     assert prompts[:50] != [prompt(1, number, chat) for number in range(50)]
     assert len(set(prompts)) > 480
     assert {len(messages) for messages in prompts} == turns
     for messages in prompts:
-        assert not re.search(r"\{.*\}", " ".join(messages), re.DOTALL), (
-            "a slot that was not filled"
-        )
+        assert not re.search(r"\{.*\}", " ".join(messages), re.DOTALL), "a slot that was not filled"
 
 
 def test_no_prompt_uses_the_wording_of_a_probe() -> None:
@@ -90,9 +84,7 @@ def test_no_prompt_uses_the_wording_of_a_probe() -> None:
         assert words not in text
 
 
-def test_a_killed_command_resumes_to_the_bytes_of_one_go(
-    job: GenerateJob, tmp_path: Path
-) -> None:
+def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_path: Path) -> None:
     line = generate(job)
     header = TokenHeader.load(job.out / "tokens.json")
     assert f"{header.tokens:,} tokens of {header.documents:,} documents" in line
@@ -114,9 +106,7 @@ def test_a_killed_command_resumes_to_the_bytes_of_one_go(
     assert TokenHeader.file(stopped.out, partial=True).exists()
     generate(stopped)
     assert contents(stopped.out) == contents(job.out)
-    assert generate(job).split(",")[0] == line.split(",")[0], (
-        "a finished folder is left alone"
-    )
+    assert generate(job).split(",")[0] == line.split(",")[0], "a finished folder is left alone"
     with pytest.raises(ValueError, match="another sources"):
         generate(replace(job, sampling=replace(job.sampling, temperature=1.0)))
 
@@ -175,9 +165,7 @@ def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_logits_of_rows_without_a_loss_are_written(tmp_path: Path) -> None:
-    shard = Shard(
-        np.arange(2, 66, dtype="<u2"), np.array([0]), learned=np.zeros(64, dtype=bool)
-    )
+    shard = Shard(np.arange(2, 66, dtype="<u2"), np.array([0]), learned=np.zeros(64, dtype=bool))
     rows = PackedRows([Tokens((shard,), 1, "questions")], seq_len=16)
     _, teacher = small_models()
     write_logits(

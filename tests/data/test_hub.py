@@ -50,12 +50,8 @@ class FakeHub:
     def dataset_info(self, name: str, **_: Any) -> DatasetInfo:
         self.asked += 1
         assert name == "somebody/texts"
-        siblings = [
-            {"rfilename": file, "blobId": blob} for file, blob in self.files.items()
-        ]
-        return DatasetInfo(
-            id=name, sha=self.commit, siblings=siblings, cardData=dict(self.card)
-        )
+        siblings = [{"rfilename": file, "blobId": blob} for file, blob in self.files.items()]
+        return DatasetInfo(id=name, sha=self.commit, siblings=siblings, cardData=dict(self.card))
 
     def load_dataset(
         self, name: str, config: str, *, split: str, streaming: bool, revision: str
@@ -121,9 +117,7 @@ def test_a_run_asks_once_for_all_its_stages_and_a_later_start_not_at_all(fake, r
     assert pins(run) == pinned
 
 
-def test_a_run_that_was_stopped_while_it_tokenized_goes_on_at_its_commit(
-    fake, run, monkeypatch
-):
+def test_a_run_that_was_stopped_while_it_tokenized_goes_on_at_its_commit(fake, run, monkeypatch):
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -157,9 +151,7 @@ def test_a_run_that_starts_over_reads_the_newest_commit(fake, run):
     ],
     ids=["card", "attributes", "another config", "data", "more data"],
 )
-def test_only_a_commit_to_the_data_is_tokenized_again(
-    fake, run, tmp_path, changed, is_read_again
-):
+def test_only_a_commit_to_the_data_is_tokenized_again(fake, run, tmp_path, changed, is_read_again):
     """In another run too."""
     prepare(RunInputs(run))
     fake.change("c1", **changed)
@@ -203,9 +195,7 @@ def test_without_patterns_that_name_files_every_data_file_counts(fake, card):
     assert hub.resolve(SOURCE).files != before
 
 
-def test_a_new_run_without_a_network_reads_what_the_cache_knows(
-    fake, run, tmp_path, caplog
-):
+def test_a_new_run_without_a_network_reads_what_the_cache_knows(fake, run, tmp_path, caplog):
     prepare(RunInputs(run))
     fake.is_there = False
     other = replace(run, out=tmp_path / "other")
@@ -281,9 +271,7 @@ def test_a_large_source_is_refused_in_several_processes_before_a_text_is_read(
     monkeypatch.setattr(
         "hybrid_distill.pipeline.run.connect", lambda: SimpleNamespace(num_processes=2)
     )
-    monkeypatch.setattr(
-        "hybrid_distill.pipeline.run.own_device", lambda: torch.device("cpu")
-    )
+    monkeypatch.setattr("hybrid_distill.pipeline.run.own_device", lambda: torch.device("cpu"))
     with pytest.raises(ValueError, match="prepare-data"):
         prepare(RunInputs(run))
     assert fake.loaded == []
@@ -302,9 +290,7 @@ def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(
 
 
 def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
-    large = replace(
-        run, data=replace(run.data, hub_tokens=100_000_001), stages=(DISTILL,), gpus=2
-    )
+    large = replace(run, data=replace(run.data, hub_tokens=100_000_001), stages=(DISTILL,), gpus=2)
     run_recipe(large, ["--dry-run"])
     printed = capsys.readouterr().out
     assert (

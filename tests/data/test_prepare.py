@@ -142,9 +142,7 @@ def test_resuming_after_a_kill_gives_the_bytes_of_one_go(
     tokenizer, sources, tmp_path, monkeypatch, killed_at, whole, max_tokens
 ):
     monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
-    job = PrepareJob(
-        "mine", sources, tmp_path / "killed", shard_tokens=200, max_tokens=max_tokens
-    )
+    job = PrepareJob("mine", sources, tmp_path / "killed", shard_tokens=200, max_tokens=max_tokens)
     killed_at_batch(killed_at, job)
     header = TokenHeader.file(job.out, partial=True)
     n_whole = len(json.loads(header.read_text())["shards"]) if header.exists() else 0
@@ -175,9 +173,7 @@ def test_max_tokens_takes_whole_documents_and_no_token_more(tokenizer, sources, 
         writer.write_tokens(tmp_path / "none", sources, tokenizer, max_tokens=1)
 
 
-def test_a_token_folder_is_a_source_of_the_same_rows(
-    tokenizer, sources, tmp_path, monkeypatch
-):
+def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_path, monkeypatch):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
     first = prepare.prepare(job)
     expected = rows_of(texts(120), tokenizer)
@@ -219,9 +215,7 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_folder_of_other_tokens_is_not_written_over(
-    tokenizer, sources, tmp_path, finished
-):
+def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_path, finished):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=100)
     if finished:
         prepare.prepare(job)
@@ -256,9 +250,7 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "read_file", recorded)
     for number, place in enumerate(places, 1):
         # A place is kept as JSON.
-        rest = documents.document_batches(
-            sources, "text", 100, json.loads(json.dumps(place))
-        )
+        rest = documents.document_batches(sources, "text", 100, json.loads(json.dumps(place)))
         assert [batch for batch, _ in rest] == list(batches[number:])
     assert opened.count("0.jsonl") < opened.count("1.jsonl") < opened.count("2.jsonl")
     assert opened.count("2.jsonl") == len(batches) - 1
@@ -267,9 +259,7 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
 def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_it(
     tokenizer,
 ):
-    record = {
-        "messages": [{"role": "assistant", "content": "w1", "at": datetime(2024, 1, 2)}]
-    }
+    record = {"messages": [{"role": "assistant", "content": "w1", "at": datetime(2024, 1, 2)}]}
     conversation = conversation_of(record, "line 1")
     tokenizer.chat_template = "{{ date_string or strftime_now('%d %b %Y') }}"
     assert rendered(json.loads(conversation), tokenizer) == "26 Jul 2024"

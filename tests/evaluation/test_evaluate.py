@@ -164,9 +164,7 @@ def test_perplexity_and_agreement_by_hand() -> None:
     perplexity = torch.stack(losses).mean().exp().item()
     assert result["n_text_tokens"] == len(losses) == 5 + 2 + 4
     assert result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
-    assert result["top1_agreement"] == pytest.approx(
-        torch.stack(same).double().mean().item()
-    )
+    assert result["top1_agreement"] == pytest.approx(torch.stack(same).double().mean().item())
     kl = torch.stack(divergences).mean().item()
     assert result["kl_to_teacher"] == pytest.approx(kl, rel=1e-4)
 

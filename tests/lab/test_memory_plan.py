@@ -192,7 +192,9 @@ def meta_models(
     """Student and teacher without values."""
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return empty_student(teacher, HeadPlan.random(config, kept, seed=0), d_state=d_state, conv_width=4), teacher
+    return empty_student(
+        teacher, HeadPlan.random(config, kept, seed=0), d_state=d_state, conv_width=4
+    ), teacher
 
 
 def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:

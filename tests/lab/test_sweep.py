@@ -48,9 +48,7 @@ def grid(
     seeds: int = 1,
     window: str = "0",
 ) -> Grid:
-    return Grid.parse(
-        heads=heads, d_state=d_state, selection=selection, seeds=seeds, window=window
-    )
+    return Grid.parse(heads=heads, d_state=d_state, selection=selection, seeds=seeds, window=window)
 
 
 def recipe(**changes: Any) -> Any:

@@ -22,9 +22,7 @@ REPLACED = HeadId(0, 2)
 def student_with(d_state: int) -> HybridForCausalLM:
     teacher = make_family_model("llama")
     plan = HeadPlan.from_pairs(teacher, [KEPT])
-    student, _ = build_student(
-        teacher, plan, d_state=d_state, window=4, sinks=1, init="random"
-    )
+    student, _ = build_student(teacher, plan, d_state=d_state, window=4, sinks=1, init="random")
     with torch.no_grad():
         for heads in student.recurrent_heads():
             heads.z_proj.bias.fill_(0.7)
@@ -47,8 +45,9 @@ def test_maps_of_kept_heads_and_of_windows_alone_compute_their_outputs() -> None
     student.set_attn_implementation("eager")
     inputs = {}
     mixer = student.mixers()[0]
-    with torch.no_grad(), mixer.o_proj.register_forward_pre_hook(
-        lambda module, args: inputs.update(heads=args[0])
+    with (
+        torch.no_grad(),
+        mixer.o_proj.register_forward_pre_hook(lambda module, args: inputs.update(heads=args[0])),
     ):
         student(torch.tensor([IDS]), use_cache=False)
     heads_LHP = inputs["heads"][0].unflatten(-1, (-1, mixer.head_dim))

@@ -29,9 +29,7 @@ ADAPTERS: dict[str, PeftConfig] = {
     "lora": LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False),
     "dora": LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, use_dora=True),
     "boft": BOFTConfig(boft_block_size=4, target_modules=TARGETS, init_weights=False),
-    "ia3": IA3Config(
-        target_modules=TARGETS, feedforward_modules=[], init_ia3_weights=False
-    ),
+    "ia3": IA3Config(target_modules=TARGETS, feedforward_modules=[], init_ia3_weights=False),
     "hra": HRAConfig(r=4, target_modules=TARGETS, init_weights=False),
 }
 PROMPTS: dict[str, PeftConfig] = {
@@ -69,9 +67,7 @@ def with_own_bias(recurrence: str, target: str) -> Any:
     return get_peft_model(student, LoraConfig(target_modules=[target], **settings)).eval()
 
 
-@pytest.mark.parametrize(
-    ("recurrence", "target"), [("discrete", "x_proj"), ("mamba2", "z_proj")]
-)
+@pytest.mark.parametrize(("recurrence", "target"), [("discrete", "x_proj"), ("mamba2", "z_proj")])
 def test_an_adapters_own_bias_is_merged(recurrence: str, target: str) -> None:
     adapted = with_own_bias(recurrence, target)
     ids = tokens(2, 9)

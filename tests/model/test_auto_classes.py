@@ -22,9 +22,7 @@ def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
 
 
 @torch.no_grad()
-def test_auto_model_is_the_decoder_alone(
-    student: HybridForCausalLM, tmp_path: Path
-) -> None:
+def test_auto_model_is_the_decoder_alone(student: HybridForCausalLM, tmp_path: Path) -> None:
     student.save_pretrained(tmp_path / "student")
     model = AutoModel.from_pretrained(tmp_path / "student")
     assert type(model) is HybridModel
@@ -59,9 +57,7 @@ def test_a_classifier_reads_the_last_token_and_is_saved(
     student: HybridForCausalLM, tmp_path: Path
 ) -> None:
     student.save_pretrained(tmp_path / "student")
-    model = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "student", num_labels=3
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "student", num_labels=3)
     assert type(model) is HybridForSequenceClassification
     ids, mask = left_padded([tokens(9), tokens(4)])
     labels = torch.tensor([2, 0])

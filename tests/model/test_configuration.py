@@ -64,9 +64,7 @@ def test_a_field_that_is_written_reaches_the_decoder_and_the_file(
     assert loaded.config.backbone["max_position_embeddings"] == 77
 
 
-def test_a_keyword_of_the_backbone_is_taken(
-    student: HybridForCausalLM, tmp_path: Path
-) -> None:
+def test_a_keyword_of_the_backbone_is_taken(student: HybridForCausalLM, tmp_path: Path) -> None:
     backbone = student.config.backbone
     kept = student.config.kept
     config = HybridConfig(backbone, kept, d_state=5, max_position_embeddings=1024)

@@ -63,17 +63,13 @@ def test_a_decoder_makes_and_continues_its_cache(student: HybridForCausalLM) -> 
     whole = student.model(ids, mask, use_cache=False)
     assert cache_of(whole) is None
     first = student.model(ids[:, :6], mask[:, :6])
-    rest = student.model(
-        input_ids=ids[:, 6:], attention_mask=mask, past_key_values=cache_of(first)
-    )
+    rest = student.model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=cache_of(first))
     close(rest.last_hidden_state, whole.last_hidden_state[:, 6:])
     with pytest.raises(ValueError, match="DynamicCache"):
         student.model(ids, mask, past_key_values=DynamicCache())
 
 
-def test_a_decoder_is_not_saved_as_its_backbone(
-    student: HybridForCausalLM, tmp_path: Path
-) -> None:
+def test_a_decoder_is_not_saved_as_its_backbone(student: HybridForCausalLM, tmp_path: Path) -> None:
     """transformers would load it as the backbone's class, with attention of random weights."""
     with pytest.raises(ValueError, match="HybridModel"):
         student.model.save_pretrained(tmp_path)
@@ -105,9 +101,7 @@ def test_a_copy_is_the_same_model(way: str, recurrence: str) -> None:
     copied = COPIES[way](student)
     assert not hasattr(copied, "_static_cache")
     assert list(map(type, copied.modules())) == list(map(type, student.modules()))
-    close(
-        logits(copied, ids, attention_mask=mask), logits(student, ids, attention_mask=mask)
-    )
+    close(logits(copied, ids, attention_mask=mask), logits(student, ids, attention_mask=mask))
     seq_idx = torch.tensor([[0] * 4 + [1] * 5] * 2)
     close(packed_logits(copied, ids, seq_idx), packed_logits(student, ids, seq_idx))
     # A copy has its own config, which still reaches its own decoder.

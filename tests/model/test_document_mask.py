@@ -75,9 +75,7 @@ def flash(
             place = torch.arange(end - begin)
             reach = place[:, None] - place
             seen = {"attn_mask": (reach >= 0) & (reach <= window_size[0])}
-        attended = F.scaled_dot_product_attention(
-            *heads, scale=softmax_scale, **seen
-        )
+        attended = F.scaled_dot_product_attention(*heads, scale=softmax_scale, **seen)
         documents.append(attended.transpose(0, 1))
     return torch.cat(documents)
 
@@ -87,9 +85,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """``as_on_a_gpu(function)``: packed rows run it from now on; None is FlexAttention."""
 
     def choose(function: Any) -> None:
-        monkeypatch.setattr(
-            documents, "has_document_attention", lambda device: True
-        )
+        monkeypatch.setattr(documents, "has_document_attention", lambda device: True)
         monkeypatch.setattr(document_kernels, "flash_function", lambda: function)
 
     return choose
@@ -115,15 +111,11 @@ def packed_rows(length: int = LENGTH, mean: int = 20) -> Batch:
         "input_ids": ids,
         "seq_idx": seq_idx,
         "mask": torch.ones_like(ids, dtype=torch.bool),
-        "lengths": torch.stack(
-            [row.bincount(minlength=n_documents) for row in seq_idx]
-        ),
+        "lengths": torch.stack([row.bincount(minlength=n_documents) for row in seq_idx]),
     }
 
 
-def logits(
-    model: PreTrainedModel, batch: Batch, borders: Tensor | None = None
-) -> Tensor:
+def logits(model: PreTrainedModel, batch: Batch, borders: Tensor | None = None) -> Tensor:
     ids = batch["input_ids"]
     seq_idx = batch["seq_idx"]
     if isinstance(model, HybridForCausalLM):
@@ -160,27 +152,19 @@ def test_documents_and_windows_without_their_mask(family, kernel, as_on_a_gpu):
     plain = masks_by_kind(packed["attention_mask"])
     as_on_a_gpu(kernel)
     for borders in (None, cu_seqlens(batch)):
-        packed = packed_inputs(
-            batch["seq_idx"], config=teacher.config, cu_seqlens=borders
-        )
+        packed = packed_inputs(batch["seq_idx"], config=teacher.config, cu_seqlens=borders)
         for kind, mask in masks_by_kind(packed["attention_mask"]).items():
             assert isinstance(mask, DocumentMask)
             assert torch.equal(mask + 0, plain[kind] + 0)
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=0.3
-            )
-            exact = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=plain[kind], scale=0.3
-            )
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+            exact = F.scaled_dot_product_attention(q, k, v, attn_mask=plain[kind], scale=0.3)
             close(attended, exact)
         for model, logits_BLV in zip(models, expected):
             # Three layers have rounded.
             close(logits(model, batch, borders), logits_BLV, 2e-2)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"target": "layer", "train": "mixer"}, {"name": "distill"}]
-)
+@pytest.mark.parametrize("settings", [{"target": "layer", "train": "mixer"}, {"name": "distill"}])
 def test_a_stage_trains_the_same_without_the_mask(settings, as_on_a_gpu):
     """Kept heads too; the borders come with the batch, so that the host does not wait for them."""
     batch = packed_rows()
@@ -190,9 +174,7 @@ def test_a_stage_trains_the_same_without_the_mask(settings, as_on_a_gpu):
         stage = make_stage(config, *small_models()).train()
         loss = stage(batch).total
         loss.backward()
-        gradients = [
-            p.grad.flatten() for p in stage.parameters() if p.grad is not None
-        ]
+        gradients = [p.grad.flatten() for p in stage.parameters() if p.grad is not None]
         return loss.item(), torch.cat(gradients)
 
     masked_loss, masked_gradient = step()
@@ -249,12 +231,8 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize(
-    ("length", "mean"), [(1024, 250), (1000, 600), (129, 90), (257, 10**6)]
-)
-def test_blocks_of_documents_are_those_of_their_mask(
-    reach, length, mean, as_on_a_gpu
-):
+@pytest.mark.parametrize(("length", "mean"), [(1024, 250), (1000, 600), (129, 90), (257, 10**6)])
+def test_blocks_of_documents_are_those_of_their_mask(reach, length, mean, as_on_a_gpu):
     """A block is read if some pair in it is seen, and whole if every query sees all its keys.
 
     A CPU runs no backward kernel that would read the lists by key.
@@ -273,12 +251,8 @@ def test_blocks_of_documents_are_those_of_their_mask(
         assert torch.equal(partial_kv, (some & ~whole).int())
         assert torch.equal(whole_kv, whole.int())
         # The backward reads the same blocks by key.
-        assert torch.equal(
-            listed(blocks.q_num_blocks, blocks.q_indices), partial_kv.mT
-        )
-        assert torch.equal(
-            listed(blocks.full_q_num_blocks, blocks.full_q_indices), whole_kv.mT
-        )
+        assert torch.equal(listed(blocks.q_num_blocks, blocks.q_indices), partial_kv.mT)
+        assert torch.equal(listed(blocks.full_q_num_blocks, blocks.full_q_indices), whole_kv.mT)
         if (reach, length) in (
             ("documents", 1000),
             ("long windows", 1024),
@@ -290,9 +264,7 @@ def test_blocks_of_documents_are_those_of_their_mask(
 def test_blocks_of_a_long_row_are_small(as_on_a_gpu):
     as_on_a_gpu(None)
     config = small_models()[1].config
-    mask = packed_inputs(packed_rows(MANY, mean=250)["seq_idx"], config=config)[
-        "attention_mask"
-    ]
+    mask = packed_inputs(packed_rows(MANY, mean=250)["seq_idx"], config=config)["attention_mask"]
     assert mask.blocks.kv_indices.nbytes < MANY**2 / 500
 
 
@@ -302,9 +274,7 @@ def test_blocks_of_a_long_row_are_small(as_on_a_gpu):
     [(300, 4, 4), (300, 4, 2), (300, 6, 1), (300, 3, 3), (256, 4, 2)],
 )
 @pytest.mark.parametrize("reach", REACHES)
-def test_flex_attention_and_its_backward(
-    reach, length, n_heads, n_kv_heads, as_on_a_gpu
-):
+def test_flex_attention_and_its_backward(reach, length, n_heads, n_kv_heads, as_on_a_gpu):
     """Values and gradients are those of the additive mask."""
     shapes = [(2, n, length, 16) for n in (n_heads, n_kv_heads, n_kv_heads)]
     options: dict[str, Any] = {"scale": 0.3, "enable_gqa": True}
@@ -315,12 +285,8 @@ def test_flex_attention_and_its_backward(
         additive = torch.zeros(numbers.shape).masked_fill_(~numbers, lowest)
         results = []
         for attn_mask in (mask, additive):
-            out = F.scaled_dot_product_attention(
-                *heads, attn_mask=attn_mask, **options
-            )
-            results.append(
-                [out, *torch.autograd.grad((out * weights).sum(), heads)]
-            )
+            out = F.scaled_dot_product_attention(*heads, attn_mask=attn_mask, **options)
+            results.append([out, *torch.autograd.grad((out * weights).sum(), heads)])
         for actual, expected in zip(*results):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -331,9 +297,7 @@ def test_flex_attention_compiles_each_shape_once_and_static(
     """A row of 16 tokens compiles nothing; other documents of a shape compile nothing new."""
     graphs: list[list[Any]] = []
 
-    def record(
-        graph: torch.fx.GraphModule, inputs: list[Any]
-    ) -> Callable[..., Any]:
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(inputs)
         return graph.forward
 
@@ -342,9 +306,7 @@ def test_flex_attention_compiles_each_shape_once_and_static(
     monkeypatch.setattr(
         torch,
         "compile",
-        lambda function, **options: compile_with(
-            function, backend=record, **options
-        ),
+        lambda function, **options: compile_with(function, backend=record, **options),
     )
     config = small_models()[1].config
     as_on_a_gpu(None)
@@ -384,12 +346,8 @@ def test_flex_attention_compiled_for_this_cpu(as_on_a_gpu):
         assert mask.blocks.full_kv_num_blocks.any()
         q = torch.randn(2, 4, 600, 16)
         k, v = torch.randn(2, 2, 2, 600, 16)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, enable_gqa=True
-        )
-        exact = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=numbers, enable_gqa=True
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        exact = F.scaled_dot_product_attention(q, k, v, attn_mask=numbers, enable_gqa=True)
         torch.testing.assert_close(attended, exact, rtol=1e-4, atol=1e-5)
 
 
@@ -423,6 +381,4 @@ def test_a_mask_of_documents_has_its_numbers_for_any_other_function(as_on_a_gpu)
     # Too narrow for FlexAttention.
     q = torch.randn(2, 2, LENGTH, 8)
     attended = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    assert torch.equal(
-        attended, F.scaled_dot_product_attention(q, q, q, attn_mask=plain)
-    )
+    assert torch.equal(attended, F.scaled_dot_product_attention(q, q, q, attn_mask=plain))

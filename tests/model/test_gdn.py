@@ -41,9 +41,7 @@ def test_float32_is_near_float64(same_keys: bool, write: float | None) -> None:
         writes = torch.full_like(writes, write)
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [
-            t.detach().to(dtype).requires_grad_() for t in (x, log_a, writes, k, c)
-        ]
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, log_a, writes, k, c)]
         y, state = delta_scan(*leaves)
         loss = y.square().sum() + state.sum()
         return [y, state, *torch.autograd.grad(loss, leaves)]
@@ -52,9 +50,7 @@ def test_float32_is_near_float64(same_keys: bool, write: float | None) -> None:
     # Gradients that cancel out, as the decay's under repeated keys, are as exact as the others.
     sizes = [t.abs().max() for t in exact]
     largest_gradient = max(sizes[2:])
-    for place, (actual, expected) in enumerate(
-        zip(run(torch.float32), exact, strict=True)
-    ):
+    for place, (actual, expected) in enumerate(zip(run(torch.float32), exact, strict=True)):
         size = sizes[place] if place < 2 else largest_gradient
         assert (actual - expected).abs().max() < 1e-5 * size
 
@@ -74,13 +70,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
-    pytest.importorskip(
-        gated_delta.KERNEL, reason="flash-linear-attention is not installed"
-    )
+    pytest.importorskip(gated_delta.KERNEL, reason="flash-linear-attention is not installed")
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    monkeypatch.setattr(
-        autotuner, "do_bench", lambda self, call, quantiles: [1.0] * len(quantiles)
-    )
+    monkeypatch.setattr(autotuner, "do_bench", lambda self, call, quantiles: [1.0] * len(quantiles))
     states = importlib.import_module("fla.ops.common.chunk_delta_h")
 
     def indices(*bounds: Any) -> Iterator[Index]:
@@ -102,9 +94,7 @@ def test_the_kernel_and_its_gradients_are_those_of_torch() -> None:
 
     on_kernel = with_gradients(*gated_delta._on_kernel(*leaves, seq_idx))
     options: dict[str, Any] = {"seq_idx_BL": seq_idx, "impl": "torch"}
-    of_torch = with_gradients(
-        *delta_scan(*leaves[:5], state_BHPN=leaves[5], **options)
-    )
+    of_torch = with_gradients(*delta_scan(*leaves[:5], state_BHPN=leaves[5], **options))
     for actual, expected in zip(on_kernel, of_torch, strict=True):
         assert (actual - expected).norm() < 1e-5 * expected.norm()
 
@@ -121,13 +111,9 @@ def test_a_kernel_that_does_not_work_is_not_used(
     def mistake(function: Any) -> str | None:
         kernel = types.SimpleNamespace(chunk_gated_delta_rule=function)
         monkeypatch.setitem(sys.modules, gated_delta.KERNEL, kernel)
-        return gated_delta._mistake(
-            torch.device("cpu"), torch.float32, HEAD_DIM, STATE
-        )
+        return gated_delta._mistake(torch.device("cpu"), torch.float32, HEAD_DIM, STATE)
 
-    assert "off by" in str(
-        mistake(lambda **given: (given["v"], given["initial_state"]))
-    )
+    assert "off by" in str(mistake(lambda **given: (given["v"], given["initial_state"])))
     assert "fails with TypeError" in str(mistake(lambda q, k: None))
 
 
@@ -136,9 +122,7 @@ def test_without_the_kernel_one_line_says_so(
 ) -> None:
     monkeypatch.setattr(gated_delta.importlib.util, "find_spec", lambda name: None)
     for _ in range(2):
-        assert not gated_delta.kernel_fits(
-            torch.device("cuda"), torch.bfloat16, 16, 16
-        )
+        assert not gated_delta.kernel_fits(torch.device("cuda"), torch.bfloat16, 16, 16)
     assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
         "flash-linear-attention is not installed"
     ]
@@ -146,9 +130,7 @@ def test_without_the_kernel_one_line_says_so(
 
 def shapes(recurrence: str) -> dict[str, tuple[int, ...]]:
     heads = SSMHeads(12, 3, 4, 5, 4, recurrence=recurrence)
-    return {
-        name: tuple(parameter.shape) for name, parameter in heads.named_parameters()
-    }
+    return {name: tuple(parameter.shape) for name, parameter in heads.named_parameters()}
 
 
 def test_the_write_gate_is_all_that_heads_have_more_than_discrete_ones() -> None:

@@ -57,9 +57,7 @@ def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
         return student_of(teacher, keep(teacher, THREE, (), ALL_BUT_ONE))
     if request.param == "gdn":
         return mixed_student(make_family_model("llama"), recurrence="gdn")
-    return mixed_student(
-        make_family_model(request.param, **WINDOWS.get(request.param, {}))
-    )
+    return mixed_student(make_family_model(request.param, **WINDOWS.get(request.param, {})))
 
 
 @pytest.fixture
@@ -68,9 +66,7 @@ def llama_student() -> HybridForCausalLM:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "family", [pytest.param("phi3", marks=since("5.14")), "llama"]
-)
+@pytest.mark.parametrize("family", [pytest.param("phi3", marks=since("5.14")), "llama"])
 def test_generation_over_the_longrope_switch(family: str) -> None:
     """Llama goes on from its cache; Phi-3 reads all anew, for the short factors turned its keys."""
     settings = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
@@ -142,23 +138,15 @@ def test_greedy_takes_the_best_token_of_the_whole_forward_pass(student) -> None:
     for prompt, best in zip(prompts, expected):
         assert torch.equal(generated(student, prompt.unsqueeze(0))[0], best)
     ids, mask = left_padded(prompts)
-    assert torch.equal(
-        generated(student, ids, attention_mask=mask), torch.stack(expected)
-    )
+    assert torch.equal(generated(student, ids, attention_mask=mask), torch.stack(expected))
 
 
-@pytest.mark.parametrize(
-    "prefill_chunk_size", [None, pytest.param(4, marks=since("5.5.0"))]
-)
-def test_positions_count_tokens_and_not_padding(
-    llama_student, prefill_chunk_size
-) -> None:
+@pytest.mark.parametrize("prefill_chunk_size", [None, pytest.param(4, marks=since("5.5.0"))])
+def test_positions_count_tokens_and_not_padding(llama_student, prefill_chunk_size) -> None:
     """Rotary positions are relative: from the logits one would not see a shift."""
     pieces: list[Tensor] = []
 
-    def note(
-        module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
-    ) -> None:
+    def note(module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         _, position_ids = *args, *kwargs.values()
         pieces.append(position_ids)
 
@@ -183,9 +171,7 @@ def test_sampling_draws_from_the_distribution_of_the_whole_forward_pass(
 
     def sampled(seed: int, **options: Any) -> Any:
         torch.manual_seed(seed)
-        return student.generate(
-            ids, attention_mask=mask, **SAMPLE, **outputs, **options
-        )
+        return student.generate(ids, attention_mask=mask, **SAMPLE, **outputs, **options)
 
     first = sampled(1)
     without = sampled(1, use_cache=False)
@@ -209,9 +195,7 @@ def test_beams_are_those_without_a_cache_and_have_their_own_scores(student) -> N
     cached = student.generate(ids, **BEAM, **options)
     recomputed = student.generate(ids, **BEAM, **options, use_cache=False)
     assert torch.equal(cached.sequences, recomputed.sequences)
-    for beam, length, score in zip(
-        cached.sequences, (11, 11, 5, 5), cached.sequences_scores
-    ):
+    for beam, length, score in zip(cached.sequences, (11, 11, 5, 5), cached.sequences_scores):
         row = beam[-length - NEW :].unsqueeze(0)
         logits_LV = logits(student, row, use_cache=False)[0, length - 1 : -1]
         chosen = row[0, length:].unsqueeze(1)
@@ -225,9 +209,7 @@ def test_a_cache_is_continued_by_more_than_one_token(kept: tuple[int, ...]) -> N
     teacher = make_family_model("qwen2")
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     ids, mask = left_padded([tokens(9), tokens(6)])
-    first = student.generate(
-        ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY
-    )
+    first = student.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
     ids = torch.cat([first.sequences, tokens(2, 7)], dim=1)
     mask = torch.cat([mask, torch.ones(2, NEW + 7, dtype=torch.long)], dim=1)
     continued = generated(student, ids, attention_mask=mask, cache=cache_of(first))
@@ -240,9 +222,7 @@ def test_a_cache_is_continued_by_more_than_one_token(kept: tuple[int, ...]) -> N
 def test_a_prompt_in_pieces_is_the_prompt(student, size: int) -> None:
     ids, mask = left_padded([tokens(17), tokens(6)])
     whole = generated(student, ids, attention_mask=mask)
-    in_pieces = generated(
-        student, ids, attention_mask=mask, prefill_chunk_size=size
-    )
+    in_pieces = generated(student, ids, attention_mask=mask, prefill_chunk_size=size)
     assert torch.equal(in_pieces, whole)
 
 
@@ -267,9 +247,7 @@ def test_another_kind_of_cache_is_refused(llama_student, kind: str) -> None:
         generated(llama_student, tokens(1, 6), cache_implementation=kind)
 
 
-@pytest.mark.parametrize(
-    "way", [GREEDY, SAMPLE, BEAM], ids=["greedy", "sample", "beam"]
-)
+@pytest.mark.parametrize("way", [GREEDY, SAMPLE, BEAM], ids=["greedy", "sample", "beam"])
 def test_a_static_cache_gives_the_same_text(student, way: dict[str, Any]) -> None:
     """Rows with padding, prompts longer and shorter than a window; on a GPU, a CUDA graph."""
     ids, mask = left_padded([tokens(12), tokens(4)])
@@ -291,9 +269,7 @@ def test_a_static_cache_moves_nothing_and_its_step_compiles_once(
     def addresses() -> list[int]:
         places = []
         for layer in cache.layers:
-            tensors = [
-                value for value in vars(layer).values() if isinstance(value, Tensor)
-            ]
+            tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
             places += [tensor.data_ptr() for tensor in tensors]
         return places
 
@@ -318,9 +294,7 @@ def test_generate_compiles_a_static_step_as_rarely_as_a_teachers() -> None:
         for length in (8, 6, 8, 12, 20):
             ids = tokens(2, length)
             options = {"cache_implementation": "static", "compile_config": config}
-            assert torch.equal(
-                generated(model, ids, **options), generated(model, ids)
-            )
+            assert torch.equal(generated(model, ids, **options), generated(model, ids))
             counts.append(len(graphs))
         assert counts in ([1, 1, 1, 1, 1], [1, 1, 1, 2, 2])
 
@@ -333,9 +307,7 @@ def test_a_static_cache_that_generate_returned_is_not_used_again(
     expected = generated(llama_student, others)
 
     def static(ids: Tensor, **options: Any) -> Tensor:
-        return generated(
-            llama_student, ids, cache_implementation="static", **options
-        )
+        return generated(llama_student, ids, cache_implementation="static", **options)
 
     # All later caches are as long.
     static(others, max_new_tokens=NEW + 5)
@@ -347,12 +319,8 @@ def test_a_static_cache_that_generate_returned_is_not_used_again(
         assert torch.equal(static(others), expected)
     for _ in range(2):
         assert torch.equal(static(others), expected)
-    step = logits(llama_student, first.sequences[:, -1:], cache=cache_of(first))[
-        :, -1
-    ]
-    same_logits(
-        step, logits(llama_student, first.sequences, use_cache=False)[:, -1]
-    )
+    step = logits(llama_student, first.sequences[:, -1:], cache=cache_of(first))[:, -1]
+    same_logits(step, logits(llama_student, first.sequences, use_cache=False)[:, -1])
 
 
 def test_what_must_roll_a_cache_back_is_refused() -> None:
@@ -385,17 +353,13 @@ def test_decoding_compiles_into_one_graph_for_all_steps() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32, None])
-def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
-    student, kv_dtype
-) -> None:
+def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(student, kv_dtype) -> None:
     ids = tokens(2, 19)
     cache = student.new_cache(kv_dtype)
     whole = logits(student, ids, cache=cache)
     by_step = student.new_cache(kv_dtype)
     pieces = ids.split([9, *[1] * 10], dim=1)
-    steps = torch.cat(
-        [logits(student, piece, cache=by_step) for piece in pieces], dim=1
-    )
+    steps = torch.cat([logits(student, piece, cache=by_step) for piece in pieces], dim=1)
     expected = logits(student, ids, use_cache=False)
     if kv_dtype is torch.bfloat16:
         bound = BF16_RELATIVE_ERROR * expected.norm()
@@ -406,11 +370,7 @@ def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(
         same_logits(steps, expected)
     for layer in cache.layers:
         if layer.keys is not None:
-            assert (
-                layer.keys.dtype
-                == layer.values.dtype
-                == (kv_dtype or torch.float32)
-            )
+            assert layer.keys.dtype == layer.values.dtype == (kv_dtype or torch.float32)
         if layer.ssm_state is not None:
             assert layer.ssm_state.dtype == torch.float32
     full = cache_of(student(ids, use_cache=True)).nbytes()
@@ -428,9 +388,7 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.n_elements = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -450,9 +408,7 @@ class LargestTensor(TorchDispatchMode):
     ],
     ids=["recurrent", "recurrent, padded", "mixed", "mixed, padded, in pieces"],
 )
-def test_memory_of_a_long_prefill_grows_with_its_length(
-    kept, chunk, n_pads: int
-) -> None:
+def test_memory_of_a_long_prefill_grows_with_its_length(kept, chunk, n_pads: int) -> None:
     """Twice the tokens, at most twice the largest tensor; none with length² elements."""
     teacher = make_family_model("llama")
     student = student_of(teacher, keep(teacher, kept, kept, kept))

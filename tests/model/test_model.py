@@ -65,9 +65,7 @@ def test_all_heads_kept_is_the_teacher(teacher) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "kept", [(5,), THREE, ALL_BUT_ONE], ids=["one", "three", "all but one"]
-)
+@pytest.mark.parametrize("kept", [(5,), THREE, ALL_BUT_ONE], ids=["one", "three", "all but one"])
 def test_kept_heads_do_what_they_did(teacher, kept: tuple[int, ...]) -> None:
     """Given the teacher's input, a mixer's kept heads return what the teacher's heads return."""
     student = student_of(teacher, keep(teacher, kept, kept, kept))
@@ -103,10 +101,7 @@ def test_prefill_and_steps_are_the_training_forward(teacher) -> None:
     student = mixed_student(teacher)
     ids = tokens(2, 23)
     cache = student.new_cache()
-    pieces = [
-        logits(student, piece, cache=cache)
-        for piece in ids.split([7, 5, 1, 1, 1, 8], dim=1)
-    ]
+    pieces = [logits(student, piece, cache=cache) for piece in ids.split([7, 5, 1, 1, 1, 8], dim=1)]
     close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
     assert cache.get_seq_length() == 23
     assert all(layer.get_seq_length() == 23 for layer in cache.layers)

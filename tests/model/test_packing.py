@@ -31,12 +31,8 @@ LENGTHS = (1, 9, 2, 12, 7)
 @pytest.mark.parametrize(
     ("implementation", "family"), [*(("sdpa", f) for f in HARD), ("eager", "olmo3")]
 )
-def test_packed_documents_are_the_documents_alone(
-    implementation: str, family: str
-) -> None:
-    teacher = make_family_model(
-        family, **HARD[family], attn_implementation=implementation
-    )
+def test_packed_documents_are_the_documents_alone(implementation: str, family: str) -> None:
+    teacher = make_family_model(family, **HARD[family], attn_implementation=implementation)
     ids = tokens(2, sum(LENGTHS))
     numbers = torch.arange(len(LENGTHS))
     seq_idx = torch.repeat_interleave(numbers, torch.tensor(LENGTHS)).expand(2, -1)
@@ -65,15 +61,11 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
 def test_rows_of_transformers_own_collator_are_the_documents_alone(
     convention: str, kept: tuple[int, ...], implementation: str, family: str
 ) -> None:
-    teacher = make_family_model(
-        family, **HARD[family], attn_implementation=implementation
-    )
+    teacher = make_family_model(family, **HARD[family], attn_implementation=implementation)
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     documents = [tokens(length) for length in LENGTHS]
     options = {"return_position_ids": True, **CONVENTIONS[convention]}
-    collator = transformers.DataCollatorWithFlattening(
-        return_tensors="pt", **options
-    )
+    collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
     batch = collator([{"input_ids": ids.tolist()} for ids in documents])
     del batch["labels"]
     batch.pop("attention_mask", None)
@@ -87,9 +79,7 @@ def test_rows_of_transformers_own_collator_are_the_documents_alone(
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [(), THREE, ALL], ids=["none", "three", "all"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_positions_that_restart_are_those_of_documents(
-    masked: bool, kept: tuple[int, ...]
-) -> None:
+def test_positions_that_restart_are_those_of_documents(masked: bool, kept: tuple[int, ...]) -> None:
     """They restart elsewhere in each row, begin at an offset, and mean nothing at padding."""
     teacher = make_family_model("llama")
     student = student_of(teacher, keep(teacher, kept, kept, kept))
@@ -142,9 +132,7 @@ def test_positions_that_only_rise_are_of_one_document(padding: int | None) -> No
 def test_positions_from_an_offset_or_that_leap_over_padding_make_a_cache() -> None:
     student = mixed_student(make_family_model("llama"))
     ids = tokens(1, 12)
-    assert (
-        cache_of(student(ids, position_ids=torch.arange(7, 19)[None])) is not None
-    )
+    assert cache_of(student(ids, position_ids=torch.arange(7, 19)[None])) is not None
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
     output = student(ids, attention_mask=mask, position_ids=torch.arange(12)[None])
     assert cache_of(output) is not None
@@ -228,9 +216,7 @@ def two_turns(sides: str) -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[16], [8, 3, 1, 4]], ids=["whole", "odd"])
-@pytest.mark.parametrize(
-    "sides", ["left left", "left right", "right left", "right right"]
-)
+@pytest.mark.parametrize("sides", ["left left", "left right", "right left", "right right"])
 def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
     sides: str, pieces: list[int]
 ) -> None:
@@ -253,9 +239,7 @@ def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
     for row in range(3):
         alone = student.new_cache()
         expected = logits(student, ids[row, is_token[row]][None], cache=alone)
-        torch.testing.assert_close(
-            logits_BLV[row, is_token[row]], expected[0], **exact
-        )
+        torch.testing.assert_close(logits_BLV[row, is_token[row]], expected[0], **exact)
         for ours, theirs in zip(cache.layers, alone.layers):
             for name in ("ssm_state", "conv_state"):
                 state = getattr(ours, name)[row]
@@ -264,12 +248,8 @@ def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
 
 @pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_gradients_go_past_padding_inside_a_row(
-    recurrence: str, width: int
-) -> None:
-    heads = SSMHeads(
-        12, 3, 4, 5, width, conv_bias=True, recurrence=recurrence
-    ).double()
+def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> None:
+    heads = SSMHeads(12, 3, 4, 5, width, conv_bias=True, recurrence=recurrence).double()
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.5)
@@ -327,6 +307,4 @@ def test_windows_of_packed_rows_count_tokens_and_not_padding() -> None:
         "seq_idx": torch.zeros_like(ids),
     }
     expected = logits(student, alone, use_cache=False)[0]
-    torch.testing.assert_close(
-        logits(student, ids, **inputs)[mask.bool()], expected
-    )
+    torch.testing.assert_close(logits(student, ids, **inputs)[mask.bool()], expected)

@@ -67,9 +67,7 @@ def outputs_and_gradients(
 @pytest.mark.parametrize("segment_len", [1, 4, 5, 22])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("recurrence", ["discrete", "gdn"])
-def test_values_and_gradients_are_those_of_whole_rows(
-    recurrence, rows, segment_len
-):
+def test_values_and_gradients_are_those_of_whole_rows(recurrence, rows, segment_len):
     heads = random_heads(recurrence)
     hidden = torch.randn(2, L, D, dtype=torch.float64)
     whole = outputs_and_gradients(heads, None, hidden, rows)
@@ -96,9 +94,7 @@ def test_the_long_stage_is_end_to_end_distillation_in_segments():
         stage = make_stage(config, *small_models()).train()
         loss = stage(batch).total
         loss.backward()
-        return loss.detach(), [
-            p.grad for p in stage.parameters() if p.grad is not None
-        ]
+        return loss.detach(), [p.grad for p in stage.parameters() if p.grad is not None]
 
     whole_loss, whole_gradients = step(Distill())
     loss, gradients = step(Distill(name="long", segment_len=7))
@@ -117,13 +113,9 @@ def test_the_next_stage_runs_whole_rows_again():
 
 def allocations(run: Callable[[], object]) -> tuple[int, int]:
     """Return how many bytes are left of what a function allocates, and how many at the fullest."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         _kept = run()
-    events = [
-        e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"
-    ]
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     in_use = list(accumulate(event.nbytes() for event in events))
     return in_use[-1], max(in_use)
@@ -162,9 +154,7 @@ def test_rows_of_the_same_data_at_their_own_length(tmp_path, monkeypatch):
         "segment_len": 48,
     }
     long = Distill(name="long", steps=2, **shape)
-    config = small_run(
-        tmp_path / "run", stages=(ALIGN, long), data=DataConfig(seq_len=64)
-    )
+    config = small_run(tmp_path / "run", stages=(ALIGN, long), data=DataConfig(seq_len=64))
     lengths = []
 
     def note(stage, rows, *args, **options):

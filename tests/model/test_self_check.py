@@ -62,9 +62,7 @@ def test_a_document_is_the_same_in_every_way(shape: str) -> None:
     row = torch.cat(prompts).unsqueeze(0)
     seq_idx = torch.tensor([[0] * 3 + [1] * 17 + [2] * 8])
     for model in (teacher, mixed_student(teacher)):
-        alone = [
-            logits(model, prompt[None], use_cache=False)[0] for prompt in prompts
-        ]
+        alone = [logits(model, prompt[None], use_cache=False)[0] for prompt in prompts]
         close(packed_logits(model, row, seq_idx)[0], torch.cat(alone))
         padded_logits = logits(model, ids, use_cache=False, **padded)
         for number, prompt in enumerate(prompts):
@@ -72,9 +70,7 @@ def test_a_document_is_the_same_in_every_way(shape: str) -> None:
         cache = None
         pieces = []
         for piece in prompts[1].unsqueeze(0).split([7, 4, 1, 1, 4], dim=1):
-            output = model(
-                piece, use_cache=True, **{cache_argument(model.forward): cache}
-            )
+            output = model(piece, use_cache=True, **{cache_argument(model.forward): cache})
             cache = cache_of(output)
             pieces.append(output.logits[0])
         close(torch.cat(pieces), alone[1])
@@ -95,15 +91,10 @@ def test_a_window_that_the_attention_does_not_have() -> None:
         alone = logits(model, ids[:, 8:], use_cache=False)
         close(packed_logits(model, ids, seq_idx)[:, 8:], alone)
     cache = student.new_cache()
-    pieces = [
-        logits(student, piece, cache=cache)
-        for piece in ids.split([9, 1, 18], dim=1)
-    ]
+    pieces = [logits(student, piece, cache=cache) for piece in ids.split([9, 1, 18], dim=1)]
     close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
     other = make_family_model("llama", sliding_window=6)
-    with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM .* cache .*sliding_window"
-    ):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* cache .*sliding_window"):
         build_student(other, HeadPlan.none(other), d_state=4)
 
 
@@ -128,12 +119,8 @@ def test_a_teacher_that_fails_is_refused_by_name(settings: Any) -> None:
     assert teacher.config.sliding_window == settings["sliding_window"]
 
 
-@pytest.mark.parametrize(
-    ("lost", "way"), [("token_mask", "padded"), ("seq_idx", "packed")]
-)
-def test_a_layer_that_drops_arguments_is_found(
-    lost: str, way: str, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("lost", "way"), [("token_mask", "padded"), ("seq_idx", "packed")])
+def test_a_layer_that_drops_arguments_is_found(lost: str, way: str, monkeypatch) -> None:
     left = tuple({"token_mask", "seq_idx"} - {lost})
     monkeypatch.setattr(decoder, "ROW_ARGUMENTS", left)
     teacher = make_family_model("nemotron").to(torch.bfloat16)
@@ -205,15 +192,11 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     """Two forwards before two backwards; Nemotron's layers drop what its mixers need."""
     student = mixed_student(make_family_model(family)).train()
     ids = tokens(2, 2, 19)
-    borders = [
-        torch.tensor([[0] * n + [1] * (19 - n)]).expand(2, -1) for n in (8, 13)
-    ]
+    borders = [torch.tensor([[0] * n + [1] * (19 - n)]).expand(2, -1) for n in (8, 13)]
 
     def gradients() -> list[Tensor]:
         student.zero_grad()
-        losses = [
-            student(row, labels=row, seq_idx=n).loss for row, n in zip(ids, borders)
-        ]
+        losses = [student(row, labels=row, seq_idx=n).loss for row, n in zip(ids, borders)]
         for loss in losses:
             loss.backward()
         return [p.grad.clone() for p in student.parameters()]

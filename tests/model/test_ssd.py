@@ -39,12 +39,8 @@ HEAD_DIM = 4
 STATE = 5
 
 
-def close(
-    actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64
-) -> None:
-    torch.testing.assert_close(
-        actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-    )
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def inputs(
@@ -57,9 +53,7 @@ def inputs(
     return x, log_decay(2 * torch.randn(BATCH, length, HEADS, dtype=dtype)), b, c
 
 
-def delta_inputs(
-    length: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:
+def delta_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     """Return x, log a, the write gate, keys and C of the gated delta rule."""
     x, _, b, c = inputs(length, dtype)
     return (
@@ -85,13 +79,8 @@ def delta_steps(
     state = state_BHPN
     for t in range(x.shape[1]):
         if seq_idx_BL is not None and t > 0:
-            state = (
-                state
-                * (seq_idx_BL[:, t] == seq_idx_BL[:, t - 1])[:, None, None, None]
-            )
-        y, state = delta_step(
-            x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state
-        )
+            state = state * (seq_idx_BL[:, t] == seq_idx_BL[:, t - 1])[:, None, None, None]
+        y, state = delta_step(x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state)
         ys.append(y)
     return torch.stack(ys, dim=1), state
 
@@ -127,9 +116,7 @@ def test_reference_is_the_recurrence_of_the_paper() -> None:
     state = torch.zeros(HEAD_DIM, STATE, dtype=torch.float64)
     for t in range(7):
         state = log_a[0, t, 0].exp() * state + torch.outer(x[0, t, 0], b[0, t, 0])
-        y, final = ssd_scan(
-            x[:, : t + 1], log_a[:, : t + 1], b, c, impl="reference"
-        )
+        y, final = ssd_scan(x[:, : t + 1], log_a[:, : t + 1], b, c, impl="reference")
         close(y[0, t, 0], state @ c[0, t, 0])
         close(final[0, 0], state)
 
@@ -164,16 +151,12 @@ def values_and_gradients(
 @pytest.mark.parametrize("chunk_size", [1, 16, 32])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_equal_steps(
-    length: int, packed: bool, chunk_size: int, inputs, scan, steps
-):
+def test_chunks_equal_steps(length: int, packed: bool, chunk_size: int, inputs, scan, steps):
     """In values, final state and gradients; the state before belongs to the first document."""
     args = inputs(length)
     seq_idx = documents(length) if packed else None
     start = some_state()
-    by_chunk = values_and_gradients(
-        args, seq_idx, scan, start, chunk_size=chunk_size
-    )
+    by_chunk = values_and_gradients(args, seq_idx, scan, start, chunk_size=chunk_size)
     by_step = values_and_gradients(args, seq_idx, steps, start)
     for actual, expected in zip(by_chunk, by_step, strict=True):
         close(actual, expected)
@@ -214,9 +197,7 @@ def test_scan_is_prefill_then_steps() -> None:
 
 
 @EVERY_RECURRENCE
-def test_packed_documents_equal_the_same_documents_alone(
-    inputs, scan, matrix
-) -> None:
+def test_packed_documents_equal_the_same_documents_alone(inputs, scan, matrix) -> None:
     args = inputs(77)
     seq_idx = documents(77)
     y, state = scan(*args, seq_idx_BL=seq_idx)
@@ -240,16 +221,12 @@ def test_decay_of_zero_and_of_one() -> None:
     for gradient in torch.autograd.grad(y.sum() + state.sum(), leaves):
         assert gradient.isfinite().all()
     mixing_BHLS = mixing_matrix(log_a, b, c)
-    close(
-        torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), expected_y, torch.float32
-    )
+    close(torch.einsum("bhls,bshp->blhp", mixing_BHLS, x), expected_y, torch.float32)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("per_token", [1e-4, 1e-2, 1.0, 3.0, 10.0, 29.0, None])
-def test_decays_of_any_strength_lose_no_precision(
-    per_token: float | None, packed: bool
-) -> None:
+def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packed: bool) -> None:
     """Float32 is within 1e-6 of float64; None stands for all strengths in one row."""
     x, _, b, c = inputs(200, torch.float32)
     share = torch.rand(BATCH, 200, HEADS)
@@ -303,9 +280,7 @@ def test_neither_half_precision_nor_autocast_reach_the_states(
 
 
 @EVERY_RECURRENCE
-def test_no_tokens_leave_the_state_alone(
-    inputs: Any, scan: Any, matrix: Any
-) -> None:
+def test_no_tokens_leave_the_state_alone(inputs: Any, scan: Any, matrix: Any) -> None:
     start = some_state()
     y, state = scan(*inputs(0), state_BHPN=start)
     assert y.shape == (BATCH, 0, HEADS, HEAD_DIM)
@@ -355,9 +330,7 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
 
 def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
-    monkeypatch.setattr(
-        ssd, "_unusable", lambda impl: "missing" if impl == "mamba_ssm" else None
-    )
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: "missing" if impl == "mamba_ssm" else None)
     with pytest.raises(ValueError, match=r"'cuda'.*auto, torch"):
         ssd_scan(*args, impl="cuda")
     with pytest.raises(RuntimeError, match="missing"):

@@ -70,9 +70,7 @@ def test_choices_equal_brute_force(family: str) -> None:
         expected = brute_force(model, tokenizer, example)
         answer = example.choices.index(example.answer)
         assert result.logprob_EC[index] == pytest.approx(expected, abs=2e-4)
-        assert float(result.answer_logprob_E[index]) == pytest.approx(
-            expected[answer], abs=2e-4
-        )
+        assert float(result.answer_logprob_E[index]) == pytest.approx(expected[answer], abs=2e-4)
         assert bool(result.correct_E[index]) == (expected[answer] == max(expected))
 
 
@@ -122,19 +120,13 @@ def test_models_that_compute_all_logits_give_the_same(planted, monkeypatch) -> N
     """Their forward knows neither positions nor logits_to_keep."""
     examples = KVRetrieval(6, keys=KEYS).examples(4)
     expected = answer_choices(*planted, examples).answer_logprob_E
-    monkeypatch.setattr(
-        "hybrid_distill.probes.answering.accepts", lambda model, name: False
-    )
-    torch.testing.assert_close(
-        answer_choices(*planted, examples).answer_logprob_E, expected
-    )
+    monkeypatch.setattr("hybrid_distill.probes.answering.accepts", lambda model, name: False)
+    torch.testing.assert_close(answer_choices(*planted, examples).answer_logprob_E, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("pattern", "n_steps"), [(WHOLE, 2), (DIGITS, 3)])
-def test_generation_is_greedy_whatever_the_model_is_set_to(
-    pattern: str, n_steps: int
-) -> None:
+def test_generation_is_greedy_whatever_the_model_is_set_to(pattern: str, n_steps: int) -> None:
     """Each step takes the likeliest token, for one token more than the longest answer has."""
     tokenizer = word_tokenizer(probe_texts(), pattern)
     model = make_family_model("llama", vocab_size=len(tokenizer))

@@ -27,8 +27,7 @@ COLOR_OF = {
     "the sky": "blue",
 }
 COLORS = tuple(
-    Fact(f"The color of {thing} is", color, kind="color")
-    for thing, color in COLOR_OF.items()
+    Fact(f"The color of {thing} is", color, kind="color") for thing, color in COLOR_OF.items()
 )
 CITIES = (
     Fact("Rome lies in", "Italy", kind="land"),
@@ -51,9 +50,7 @@ def small_probe(name: str, seed: int = 0) -> Probe:
         ("letters", {"seed": 2}, "6c609720ef4cb892"),
     ],
 )
-def test_a_seed_goes_on_meaning_the_same_prompts(
-    name: str, options: dict, expected: str
-) -> None:
+def test_a_seed_goes_on_meaning_the_same_prompts(name: str, options: dict, expected: str) -> None:
     """Published scores name a probe and its seed."""
     examples = make_probe(name, **options).examples(60)
     text = json.dumps([[e.prompt, e.answer, e.choices] for e in examples])
@@ -132,9 +129,7 @@ def test_impossible_settings_are_refused(name: str, settings: dict, message: str
         ),
     ],
 )
-def test_too_few_words_or_facts_are_refused(
-    make: Any, settings: dict, message: str
-) -> None:
+def test_too_few_words_or_facts_are_refused(make: Any, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**settings)
 
@@ -241,9 +236,7 @@ def test_questions_are_read_from_a_file(tmp_path: Path) -> None:
     assert Knowledge(path).chance == 0.5
 
 
-@pytest.mark.parametrize(
-    "read", [lambda path: Knowledge(path).examples(), LetterChoice.from_file]
-)
+@pytest.mark.parametrize("read", [lambda path: Knowledge(path).examples(), LetterChoice.from_file])
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -31,28 +31,20 @@ def test_values_are_scored_right_whatever_their_tokens(style: str) -> None:
     tokenizer = family_tokenizer(style)
     (example,) = KVRetrieval(1, seed=2).examples(1)
     n_tokens = len(encode_example(tokenizer, example).choices[0])
-    assert (
-        tokenizer.decode(tokenizer("The value is 84\n")["input_ids"]) == "The value is 84\n"
-    )
+    assert tokenizer.decode(tokenizer("The value is 84\n")["input_ids"]) == "The value is 84\n"
     has_single_digits = style in ("qwen", "smollm2", "gemma")  # behind a blank
     assert (n_tokens > 2) == has_single_digits
-    model = sharp(
-        make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
-    )
+    model = sharp(make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2))
     probe = KVRetrieval((1, 12), keys=KEYS)
     for prompt_format in ("plain", "shots=1", "chat"):
         examples = with_prompt_format(probe, prompt_format, tokenizer).examples(4)
         result = answer_choices(model, tokenizer, examples, batch_size=3)
         for logprobs, example in zip(result.logprob_EC, examples, strict=True):
-            assert logprobs == pytest.approx(
-                brute_force(model, tokenizer, example), abs=3e-4
-            )
+            assert logprobs == pytest.approx(brute_force(model, tokenizer, example), abs=3e-4)
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_generated_number_is_read_back(
-    style: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generated_number_is_read_back(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that writes the answer is right, one that writes more digits is not."""
     tokenizer = family_tokenizer(style)
     model = make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
@@ -122,9 +114,7 @@ def test_accuracy_in_each_format_that_fits(monkeypatch: pytest.MonkeyPatch) -> N
     assert accuracy_by_prompt_format(model, tokenizer, KVRetrieval(30, keys=KEYS)) == {}
 
 
-@pytest.mark.parametrize(
-    "prompt_format", ["shots", "shots=0", "shots=-1", "Chat", "auto", ""]
-)
+@pytest.mark.parametrize("prompt_format", ["shots", "shots=0", "shots=-1", "Chat", "auto", ""])
 def test_unknown_formats_are_refused(prompt_format: str) -> None:
     with pytest.raises(ValueError, match=f"'{prompt_format}'"):
         ScoreJob(prompt_format=prompt_format)
@@ -133,9 +123,7 @@ def test_unknown_formats_are_refused(prompt_format: str) -> None:
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}"])
 def test_chats_that_cannot_be_written_are_refused(template: str | None) -> None:
     with pytest.raises(ValueError, match="chat template"):
-        FormattedProbe(KVRetrieval(2), "chat", family_tokenizer("qwen", template)).examples(
-            1
-        )
+        FormattedProbe(KVRetrieval(2), "chat", family_tokenizer("qwen", template)).examples(1)
 
 
 def test_a_comparison_names_prompt_formats_that_differ(tmp_path: Path) -> None:

@@ -32,9 +32,7 @@ def test_a_conversation_that_begins_with_the_assistant_learns_no_role_header(tem
     """OpenRLHF#393: without a mark, the answer's span began at the first token of the text."""
     alone = learned_words(template, ("assistant", "w3 w4"))
     assert alone == ["w3", "w4", "<end>"]
-    longer = learned_words(
-        template, ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6")
-    )
+    longer = learned_words(template, ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6"))
     assert longer == ["w3", "w4", "<end>", "w6", "<end>"]
     twice = learned_words(template, ("assistant", "w3"), ("assistant", "w4"))
     assert twice == ["w3", "<end>", "w4", "<end>"]

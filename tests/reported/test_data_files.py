@@ -115,9 +115,7 @@ def test_hidden_files_and_folders_are_no_text(folder, caplog):
     with caplog.at_level("INFO"):
         assert list(read_documents(str(folder))) == ["a", "d"]
     (line,) = [
-        record.getMessage()
-        for record in caplog.records
-        if str(folder) in record.getMessage()
+        record.getMessage() for record in caplog.records if str(folder) in record.getMessage()
     ]
     assert "5 hidden" in line and "\n" not in line
 
@@ -154,9 +152,7 @@ def test_a_folder_of_hidden_files_alone_is_refused_with_their_number(folder):
 
 def broken(path: Path) -> Path:
     """Half of a surrogate pair, which JSON may hold and UTF-8 may not, on line 2."""
-    path.write_bytes(
-        b'{"text": "w1"}\n{"text": "w2 \\ud83d w3"}\n{"text": "w4 \\ud83d\\ude00"}\n'
-    )
+    path.write_bytes(b'{"text": "w1"}\n{"text": "w2 \\ud83d w3"}\n{"text": "w4 \\ud83d\\ude00"}\n')
     return path
 
 
@@ -204,9 +200,7 @@ def table(path: Path, **columns: list[Any]) -> str:
     if path.suffix == ".parquet":
         datasets.Dataset.from_dict(columns).to_parquet(path)
     else:
-        path.write_bytes(
-            lines_of(*[dict(zip(columns, row)) for row in zip(*columns.values())])
-        )
+        path.write_bytes(lines_of(*[dict(zip(columns, row)) for row in zip(*columns.values())]))
     return str(path)
 
 
@@ -245,9 +239,7 @@ def test_a_text_that_is_nan_is_a_missing_one(tmp_path, name, caplog):
 def test_commands_read_such_files(folder, tmp_path, capsys):
     (folder / "a.jsonl").write_bytes(MARK + broken(tmp_path / "b.jsonl").read_bytes())
     out = tmp_path / "tokens"
-    main(
-        ["prepare-data", "--tokenizer", "tiny", "--sources", str(folder), "--out", str(out)]
-    )
+    main(["prepare-data", "--tokenizer", "tiny", "--sources", str(folder), "--out", str(out)])
     assert "4 documents" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(

@@ -34,9 +34,7 @@ NAMES = ("matrix", "align", "distill", "on_policy", "long")
 class UnlearnedRows(WrappedRows):
     """Rows with nothing to learn in ``empty`` steps, nor in half of the batch in ``half`` steps."""
 
-    def __init__(
-        self, rows: PackedRows, empty: Set[int], half: Set[int] = frozenset()
-    ) -> None:
+    def __init__(self, rows: PackedRows, empty: Set[int], half: Set[int] = frozenset()) -> None:
         super().__init__(rows)
         self.empty = empty
         self.half = half
@@ -82,9 +80,7 @@ def weights(stage: Stage) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_they_enter_no_statistic_in_any_stage(
-    tmp_path, name, micro_batch_size, short_window
-):
+def test_they_enter_no_statistic_in_any_stage(tmp_path, name, micro_batch_size, short_window):
     """nanochat#662, LMOps#38: a loss of 0 was usual, and every other one "20 times the usual 0"."""
     empty = set(range(16)) - {3, 10, 14}
     assert len(empty) > short_window
@@ -127,9 +123,7 @@ def test_they_leave_the_weights_as_they_are(tmp_path, name):
     train_stage(stage, Watched(small_rows(), {2, 3}), tmp_path, progress=False)
 
     def same(before: int, after: int) -> bool:
-        return all(
-            torch.equal(tensor, seen[after][key]) for key, tensor in seen[before].items()
-        )
+        return all(torch.equal(tensor, seen[after][key]) for key, tensor in seen[before].items())
 
     assert [same(step, step + 1) for step in range(5)] == [False, False, True, True, False]
 

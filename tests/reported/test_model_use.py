@@ -36,9 +36,7 @@ def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
     return mixed_student(make_family_model(request.param))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static"}, {"num_beams": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
 def test_text_is_generated_from_embeddings(
     options: dict[str, Any], student: HybridForCausalLM
 ) -> None:

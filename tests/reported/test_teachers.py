@@ -135,18 +135,12 @@ def _mamba():
     )
 
 
-def test_a_gguf_file_is_asked_before_its_weights_are_converted(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_gguf_file_is_asked_before_its_weights_are_converted(tmp_path, capsys, monkeypatch):
     (tmp_path / "model.gguf").touch()
     _, tokenizer = load_teacher("tiny")
     monkeypatch.setattr(import_gguf, "find_spec", lambda name: name)
-    monkeypatch.setattr(
-        import_gguf.AutoConfig, "from_pretrained", lambda *_, **__: _mamba()
-    )
-    monkeypatch.setattr(
-        import_gguf.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer
-    )
+    monkeypatch.setattr(import_gguf.AutoConfig, "from_pretrained", lambda *_, **__: _mamba())
+    monkeypatch.setattr(import_gguf.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
     monkeypatch.setattr(
         AutoModelForCausalLM,
         "from_pretrained",

@@ -33,9 +33,7 @@ def gapped_tokenizer() -> PreTrainedTokenizerFast:
     words = {"[UNK]": 0} | {f"w{i}": i + 2 for i in range(48)} | {"<eos>": EOS}
     backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
 
 
 def save_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: Any) -> str:
@@ -50,9 +48,7 @@ def save_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: Any)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text.jsonl"
-    text.write_text(
-        "".join(json.dumps({"text": document}) + "\n" for document in word_texts(20))
-    )
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in word_texts(20)))
     teacher = save_teacher(tmp_path / "teacher", gapped_tokenizer(), initializer_range=0.5)
     return small_run(
         tmp_path / "run",
@@ -82,9 +78,7 @@ def stage_of(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage,
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("hard_weight", [0.0, 0.5, 1.0])
-def test_the_loss_covers_every_id_of_a_tokenizer_with_gaps(
-    config, monkeypatch, fused, hard_weight
-):
+def test_the_loss_covers_every_id_of_a_tokenizer_with_gaps(config, monkeypatch, fused, hard_weight):
     """tokenspeed#326, llm-foundry#841: ``len(tokenizer)`` is 50, which left out end-of-text, 98."""
     config = config.with_stage("distill", fused=fused, hard_weight=hard_weight)
     stage, batch = stage_of(config, monkeypatch)
@@ -113,9 +107,7 @@ def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monke
     config = config.with_stage("distill", hard_weight=1.0)
     stage, batch = stage_of(config, monkeypatch)
     labels = next_token_labels(batch["input_ids"], batch["seq_idx"], batch["mask"])
-    hidden = stage.student.model(
-        batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False
-    )[0]
+    hidden = stage.student.model(batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False)[0]
     is_end = (labels == EOS) & ((labels == EOS).flatten().cumsum(0).view_as(labels) == 1)
     (end,) = hidden[is_end]
     with torch.no_grad():
@@ -128,9 +120,7 @@ def test_an_end_of_text_that_was_never_learned_costs_what_it_costs(config, monke
 
 
 def test_stored_logits_cover_every_id(config):
-    job = CacheJob(
-        config.with_stage("distill", teacher_logits=config.out / "logits"), top_k=N_IDS
-    )
+    job = CacheJob(config.with_stage("distill", teacher_logits=config.out / "logits"), top_k=N_IDS)
     cache_logits(job)
     assert LogitHeader.load(job.folder / "logits.json").vocabulary_size == N_IDS
     logits = open_logits(job.folder)
@@ -169,15 +159,11 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_before_anything_is_com
     assert padded.teacher.path in line
     assert f"{N_IDS} rows" in line
     assert "<pad>" in line
-    assert not padded.out.exists() or not [
-        path for path in padded.out.iterdir() if path.suffix
-    ]
+    assert not padded.out.exists() or not [path for path in padded.out.iterdir() if path.suffix]
 
 
 @pytest.mark.parametrize("command", ["score", "generate-data", "cache-logits"])
-def test_every_command_that_works_for_a_run_refuses_it_too(
-    padded, tmp_path, capsys, command
-):
+def test_every_command_that_works_for_a_run_refuses_it_too(padded, tmp_path, capsys, command):
     path = padded.teacher.path
     out = tmp_path / "out" / "file"
     words = {

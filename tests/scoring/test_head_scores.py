@@ -64,9 +64,7 @@ def test_every_entry_of_a_file_is_in_the_schema(scores: HeadScores, tmp_path: Pa
         {"provenance": 1},
     ],
 )
-def test_a_file_that_is_not_scores_is_refused(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_a_file_that_is_not_scores_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "scores.json"
     whole_scores().save(path)
     changed = json.loads(path.read_text()) | change
@@ -169,17 +167,13 @@ def test_a_cut_between_heads_whose_intervals_overlap() -> None:
     for k in (0, 1, 4, 5, 9):  # 1: accuracy tells them apart
         assert scores.tie_warning(k) is None
     assert "L0H1 is kept, L0H2 is not" in str(scores.tie_warning(2))
-    assert "L0H2 is kept, L0H3 is not" in str(scores.tie_warning(3)), (
-        "L0H1 and L0H3 are apart"
-    )
+    assert "L0H2 is kept, L0H3 is not" in str(scores.tie_warning(3)), "L0H1 and L0H3 are apart"
     wider = with_intervals(0.2)
     assert "L0H1 is kept, L0H2, L0H3 are not" in str(wider.tie_warning(2))
 
 
 @pytest.mark.parametrize(("error", "is_tie"), [(0.0, False), (0.02, False), (0.03, True)])
-def test_without_intervals_standard_errors_tell_heads_apart(
-    error: float, is_tie: bool
-) -> None:
+def test_without_intervals_standard_errors_tell_heads_apart(error: float, is_tie: bool) -> None:
     """2 x 1.96 x 0.03 reaches across 0.1 nats, 2 x 1.96 x 0.02 does not."""
     errors_LH = torch.full((1, 5), error, dtype=torch.float64)
     warning = tied_scores(logprob_se_LH=errors_LH).tie_warning(2)

@@ -33,9 +33,7 @@ def test_each_bound_fails_no_more_often_than_it_says(
         assert too_low <= alpha + 1e-12
         assert too_high <= alpha + 1e-12
     if n_drawn == population:
-        assert _count_bounds(population, n_drawn, 3, alpha) == (3, 3), (
-            "nothing is left to guess"
-        )
+        assert _count_bounds(population, n_drawn, 3, alpha) == (3, 3), "nothing is left to guess"
 
 
 def run(race: Race, right_E: Tensor, right_HE: Tensor) -> tuple[set[int], int]:

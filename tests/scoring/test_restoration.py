@@ -46,9 +46,7 @@ def test_a_restored_head_is_a_kept_head() -> None:
     teacher = make_family_model("llama")
     kept = [HeadId(0, 3), HeadId(2, 5)]
     bare = recurrent_student(teacher)
-    student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[
-        0
-    ].eval()
+    student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[0].eval()
     graft_recurrent_heads(student, bare)
     expected = student(IDS, use_cache=False).logits
     with restore_heads(bare, teacher, kept):

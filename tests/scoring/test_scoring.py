@@ -128,9 +128,7 @@ PROMPT = KVRetrieval(3, keys=KEYS[:16]).examples(1)[0].prompt
 # Some keys have several tokens, so that lengths differ; numbers have one, or a tree of digits.
 NUMBERS = " ".join(map(str, range(100)))
 WORDS = word_tokenizer([" ".join(KEYS[:16]), NUMBERS, PROMPT], r"\n|:|'|\p{N}+|e")
-DIGITS = word_tokenizer(
-    [" ".join(KEYS[:16]), " ".join("0123456789"), PROMPT], r"\n|:|'|\p{N}|e"
-)
+DIGITS = word_tokenizer([" ".join(KEYS[:16]), " ".join("0123456789"), PROMPT], r"\n|:|'|\p{N}|e")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, eager": {"attn_implementation": "eager"},
@@ -143,9 +141,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "gemma2": {"sliding_window": 16, "attn_implementation": "eager"},
 }
-by_tokenizer = pytest.mark.parametrize(
-    "tokenizer", [WORDS, DIGITS], ids=["words", "digits"]
-)
+by_tokenizer = pytest.mark.parametrize("tokenizer", [WORDS, DIGITS], ids=["words", "digits"])
 
 
 def random_model(family: str, vocab_size: int = 160) -> Any:
@@ -216,9 +212,7 @@ def test_questions_about_one_prompt_share_its_tokens(
 
 
 def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
-    scores = some_scores(
-        [[0.5, 0.0, 0.5], [0.9, 0.0, 0.0]], [[1.0, -1.0, 2.0], [0.0, 3.0, -1.0]]
-    )
+    scores = some_scores([[0.5, 0.0, 0.5], [0.9, 0.0, 0.0]], [[1.0, -1.0, 2.0], [0.0, 3.0, -1.0]])
     expected = [(1, 0), (0, 2), (0, 0), (1, 1), (0, 1), (1, 2)]
     assert scores.ranking() == [HeadId(*pair) for pair in expected]
 
@@ -281,12 +275,8 @@ def random_mamba() -> Any:
     return transformers.Mamba2ForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize(
-    ("make", "tokenizer"), [(random_student, DIGITS), (random_mamba, WORDS)]
-)
-def test_recurrent_heads_are_scored_in_full_forwards(
-    make: Any, tokenizer: Any, caplog
-) -> None:
+@pytest.mark.parametrize(("make", "tokenizer"), [(random_student, DIGITS), (random_mamba, WORDS)])
+def test_recurrent_heads_are_scored_in_full_forwards(make: Any, tokenizer: Any, caplog) -> None:
     """Their states go from token to token: no tree, no start in the middle of a row."""
     model = make()
     probe = KVRetrieval(3, keys=KEYS[:16])
@@ -346,9 +336,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog
     last_failure = max(index for index, size in enumerate(sizes) if size > 5)
     assert max(sizes[last_failure + 1 :]) == 5, "nothing larger is tried again"
     assert torch.equal(again.accuracy_drop_LH, scores.accuracy_drop_LH)
-    torch.testing.assert_close(
-        again.logprob_drop_LH, scores.logprob_drop_LH, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(again.logprob_drop_LH, scores.logprob_drop_LH, rtol=1e-4, atol=1e-4)
 
     monkeypatch.setattr(model, "forward", lambda **_: small_memory(input_ids=range(9)))
     with pytest.raises(MemoryError):

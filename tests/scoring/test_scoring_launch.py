@@ -61,9 +61,7 @@ def main() -> None:
     try:
         score_heads(*planted_teacher(0.008), PROBE, n_examples=4, progress=False)
     except (OtherProcessError, ValueError) as error:
-        (out / f"error-{state.process_index}.txt").write_text(
-            f"{type(error).__name__}: {error}"
-        )
+        (out / f"error-{state.process_index}.txt").write_text(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
@@ -94,14 +92,8 @@ def test_two_processes_give_the_scores_of_one(tmp_path) -> None:
                 msg=name,
             )
         assert set(scores.ranking()[:3]) == PLANTED
-    assert (
-        (tmp_path / "error-0.txt")
-        .read_text()
-        .startswith("OtherProcessError: process 1 of 2")
-    )
-    assert (
-        tmp_path / "error-1.txt"
-    ).read_text() == "ValueError: the second process is broken"
+    assert (tmp_path / "error-0.txt").read_text().startswith("OtherProcessError: process 1 of 2")
+    assert (tmp_path / "error-1.txt").read_text() == "ValueError: the second process is broken"
 
     # One process resumes from what two have measured.
     path = tmp_path / "partial.json"

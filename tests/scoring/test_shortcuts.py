@@ -65,9 +65,7 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog) -
         ("mean", torch.float32),
     ],
 )
-def test_a_side_channel_between_layers_is_noticed(
-    channel: str, dtype: torch.dtype, caplog
-) -> None:
+def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dtype, caplog) -> None:
     """Layer 18 adds what layer 2 has seen: forwards that begin between them read old values."""
     model = deep_model("llama", dtype)
     seen: list[torch.Tensor] = []

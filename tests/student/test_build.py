@@ -69,9 +69,7 @@ def calibration() -> dict[str, torch.Tensor]:
 
 
 def test_every_tensor_of_both_models_is_in_the_report(teacher) -> None:
-    student, report = build_student(
-        teacher, some_heads(teacher), d_state=8, init="random"
-    )
+    student, report = build_student(teacher, some_heads(teacher), d_state=8, init="random")
     shapes = {}
     used = set()
     dropped = set()
@@ -83,14 +81,10 @@ def test_every_tensor_of_both_models_is_in_the_report(teacher) -> None:
             used.update(record.source)
     assert dropped | used == set(teacher.state_dict())
     assert not dropped & used
-    assert shapes == {
-        name: tuple(t.shape) for name, t in student.state_dict().items()
-    }
+    assert shapes == {name: tuple(t.shape) for name, t in student.state_dict().items()}
 
 
-def test_copied_and_sliced_tensors_hold_the_teachers_values(
-    family: str, teacher
-) -> None:
+def test_copied_and_sliced_tensors_hold_the_teachers_values(family: str, teacher) -> None:
     student, report = build_student(teacher, some_heads(teacher), d_state=8)
     theirs = teacher.state_dict()
     ours = student.state_dict()
@@ -100,24 +94,16 @@ def test_copied_and_sliced_tensors_hold_the_teachers_values(
     here = attention_sites(student)[0]
     site = attention_sites(teacher)[0]
     for linear, blocks in BLOCKS.get(family, SEPARATE).items():
-        for name in {f"{linear}.weight", f"{linear}.bias"} & {
-            *site.module.state_dict()
-        }:
-            by_head = theirs[f"{site.name}.{name}"].unflatten(
-                0, (-1, site.head_dim)
-            )
+        for name in {f"{linear}.weight", f"{linear}.bias"} & {*site.module.state_dict()}:
+            by_head = theirs[f"{site.name}.{name}"].unflatten(0, (-1, site.head_dim))
             rows = by_head[blocks].flatten(0, 1)
             assert torch.equal(ours[f"{here.name}.attention.{name}"], rows)
 
 
 def test_unused_tensors_are_dropped() -> None:
     teacher = make_family_model("qwen2")
-    _, report = build_student(
-        teacher, HeadPlan.none(teacher), d_state=8, init="random"
-    )
-    dropped = {
-        record.name for record in report.tensors if record.action == "dropped"
-    }
+    _, report = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
+    dropped = {record.name for record in report.tensors if record.action == "dropped"}
     expected = set()
     for layer, part, kind in itertools.product(range(3), "qkv", ("weight", "bias")):
         expected.add(f"model.layers.{layer}.self_attn.{part}_proj.{kind}")
@@ -129,9 +115,7 @@ def test_tied_embeddings_stay_tied(family: str) -> None:
     teacher = make_family_model(family, tie_word_embeddings=True)
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     assert student.lm_head.weight is student.get_input_embeddings().weight
-    untied, _ = build_student(
-        make_family_model(family), some_heads(teacher), d_state=8
-    )
+    untied, _ = build_student(make_family_model(family), some_heads(teacher), d_state=8)
     assert untied.lm_head.weight is not untied.get_input_embeddings().weight
 
 
@@ -140,12 +124,8 @@ def test_the_teacher_is_left_alone(teacher) -> None:
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     assert student.training
-    assert {tensor.dtype for tensor in student.state_dict().values()} == {
-        torch.bfloat16
-    }
-    assert not any(
-        tensor.is_meta for tensor in (*student.parameters(), *student.buffers())
-    )
+    assert {tensor.dtype for tensor in student.state_dict().values()} == {torch.bfloat16}
+    assert not any(tensor.is_meta for tensor in (*student.parameters(), *student.buffers()))
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(1.0)
@@ -162,9 +142,7 @@ def test_the_seed_covers_everything_drawn() -> None:
         student, _ = build_student(
             teacher, some_heads(teacher), d_state=32, init="random", seed=seed
         )
-        return torch.cat(
-            [tensor.flatten() for tensor in student.state_dict().values()]
-        )
+        return torch.cat([tensor.flatten() for tensor in student.state_dict().values()])
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -184,9 +162,7 @@ def test_recurrent_heads_start_as_averages_over_distinct_spans(
     inputs = ssm._projections(torch.randn(1, 2000, 64))
     _, b, c, raw, _ = ssm._convolved(*inputs, None, None, None)
     row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_decay(raw), b, c)
-    torch.testing.assert_close(
-        row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0
-    )
+    torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
 
 
 def head_errors(
@@ -254,9 +230,7 @@ def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
     ("family", "offset"),
     [("qwen3", 0), ("gemma3", 1), ("nemotron", 1), ("gpt_neox", 0)],
 )
-def test_gains_of_norms_that_add_one_to_their_weight(
-    family: str, offset: int
-) -> None:
+def test_gains_of_norms_that_add_one_to_their_weight(family: str, offset: int) -> None:
     site = attention_sites(make_family_model(family))[0]
     before_attention = site.block.input_layernorm
     for norm in (
@@ -273,19 +247,13 @@ def test_the_fit_finds_what_heads_do() -> None:
     site = attention_sites(teacher)[0]
     seq_idx = calibration()["seq_idx"]
     hidden = torch.randn(2, 96, 64)
-    values_BLHP = (
-        site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
-    )
+    values_BLHP = site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
     one_token_back = torch.tensor([0.0, 0.0, 1.0, 0.0]).repeat(64, 1)
-    moved, _ = causal_conv(
-        values_BLHP.flatten(-2), one_token_back, seq_idx_BL=seq_idx
-    )
+    moved, _ = causal_conv(values_BLHP.flatten(-2), one_token_back, seq_idx_BL=seq_idx)
     a = 0.5 ** (1 / 8)
     ones = torch.ones(2, 96, 8, 1)
     decay = math.log(a) * ones[..., 0]
-    average, _ = ssd_scan(
-        values_BLHP, decay, (1 - a) * ones, ones, seq_idx_BL=seq_idx
-    )
+    average, _ = ssd_scan(values_BLHP, decay, (1 - a) * ones, ones, seq_idx_BL=seq_idx)
     heads_BLHP = torch.empty_like(values_BLHP)
     heads_BLHP[:, :, :3] = moved.view_as(values_BLHP)[:, :, :3]
     heads_BLHP[:, :, 3:6] = 0.7 * average[:, :, 3:6]
@@ -294,15 +262,11 @@ def test_the_fit_finds_what_heads_do() -> None:
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
     trace = LayerTrace(hidden, heads_BLHP, seq_idx)
     heads = tuple(range(8))
-    started = init_ssm(
-        "fitted", site, heads, student.config, torch.Generator(), trace
-    )
+    started = init_ssm("fitted", site, heads, student.config, torch.Generator(), trace)
     ssm = student.mixers()[0].ssm
     ssm.load_state_dict({name: tensor for name, (tensor, _) in started.items()})
     difference_BLHP = ssm(hidden, None, seq_idx) - heads_BLHP
-    error_H = difference_BLHP.square().sum((0, 1, 3)) / heads_BLHP.square().sum(
-        (0, 1, 3)
-    )
+    error_H = difference_BLHP.square().sum((0, 1, 3)) / heads_BLHP.square().sum((0, 1, 3))
     assert error_H.max() < 0.01
     half_lives = -math.log(2) / log_decay(ssm.a_proj.bias)
     torch.testing.assert_close(half_lives[3:], torch.full((5,), 8.0))
@@ -346,9 +310,7 @@ def test_a_plan_for_another_teacher_is_refused() -> None:
     with pytest.raises(ValueError, match=fingerprint(other)):
         build_student(other, made_for_teacher, d_state=8)
     with pytest.raises(ValueError, match="3 layers"):
-        build_student(
-            make_family_model("llama", num_hidden_layers=2), plan, d_state=8
-        )
+        build_student(make_family_model("llama", num_hidden_layers=2), plan, d_state=8)
 
 
 @pytest.mark.parametrize(
@@ -429,9 +391,7 @@ def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
         ),  # as a teacher with a cache
     ],
 )
-def test_relatives_become_students_too(
-    prefix: str, fields: dict[str, object]
-) -> None:
+def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -> None:
     teacher = teacher_of_class(prefix, **fields)
     ids = torch.randint(3, 101, (2, 15))
     everything, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
@@ -440,9 +400,7 @@ def test_relatives_become_students_too(
     plan = HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (1, 5)])
     student, _ = build_student(teacher, plan, d_state=8)
     seq_idx = torch.tensor([[0] * 6 + [1] * 9]).expand(2, -1)
-    alone = torch.cat(
-        [student(document).logits for document in ids.split([6, 9], dim=1)], dim=1
-    )
+    alone = torch.cat([student(document).logits for document in ids.split([6, 9], dim=1)], dim=1)
     torch.testing.assert_close(student(ids, seq_idx=seq_idx).logits, alone)
     for mixer in student.mixers():
         mixer.ssm.z_proj.weight.zero_()
@@ -466,9 +424,7 @@ def test_relatives_become_students_too(
         ),
     ],
 )
-def test_what_cannot_become_a_student_is_refused_in_a_line(
-    prefix, fields, named
-) -> None:
+def test_what_cannot_become_a_student_is_refused_in_a_line(prefix, fields, named) -> None:
     teacher = teacher_of_class(prefix, num_key_value_heads=4, **fields)
     with pytest.raises(ValueError, match=named) as error:
         build_student(teacher, HeadPlan.none(teacher), d_state=8)
@@ -479,27 +435,19 @@ def test_a_layer_with_one_recurrent_head_can_be_saved(tmp_path) -> None:
     teacher = make_family_model("llama")
     plan = HeadPlan.from_pairs(teacher, [(0, head) for head in range(7)])
     ids = {"input_ids": torch.randint(3, 97, (2, 32))}
-    student, _ = build_student(
-        teacher, plan, d_state=8, init="fitted", calibration=ids
-    )
+    student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=ids)
     # One element of stride 8: contiguous to torch, and not a view of bytes.
     odd = torch.empty(8)[::8]
-    save_tensors(
-        tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd}
-    )
+    save_tensors(tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd})
     assert torch.equal(load_file(tmp_path / "weights.safetensors")["odd"], odd)
 
 
 def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    teacher = make_family_model(
-        "llama", rope_parameters=rope, max_position_embeddings=32
-    )
+    teacher = make_family_model("llama", rope_parameters=rope, max_position_embeddings=32)
     ids = torch.randint(3, 97, (1, 60))
     with torch.no_grad():
         teacher(ids)
         student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
         for length in (20, 60, 20):
-            assert torch.equal(
-                student(ids[:, :length]).logits, teacher(ids[:, :length]).logits
-            )
+            assert torch.equal(student(ids[:, :length]).logits, teacher(ids[:, :length]).logits)

@@ -59,9 +59,7 @@ def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
 
 
 CASES = [
-    case
-    for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS)
-    if is_possible(*case)
+    case for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS) if is_possible(*case)
 ]
 
 
@@ -136,19 +134,13 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
     if (stages, trained, selection) == GATED:
         gate_in_this_process(monkeypatch, tmp_path / "modules")
     else:
-        monkeypatch.setattr(
-            "hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport()
-        )
+        monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
         monkeypatch.setattr(
             "hybrid_distill.export.checkpoint.write_record",
             lambda *_, **__: {"kernels": None},
         )
-        monkeypatch.setattr(
-            "hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None
-        )
-    out = run(
-        two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection)
-    )
+        monkeypatch.setattr("hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None)
+    out = run(two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection))
     exported = load_file(out / "export" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {DTYPES[dtype]}
     measured = json.loads((out / "evaluation.json").read_text())
@@ -173,9 +165,7 @@ def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> N
     student, _ = tiny_student("qwen2")
     frequencies = student.model.rotary_emb.inv_freq.clone()
     make_master_weights(student.parameters())
-    exact = {
-        name: parameter.detach().clone() for name, parameter in student.named_parameters()
-    }
+    exact = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
     settle(student, torch.bfloat16)
     for name, parameter in student.named_parameters():
         assert torch.equal(parameter, exact[name].bfloat16())

@@ -109,9 +109,7 @@ def mask_heads(
         yield
 
 
-def _refuse_sums(
-    model: PreTrainedModel, heads: Iterable[HeadId], kind: HeadKind | None
-) -> None:
+def _refuse_sums(model: PreTrainedModel, heads: Iterable[HeadId], kind: HeadKind | None) -> None:
     """Raise ValueError for a head that sums a window and a recurrence: its matrix is only the second."""
     site_of = find_heads(model, kind)
     for head in heads:

@@ -55,39 +55,61 @@ class StageShape:
     Raises ValueError as `make_stage` does.
     """
 
-    def __init__(self, config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
+    def __init__(
+        self, config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel
+    ) -> None:
         stage = make_stage(config, student, teacher)
-        self.end_to_end, self.matrix = isinstance(stage, EndToEnd), isinstance(stage, MatrixAlignment)
+        self.end_to_end, self.matrix = (
+            isinstance(stage, EndToEnd),
+            isinstance(stage, MatrixAlignment),
+        )
         self.target: str = getattr(config, "target", "mixer")
         train = getattr(config, "train", "ssm")
         self.trains_all, self.trains_attention = train == "all", train != "ssm"
         self.kind: str = getattr(config, "kind", "forward_kl")
         # Tokens per segment of the recurrent heads; the backward recomputes each segment.
         self.segment_len: int = getattr(config, "segment_len", None) or NEVER
-        self.bf16, self.gradient_checkpointing = config.precision == "bf16", config.gradient_checkpointing
+        self.bf16, self.gradient_checkpointing = (
+            config.precision == "bf16",
+            config.gradient_checkpointing,
+        )
         self.itemsize = BF16 if self.bf16 else FP32
         self.shardable = stage.shardable
 
-        backbone = text_config(student.model)  # not the teacher: a stage may have its own, larger one
+        backbone = text_config(
+            student.model
+        )  # not the teacher: a stage may have its own, larger one
         blocks = student.model.layers
         mixers = student.mixers()
         # Fused: the loss holds the logits of only a chunk of tokens (never under ZeRO-3).
-        self.fused = getattr(config, "fused", True) and not any(map(finishes_logits, (backbone, text_config(teacher))))
+        self.fused = getattr(config, "fused", True) and not any(
+            map(finishes_logits, (backbone, text_config(teacher)))
+        )
         self.trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
         # Parameters shared with the teacher are the teacher's.
         self.frozen_bytes = _nbytes(p for p in stage.parameters() if not p.requires_grad)
         # Elements of float32 that FSDP2 gathers as bfloat16.
-        self.gathered_in_bf16 = sum(p.numel() for p in gathered_in_bf16(stage) if p.dtype == torch.float32)
+        self.gathered_in_bf16 = sum(
+            p.numel() for p in gathered_in_bf16(stage) if p.dtype == torch.float32
+        )
         self.teacher_bytes = sum(_nbytes(model.parameters()) for model in stage.teachers)
-        self.teacher_layer_bytes = max(_nbytes(block.parameters()) for _, block in decoder_blocks(teacher))
-        self.layer_bytes = max(_nbytes(layer.parameters()) for layer in (blocks if self.end_to_end else mixers))
+        self.teacher_layer_bytes = max(
+            _nbytes(block.parameters()) for _, block in decoder_blocks(teacher)
+        )
+        self.layer_bytes = max(
+            _nbytes(layer.parameters()) for layer in (blocks if self.end_to_end else mixers)
+        )
         # Under bf16, autocast copies trained matrices once per forward, and float32 frozen ones at every use.
         computed = blocks if self.end_to_end or self.target == "layer" else nn.ModuleList(mixers)
         matrices = [m.weight for m in _linears(computed) if m.weight.dtype == torch.float32]
         self.trained_matrices = sum(w.numel() for w in matrices if w.requires_grad)
         self.frozen_matrices = sum(w.numel() for w in matrices if not w.requires_grad)
 
-        self.n_layers, self.n_heads, self.head_dim = len(mixers), mixers[0].n_heads, mixers[0].head_dim
+        self.n_layers, self.n_heads, self.head_dim = (
+            len(mixers),
+            mixers[0].n_heads,
+            mixers[0].head_dim,
+        )
         self.group_size = mixers[0].group_size
         self.window, self.sinks = student.config.window, student.config.sinks
         computed_mixers = [mixer for mixer in mixers if self.end_to_end or mixer.replaced]
@@ -95,16 +117,26 @@ class StageShape:
         self.layers = [LayerHeads.of(mixer) for mixer in computed_mixers]
         self.width: int = backbone.hidden_size
         self.mlp_width: int = backbone.intermediate_size
-        mlp_inputs = [m for m in _linears(getattr(blocks[0], "mlp", nn.Module())) if m.in_features == self.width]
-        self.gated = sum(m.out_features for m in mlp_inputs) != self.mlp_width  # GPT-NeoX's has one projection
+        mlp_inputs = [
+            m
+            for m in _linears(getattr(blocks[0], "mlp", nn.Module()))
+            if m.in_features == self.width
+        ]
+        self.gated = (
+            sum(m.out_features for m in mlp_inputs) != self.mlp_width
+        )  # GPT-NeoX's has one projection
         self.vocabulary: int = backbone.vocab_size
         self.d_state, self.conv_width = student.config.d_state, student.config.conv_width
         self.delta_rule = student.config.recurrence == "gdn"
-        self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())  # over a layer's whole width
+        self.n_norms = sum(
+            "norm" in name for name, _ in blocks[0].named_children()
+        )  # over a layer's whole width
         self.eager = backbone._attn_implementation == "eager"  # attention that stores its maps
         embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
         self.teacher_itemsize = teacher.dtype.itemsize
-        self.hidden_itemsize: int = embedding.weight.element_size()  # of hidden states between the student's layers
+        self.hidden_itemsize: int = (
+            embedding.weight.element_size()
+        )  # of hidden states between the student's layers
 
 
 class LayerHeads(NamedTuple):
@@ -156,8 +188,14 @@ def memory_plan(
     ``reduce_bucket`` the elements of DeepSpeed's bucket. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`,
     or ``cpu``, with plain torch.
     """
-    recompute = shape.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-    tokens, kernels, fused = micro_batch * seq_len, device == "cuda", shape.fused and strategy != "zero3"
+    recompute = (
+        shape.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+    )
+    tokens, kernels, fused = (
+        micro_batch * seq_len,
+        device == "cuda",
+        shape.fused and strategy != "zero3",
+    )
     layers = [_layer(shape, heads, seq_len, kernels) for heads in shape.layers]
     activations = _inputs_of_layers(shape, seq_len) if recompute else sum(layers)
     if shape.end_to_end:  # around the last norm, and the output embedding's input
@@ -169,21 +207,33 @@ def memory_plan(
     work = int(tokens * _workspace(shape, seq_len, kernels, max(layers) if recompute else 0))
     loss = _loss(shape, tokens, kernels, fused) if shape.end_to_end else 0
     teacher = shape.teacher_bytes
-    if teacher_sharding == "sharded":  # a share of the layers, the layer that runs, and the next one
+    if (
+        teacher_sharding == "sharded"
+    ):  # a share of the layers, the layer that runs, and the next one
         in_layers = shape.n_layers * shape.teacher_layer_bytes
         teacher += -(-in_layers // world) - in_layers + 2 * shape.teacher_layer_bytes
     names = ("trained parameters", "frozen parameters", "gradients", "optimizer", "communication")
     return {
-        **dict(zip(names, _shares(shape, strategy, world, micro_batches, reduce_bucket * FP32), strict=True)),
+        **dict(
+            zip(
+                names,
+                _shares(shape, strategy, world, micro_batches, reduce_bucket * FP32),
+                strict=True,
+            )
+        ),
         "teacher": teacher,
         "activations": int(tokens * activations),  # kept for the backward
         "bf16 copies": BF16 * copied if shape.bf16 else 0,  # of float32 weights, by autocast
         "loss chunk": loss,  # logits of a chunk of tokens, and the gradients that are computed with the loss
-        "layer workspace": max(0, work - loss),  # of one layer, beyond the loss chunk whose memory it reuses
+        "layer workspace": max(
+            0, work - loss
+        ),  # of one layer, beyond the loss chunk whose memory it reuses
     }
 
 
-def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bucket: int) -> tuple[int, ...]:
+def _shares(
+    shape: StageShape, strategy: str, world: int, micro_batches: int, bucket: int
+) -> tuple[int, ...]:
     """Return a process's bytes of trained and frozen parameters, gradients, optimizer and communication.
 
     As in DeepSpeed 0.19, whose optimizer works on a copy of its shard of the float32 weights. Communication consists
@@ -199,7 +249,13 @@ def _shares(shape: StageShape, strategy: str, world: int, micro_batches: int, bu
     frozen = -(-frozen // world)
     if strategy == "zero3":
         elements = shape.trained + shape.frozen_bytes // shape.teacher_itemsize
-        return 2 * share, frozen, share, 2 * share, bucket + int(held * min(1.0, LIVE_PARAMETERS / elements))
+        return (
+            2 * share,
+            frozen,
+            share,
+            2 * share,
+            bucket + int(held * min(1.0, LIVE_PARAMETERS / elements)),
+        )
     if micro_batches > 1 or not shape.end_to_end:
         # Everything stays gathered until the last micro-batch's backward has come by, or, where nothing flows back into
         # a layer's input, until it has ended; so do whole gradients.
@@ -222,9 +278,15 @@ def _layer(shape: StageShape, heads: LayerHeads, seq_len: int, kernels: bool) ->
         of_pair = 9 if shape.delta_rule else 3
         channels = recurrent * (shape.head_dim + 2 * shape.d_state)
         convolution = channels * item * (1 if kernels else shape.conv_width)
-        return _inputs(shape, 3) + convolution + recurrent * FP32 * (2 * (shape.d_state + 1) + of_pair * seq_len)
+        return (
+            _inputs(shape, 3)
+            + convolution
+            + recurrent * FP32 * (2 * (shape.d_state + 1) + of_pair * seq_len)
+        )
     in_segments = shape.segment_len < seq_len
-    n_linears = (3 if attending and shape.trains_attention else 0) + (5 if recurrent and not in_segments else 0)
+    n_linears = (3 if attending and shape.trains_attention else 0) + (
+        5 if recurrent and not in_segments else 0
+    )
     total: float = _inputs(shape, n_linears)
     if recurrent and in_segments:  # hidden states that segments start from, and the states between
         is_kept = shape.trains_attention and shape.hidden_itemsize == item
@@ -275,30 +337,49 @@ def _inputs(shape: StageShape, n_linears: int) -> int:
 def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) -> float:
     """Count convolution, scan, skip and gate of the recurrent heads."""
     item = shape.itemsize
-    x, bc, state = (recurrent * n for n in (shape.head_dim, shape.d_state, shape.head_dim * shape.d_state))
+    x, bc, state = (
+        recurrent * n for n in (shape.head_dim, shape.d_state, shape.head_dim * shape.d_state)
+    )
     channels = x + 2 * bc
     if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
         # Input and output of the convolution, both factors of the gate, raw decay, and the state before every chunk.
-        own = (channels + recurrent * DELTA_CHUNK) * item if shape.delta_rule else state * item / KERNEL_CHUNK[item]
+        own = (
+            (channels + recurrent * DELTA_CHUNK) * item
+            if shape.delta_rule
+            else state * item / KERNEL_CHUNK[item]
+        )
         return 2 * channels * item + 2 * x * item + recurrent * FP32 + own
     chunk = min(CHUNK_SIZE, seq_len)
     filled = -(-seq_len // chunk) * chunk / seq_len  # padded to whole chunks
     scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
-    if shape.delta_rule:  # the writes: their systems, solved for both terms, and the states that these read
-        scan += FP32 * (2 * x + 6 * bc + recurrent * (3 * chunk + 8) + (2 * state + bc * shape.d_state) / chunk)
-    return (shape.conv_width + 1) * channels * item + filled * scan + 3 * x * item + (x * FP32 if item != FP32 else 0)
+    if (
+        shape.delta_rule
+    ):  # the writes: their systems, solved for both terms, and the states that these read
+        scan += FP32 * (
+            2 * x + 6 * bc + recurrent * (3 * chunk + 8) + (2 * state + bc * shape.d_state) / chunk
+        )
+    return (
+        (shape.conv_width + 1) * channels * item
+        + filled * scan
+        + 3 * x * item
+        + (x * FP32 if item != FP32 else 0)
+    )
 
 
 def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
     """Count what gradient checkpointing keeps: every layer's input and, in alignment, its target."""
     n_layers = len(shape.layers)
-    total = seq_len + 2 * shape.head_dim * shape.hidden_itemsize  # the packing mask, cosines and sines
+    total = (
+        seq_len + 2 * shape.head_dim * shape.hidden_itemsize
+    )  # the packing mask, cosines and sines
     total += n_layers * shape.width * shape.hidden_itemsize
     if not shape.end_to_end:
         maps = seq_len * shape.teacher_itemsize if shape.eager else 0
         total += n_layers * shape.n_heads * (shape.head_dim * shape.itemsize + maps)
         # A decoder layer's output is the next one's input.
-        total += shape.width * (shape.hidden_itemsize if shape.target == "layer" else n_layers * shape.itemsize)
+        total += shape.width * (
+            shape.hidden_itemsize if shape.target == "layer" else n_layers * shape.itemsize
+        )
     return total
 
 
@@ -314,22 +395,34 @@ def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float
     teacher = residuals + 3 * shape.mlp_width * shape.itemsize
     if not shape.end_to_end:  # hooks hold every layer's heads until the teacher's forward ends
         teacher += shape.n_layers * shape.n_heads * shape.head_dim * shape.itemsize
-        teacher += shape.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize) if shape.eager else 0
+        teacher += (
+            shape.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize) if shape.eager else 0
+        )
     return max(teacher, backward)
 
 
 def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
     """Count the bytes of the loss over the vocabulary."""
     item = shape.itemsize
-    if not fused:  # logits of all tokens, the student's with their gradient once there are several chunks
+    if (
+        not fused
+    ):  # logits of all tokens, the student's with their gradient once there are several chunks
         logits = tokens * shape.vocabulary
         chunk = min(logits, UNFUSED_CHUNK_LOGITS)
-        return (3 if chunk < logits else 2) * logits * item + chunk * LOGIT_BUFFERS[shape.kind] * FP32
+        return (3 if chunk < logits else 2) * logits * item + chunk * LOGIT_BUFFERS[
+            shape.kind
+        ] * FP32
     head = shape.vocabulary * shape.width
     largest = CHUNK_LOGITS["triton" if kernels else "torch"] // shape.vocabulary
-    chunk = min(tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
+    chunk = (
+        min(tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
+    )
     own = item if item < FP32 else 2 * item  # part of the buffers that the chunk's own logits cover
     buffers = 0 if kernels else min(chunk, CACHED_LOGITS) * (LOGIT_BUFFERS[shape.kind] * FP32 - own)
-    copies = sum(head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size)
-    gradients = (head * FP32 if shape.trains_all else 0) + tokens * shape.width * shape.hidden_itemsize
+    copies = sum(
+        head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size
+    )
+    gradients = (
+        head * FP32 if shape.trains_all else 0
+    ) + tokens * shape.width * shape.hidden_itemsize
     return gradients + copies + chunk * 2 * item + buffers

@@ -36,23 +36,31 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
         whole += steps * seconds
         lines.append(f"  {name}: {steps:,} steps of {seconds:,.1f} s, {duration(steps * seconds)}")
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    heading = f"Time of training, from a second measured now on this machine ({device.type}{threads}): "
+    heading = (
+        f"Time of training, from a second measured now on this machine ({device.type}{threads}): "
+    )
     return "\n".join([f"{heading}{duration(whole)}, besides scoring and evaluation", *lines])
 
 
-def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -> Iterator[tuple[str, int, float]]:
+def _seconds_of_steps(
+    config: RunConfig, plan: HeadPlan, device: torch.device
+) -> Iterator[tuple[str, int, float]]:
     """Yield (stage, steps, seconds per step)."""
     shape = load_config(config.teacher.path, config.teacher.revision)
     attention = {"attn_implementation": own} if (own := config.teacher.attn_implementation) else {}
     with torch.random.fork_rng():
-        teacher = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.teacher.dtype], **attention)
+        teacher = AutoModelForCausalLM.from_config(
+            shape, dtype=DTYPES[config.teacher.dtype], **attention
+        )
         for options in config.stages:
             if isinstance(options, Distill):
                 options = replace(options, teacher_logits=None)
             form = config.student
             student, _ = build_student(
                 teacher,
-                replace(plan, teacher=""),  # random weights do not match the teacher that the plan names
+                replace(
+                    plan, teacher=""
+                ),  # random weights do not match the teacher that the plan names
                 d_state=form.d_state,
                 conv_width=form.conv_width,
                 recurrence=form.recurrence,
@@ -61,8 +69,14 @@ def _seconds_of_steps(config: RunConfig, plan: HeadPlan, device: torch.device) -
             )
             stage = make_stage(options, student.train(), teacher)
             stage.place(device)
-            ids_BL = torch.randint(3, teacher.config.vocab_size, (1, config.data_of(options).seq_len))
-            row: Batch = {"input_ids": ids_BL, "seq_idx": torch.zeros_like(ids_BL), "mask": ids_BL >= 0}
+            ids_BL = torch.randint(
+                3, teacher.config.vocab_size, (1, config.data_of(options).seq_len)
+            )
+            row: Batch = {
+                "input_ids": ids_BL,
+                "seq_idx": torch.zeros_like(ids_BL),
+                "mask": ids_BL >= 0,
+            }
             seconds = _seconds_of(stage, on_device(row, device), 1.0 / len(config.stages))
             yield options.name, options.steps, seconds * options.batch_size
 

@@ -82,9 +82,7 @@ def change_table(
     return table
 
 
-def render(
-    title: str, sections: Sequence[Section], markup: Literal["md", "html"] = "md"
-) -> str:
+def render(title: str, sections: Sequence[Section], markup: Literal["md", "html"] = "md") -> str:
     """Render a report; sections without blocks are left out.
 
     The only Markdown in paragraphs is `code` and **bold**. HTML embeds the figures and needs no

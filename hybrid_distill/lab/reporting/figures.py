@@ -272,9 +272,7 @@ def legend(grid: np.ndarray) -> None:
             handle_of[label] = handle
     widest = max(map(len, handle_of))
     ncols = max(1, min(len(handle_of), 7, 110 // (6 + widest)))
-    grid[0, 0].figure.legend(
-        handle_of.values(), handle_of, loc="outside upper left", ncols=ncols
-    )
+    grid[0, 0].figure.legend(handle_of.values(), handle_of, loc="outside upper left", ncols=ncols)
 
 
 def percent_axis(axes: Axes) -> None:

@@ -29,7 +29,9 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell's folder: ``top4-n16-s0``, ``top4-n8-w32-s0``, ``none-n16-s0``, ``all-s0``."""
-        parts = [self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"]
+        parts = [
+            self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"
+        ]
         if self.d_state is not None:
             parts.append(f"n{self.d_state}")
         if self.window:
@@ -113,5 +115,7 @@ def _selections(flag: str) -> tuple[Selection, ...]:
     names = list(dict.fromkeys(words(flag)))
     known: dict[str, Selection] = {name: name for name in SELECTIONS}
     if not names or not known.keys() >= set(names):
-        raise ValueError(f"--selection is {flag!r}; choose from {', '.join(SELECTIONS)}, with commas between.")
+        raise ValueError(
+            f"--selection is {flag!r}; choose from {', '.join(SELECTIONS)}, with commas between."
+        )
     return tuple(known[name] for name in names)

@@ -227,9 +227,7 @@ def _needed(results: SweepResults) -> list[Block]:
     if kept.empty:
         return []
     kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
-    fewest = kept.groupby(["selection", "held"], sort=False).agg(
-        {"enough": "min", "heads": "max"}
-    )
+    fewest = kept.groupby(["selection", "held"], sort=False).agg({"enough": "min", "heads": "max"})
     # With none that are enough, it takes more than the most that were run.
     texts = fewest.enough.map("{:.0f}".format).where(
         fewest.enough.notna(), "> " + fewest.heads.astype(str)
