@@ -28,7 +28,8 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.probes.answering import answer_generation
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import score_heads
-from hybrid_distill.student.build import build_student, graft_recurrent_heads
+from hybrid_distill.student.build import build_student
+from hybrid_distill.student.grafting import graft_recurrent_heads
 from hybrid_distill.student.init import INITS
 from hybrid_distill.teacher import fingerprint, load_teacher
 from hybrid_distill.train.align import LayerAlignment

@@ -37,7 +37,8 @@ from triton.compiler import ASTSource
 
 RECORD = RESULTS / "kernel_resources.json"
 CAPABILITIES = (80, 90)
-TABLE_TRITON = "3.6.0"  # the version the tile tables were chosen by; how much another one spills is recorded, no more
+# The version the tile tables were chosen by; how much another one spills is recorded, no more.
+TABLE_TRITON = "3.6.0"
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 

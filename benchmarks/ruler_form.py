@@ -39,7 +39,8 @@ from hybrid_distill.probes.answering import left_pad
 from hybrid_distill.probes.encoding import tokenize
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.restoration import greedy_restoration
-from hybrid_distill.student.build import build_student, graft_recurrent_heads
+from hybrid_distill.student.build import build_student
+from hybrid_distill.student.grafting import graft_recurrent_heads
 from hybrid_distill.teacher import eval_mode, load_teacher
 from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import Align, Distill

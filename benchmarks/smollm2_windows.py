@@ -93,13 +93,13 @@ class Student:
         return "-".join(parts)
 
 
-PLANS: dict[str, list[str]] = {
-    "no head": ["--plan.selection", "none", "--plan.k", "0"],
-    "top 14": ["--plan.k", "14"],
-    "12 groups": ["--plan.unit", "kv-group", "--plan.k", "12"],
-    "top 27": ["--plan.k", "27"],
-    "14 random": ["--plan.selection", "random", "--plan.k", "14", "--plan.seed", "1"],
-    "39 groups": ["--plan.unit", "kv-group", "--plan.k", "39"],
+PLANS = {
+    "no head": "--plan.selection none --plan.k 0",
+    "top 14": "--plan.k 14",
+    "12 groups": "--plan.unit kv-group --plan.k 12",
+    "top 27": "--plan.k 27",
+    "14 random": "--plan.selection random --plan.k 14 --plan.seed 1",
+    "39 groups": "--plan.unit kv-group --plan.k 39",
 }
 
 
@@ -164,52 +164,22 @@ def main() -> None:
 
 def train(options: argparse.Namespace, student: Student) -> None:
     """Train one student, or go on where it was stopped."""
-    flags = [
-        *(
-            "--teacher",
-            options.teacher,
-            "--teacher.dtype",
-            "bfloat16",
-            "--scoring.file",
-            str(SCORES),
-        ),
-        *(
-            "--data.sources",
-            str(options.text / "train.jsonl"),
-            "--data.no-chat",
-            "--data.seq-len",
-            "512",
-        ),
-        *("--scoring.prompt-format", "plain", *PLANS[student.heads]),
-        *(
-            "--student.window",
-            str(student.window),
-            "--student.sinks",
-            str(SINKS if student.window else 0),
-        ),
-        *("--student.d-state", str(student.d_state), "--student.recurrence", student.recurrence),
-        *("--tokens", student.tokens, "--align-share", str(student.align_share)),
-        *("--align.target", "head", "--align.batch-size", "4", "--align.micro-batch-size", "2"),
-        *(
-            "--distill.batch-size",
-            "4",
-            "--distill.micro-batch-size",
-            "2",
-            "--distill.learning-rate",
-            "1e-4",
-        ),
-        *("--distill.lr-scale", "1", "10", "1", "--out", str(options.out / student.name)),
-        # The run's own evaluation is kept short: `measure_all` replaces it.
-        *(
-            "--evaluation.n-pairs",
-            "4",
-            "--evaluation.n-examples",
-            "1",
-            "--evaluation.n-texts",
-            "0",
-            "--no-export",
-        ),
-    ]
+    flags = f"""
+        --teacher {options.teacher} --teacher.dtype bfloat16
+        --scoring.file {SCORES} --scoring.prompt-format plain
+        --data.sources {options.text / "train.jsonl"} --data.no-chat --data.seq-len 512
+        {PLANS[student.heads]}
+        --student.window {student.window} --student.sinks {SINKS if student.window else 0}
+        --student.d-state {student.d_state} --student.recurrence {student.recurrence}
+        --tokens {student.tokens} --align-share {student.align_share}
+        --align.target head --align.batch-size 4 --align.micro-batch-size 2
+        --distill.batch-size 4 --distill.micro-batch-size 2
+        --distill.learning-rate 1e-4 --distill.lr-scale 1 10 1
+        --out {options.out / student.name}
+        """.split()
+    # The run's own evaluation is kept short: `measure_all` replaces it.
+    flags += ["--evaluation.n-pairs", "4", "--evaluation.n-examples", "1", "--no-export"]
+    flags += ["--evaluation.n-texts", "0"]
     if not student.d_state:
         flags += ["--stages", "distill"]
     alone = environment(ROOT, OMP_WAIT_POLICY="passive", ACCELERATE_USE_CPU="true")

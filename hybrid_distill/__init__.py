@@ -78,9 +78,8 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         from .provenance import installed
 
-        value = installed(["hybrid-distill"]).get(
-            "hybrid-distill", "unknown"
-        )  # unknown in a clone without an install
+        # Unknown in a clone without an install.
+        value = installed(["hybrid-distill"]).get("hybrid-distill", "unknown")
     elif name in _HOMES:
         from .provenance import check_supported
 

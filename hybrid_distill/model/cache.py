@@ -148,9 +148,8 @@ class StaticLayerCache(HybridLayerCache):
     def __init__(self, max_length: int, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(kv_dtype=kv_dtype)
         self.max_length = max_length
-        self.n_seen: Tensor | None = (
-            None  # on the device: a Python int would become a constant of the graph
-        )
+        # On the device: a Python int would become a constant of the graph.
+        self.n_seen: Tensor | None = None
 
     def advance(self, n_tokens: int) -> None:
         if self.n_seen is None:

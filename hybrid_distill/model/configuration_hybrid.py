@@ -164,9 +164,8 @@ class HybridConfig(PretrainedConfig):
                 f"conv_bias is for discrete heads, and recurrence is {recurrence!r}; leave it out."
             )
         shared = None
-        if (
-            backbone is not None
-        ):  # transformers builds some configs without arguments, to compare with the defaults
+        # Transformers builds some configs without arguments, to compare with the defaults.
+        if backbone is not None:
             backbone = _clean_backbone(backbone)
             check_sizes(backbone)
             _check_padding(backbone)
@@ -512,9 +511,8 @@ def _clean_backbone(backbone: Any) -> dict[str, Any]:
 def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
     """Add the RoPE field names of transformers 4; transformers 5 has them in ``rope_parameters``."""
     rope = backbone.get("rope_parameters")
-    if (
-        not isinstance(rope, dict) or "rope_theta" not in rope
-    ):  # one for each layer type has no old spelling
+    # One for each layer type has no old spelling.
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
         return backbone
     old = {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     if rope.get("rope_type", "default") != "default":

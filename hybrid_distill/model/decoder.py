@@ -191,9 +191,8 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
         and (attention_mask is None or token_mask is not None)
     )
     if not any(decoder.layers_with_attention):
-        attention_mask = (
-            None  # no head reads it, and the backbone would expand it to length² elements
-        )
+        # No head reads it, and the backbone would expand it to length² elements.
+        attention_mask = None
         if packs and position_ids is None and decoder.has_windows:
             position_ids = positions_in_documents(cast(Tensor, seq_idx))
     elif packs:

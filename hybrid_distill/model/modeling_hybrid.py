@@ -52,16 +52,12 @@ OUTPUT_CACHE = next(
     name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)}
 )
 _prepare_inputs: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
-_like_prepare_inputs: Any = wraps(
-    _prepare_inputs
-)  # `generate` reads the names of a method's arguments
+# `generate` reads the names of a method's arguments.
+_like_prepare_inputs: Any = wraps(_prepare_inputs)
 GENERATION_CACHE = cache_argument(_prepare_inputs)
 
-LOGIT_OPTIONS = (
-    "logits_scaling",
-    "logit_scale",
-    "final_logit_softcapping",
-)  # of Granite, Cohere, Gemma 2
+# Of Granite, Cohere, Gemma 2.
+LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
 class HybridPreTrainedModel(PreTrainedModel):
@@ -78,9 +74,8 @@ class HybridPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _is_stateful = (
-        True  # assisted decoding would have to roll back a recurrent state, which is impossible
-    )
+    # Assisted decoding would have to roll back a recurrent state, which is impossible.
+    _is_stateful = True
     _own_tensors: ClassVar[tuple[str, ...]] = ()
     """Tensors that a student's checkpoint lacks: they are drawn."""
 
@@ -98,9 +93,8 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     def _finish(self, config: HybridConfig) -> None:
         self.post_init()
-        for heads in (
-            self.recurrent_heads()
-        ):  # post_init uses the backbone's initialization, which skips these
+        # post_init uses the backbone's initialization, which skips these.
+        for heads in self.recurrent_heads():
             heads.reset_parameters(config.initializer_range)
 
     @classmethod
@@ -466,9 +460,8 @@ def _make_backbone(config: PretrainedConfig, attn_implementation: str | None) ->
 def _longrope_switch(backbone: PreTrainedModel) -> int | None:
     """Return the length beyond which `generate` with LongRoPE recomputes all tokens; None if it never does."""
     name = "prepare_inputs_for_generation"
-    has_own_way = getattr(type(backbone), name) is not getattr(
-        GenerationMixin, name
-    )  # True for Phi-3, not for Llama
+    # True for Phi-3, not for Llama.
+    has_own_way = getattr(type(backbone), name) is not getattr(GenerationMixin, name)
     for rope in rope_settings(backbone.config) if has_own_way else ():
         if rope.get("rope_type", rope.get("type")) == "longrope":
             trained = rope.get("original_max_position_embeddings")

@@ -61,9 +61,8 @@ def check_rows(model: PreTrainedModel, fix: str) -> None:
         text_config(model).vocab_size, (1, BESIDE + sum(PIECES)), generator=generator
     )
     device = model.device
-    if (
-        device.type == "meta"
-    ):  # offloaded: accelerate's hooks move the tokens to where the weights will be
+    # Offloaded: accelerate's hooks move the tokens to where the weights will be.
+    if device.type == "meta":
         device = torch.device("cpu")
     was_training = model.training
     model.eval()
@@ -82,9 +81,8 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
     Raises ValueError, naming versions that compute it correctly, if this one does not.
     """
     config: Any = model.config
-    if (
-        config.checked_transformers is None or is_deepspeed_zero3_enabled()
-    ):  # ZeRO-3 has scattered the weights
+    # ZeRO-3 has scattered the weights.
+    if config.checked_transformers is None or is_deepspeed_zero3_enabled():
         return
     record = Path(str(path)) / PASSED
     passed = []
@@ -106,9 +104,8 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator, fix: str) -> None:
     document_1L = ids_1L[:, BESIDE:]
     ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
-    if (
-        model.config._attn_implementation in PACKING
-    ):  # `packed_inputs` refuses the others, in training too
+    # `packed_inputs` refuses the others, in training too.
+    if model.config._attn_implementation in PACKING:
         ways["packed behind another document"] = lambda: _packed(model, ids_1L)
     ways["from a cache"] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone", fix):

@@ -13,13 +13,8 @@ from ..io import Record
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..progress import Phase
-from ..student.build import (
-    BuildReport,
-    build_student,
-    empty_student,
-    graft_recurrent_heads,
-    load_recurrent_heads,
-)
+from ..student.build import BuildReport, build_student, empty_student
+from ..student.grafting import graft_recurrent_heads, load_recurrent_heads
 from ..student.init import DEFAULT_INIT, Init
 from ..teacher import fingerprint
 from ..train.result import StageManifest, load_stage, stage_tensors

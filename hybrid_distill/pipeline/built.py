@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..io import Record, file_hash, save_tensors
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..student.build import BuildReport, recurrent_tensors
+from ..student.build import BuildReport
+from ..student.grafting import recurrent_tensors
 from ..train.sealed import CorruptCheckpoint, check_files, read_sealed, write_sealed
 from ..train.weights import ShardedTensors, weights_hash
 from .paths import RunPaths

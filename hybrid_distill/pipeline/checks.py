@@ -19,7 +19,8 @@ from ..probes.checks import check_answerable
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
 from ..probes.prompt_formats import PLAIN, with_prompt_format
-from ..student.build import check_family, checked_sites, empty_student
+from ..student.build import checked_sites, empty_student
+from ..student.family_check import check_family
 from ..student.teachers import check_teacher
 from ..teacher import TINY, longest_context
 from ..train.config import StageConfig

@@ -39,8 +39,9 @@ from ..plan import HeadPlan
 from ..progress import Phase
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
-from ..student.build import check_plan, check_teacher_rows, unshare_weights
+from ..student.build import check_plan, check_teacher_rows
 from ..student.dtypes import settle
+from ..student.sharing import unshare_weights
 from ..teacher import fingerprint
 from ..train.config import Align, StageConfig
 from ..train.loop import train_stage

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..data import Batch, TaughtBatch, cu_seqlens
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
-from ..student.build import unshare_weights
+from ..student.sharing import unshare_weights
 from .config import Distill
 from .losses import distillation_loss, next_token_labels
 from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden

@@ -26,8 +26,8 @@ from ..distributed import warn_of_emulation
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..student.build import share_frozen_weights
 from ..student.dtypes import make_master_weights
+from ..student.sharing import share_frozen_weights
 from ..teacher import AttentionSite, MixerCall, attention_sites, watch_calls
 from .config import StageConfig
 

@@ -13,7 +13,7 @@ from students import mixed_student, packed_logits, tokens
 from transformers import PreTrainedModel
 
 from hybrid_distill.model.layout import attention_name, cache_argument, decoder_of
-from hybrid_distill.student.build import check_family
+from hybrid_distill.student.family_check import check_family
 from hybrid_distill.train.end_to_end import checkpoint_activations
 
 FAMILIES = (

@@ -21,11 +21,8 @@ from transformers import PreTrainedModel
 from hybrid_distill.model import decoder, packed_inputs, self_check
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import (
-    build_student,
-    check_family,
-    check_teacher_rows,
-)
+from hybrid_distill.student.build import build_student, check_teacher_rows
+from hybrid_distill.student.family_check import check_family
 from hybrid_distill.train.end_to_end import checkpoint_activations
 
 YARN = {

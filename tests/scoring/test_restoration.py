@@ -16,7 +16,8 @@ from hybrid_distill.scoring.restoration import (
     restore_heads,
     score_restoration,
 )
-from hybrid_distill.student.build import build_student, graft_recurrent_heads
+from hybrid_distill.student.build import build_student
+from hybrid_distill.student.grafting import graft_recurrent_heads
 
 IDS = torch.arange(2, 40).view(2, 19)
 EVERY_HEAD = [HeadId(*pair) for pair in itertools.product(range(3), range(8))]

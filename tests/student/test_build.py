@@ -20,13 +20,10 @@ from hybrid_distill.model import HybridForCausalLM, packed_inputs
 from hybrid_distill.model.configuration_hybrid import release
 from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import (
-    build_student,
-    share_frozen_weights,
-    unshare_weights,
-)
+from hybrid_distill.student.build import build_student
 from hybrid_distill.student.init import LayerTrace, init_ssm
 from hybrid_distill.student.score_factors import norm_gains
+from hybrid_distill.student.sharing import share_frozen_weights, unshare_weights
 from hybrid_distill.teacher import (
     ablate_heads,
     attention_sites,

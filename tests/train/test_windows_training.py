@@ -22,7 +22,8 @@ from training import small_config, small_models, small_rows
 from hybrid_distill.distributed import connect, disconnect
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import build_student, graft_recurrent_heads
+from hybrid_distill.student.build import build_student
+from hybrid_distill.student.grafting import graft_recurrent_heads
 from hybrid_distill.teacher import trace_mixers
 from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import Align, AlignMatrix, Distill

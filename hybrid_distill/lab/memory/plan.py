@@ -76,9 +76,8 @@ class StageShape:
         self.itemsize = BF16 if self.bf16 else FP32
         self.shardable = stage.shardable
 
-        backbone = text_config(
-            student.model
-        )  # not the teacher: a stage may have its own, larger one
+        # Not the teacher: a stage may have its own, larger one.
+        backbone = text_config(student.model)
         blocks = student.model.layers
         mixers = student.mixers()
         # Fused: the loss holds the logits of only a chunk of tokens (never under ZeRO-3).
@@ -122,21 +121,18 @@ class StageShape:
             for m in _linears(getattr(blocks[0], "mlp", nn.Module()))
             if m.in_features == self.width
         ]
-        self.gated = (
-            sum(m.out_features for m in mlp_inputs) != self.mlp_width
-        )  # GPT-NeoX's has one projection
+        # GPT-NeoX's has one projection.
+        self.gated = sum(m.out_features for m in mlp_inputs) != self.mlp_width
         self.vocabulary: int = backbone.vocab_size
         self.d_state, self.conv_width = student.config.d_state, student.config.conv_width
         self.delta_rule = student.config.recurrence == "gdn"
-        self.n_norms = sum(
-            "norm" in name for name, _ in blocks[0].named_children()
-        )  # over a layer's whole width
+        # Over a layer's whole width.
+        self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())
         self.eager = backbone._attn_implementation == "eager"  # attention that stores its maps
         embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
         self.teacher_itemsize = teacher.dtype.itemsize
-        self.hidden_itemsize: int = (
-            embedding.weight.element_size()
-        )  # of hidden states between the student's layers
+        # Of hidden states between the student's layers.
+        self.hidden_itemsize: int = embedding.weight.element_size()
 
 
 class LayerHeads(NamedTuple):
@@ -207,9 +203,8 @@ def memory_plan(
     work = int(tokens * _workspace(shape, seq_len, kernels, max(layers) if recompute else 0))
     loss = _loss(shape, tokens, kernels, fused) if shape.end_to_end else 0
     teacher = shape.teacher_bytes
-    if (
-        teacher_sharding == "sharded"
-    ):  # a share of the layers, the layer that runs, and the next one
+    # A share of the layers, the layer that runs, and the next one.
+    if teacher_sharding == "sharded":
         in_layers = shape.n_layers * shape.teacher_layer_bytes
         teacher += -(-in_layers // world) - in_layers + 2 * shape.teacher_layer_bytes
     names = ("trained parameters", "frozen parameters", "gradients", "optimizer", "communication")
@@ -224,10 +219,10 @@ def memory_plan(
         "teacher": teacher,
         "activations": int(tokens * activations),  # kept for the backward
         "bf16 copies": BF16 * copied if shape.bf16 else 0,  # of float32 weights, by autocast
-        "loss chunk": loss,  # logits of a chunk of tokens, and the gradients that are computed with the loss
-        "layer workspace": max(
-            0, work - loss
-        ),  # of one layer, beyond the loss chunk whose memory it reuses
+        # Logits of a chunk of tokens, and the gradients that are computed with the loss.
+        "loss chunk": loss,
+        # Of one layer, beyond the loss chunk whose memory it reuses.
+        "layer workspace": max(0, work - loss),
     }
 
 
@@ -352,9 +347,8 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
     chunk = min(CHUNK_SIZE, seq_len)
     filled = -(-seq_len // chunk) * chunk / seq_len  # padded to whole chunks
     scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
-    if (
-        shape.delta_rule
-    ):  # the writes: their systems, solved for both terms, and the states that these read
+    # The writes: their systems, solved for both terms, and the states that these read.
+    if shape.delta_rule:
         scan += FP32 * (
             2 * x + 6 * bc + recurrent * (3 * chunk + 8) + (2 * state + bc * shape.d_state) / chunk
         )
@@ -369,9 +363,8 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
 def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
     """Count what gradient checkpointing keeps: every layer's input and, in alignment, its target."""
     n_layers = len(shape.layers)
-    total = (
-        seq_len + 2 * shape.head_dim * shape.hidden_itemsize
-    )  # the packing mask, cosines and sines
+    # The packing mask, cosines and sines.
+    total = seq_len + 2 * shape.head_dim * shape.hidden_itemsize
     total += n_layers * shape.width * shape.hidden_itemsize
     if not shape.end_to_end:
         maps = seq_len * shape.teacher_itemsize if shape.eager else 0
@@ -404,9 +397,8 @@ def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float
 def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
     """Count the bytes of the loss over the vocabulary."""
     item = shape.itemsize
-    if (
-        not fused
-    ):  # logits of all tokens, the student's with their gradient once there are several chunks
+    # Logits of all tokens, the student's with their gradient once there are several chunks.
+    if not fused:
         logits = tokens * shape.vocabulary
         chunk = min(logits, UNFUSED_CHUNK_LOGITS)
         return (3 if chunk < logits else 2) * logits * item + chunk * LOGIT_BUFFERS[
