@@ -31,7 +31,7 @@ from records import RESULTS, ROOT, device_name, parser_of, read, write
 from tqdm.auto import tqdm
 
 from hybrid_distill.export import export_checkpoint, gate
-from hybrid_distill.model.configuration_hybrid import release
+from hybrid_distill.model.field_rules import release
 
 sys.path.append(str(ROOT / "tests"))
 from students import byte_tokenizer, tiny_student

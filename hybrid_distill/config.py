@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record, refused
 from .kernels import Kernels
-from .model.configuration_hybrid import check_windows
+from .model.field_rules import check_windows
 from .plan import Unit
 from .probes.prompt_formats import check_prompt_format
 from .student.init import Init

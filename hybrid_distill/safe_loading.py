@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .io import Record, file_hash, parse_json, read_json
-from .model.configuration_hybrid import LARGEST, HybridConfig, check_sizes
+from .model.configuration_hybrid import HybridConfig
+from .model.field_rules import LARGEST, check_sizes
 from .model.modeling_hybrid import HybridForCausalLM
 from .plan import HeadPlan
 from .vocabulary import check_embedding

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hybrid_distill.export import GateReport
 from hybrid_distill.export.check import run_checks
 from hybrid_distill.model import HybridForCausalLM, HybridMixer, packed_inputs
-from hybrid_distill.model.configuration_hybrid import release
+from hybrid_distill.model.field_rules import release
 from hybrid_distill.model.layout import CACHE_NAMES
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..io import Record, write_json
 from ..model import HybridForCausalLM
-from ..model.configuration_hybrid import ATTENTION
+from ..model.field_rules import ATTENTION
 from ..safe_loading import MODEL_CODE
 from .versions import checked_transformers
 from .weights import student_config, tied_weights, write_weights

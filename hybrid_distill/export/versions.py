@@ -10,7 +10,7 @@ from pathlib import Path
 import transformers
 
 from ..io import Record, read_json
-from ..model.configuration_hybrid import release
+from ..model.field_rules import release
 
 TRIED: Record = read_json(Path(__file__).with_name("versions.json"))
 """Table of ``tried``, all tested versions, oldest first; ``oldest``, the first correct one by

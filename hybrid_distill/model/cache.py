@@ -57,19 +57,18 @@ class HybridLayerCache(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens can see."""
         dtype = key_states.dtype
-        key_states, value_states = (
-            new.to(self.kv_dtype or dtype) for new in (key_states, value_states)
-        )
+        key_states = key_states.to(self.kv_dtype or dtype)
+        value_states = value_states.to(self.kv_dtype or dtype)
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], dim=-2)
             value_states = torch.cat([self.values, value_states], dim=-2)
-        self.keys, self.values = key_states, value_states
+        self.keys = key_states
+        self.values = value_states
         if self.sliding_window is not None and key_states.shape[-2] >= self.sliding_window:
             first = key_states.shape[-2] - (self.sliding_window - 1)
             # Cloned: a slice would keep the whole tensor in memory.
-            self.keys, self.values = (
-                new[..., first:, :].clone() for new in (key_states, value_states)
-            )
+            self.keys = key_states[..., first:, :].clone()
+            self.values = value_states[..., first:, :].clone()
         return key_states.to(dtype), value_states.to(dtype)
 
     def remember(
@@ -117,16 +116,12 @@ class HybridLayerCache(DynamicLayer):
 
     def nbytes(self) -> dict[str, int]:
         """Count the bytes in use: ``kv``, ``window``, ``ssm``, ``conv``."""
-        held = {
-            "kv": (self.keys, self.values),
-            "ssm": (self.ssm_state,),
-            "conv": (self.conv_state,),
+        return {
+            "kv": _nbytes(self.keys) + _nbytes(self.values),
+            "window": 0 if self.ring is None else self.ring.nbytes(),
+            "ssm": _nbytes(self.ssm_state),
+            "conv": _nbytes(self.conv_state),
         }
-        n_bytes = {}
-        for name, tensors in held.items():
-            n_bytes[name] = sum(t.nbytes for t in tensors if t is not None)
-        n_bytes["window"] = 0 if self.ring is None else self.ring.nbytes()
-        return n_bytes
 
     def _map(self, fn: Any) -> None:
         for name in ("keys", "values", "conv_state", "ssm_state"):
@@ -135,6 +130,10 @@ class HybridLayerCache(DynamicLayer):
         if self.ring is not None:
             for name, tensor in self.ring.tensors().items():
                 setattr(self.ring, name, fn(tensor))
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
 
 
 class StaticLayerCache(HybridLayerCache):
@@ -167,15 +166,16 @@ class StaticLayerCache(HybridLayerCache):
         """Write keys and values [B, stored KV heads, L, P] after the earlier ones; return all, 0 if unwritten."""
         dtype = key_states.dtype
         if self.keys is None or self.values is None:
-            (batch, heads, _, width), kind = key_states.shape, self.kv_dtype or dtype
-            shape = batch, heads, self.max_length, width
-            self.keys, self.values = (
-                static(key_states.new_zeros(shape, dtype=kind)) for _ in range(2)
-            )
+            batch, heads, _, width = key_states.shape
+            shape = (batch, heads, self.max_length, width)
+            stored = self.kv_dtype or dtype
+            self.keys = static(key_states.new_zeros(shape, dtype=stored))
+            self.values = static(key_states.new_zeros(shape, dtype=stored))
         place_L = torch.arange(key_states.shape[2], device=key_states.device)
-        place_L = place_L if self.n_seen is None else place_L + self.n_seen
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held.index_copy_(2, place_L, new.to(held.dtype))
+        if self.n_seen is not None:
+            place_L = place_L + self.n_seen
+        self.keys.index_copy_(2, place_L, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, place_L, value_states.to(self.values.dtype))
         return self.keys.to(dtype), self.values.to(dtype)
 
     def remember(

@@ -9,7 +9,7 @@ Shapes: B batch, L length, S source length, D model width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from typing import Any, NoReturn, cast
 
@@ -67,7 +67,7 @@ def _decoder_class(decoder_class: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(decoder_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(names, args)), **kwargs}
+        arguments = dict(zip(names, args)) | kwargs
         return decoder_class.forward(self, **row_arguments(self, cache_name, arguments))
 
     subclass: Any = _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
@@ -139,94 +139,113 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     that restart (`HybridForCausalLM.forward`). Raises ValueError for a cache of another class, and for a cache with
     packed documents.
     """
-    others = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
-    input_ids = others.pop("input_ids", None)
-    inputs_embeds = others.pop("inputs_embeds", None)
-    attention_mask: Any = others.pop("attention_mask", None)
-    position_ids = others.pop("position_ids", None)
-    use_cache = others.pop("use_cache", None)
-    seq_idx = others.pop("seq_idx", None)
-    cache = given_cache(arguments)
-
-    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    row = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"):
+        row.setdefault(name, None)
+    inputs = row["input_ids"] if row["inputs_embeds"] is None else row["inputs_embeds"]
     if inputs is None:
         raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
+    batch, length = inputs.shape[:2]
+    cache = _hybrid_cache(arguments)
+    # Stays None for a 4-D mask, which does not mark padding.
+    row["token_mask"] = None
+    attention_mask = row["attention_mask"]
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        row["token_mask"] = attention_mask[:, -length:]
+
+    caches_by_default = (
+        not decoder.training and getattr(decoder.config, "use_cache", None) is not False
+    )
+    backbone_packs = False
+    if row.get("seq_idx") is None:
+        row["seq_idx"] = None
+        if length > 1:
+            row["seq_idx"] = _documents(row, batch, length, cache, caches_by_default)
+            backbone_packs = attention_mask is None and packs_by_itself(
+                decoder.config, row["position_ids"], batch
+            )
+    if row["seq_idx"] is None:
+        if row["token_mask"] is not None:
+            _refuse_padding_in_windows(decoder, cast(Tensor, attention_mask))
+    elif cache is not None or row["use_cache"]:
+        raise ValueError(CACHE_WITH_PACKING)
+    else:
+        row["use_cache"] = False
+    if row["use_cache"] is None:
+        row["use_cache"] = caches_by_default
+    if row["use_cache"] and cache is None:
+        cache = make_cache(decoder.config)
+    row[cache_name] = cache
+    _mask_documents(decoder, row, backbone_packs)
+    return row
+
+
+def _hybrid_cache(arguments: Mapping[str, Any]) -> HybridCache | None:
+    """Return the cache among a decoder's arguments. Raises ValueError for one of another class."""
+    cache = given_cache(arguments)
     if cache is not None and not isinstance(cache, HybridCache):
         raise ValueError(
             f"the cache is a {type(cache).__name__}, which cannot hold recurrent states; "
             "pass model.new_cache(), or nothing."
         )
-    batch, length = inputs.shape[:2]
-    token_mask = None  # stays None for a 4-D mask, which does not mark padding
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        token_mask = attention_mask[:, -length:]
-    by_default = not decoder.training and getattr(decoder.config, "use_cache", None) is not False
-    backbone_packs = False
-    if seq_idx is None and length > 1:
-        borders = others.get("cu_seq_lens_q")
-        cached = cache is not None or bool(use_cache)
-        if borders is not None:
-            seq_idx = seq_idx_of_borders(borders, batch, length)
-        elif position_ids is not None and position_ids.ndim == 2:
-            cached = cached or (torch.compiler.is_compiling() and use_cache is None and by_default)
-            n_past = 0 if cache is None else cache.get_seq_length()
-            seq_idx = seq_idx_of_positions(
-                position_ids.expand(batch, -1), attention_mask, token_mask, n_past, cached
-            )
-        backbone_packs = attention_mask is None and packs_by_itself(
-            decoder.config, position_ids, batch
-        )
-    if token_mask is not None and seq_idx is None:
-        _refuse_padding_in_windows(decoder, cast(Tensor, attention_mask))
-    if seq_idx is not None:
-        if cache is not None or use_cache:
-            raise ValueError(CACHE_WITH_PACKING)
-        use_cache = False
-    use_cache = by_default if use_cache is None else use_cache
-    if use_cache and cache is None:
-        cache = make_cache(decoder.config)
-    packs = (
-        seq_idx is not None
-        and not backbone_packs
-        and (attention_mask is None or token_mask is not None)
+    return cache
+
+
+def _documents(
+    row: Mapping[str, Any],
+    batch: int,
+    length: int,
+    cache: HybridCache | None,
+    caches_by_default: bool,
+) -> Tensor | None:
+    """Find each token's document in borders or positions, [B, L]; None for one document a row."""
+    borders = row.get("cu_seq_lens_q")
+    if borders is not None:
+        return seq_idx_of_borders(borders, batch, length)
+    position_ids = row["position_ids"]
+    if position_ids is None or position_ids.ndim != 2:
+        return None
+    use_cache = row["use_cache"]
+    is_cached = cache is not None or bool(use_cache)
+    if torch.compiler.is_compiling() and use_cache is None:
+        is_cached = is_cached or caches_by_default
+    n_past = 0 if cache is None else cache.get_seq_length()
+    return seq_idx_of_positions(
+        position_ids.expand(batch, -1), row["attention_mask"], row["token_mask"], n_past, is_cached
     )
-    if not any(decoder.layers_with_attention):
+
+
+def _mask_documents(decoder: Any, row: dict[str, Any], backbone_packs: bool) -> None:
+    """Set the mask and positions that keep the heads within a document."""
+    seq_idx_BL = row["seq_idx"]
+    attention_mask = row["attention_mask"]
+    has_kept_heads = any(decoder.layers_with_attention)
+    if not has_kept_heads:
         # No head reads it, and the backbone would expand it to length² elements.
-        attention_mask = None
-        if packs and position_ids is None and decoder.has_windows:
-            position_ids = positions_in_documents(cast(Tensor, seq_idx))
-    elif packs:
-        borders = others.pop("cu_seq_lens_q", None)
-        packed = packed_inputs(
-            cast(Tensor, seq_idx), decoder.dtype, decoder.config, attention_mask, borders
-        )
-        attention_mask = packed["attention_mask"]
-        position_ids = packed["position_ids"] if position_ids is None else position_ids
-    return {
-        **others,
-        "input_ids": input_ids,
-        "inputs_embeds": inputs_embeds,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "use_cache": use_cache,
-        cache_name: cache,
-        "token_mask": token_mask,
-        "seq_idx": seq_idx,
-    }
+        row["attention_mask"] = None
+    has_own_mask = attention_mask is not None and row["token_mask"] is None
+    if seq_idx_BL is None or backbone_packs or has_own_mask:
+        return
+    if has_kept_heads:
+        borders = row.pop("cu_seq_lens_q", None)
+        packed = packed_inputs(seq_idx_BL, decoder.dtype, decoder.config, attention_mask, borders)
+        row["attention_mask"] = packed["attention_mask"]
+        if row["position_ids"] is None:
+            row["position_ids"] = packed["position_ids"]
+    elif row["position_ids"] is None and decoder.has_windows:
+        row["position_ids"] = positions_in_documents(seq_idx_BL)
 
 
 def _refuse_padding_in_windows(decoder: Any, attention_mask_BS: Tensor) -> None:
     """Raise ValueError for padding between tokens, if a row is longer than a kept head's sliding window."""
-    windows = layer_windows(decoder.config)
-    layers = zip(decoder.layers_with_attention, windows)
+    layers = zip(decoder.layers_with_attention, layer_windows(decoder.config))
     kept = [window for has_attention, window in layers if has_attention and window is not None]
     if torch.compiler.is_compiling() or not kept or attention_mask_BS.shape[1] <= min(kept):
         return
     is_token_BS = attention_mask_BS != 0
-    follows_padding_BS = (
-        is_token_BS[:, 1:] & ~is_token_BS[:, :-1] & (is_token_BS.cumsum(1)[:, :-1] > 0)
-    )
-    if follows_padding_BS.any():
+    follows_padding_BS = is_token_BS[:, 1:] & ~is_token_BS[:, :-1]
+    has_tokens_before_BS = is_token_BS.cumsum(1)[:, :-1] > 0
+    if (follows_padding_BS & has_tokens_before_BS).any():
         raise ValueError(
             f"attention_mask has padding between the tokens of a row, and some layers have a window of {min(kept)} "
             "tokens, in which transformers counts padding; pad on the left."

@@ -26,12 +26,14 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from .backbone import rope_settings
 from .cache import HybridCache
-from .configuration_hybrid import HybridConfig, release, rope_settings
+from .configuration_hybrid import HybridConfig
 from .decoder import make_cache, put_mixers
 from .document_kernels import flash_runs  # noqa: F401  # see below
 from .document_mask import DocumentMask  # noqa: F401  # see below
 from .documents import packed_inputs  # noqa: F401  # see below
+from .field_rules import release
 from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
 from .local_attention import attend_locally  # noqa: F401  # see below

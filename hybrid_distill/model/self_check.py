@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from .configuration_hybrid import HybridConfig, release
+from .configuration_hybrid import HybridConfig
 from .documents import PACKING, packed_inputs
+from .field_rules import release
 from .layout import cache_argument, cache_of, decoder_of, text_config
 from .windows import LIMITED
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,14 @@ def _reading(heads: list[int], groups: list[int], group_size: int) -> list[int] 
     return index
 
 
+class FullKeys(NamedTuple):
+    """What the kept heads read: keys and values [B, kept KV heads, S, P], and the column of the first."""
+
+    keys: Tensor
+    values: Tensor
+    offset: Any
+
+
 class HeadCall:
     """One call of an attention module: its cache, its rows, and whether kept heads run."""
 
@@ -180,23 +188,15 @@ class HeadCall:
         heads = self.heads
         outputs = []
         maps = []
-        full = None
-        if heads.kept and (self.runs_kept or self.cache is not None):
-            full_keys = pick_heads(key_BGLP, heads.kept_groups)
-            full_values = pick_heads(value_BGLP, heads.kept_groups)
-            offset = 0
-            if self.cache is not None:
-                _, offset = self.cache.get_mask_sizes(query_BHLP.shape[2])
-                full_keys, full_values = self.cache.update(full_keys, full_values)
-            full = (full_keys, full_values, offset)
+        full = self._full_keys(key_BGLP, value_BGLP)
         if self.runs_kept and full is not None:
             if softcap is not None:
                 options["softcap"] = softcap
             kept_BLHP, kept_maps = heads.attend_kept(
                 attention,
                 pick_heads(query_BHLP, heads.kept),
-                full[0],
-                full[1],
+                full.keys,
+                full.values,
                 mask,
                 scaling=scaling,
                 dropout=dropout,
@@ -215,6 +215,19 @@ class HeadCall:
             return torch.cat(outputs, dim=2), torch.cat(maps, dim=1)
         return torch.cat(outputs, dim=2), None
 
+    def _full_keys(self, key_BGLP: Tensor, value_BGLP: Tensor) -> FullKeys | None:
+        """Return what the kept heads read, and store it; None if there are none, or nobody reads it."""
+        heads = self.heads
+        if not heads.kept or not (self.runs_kept or self.cache is not None):
+            return None
+        keys = pick_heads(key_BGLP, heads.kept_groups)
+        values = pick_heads(value_BGLP, heads.kept_groups)
+        offset = 0
+        if self.cache is not None:
+            _, offset = self.cache.get_mask_sizes(keys.shape[2])
+            keys, values = self.cache.update(keys, values)
+        return FullKeys(keys, values, offset)
+
     def _near_maps(self, query_BHLP: Tensor, key_BGLP: Tensor, scoring: Scoring) -> Tensor:
         """Return the attention maps of the windowed heads, for who looks at them. Padding counts as tokens."""
         heads = self.heads
@@ -227,7 +240,7 @@ class HeadCall:
         query_BHLP: Tensor,
         key_BGLP: Tensor,
         value_BGLP: Tensor,
-        full: tuple[Tensor, Tensor, Any] | None,
+        full: FullKeys | None,
         scoring: Scoring,
     ) -> Tensor:
         """Compute the windowed heads, [B, H, L, P], and store the keys that later tokens will see."""
@@ -290,7 +303,7 @@ class HeadCall:
         self,
         ring: TokenRing,
         query_BH1P: Tensor,
-        full: tuple[Tensor, Tensor, Any] | None,
+        full: FullKeys | None,
         scoring: Scoring,
     ) -> Tensor:
         """Compute the windowed heads of one token per row, which is in the ring already."""
@@ -303,10 +316,10 @@ class HeadCall:
             query_BH1P, key_BHRP, value_BHRP, place_BR, last_place_B, self.heads.reach, scoring
         )
 
-    def _earlier(self, ring: TokenRing, full: tuple[Tensor, Tensor, Any] | None) -> Earlier:
+    def _earlier(self, ring: TokenRing, full: FullKeys | None) -> Earlier:
         """Return the tokens before a row of several tokens, in their order."""
         assert ring.n_tokens_B is not None and ring.keys is not None
-        dtype = ring.keys.dtype if full is None else full[0].dtype
+        dtype = ring.keys.dtype if full is None else full.keys.dtype
         key_BHRP, value_BHRP = self._ring_keys(ring, full, dtype)
         n_tokens_B1 = ring.n_tokens_B.unsqueeze(1)
         n_near = ring.window - 1
@@ -322,7 +335,7 @@ class HeadCall:
         )
 
     def _ring_keys(
-        self, ring: TokenRing, full: tuple[Tensor, Tensor, Any] | None, dtype: torch.dtype
+        self, ring: TokenRing, full: FullKeys | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values of all slots, for each windowed head or each KV head that they read.
 
@@ -334,15 +347,14 @@ class HeadCall:
         values = [ring.values.to(dtype)]
         groups = list(heads.ring_groups)
         if full is not None:
-            full_keys, full_values, offset = full
-            index_BR = (ring.column_BR - offset).clamp_min(0)
-            keys.append(pick_tokens(full_keys, index_BR))
-            values.append(pick_tokens(full_values, index_BR))
+            index_BR = (ring.column_BR - full.offset).clamp_min(0)
+            keys.append(pick_tokens(full.keys, index_BR))
+            values.append(pick_tokens(full.values, index_BR))
             groups += heads.kept_groups
         order = [groups.index(group) for group in heads.window_groups]
-        return pick_heads(torch.cat(keys, dim=1), order), pick_heads(
-            torch.cat(values, dim=1), order
-        )
+        ring_keys = pick_heads(torch.cat(keys, dim=1), order)
+        ring_values = pick_heads(torch.cat(values, dim=1), order)
+        return ring_keys, ring_values
 
 
 def _reordered(t_BHLP: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:

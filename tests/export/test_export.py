@@ -26,8 +26,8 @@ from hybrid_distill.export import ExportError, GateReport, export_checkpoint, or
 from hybrid_distill.export.check import Check, left_padded, run_checks, table, weight_files
 from hybrid_distill.export.native import checked_attention
 from hybrid_distill.export.versions import checked_transformers
-from hybrid_distill.model import HybridForCausalLM, configuration_hybrid, self_check
-from hybrid_distill.model.configuration_hybrid import check_version
+from hybrid_distill.model import HybridForCausalLM, field_rules, self_check
+from hybrid_distill.model.field_rules import check_version
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.safe_loading import MODEL_CODE, foreign_code
 from hybrid_distill.student.build import build_student
@@ -328,16 +328,16 @@ def test_an_older_transformers_is_refused_in_one_line(copied, monkeypatch):
     assert checked[0] == "5.2.0"
     assert checked[-1] == transformers.__version__
     assert "`transformers` 5.2.0 or newer" in (path / "README.md").read_text()
-    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.1.3")
+    monkeypatch.setattr(field_rules.transformers, "__version__", "5.1.3")
     for load in (AutoModelForCausalLM.from_pretrained, HybridForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match=r"5\.2\.0 .* 5\.1\.3"):
             load(path, trust_remote_code=True)
-    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.3.0.dev0")
+    monkeypatch.setattr(field_rules.transformers, "__version__", "5.3.0.dev0")
     assert isinstance(HybridForCausalLM.from_pretrained(path), HybridForCausalLM)
 
 
 def test_versions_are_compared_as_numbers_and_an_odd_one_is_refused(monkeypatch):
-    monkeypatch.setattr(configuration_hybrid.transformers, "__version__", "5.9.1")
+    monkeypatch.setattr(field_rules.transformers, "__version__", "5.9.1")
     for oldest in ("5.2.0", "5.9", "5.9.1"):
         check_version([oldest, "5.23.0"])
     check_version(None)

@@ -162,7 +162,9 @@ def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher) -> None:
 
 CODE = {
     "cache",
+    "backbone",
     "configuration_hybrid",
+    "field_rules",
     "decoder",
     "document_kernels",
     "document_mask",

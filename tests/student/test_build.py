@@ -17,7 +17,7 @@ from hybrid_distill.data import DataConfig, open_rows
 from hybrid_distill.export.versions import oldest_transformers
 from hybrid_distill.io import save_tensors
 from hybrid_distill.model import HybridForCausalLM, packed_inputs
-from hybrid_distill.model.configuration_hybrid import release
+from hybrid_distill.model.field_rules import release
 from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student

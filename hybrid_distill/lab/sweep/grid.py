@@ -67,12 +67,16 @@ class Grid:
         its place.
         """
         COUNT.check("--seeds", seeds)
+        states = tuple(dict.fromkeys(numbers("d-state", d_state, least=0)))
         windows = tuple(dict.fromkeys(numbers("window", window, least=0)))
-        # A state of 0 numbers leaves a window alone; without any window it leaves nothing.
-        smallest_state = 0 if any(windows) else 1
+        if 0 in states and not any(windows):
+            raise ValueError(
+                f"--d-state is {d_state!r}, and a state of 0 leaves a window alone; "
+                "pass a --window of at least 1, or states of at least 4."
+            )
         return cls(
             heads=tuple(dict.fromkeys(numbers("heads", heads, least=0, named={ALL: ALL}))),
-            d_state=tuple(dict.fromkeys(numbers("d-state", d_state, least=smallest_state))),
+            d_state=states,
             window=windows,
             selection=_selections(selection),
             seeds=tuple(range(first_seed, first_seed + seeds)),
