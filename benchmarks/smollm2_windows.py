@@ -96,10 +96,9 @@ class Student:
 PLANS = {
     "no head": "--plan.selection none --plan.k 0",
     "top 14": "--plan.k 14",
-    "12 groups": "--plan.unit kv-group --plan.k 12",
     "top 27": "--plan.k 27",
     "14 random": "--plan.selection random --plan.k 14 --plan.seed 1",
-    "39 groups": "--plan.unit kv-group --plan.k 39",
+    **{f"{k} groups": f"--plan.unit kv-group --plan.k {k}" for k in (5, 7, 8, 9, 12, 14, 39)},
 }
 
 
@@ -121,6 +120,9 @@ UNTRAINED = [
     for heads in ("no head", "top 14", "12 groups", "top 27", "14 random")
 ]
 UNTRAINED.append(Student("39 groups", 44))
+# The same cache in few groups and long windows, or in many and short ones: 17 % of the teacher's, then 10 %.
+UNTRAINED += [Student("9 groups", 300), Student("14 groups", 60)]
+UNTRAINED += [Student("5 groups", 188), Student("7 groups", 92), Student("8 groups", 44)]
 # Equal constant bytes: 44 + 4 positions, a state of 16, or 20 + 4 positions and a state of 8.
 TRAINED = [
     Student("12 groups", window=44, tokens="3M"),

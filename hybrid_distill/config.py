@@ -33,7 +33,15 @@ from .train.config import (
     TeacherConfig,
 )
 from .tunable import Tunable
-from .validation import Count, CountOrZero, Positive, Share, check_options, number_of_tokens
+from .validation import (
+    Count,
+    CountOrZero,
+    Positive,
+    Share,
+    check_options,
+    number_of_bytes,
+    number_of_tokens,
+)
 
 Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pairs", "file"]
 
@@ -181,12 +189,19 @@ class RunConfig:
     student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stages: Fixed[tuple[StageConfig, ...]] = (Align(), Distill())
-    """Stages to run, in this order. Each has a name of its own, under which flags set its options: --align.steps."""
+    """Stages to run, in this order. Each has a name of its own, under which flags set its options: --align.steps. One
+    that aligns recurrent heads alone is left out where a student has none (``student.d_state`` 0)."""
     tokens: str | None = None
     """Training tokens of the whole run, such as ``3M``: sets the ``steps`` of every stage, from its batch and row size.
     By default each stage's own steps count."""
     align_share: Share = 0.1
     """Share of ``tokens`` for the stages that align heads; the others get the rest. Without a stage to align, all."""
+    cache: str | None = None
+    """Largest cache of one sequence of ``context`` tokens in bf16, such as ``15MB``, or ``16%`` of the teacher's. It
+    decides ``plan.unit``, ``plan.k``, ``student.window``, ``student.sinks`` and ``student.d_state``, unless they are
+    set too; ``--dry-run`` tells how."""
+    context: Count = 4096
+    """Length in tokens at which ``cache`` holds."""
     teacher_sharding: Tunable[Literal["replicated", "sharded"]] = "replicated"
     """``sharded``: while a stage trains, each process holds a shard of the teacher's decoder layers, however the launch
     file shards the student. Scoring and evaluation still need the whole teacher."""
@@ -218,6 +233,10 @@ class RunConfig:
         check_options(self, "")
         self._check_names()
         self._check_order()
+        if not self.student.d_state:
+            object.__setattr__(self, "stages", self._stages_without_states())
+        if self.cache is not None:
+            number_of_bytes("cache", self.cache, whole=100)
         if self.tokens is not None:
             budget = number_of_tokens("tokens", self.tokens)
             object.__setattr__(self, "stages", self._stages_within(budget))
@@ -228,6 +247,13 @@ class RunConfig:
             )
         for stage in self.head_stages:
             self._check_alignment(stage)
+
+    def _stages_without_states(self) -> tuple[StageConfig, ...]:
+        return tuple(
+            stage
+            for stage in self.stages
+            if not (isinstance(stage, Align) and stage.train == "ssm")
+        )
 
     def _stages_within(self, budget: int) -> tuple[StageConfig, ...]:
         """Return the stages with steps for ``budget`` tokens in all.

@@ -171,16 +171,24 @@ class HeadPlan:
         ranking = scores.ranking(by)
         if unit == "head":
             return cls.from_pairs(scores, _first_heads(scores, ranking, k, by))
-        group_size = scores.n_heads // scores.n_kv_heads
-        unit_size = scores.n_heads if unit == "layer" else group_size
+        unit_size = _unit_size(scores, unit)
         # A dict keeps the order of the ranking: each unit stands where its best head does.
         ranked = list(dict.fromkeys((head.layer, head.head // unit_size) for head in ranking))
         chosen = _first_in_each_layer(ranked, k) if unit == "container" else ranked[:k]
-        kept: list[HeadId] = []
-        for layer, number in chosen:
-            first = number * unit_size
-            kept += [HeadId(layer, head) for head in range(first, first + unit_size)]
-        return cls.from_pairs(scores, kept)
+        return cls.from_pairs(scores, _heads_of(chosen, unit_size))
+
+    @classmethod
+    def spread(cls, shape_of: object, k: int, unit: Unit = "head") -> HeadPlan:
+        """Keep ``k`` units spread evenly over the model: as large as a plan whose heads are not ranked yet."""
+        cls.check_k(shape_of, k, unit=unit)
+        n_layers, n_heads, _ = _shape(shape_of)
+        unit_size = _unit_size(shape_of, unit)
+        units = list(product(range(n_layers), range(n_heads // unit_size)))
+        if unit == "container":
+            chosen = _first_in_each_layer(units, k)
+        else:
+            chosen = [units[place * len(units) // k] for place in range(k)]
+        return cls.from_pairs(shape_of, _heads_of(chosen, unit_size))
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
@@ -269,6 +277,22 @@ def _first_heads(
     if tie is not None:
         _warn_once(tie)
     return ranking[:k]
+
+
+def _unit_size(shape_of: object, unit: Unit) -> int:
+    """Return the number of query heads in a unit."""
+    _, n_heads, n_kv_heads = _shape(shape_of)
+    sizes = {"head": 1, "layer": n_heads}
+    return sizes.get(unit, n_heads // n_kv_heads)
+
+
+def _heads_of(units: Iterable[tuple[int, int]], unit_size: int) -> list[HeadId]:
+    """List the heads of units (layer, number)."""
+    heads: list[HeadId] = []
+    for layer, number in units:
+        first = number * unit_size
+        heads += [HeadId(layer, head) for head in range(first, first + unit_size)]
+    return heads
 
 
 def _first_in_each_layer(ranked: Sequence[tuple[int, int]], k: int) -> list[tuple[int, int]]:

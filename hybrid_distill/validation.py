@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_h
 
 T = TypeVar("T")
 TOKEN_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,15 @@ def number_of_tokens(name: str, text: str) -> int:
     if n_tokens < 1:
         raise ValueError(f"{name} is {text!r}; pass a number such as 20000, 20K or 2M.")
     return n_tokens
+
+
+def number_of_bytes(name: str, text: str, whole: int) -> int:
+    """Parse a size such as ``15MB``, or ``16%`` of ``whole`` bytes. Raises ValueError, naming the option."""
+    match = re.fullmatch(r"(\d+\.?\d*)([KMG]B|%)", text.upper())
+    n_bytes = 0
+    if match is not None:
+        number, unit = match.groups()
+        n_bytes = round(float(number) * BYTE_UNITS.get(unit, whole / 100))
+    if n_bytes < 1:
+        raise ValueError(f"{name} is {text!r}; pass a size such as 500KB, 15MB or 16%.")
+    return n_bytes

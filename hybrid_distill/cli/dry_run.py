@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from ..config import RunConfig, to_json
 from ..data import preparations
 from ..lab.memory.timing import training_time
-from ..model import layer_windows
 from ..pipeline import RunInputs, RunPaths
+from ..pipeline.budget import student_cache
 from ..pipeline.checks import check_teachers, checks_of
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
 from ..pipeline.planning import known_plan
-from ..plan import HeadPlan, cache_bytes
+from ..plan import HeadPlan
 from ..student.build import empty_student
-from ..teacher import head_dim_of, load_config
+from ..teacher import load_config
 from ..validation import first_line
 from .launch_plan import MB, launch_command, memory_tables, plan_stage
 
@@ -36,8 +36,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     for a run that would not start.
     """
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
-    names = ", ".join(config.stage_names)
-    heading = f"{config.name}: {config.teacher.path} as a hybrid, stages {names}; into {config.out}"
+    stages_text = f"stages {', '.join(config.stage_names)}" if config.stages else "without training"
+    heading = f"{config.name}: {config.teacher.path} as a hybrid, {stages_text}; into {config.out}"
     try:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:
@@ -49,7 +49,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     teacher = shape_of_teacher(config.teacher)
     plan, source = _plan(config, teacher)
     stages = [plan_stage(config, stage, plan) for stage in config.stages]
-    answer = [heading, *_first(config), launch_command(config, stages, command), source]
+    launch = launch_command(config, stages, command)
+    answer = [heading, *_first(config), launch, _replaced(config), source]
     sizes = f"{_sizes(config, teacher, plan)}\n{memory_tables(config, stages)}"
     blocks = ["\n".join(answer), sizes]
     time = training_time(config, plan, teacher.num_parameters())
@@ -92,6 +93,20 @@ def _problems(config: RunConfig) -> Iterator[str]:
             yield f"{stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
 
 
+def _replaced(config: RunConfig) -> str:
+    """Describe what stays attention and what the other heads become."""
+    options = config.student
+    parts = []
+    if options.window:
+        parts.append(f"a window of {options.window} tokens and {options.sinks} sinks")
+    if options.d_state:
+        parts.append(f"a state of {options.d_state} ({options.recurrence})")
+    kept = f"{config.plan.k} of unit {config.plan.unit}"
+    if config.plan.selection != "top":
+        kept = config.plan.selection
+    return f"Kept heads: {kept}; the others: {' and '.join(parts)}."
+
+
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     """Return (plan, its description); if heads are not ranked yet, the plan has as many heads,
     evenly spread."""
@@ -102,9 +117,8 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     options = config.plan
     plan = known_plan(RunInputs(config), teacher)
     if plan is None:
-        heads = HeadPlan.all(teacher).kept
-        spread = [heads[i * len(heads) // options.k] for i in range(options.k)]
-        return HeadPlan.from_pairs(teacher, spread), NO_PLAN
+        unit = options.unit if options.selection == "top" else "head"
+        return HeadPlan.spread(teacher, options.k, unit), NO_PLAN
     if options.selection == "top":
         return plan, _heads_by_layer(plan, f"top {options.k} of {config.scoring.file}")
     return plan, _heads_by_layer(plan, options.selection)
@@ -128,21 +142,16 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
         if mixer.ssm:
             n_recurrent += sum(parameter.numel() for parameter in mixer.ssm.parameters())
     caches = []
+    lengths_in_tokens = sorted({*LENGTHS, config.context})
     for name, kept in {"teacher": HeadPlan.all(plan), "student": plan}.items():
         sizes = []
-        for length in LENGTHS:
-            cache = cache_bytes(
-                kept,
-                length=length,
-                head_dim=head_dim_of(teacher.config),
-                d_state=options.d_state,
-                window=options.window,
-                sinks=options.sinks,
-                windows=layer_windows(teacher.config),
-            )
-            sizes.append(f"{cache.total / MB:.2f}")
+        for length in lengths_in_tokens:
+            n_bytes = student_cache(kept, teacher.config, options, length)
+            sizes.append(f"{n_bytes / MB:.2f}")
         caches.append(f"{name} {' / '.join(sizes)}")
-    lengths = " / ".join(map(str, LENGTHS))
+    lengths = " / ".join(map(str, lengths_in_tokens))
+    if config.cache is not None:
+        caches.append(f"allowed {config.cache} at {config.context:,} tokens")
     return (
         f"Parameters: teacher {teacher.num_parameters():,}; student {student.num_parameters():,}, "
         f"of them {n_recurrent:,} in recurrent heads\n"

@@ -141,6 +141,8 @@ def _launch_under(
         # The total is not the stage's own: it fits only with gradient checkpointing.
         if total != stage.own[strategy].sum():
             command += f" --{stage.config.name.replace('_', '-')}.gradient-checkpointing"
+    if not stages:
+        return f"Launch (nothing is trained): hybrid-distill run {command}"
     needed = f"needs {_size(max(totals))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}"
@@ -160,6 +162,8 @@ def _size(n_bytes: float) -> str:
 
 def memory_tables(config: RunConfig, stages: Sequence[PlannedStage]) -> str:
     """Format the memory of every stage, one table each."""
+    if not stages:
+        return "No stage trains."
     process = "the process" if config.gpus == 1 else f"each of {config.gpus} processes"
     blocks = [f"Memory of {process} while training (1 GB = 1e9 bytes):"]
     blocks += [_table(stage) for stage in stages]

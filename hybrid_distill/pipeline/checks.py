@@ -26,6 +26,7 @@ from ..teacher import TINY, longest_context
 from ..train.config import StageConfig
 from ..train.result import StageManifest
 from ..train.tracking import check_trackers
+from .budget import check_cache
 from .inputs import RunInputs
 from .planning import known_plan
 
@@ -151,7 +152,11 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
         heads = HeadPlan.load(inputs.paths.plan)
     else:
         heads = known_plan(inputs, teacher, plan)
-    heads = heads or HeadPlan.none(teacher)
+    if heads is None:
+        chosen = plan or inputs.config.plan
+        unit = chosen.unit if chosen.selection == "top" else "head"
+        heads = HeadPlan.spread(teacher, chosen.k, unit)
+    check_cache(inputs.config, teacher.config, heads)
     checked_sites(teacher, heads, options.init)
     empty_student(teacher, heads, **options.head_options)
     _check_family_once(teacher, options.recurrence, options.window)

@@ -26,9 +26,10 @@ LARGEST = 1e9
 def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
     """Train each stage for part of a second on this machine; return the estimated times, one line per stage.
 
-    Empty for runs on several GPUs, for students that keep all heads, and for teachers too large for a dry run.
+    Empty for runs without stages or on several GPUs, for students that keep all heads, and for teachers too large for
+    a dry run.
     """
-    if config.gpus > 1 or n_parameters > LARGEST or plan.keeps_all:
+    if not config.stages or config.gpus > 1 or n_parameters > LARGEST or plan.keeps_all:
         return ""
     device = own_device()
     lines, whole = [], 0.0
@@ -55,17 +56,13 @@ def _seconds_of_steps(
         for options in config.stages:
             if isinstance(options, Distill):
                 options = replace(options, teacher_logits=None)
-            form = config.student
             student, _ = build_student(
                 teacher,
-                replace(
-                    plan, teacher=""
-                ),  # random weights do not match the teacher that the plan names
-                d_state=form.d_state,
-                conv_width=form.conv_width,
-                recurrence=form.recurrence,
+                # Random weights do not match the teacher that the plan names.
+                replace(plan, teacher=""),
+                **config.student.head_options,
                 init="random",
-                kernels=form.kernels,
+                kernels=config.student.kernels,
             )
             stage = make_stage(options, student.train(), teacher)
             stage.place(device)

@@ -96,10 +96,8 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
     if cell.d_state is None:
         return base
     student = _student(base, cell.d_state, cell.window)
-    if not cell.d_state:
-        # A window alone has no recurrent heads to align.
-        return replace(base, student=student, stages=base.student_stages)
-    if not sweep.share:
+    # A window alone has no recurrent heads to share.
+    if not sweep.share or not cell.d_state:
         return replace(base, student=student)
     alignment = _alignment_run(sweep, cell.seed, cell.d_state, cell.window)
     aligned = last_stage(alignment.paths.aligned)

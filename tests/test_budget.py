@@ -1,0 +1,112 @@
+"""The dial: a size of the cache decides how many KV groups stay attention, and how far the other heads see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_family_model
+
+from hybrid_distill.cli.app import main
+from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
+from hybrid_distill.data import DataConfig
+from hybrid_distill.pipeline.budget import SINKS, SMALLEST_WINDOW, within_cache
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+from hybrid_distill.train.config import Align, Distill
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    # Grouped queries, and in every second layer a sliding window of its own.
+    return make_family_model("olmo3", sliding_window=64)
+
+
+def run_of(**options) -> RunConfig:
+    return RunConfig(data=DataConfig(seq_len=128), context=CONTEXT, **options)
+
+
+@pytest.mark.parametrize("share", [12, 30, 60, 90])
+def test_a_student_holds_no_more_than_the_cache_that_was_asked_for(teacher, share: int) -> None:
+    """Counted in tensors of a real cache; one more KV group would be too much."""
+    run = within_cache(run_of(cache=f"{share}%"), teacher.config)
+    options = run.student.head_options
+    whole = _held(build_student(teacher, HeadPlan.all(teacher), d_state=4, init="random")[0])
+    # The layer in the middle is the one that sees everything.
+    heads = [(layer, head) for layer in (1, 0, 2) for head in range(8)]
+    held = []
+    for k in (run.plan.k, run.plan.k + 1):
+        plan = HeadPlan.from_pairs(teacher, heads[: 2 * k])
+        held.append(_held(build_student(teacher, plan, init="random", **options)[0]))
+    assert held[0] <= share / 100 * whole < held[1]
+    assert run.student.window >= SMALLEST_WINDOW and run.student.sinks == SINKS
+    assert (run.plan.unit, run.student.d_state) == ("kv-group", 0)
+
+
+def _held(student) -> int:
+    cache = student.new_cache()
+    ids_1L = torch.randint(5, 90, (1, CONTEXT))
+    with torch.no_grad():
+        student.eval()(input_ids=ids_1L, cache=cache)
+    n_bytes = cache.nbytes()
+    return sum(n_bytes.values()) - n_bytes["conv"]
+
+
+def test_more_cache_never_keeps_less(teacher) -> None:
+    runs = [within_cache(run_of(cache=f"{share}%"), teacher.config) for share in range(10, 100, 5)]
+    kept = [run.plan.k for run in runs]
+    windows = [run.student.window for run in runs]
+    assert kept == sorted(kept) and windows == sorted(windows)
+    assert kept[0] < kept[-1] and windows[0] < windows[-1]
+
+
+def test_windows_end_within_the_rows_that_train(teacher) -> None:
+    """Else no row would have anything that only a kept head sees."""
+    run = replace(run_of(cache="90%"), data=DataConfig(seq_len=20))
+    assert within_cache(run, teacher.config).student.window == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"cache": "1KB"}, "'1KB'"),
+        ({"cache": "100%"}, "'100%'"),
+        ({"cache": "15"}, "'15'"),
+        ({"cache": "0MB"}, "'0MB'"),
+        ({"cache": "much"}, "'much'"),
+    ],
+)
+def test_a_cache_that_no_student_has_is_refused(teacher, options, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        within_cache(run_of(**options), teacher.config)
+
+
+def test_a_plan_beyond_the_cache_is_refused_before_anything_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "tiny", "--cache", "1MB", "--plan.k", "9", "--out", str(tmp_path / "run")])
+    assert ended.value.code == 2
+    assert "'1MB'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_stand_over_what_the_cache_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "tiny", "--cache", "1MB", "--dry-run"]
+    main(command)
+    text = capsys.readouterr().out
+    assert "3 of unit kv-group" in text and "state of" not in text
+    main([*command, "--plan.k", "2", "--student.d-state", "8", "--align.steps", "7"])
+    text = capsys.readouterr().out
+    assert "2 of unit kv-group" in text and "state of 8" in text and "7 steps" in text
+
+
+def test_stages_without_anything_to_align_are_left_out() -> None:
+    stages = (Align(), Align(name="mixers", train="mixer"), Distill())
+    windows = StudentConfig(d_state=0, window=8)
+    run = RunConfig(stages=stages, student=windows, plan=PlanConfig(k=2))
+    assert run.stage_names == ("mixers", "distill")
