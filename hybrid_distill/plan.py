@@ -396,7 +396,8 @@ def cache_bytes(
             n_slots = sinks + (window if limit is None else min(window, limit))
             ring_tokens += (plan.n_kv_heads - n_stored_heads) * n_slots
             ring_indices += n_slots
-    n_recurrent = plan.n_layers * plan.n_heads - plan.k
+    # Without a state, replaced heads have no convolution either.
+    n_recurrent = plan.n_layers * plan.n_heads - plan.k if d_state else 0
     conv_channels = head_dim + 2 * d_state
     return CacheBytes(
         kv=2 * kv_tokens * head_dim * batch * bytes_per_element,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +13,8 @@ from ..io import Record, refused, write_json
 
 FORMAT = "hybrid-distill/evaluation/1"
 BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
-FIGURES = (
-    "kv_choice",
-    "kv_generation",
-    "knowledge",
-    "perplexity",
-    "top1_agreement",
-    "kl_to_teacher",
-)
+ACCURACIES = ("kv_choice", "kv_generation", "knowledge")
+FIGURES = (*ACCURACIES, "perplexity", "top1_agreement", "kl_to_teacher")
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,38 @@ class EvalResult:
         """Return every measured number under a name of its own, such as ``kv_choice_16``."""
         return flatten(vars(self), [*FIGURES, "conv_state_bytes", "cache_bytes"])
 
+    def chances(self) -> dict[str, float]:
+        """Return the accuracies of naming any of a dictionary's values, or of a question's choices."""
+        chances = {}
+        for name in ("kv_choice", "kv_generation"):
+            for size in getattr(self, name):
+                chances[f"{name}_{size}"] = 1 / size
+        if self.knowledge_chance:
+            chances["knowledge"] = self.knowledge_chance
+        return chances
+
+    def standard_errors(self) -> dict[str, float]:
+        """Return the binomial standard errors of the accuracies."""
+        errors = {}
+        for name, value in flatten(vars(self), ACCURACIES).items():
+            n_questions = self.n_knowledge if name == "knowledge" else self.n_examples
+            if n_questions:
+                errors[name] = binomial_error(value, n_questions)
+        return errors
+
+    def relative_to(self, teacher: EvalResult) -> dict[str, tuple[float, float] | None]:
+        """Return what each accuracy keeps of the teacher's beyond guessing; see `relative_score`."""
+        own = self.figures()
+        own_errors = self.standard_errors()
+        best = teacher.figures()
+        best_errors = teacher.standard_errors()
+        kept = {}
+        for name, chance in teacher.chances().items():
+            if name in own_errors and name in best_errors:
+                student = (own[name], own_errors[name])
+                kept[name] = relative_score(student, (best[name], best_errors[name]), chance)
+        return kept
+
     @classmethod
     def from_dict(cls, record: Record) -> EvalResult:
         """Rebuild a result from the output of `to_dict`. Raises ValueError for anything else."""
@@ -94,3 +121,29 @@ def flatten(fields: Record, names: Sequence[str]) -> dict[str, float]:
         else:
             figures[name] = fields[name]
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def binomial_error(share: float, n: int) -> float:
+    """Return the standard error of a share k / n, taken at (k + 1/2) / (n + 1).
+
+    So it is never zero, not even at 0 % and 100 %.
+    """
+    smoothed = (share * n + 0.5) / (n + 1)
+    return math.sqrt(smoothed * (1 - smoothed) / n)
+
+
+def relative_score(
+    student: tuple[float, float], teacher: tuple[float, float], guessing: float
+) -> tuple[float, float] | None:
+    """Return what a student keeps of its teacher's accuracy beyond guessing, and its standard error.
+
+    (s - g) / (t - g), 1 for a student that equals its teacher and 0 for one that guesses. Accuracies come with their
+    standard errors, which are propagated as if the two models had answered different questions: the true error of
+    models that agree is smaller. None if the teacher is not above guessing by two standard errors.
+    """
+    (own, own_error), (best, best_error) = student, teacher
+    span = best - guessing
+    if span <= 2 * best_error:
+        return None
+    kept = (own - guessing) / span
+    return kept, math.hypot(own_error, kept * best_error) / span

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..evaluation.evaluate import EvalResult
+from ..evaluation.result import binomial_error
 from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
 from ..plan import HeadPlan, cache_bytes, container_bytes
@@ -37,13 +38,13 @@ def model_card(
     export_format: str = "remote-code",
     license: str,
     base_model: str,
-    training: Sequence[Record] = (),
+    training: Sequence[Record] | None = None,
     kernels: Record | None = None,
 ) -> str:
     """Render the model card (README.md) of an export: Markdown with the hub's YAML header.
 
-    ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage. If the student does not
-    compute as its export does, ``kernels`` holds its ``implementation`` and the ``difference`` of
+    ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage; None if they are
+    unknown. If the student does not compute as its export does, ``kernels`` holds its ``implementation`` and the ``difference`` of
     its logits from the export's.
     """
     config = student.config
@@ -117,15 +118,6 @@ def on_card(card: str | Path) -> tuple[str, str]:
     except Exception:  # no file, no network, or a header that YAML or ModelCard rejects
         fields = {}
     return fields.get("license") or UNKNOWN, fields.get("base_model") or ""
-
-
-def binomial_error(share: float, n: int) -> float:
-    """Return the standard error of a share k / n, taken at (k + 1/2) / (n + 1).
-
-    So it is never zero, not even at 0 % and 100 %.
-    """
-    smoothed = (share * n + 0.5) / (n + 1)
-    return math.sqrt(smoothed * (1 - smoothed) / n)
 
 
 def _size_shown(results: Mapping[str, EvalResult]) -> int:

@@ -40,13 +40,13 @@ def export_checkpoint(
     gate: bool = True,
     license: str = UNKNOWN,
     base_model: str = "",
-    training: Sequence[Record] = (),
+    training: Sequence[Record] | None = None,
 ) -> GateReport:
     """Export ``student``, by default for `from_pretrained` with ``trust_remote_code=True``.
 
     ``results`` maps "teacher" and "student" to their evaluations, for the model card. ``license``
     (a hub identifier) and ``base_model`` are the teacher's. ``training`` holds the name, steps and
-    tokens of each stage. The folder appears, or replaces an earlier export, only when it is
+    tokens of each stage; None if they are unknown. The folder appears, or replaces an earlier export, only when it is
     complete and has passed the gate (`verify_export`).
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan``
@@ -102,7 +102,7 @@ def _write_measurements(
     folder: Path,
     results: Mapping[str, EvalResult] | None,
     scores: HeadScores | None,
-    training: Sequence[Record],
+    training: Sequence[Record] | None,
 ) -> None:
     """Write head scores, evaluations and stages, as far as there are any."""
     if scores is not None:
@@ -111,7 +111,7 @@ def _write_measurements(
     if results is not None:
         evaluations = {name: result.to_dict() for name, result in results.items()}
         write_json(folder / "evaluation.json", _without_paths(evaluations))
-    if training:
+    if training is not None:
         write_json(folder / "training.json", {"stages": list(training)})
 
 

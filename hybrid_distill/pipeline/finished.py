@@ -11,7 +11,8 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..student.dtypes import settle
 from ..train.result import StageManifest
-from .building import new_student, student_from_alignment, student_of_stage
+from .building import new_student, student_of_stage
+from .built import load_built
 from .inputs import RunInputs
 from .paths import RunPaths
 
@@ -36,8 +37,10 @@ def last_stage(paths: RunPaths) -> Path:
 
 
 def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:
-    """Load the student of a finished run from its last stage. Raises ValueError if no stage is finished, naming any
-    runs inside this folder: a sweep is easily mistaken for one of its runs.
+    """Load the student of a finished run: from its last stage, or as it was built if no stage trains it.
+
+    Raises ValueError if the run is not finished, naming any runs inside this folder: a sweep is easily mistaken for one
+    of its runs.
     """
     paths = inputs.paths
     if not paths.plan.exists():
@@ -51,8 +54,10 @@ def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:
         return student, plan
     if inputs.stages:
         student = student_of_stage(inputs, plan, last_stage(paths))
-    else:  # `restoration` has aligned it in ``aligned/``, and nothing came after
-        student, _ = student_from_alignment(inputs, plan, last_stage(paths.aligned))
+    elif paths.build.exists():
+        student, _ = new_student(inputs, plan, recurrent=load_built(paths))
+    else:
+        raise ValueError(f"{paths.out} does not hold a student yet; run it to its end first.")
     return settle(student), plan
 
 

@@ -83,6 +83,11 @@ class RunPaths:
         return self.out / "evaluation.json"
 
     @property
+    def speed(self) -> Path:
+        """Speed of teacher and student by length of context."""
+        return self.out / "speed.json"
+
+    @property
     def export(self) -> Path:
         return self.out / "export"
 
@@ -103,6 +108,7 @@ class RunPaths:
             f"{self.stages.name}/*-*",
             str(self.teacher_evaluation.relative_to(self.out)),
             self.evaluation.name,
+            self.speed.name,
             self.export.name,
             ".export.*.tmp",
             self.report.name,

@@ -23,7 +23,8 @@ from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.recipes import FIRST, find_recipe
-from hybrid_distill.config import from_json
+from hybrid_distill.config import StudentConfig, from_json
+from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import prepare, run
 
@@ -116,6 +117,31 @@ def test_evaluate_prints_what_was_measured_before_and_measures_again_when_asked(
     main(["evaluate", str(done), "--again", "--n-examples", "2"])
     assert "was measured before" not in capsys.readouterr().err
     assert [json.loads(file.read_text())["n_examples"] for file in files] == [2, 2]
+
+
+def test_speed_is_measured_in_turns_and_reported(
+    done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["evaluate", str(done), "--speed", "--lengths", "64,128,5000"])
+    printed = capsys.readouterr()
+    assert "student: left out 5000 tokens" in printed.err
+    rows = json.loads((done / "speed.json").read_text())["rows"]
+    order = [(row["model"], row["length"]) for row in rows]
+    assert order == [("teacher", 64), ("teacher", 128), ("student", 64), ("student", 128)]
+    main(["report", str(done)])
+    text = (done / "report.md").read_text().split("## Speed")[1]
+    assert f"| student | 128 | {rows[-1]['prefill']:,.0f} |" in text
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--speed"])
+    assert "RUN_DIR" in capsys.readouterr().err
+
+
+def test_a_run_without_stages_can_be_measured_again(tmp_path: Path) -> None:
+    config = replace(small_run(tmp_path), stages=(), student=StudentConfig(d_state=0, window=8))
+    run_recipe(replace(config, export=False), [])
+    figures = EvalResult.load(tmp_path / "evaluation.json").figures()
+    main(["evaluate", str(tmp_path), "--again"])
+    assert EvalResult.load(tmp_path / "evaluation.json").figures() == figures
 
 
 def test_a_result_that_was_changed_or_damaged_is_named(

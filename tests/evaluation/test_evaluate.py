@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from transformers import DynamicCache
 
 from hybrid_distill.evaluation import EvalResult, evaluate
 from hybrid_distill.evaluation.measure import agreement, compare_on_text
+from hybrid_distill.evaluation.result import relative_score
+from hybrid_distill.evaluation.speed import measure_speed
 from hybrid_distill.model import layer_windows
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 from hybrid_distill.probes.knowledge import Knowledge
@@ -281,3 +284,42 @@ def test_a_student_is_measured_without_its_recurrence(planted, tmp_path) -> None
     assert ablated.recurrent_heads_zeroed["unused"]
     result.save(tmp_path / "evaluation.json")
     assert EvalResult.load(tmp_path / "evaluation.json") == result
+
+
+@pytest.mark.parametrize(
+    ("student", "kept"),
+    [(0.9, 1.0), (0.25, 0.0), (0.575, 0.5), (0.1, -3 / 13)],
+)
+def test_a_relative_score_is_the_share_above_guessing(student: float, kept: float) -> None:
+    value, error = relative_score((student, 0.01), (0.9, 0.02), 0.25) or (0.0, 0.0)
+    assert value == pytest.approx(kept)
+    # Errors as of a quotient of independent numbers.
+    assert error == pytest.approx(math.hypot(0.01, 0.02 * kept) / 0.65)
+
+
+def test_nothing_is_relative_to_a_teacher_that_guesses() -> None:
+    assert relative_score((0.5, 0.01), (0.28, 0.02), 0.25) is None
+
+
+@pytest.mark.parametrize("options", [None, {"d_state": 4}, {"d_state": 0, "window": 8, "sinks": 2}])
+def test_speed_is_measured_up_to_the_context_in_one_cache(options, monkeypatch) -> None:
+    model = make_family_model("llama")
+    if options is not None:
+        plan = HeadPlan.from_pairs(model, [(0, 0), (1, 3)])
+        model, _ = build_student(model, plan, init="random", **options)
+    read = []
+    forward = model.model.forward
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        read.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", note)
+    monkeypatch.setattr("hybrid_distill.evaluation.speed.PIECE", 48)
+    speeds = list(measure_speed(model, [100, 64, 5000], n_new=3))
+    assert [speed.length for speed in speeds] == [64, 100]
+    # A first call of each shape, the context in pieces, then the new tokens.
+    assert read == [48, 1, 48, 16, 1, 1, 1, 48, 1, 48, 48, 4, 1, 1, 1]
+    for speed in speeds:
+        assert speed.prefill > 0 and speed.decode > 0
+        assert speed.peak_bytes is None or speed.peak_bytes >= 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from ...evaluation.evaluate import EvalResult
-from ...export.card import binomial_error
-from ...io import Record
+from ...io import Record, read_json
 from ...pipeline.paths import RunPaths
 from ...plan import HeadPlan
 from ...scoring import HeadScores
@@ -34,6 +33,10 @@ class RunRecord:
     """Figures of the teacher (if it was evaluated), the student, and guessing: one row each."""
     errors: pd.DataFrame
     """Standard errors of ``models``, as far as there are any."""
+    kept: Mapping[str, tuple[float, float] | None]
+    """Accuracies of the student relative to its teacher's (`EvalResult.relative_to`)."""
+    speed: pd.DataFrame
+    """Rows of speed.json; empty if speed was not measured."""
     losses: pd.DataFrame
     """Points of the training curves; see `_losses`."""
     plan: HeadPlan | None
@@ -64,19 +67,26 @@ def read_run(folder: Path) -> RunRecord:
         missing.append(f"the loss curves of 'student' (`{pattern}`)")
     scores = _load(HeadScores.load, paths.scores, "head scores", missing)
 
+    speed = None
+    # Nobody misses what only a flag of `evaluate` measures.
+    if paths.speed.exists():
+        speed = _load(lambda path: read_json(path)["rows"], paths.speed, "the speeds", missing)
+
     models: dict[str, dict[str, float]] = {}
     errors: dict[str, dict[str, float]] = {}
     if teacher is not None:
         models[TEACHER] = all_figures(teacher)
-        errors[TEACHER] = standard_errors(teacher)
+        errors[TEACHER] = teacher.standard_errors()
     models[STUDENT] = all_figures(student) if student else {}
-    errors[STUDENT] = standard_errors(student) if student else {}
-    models[GUESSING] = _chances(teacher) if teacher else {}
+    errors[STUDENT] = student.standard_errors() if student else {}
+    models[GUESSING] = teacher.chances() if teacher else {}
     errors[GUESSING] = {}
     return RunRecord(
         title=folder.name,
         models=_frame(models),
         errors=_frame(errors),
+        kept=student.relative_to(teacher) if student and teacher else {},
+        speed=pd.DataFrame(speed),
         # For a `restoration` plan all heads align in a run of its own: the plan comes after it.
         losses=pd.concat([_losses(paths.aligned, SHARED), losses]),
         plan=plan,
@@ -101,17 +111,6 @@ def _frame(rows: dict[str, dict[str, float]]) -> pd.DataFrame:
     return pd.DataFrame(list(rows.values()), index=list(rows), dtype=float)
 
 
-def _chances(result: EvalResult) -> dict[str, float]:
-    """Return the accuracies of naming any of a dictionary's values, or of a question's choices."""
-    chances = {}
-    for name in result.figures():
-        if name.startswith("kv_"):
-            chances[name] = 1 / int(name.rpartition("_")[2])
-    if result.knowledge_chance:
-        chances["knowledge"] = result.knowledge_chance
-    return chances
-
-
 def _questions(result: EvalResult) -> str:
     by_size = f"{result.n_examples} for each dictionary size"
     return f"Questions: {by_size}, {result.n_knowledge} on knowledge."
@@ -129,20 +128,6 @@ def all_figures(result: EvalResult) -> dict[str, float]:
             figures[f"without_{part}_{name}"] = measured["zeroed"]
         figures[f"{part}_unused"] = float(zeroed["unused"])
     return figures
-
-
-def standard_errors(result: EvalResult) -> dict[str, float]:
-    """Return the binomial standard errors of an evaluation's accuracies."""
-    n_questions = {"knowledge": result.n_knowledge}
-    for size in result.kv_choice:
-        n_questions[f"kv_choice_{size}"] = result.n_examples
-        n_questions[f"kv_generation_{size}"] = result.n_examples
-    figures = result.figures()
-    errors = {}
-    for name, n in n_questions.items():
-        if n and name in figures:
-            errors[name] = binomial_error(figures[name], n)
-    return errors
 
 
 def metrics(path: Path) -> list[Record]:

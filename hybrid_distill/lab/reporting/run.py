@@ -18,12 +18,14 @@ from .document import (
     pairs_of,
     sizes,
     value_table,
+    with_error,
     write_report_files,
     zeroed_section,
 )
 from .figures import Look, Row, draw_lines, has_matplotlib, look, shades_of
 from .heads import score_map, score_table
 from .record import STUDENT, TEACHER, RunRecord, read_run
+from .speed import speed_table
 
 NOTE = (
     "± is one standard error: binomial. "
@@ -31,6 +33,11 @@ NOTE = (
     "Agreement: share of its tokens where student and teacher expect the same next token. "
     "Cache: keys and values of one sequence in 16-bit numbers, states in 32-bit, 1 MB = 1e6 bytes; "
     "the few inputs that the convolutions remember do not grow and stand beside it."
+)
+
+RELATIVE = (
+    "(student - guessing) / (teacher - guessing): 100 % for a student as good as its teacher, 0 % "
+    "for one that guesses. Absent where the teacher itself is not above guessing by two standard errors."
 )
 
 
@@ -53,12 +60,14 @@ def _sections(record: RunRecord, folder: Path) -> list[Section]:
         missing.append(NO_FIGURES)
     return [
         Section("Results", _results(record, names, columns)),
+        Section("What the student keeps", _kept(record)),
         zeroed_section(names, columns, record.models, "recurrence"),
         zeroed_section(names, columns, record.models, "window"),
         Section("Retrieval by dictionary size", _retrieval(record, names, folder)),
         Section("Head scores", _head_blocks(record, folder)),
         Section("Training", _training(record.losses, folder)),
         Section("Memory", _cache(record, folder)),
+        Section("Speed", _speed(record)),
         Section("Missing", [missing] if missing else []),
     ]
 
@@ -105,6 +114,28 @@ def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> l
     if record.questions:
         blocks.append(record.questions)
     return [*blocks, NOTE]
+
+
+def _kept(record: RunRecord) -> list[Block]:
+    """Show the student's accuracies relative to guessing and to the teacher."""
+    if not record.kept:
+        return []
+    cells = [with_error(*kept, scale=100) if kept else ABSENT for kept in record.kept.values()]
+    table = {"task": map(_task, record.kept), "relative score, %": cells}
+    return [pd.DataFrame(table), RELATIVE]
+
+
+def _task(name: str) -> str:
+    """Name an accuracy: ``kv_choice_8`` is "KV by choice, 8 pairs"."""
+    reading, _, size = name.rpartition("_")
+    readings = {"kv_choice": "KV by choice", "kv_generation": "KV by generation"}
+    if reading in readings:
+        return f"{readings[reading]}, {size} pairs"
+    return name
+
+
+def _speed(record: RunRecord) -> list[Block]:
+    return [] if record.speed.empty else [speed_table(record.speed)]
 
 
 def _retrieval(record: RunRecord, names: pd.DataFrame, folder: Path) -> list[Block]:
@@ -175,9 +206,9 @@ def _training(losses: pd.DataFrame, folder: Path) -> list[Figure]:
     return [*alignment, *distillation]
 
 
-def _cache(record: RunRecord, folder: Path) -> list[Figure]:
+def _cache(record: RunRecord, folder: Path) -> list[Block]:
     points = _by_size(record, "cache_bytes", 1e-6)
-    return draw_lines(
+    figures = draw_lines(
         folder / "cache.png",
         "Bytes that the cache of one sequence takes, by the length of the context.",
         [Row(points, "cache of one sequence, MB")],
@@ -185,6 +216,19 @@ def _cache(record: RunRecord, folder: Path) -> list[Figure]:
         "tokens in the context",
         even=False,
     )
+    lengths = sizes(record.models, "cache_bytes")
+    if len(lengths) < 2:
+        return [*figures]
+    models = record.models.dropna(subset=f"cache_bytes_{lengths[-1]}")
+    longest = models[f"cache_bytes_{lengths[-1]}"]
+    growth = (longest - models[f"cache_bytes_{lengths[-2]}"]) / (lengths[-1] - lengths[-2])
+    constant = (longest - growth * lengths[-1]) / 1e6
+    table = {
+        "model": models.index,
+        "each token, kB": [f"{value / 1e3:.3g}" for value in growth],
+        "whatever the length, MB": [f"{value:.3g}" for value in constant],
+    }
+    return [*figures, pd.DataFrame(table)]
 
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:
