@@ -325,6 +325,12 @@ class RunConfig:
         return tuple(stage.name for stage in self.stages)
 
     @property
+    def fits_to_text(self) -> bool:
+        """True if recurrent heads start from a fit to the first rows of ``data``."""
+        student = self.student
+        return student.d_state > 0 and student.init == "fitted" and student.aligned is None
+
+    @property
     def head_stages(self) -> tuple[StageConfig, ...]:
         """Stages that align heads with the teacher's own weights around them."""
         return tuple(stage for stage in self.stages if stage.is_alignment)

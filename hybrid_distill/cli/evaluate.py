@@ -140,12 +140,11 @@ def _measure_speed(run_dir: Path, lengths: str, job: SuiteJob) -> None:
     at = numbers("lengths", lengths, least=1)
     inputs = finished_run(run_dir)
     student, _ = trained_student(inputs)
-    student.to(inputs.teacher.dtype)
     models = {"teacher": inputs.teacher, "student": student}
     device = own_device()
     rows = []
     for name, model in models.items():
-        nn.Module.to(model, device)
+        nn.Module.to(model, device, inputs.teacher.dtype)
         if name == "student":
             use_kernels(model, job.kernels or inputs.config.student.kernels, device)
         for figures in measure_speed(model, at):

@@ -44,8 +44,8 @@ def model_card(
     """Render the model card (README.md) of an export: Markdown with the hub's YAML header.
 
     ``training`` holds the ``name``, ``steps`` and ``tokens`` of each stage; None if they are
-    unknown. If the student does not compute as its export does, ``kernels`` holds its ``implementation`` and the ``difference`` of
-    its logits from the export's.
+    unknown. If the student does not compute as its export does, ``kernels`` holds its
+    ``implementation`` and the ``difference`` of its logits from the export's.
     """
     config = student.config
     model_type = config.backbone["model_type"]

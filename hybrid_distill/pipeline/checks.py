@@ -64,7 +64,8 @@ def check_stage_teacher(inputs: RunInputs, stage: StageConfig) -> None:
 
 def check_data(inputs: RunInputs) -> None:
     """Check sources, vocabularies, and that rows fit into the teachers' contexts; read no text."""
-    check_sources(inputs.config.data, inputs.tokenizer)
+    if inputs.config.fits_to_text:
+        check_sources(inputs.config.data, inputs.tokenizer)
     for stage in inputs.config.stages:
         shape, tokenizer = inputs.stage_shape_and_tokenizer(stage)
         if inputs.has_own_teacher(stage):

@@ -156,7 +156,7 @@ class RunInputs:
             pins = {}
         if pins is None:
             pins = agree_on(lambda: read_pins(self.paths.sources))
-        sources = list(self.config.data.sources)
+        sources = list(self.config.data.sources) if self.config.fits_to_text else []
         for stage in self.config.stages:
             sources += self.config.data_of(stage).sources
         return pinned(sources, pins, cache_root())

@@ -271,7 +271,7 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
         if config.plan.selection == "restoration":
             aligned = last_stage(align_all_heads(inputs).paths)
         rows = None
-        if aligned is None and config.student.init == "fitted":
+        if aligned is None and config.fits_to_text:
             rows = inputs.calibration_rows()
         built: list[HybridForCausalLM] = []
         on_main_process(

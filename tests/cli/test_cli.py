@@ -24,6 +24,7 @@ from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.cli.app import NAMES
 from hybrid_distill.cli.recipes import FIRST, find_recipe
 from hybrid_distill.config import StudentConfig, from_json
+from hybrid_distill.data import DataConfig
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import prepare, run
@@ -136,9 +137,11 @@ def test_speed_is_measured_in_turns_and_reported(
     assert "RUN_DIR" in capsys.readouterr().err
 
 
-def test_a_run_without_stages_can_be_measured_again(tmp_path: Path) -> None:
-    config = replace(small_run(tmp_path), stages=(), student=StudentConfig(d_state=0, window=8))
-    run_recipe(replace(config, export=False), [])
+def test_a_run_without_stages_reads_no_text_and_can_be_measured_again(tmp_path: Path) -> None:
+    student = StudentConfig(d_state=0, window=8)
+    data = DataConfig(sources=("no/such/text",))
+    run = replace(small_run(tmp_path), stages=(), student=student, data=data, export=False)
+    run_recipe(run, [])
     figures = EvalResult.load(tmp_path / "evaluation.json").figures()
     main(["evaluate", str(tmp_path), "--again"])
     assert EvalResult.load(tmp_path / "evaluation.json").figures() == figures
