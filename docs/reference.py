@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from hybrid_distill.cli.app import COMMANDS, NAMES
 from hybrid_distill.cli.cache_logits import CacheJob
-from hybrid_distill.cli.parsing import flags_of
 from hybrid_distill.config import RunConfig
+from hybrid_distill.flags import flags_of
 from hybrid_distill.stage_flags import with_stage_flags
 from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy
 

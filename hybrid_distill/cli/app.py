@@ -89,7 +89,7 @@ def _dispatch(name: str, *words: str) -> None:
         )
     with loading():
         module = importlib.import_module(f".{_file_name(name)}", __package__)
-        from .parsing import parse
+        from ..flags import parse
     # Flags first: bad ones are refused before torch is loaded.
     if hasattr(module, "main"):
         run = partial(module.main, list(words))

@@ -13,13 +13,13 @@ from ..config import RunConfig, config_of, on_asked_teacher
 from ..data import open_rows, write_logits
 from ..data.caching import SHARD_TOKENS
 from ..distributed import is_launched_main
+from ..flags import usage
 from ..pipeline import RunInputs
 from ..pipeline.checks import check_teachers
 from ..stage_flags import with_stage_flags, without_stage_flags
 from ..train.config import Distill
 from ..validation import Count, check_options
 from ..vocabulary import vocabulary_size
-from .parsing import usage
 from .recipes import load_recipe, override, recipe_of
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from .parsing import flags_of, parse_as, short_help
+from ..flags import flags_of, parse_as, short_help
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..distributed import is_launched_main
-from .parsing import usage
+from ..flags import usage
 
 if TYPE_CHECKING:
     from ..config import RunConfig

@@ -186,7 +186,7 @@ def check_windows(
     if sinks > window:
         raise ValueError(
             f"{name['sinks']} is {sinks} and {name['window']} {window}; sinks are further tokens beside a window: pass "
-            f"at most {window}."
+            f"a {name['window']} of at least {sinks}, or at most {window} sinks."
         )
     if not window and not d_state:
         raise ValueError(

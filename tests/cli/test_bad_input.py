@@ -49,6 +49,8 @@ CASES = """
     sweep --jobs 0: --jobs is 0
     sweep --options timeout_min=5: --cluster
     sweep --set distill.steps: NAME=VALUE
+    sweep --set distill.steps=many: 'many'
+    sweep --set student.sinks=4: student.sinks is 4
     sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow
     sweep README.md: README.md

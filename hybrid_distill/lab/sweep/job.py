@@ -15,6 +15,7 @@ import tyro
 from ...config import PlanConfig, RunConfig, ask_recipe, config_of, on_asked_teacher
 from ...data import write_pins
 from ...distributed import is_launched_with_others
+from ...flags import parse_as
 from ...locking import locked
 from ...pipeline import RunInputs
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
@@ -213,7 +214,8 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
         else:
             flags += [f"--{name}", *value.split(",")]
     default = with_stage_flags(on_asked_teacher(config_of(recipe), flags))
-    base = without_stage_flags(tyro.cli(type(default), default=default, args=flags))
+    changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
+    base = without_stage_flags(changed)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."

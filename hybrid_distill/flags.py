@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar, cast, get_type_hints
 
 import tyro
 
-from ..validation import check_value
+from .validation import check_value
 
 T = TypeVar("T")
 Parsed = Callable[[], object]
