@@ -2,7 +2,7 @@ r"""Rank KV groups by their best head, or by ablating the whole group: which pla
 
     python benchmarks/group_ranking.py                                            # the embedded teacher
     python benchmarks/group_ranking.py --teacher smollm2 --dtype bfloat16 --pairs 8 --window 44 \
-        --scores docs/atlas/smollm2-135m-instruct.json --groups 4 8 12 16           # SmolLM2-135M-Instruct
+        --scores hybrid_distill/assets/atlas/smollm2-135m-instruct.json --groups 4 8 12 16
 
 """
 

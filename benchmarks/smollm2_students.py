@@ -25,6 +25,7 @@ import torch
 from records import ROOT, about, environment, write
 from transformers import PreTrainedModel
 
+from hybrid_distill.assets import atlas_path
 from hybrid_distill.evaluation.evaluate import model_cache_bytes
 from hybrid_distill.evaluation.measure import EvalInputs, measure
 from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
@@ -41,7 +42,6 @@ from hybrid_distill.teacher import ablate_heads
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_students.json"
 FIGURE = ROOT / "docs" / "atlas" / "smollm2-students.png"
-ATLAS = ROOT / "docs" / "atlas"
 ALIGN_STEPS, DISTILL_STEPS, ROWS, ROW = 1320, 147, 4, 512
 TEACHER = "teacher"
 STUDENTS = {
@@ -171,7 +171,7 @@ def folder(out: Path, name: str) -> Path:
 def train_student(options: argparse.Namespace, name: str) -> None:
     if (folder(options.out, name) / "stages" / "1-distill" / "manifest.json").exists():
         return
-    plan = ["--scoring.file", str(ATLAS / "smollm2-135m-instruct.json"), *STUDENTS[name].split()]
+    plan = ["--scoring.file", str(atlas_path("smollm2-135m-instruct")), *STUDENTS[name].split()]
     begun = [
         "--student.aligned",
         str(aligned(options.out)),
@@ -219,7 +219,7 @@ def measure_one(out: Path, name: str) -> None:
 
 def asked(run: RunInputs) -> EvalInputs:
     """Choose the questions and texts to measure on."""
-    data = replace(run.config.evaluation, knowledge=str(ATLAS / "general_facts.jsonl"))
+    data = replace(run.config.evaluation, knowledge="general")
     text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
     run = RunInputs(
         replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer

@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hybrid_distill.assets import atlas_path, general_facts_path
 from hybrid_distill.evaluation.evaluate import model_cache_bytes
 from hybrid_distill.evaluation.measure import agreement
 from hybrid_distill.lab.reporting import text_table
@@ -50,9 +51,7 @@ from hybrid_distill.scoring import HeadScores
 from hybrid_distill.student.build import build_student
 
 RECIPE = ROOT / "recipes" / "hybrid_smollm2_135m.py"
-ATLAS = ROOT / "docs" / "atlas"
-SCORES = ATLAS / "smollm2-135m-instruct.json"
-FACTS = ATLAS / "general_facts.jsonl"
+SCORES = atlas_path("smollm2-135m-instruct")
 TEACHER = "teacher"
 N_EXAMPLES = 64
 N_NEEDLES = 32
@@ -203,7 +202,7 @@ class Measures:
         self.texts = list(_pieces(pages))
         ids = tokenizer(pages[-1])["input_ids"][:N_FILLER]
         self.filler = str(tokenizer.decode(ids, skip_special_tokens=True))
-        self.knowledge = Knowledge(FACTS).examples()
+        self.knowledge = Knowledge(general_facts_path()).examples()
 
     def all(self) -> dict[str, Measure]:
         """Return every measure by its name in measured.json."""

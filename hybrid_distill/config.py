@@ -70,6 +70,8 @@ class ScoringConfig:
     guessing and always right."""
     file: Path | None = None
     """Path to an existing scores.json; skips scoring."""
+    other_weights: bool = False
+    """Accept a ``file`` of other weights of the same shape, such as those of a quantized copy of the teacher."""
 
     def __post_init__(self) -> None:
         check_options(self, "scoring.")
@@ -159,8 +161,8 @@ class EvaluationConfig:
     n_texts: CountOrZero = 128
     """Held-out documents for perplexity and agreement."""
     knowledge: str | None = None
-    """JSON Lines file of multiple-choice questions, or ``tiny`` for the embedded teacher's facts. By default ``tiny``
-    if the teacher is the embedded one, else none."""
+    """JSON Lines file of multiple-choice questions, ``tiny`` for the embedded teacher's facts, or ``general`` for 172
+    questions of general knowledge. By default ``tiny`` if the teacher is the embedded one, else none."""
     texts: str = "tiny"
     """Held-out texts: ``tiny`` (the embedded split), or a local file or folder as in ``data.sources``."""
 
@@ -190,7 +192,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     stages: Fixed[tuple[StageConfig, ...]] = (Align(), Distill())
     """Stages to run, in this order. Each has a name of its own, under which flags set its options: --align.steps. One
-    that aligns recurrent heads alone is left out where a student has none (``student.d_state`` 0)."""
+    that aligns recurrent heads alone is skipped where a student has none (``student.d_state`` 0)."""
     tokens: str | None = None
     """Training tokens of the whole run, such as ``3M``: sets the ``steps`` of every stage, from its batch and row size.
     By default each stage's own steps count."""
@@ -233,8 +235,6 @@ class RunConfig:
         check_options(self, "")
         self._check_names()
         self._check_order()
-        if not self.student.d_state:
-            object.__setattr__(self, "stages", self._stages_without_states())
         if self.cache is not None:
             number_of_bytes("cache", self.cache, whole=100)
         if self.tokens is not None:
@@ -248,12 +248,14 @@ class RunConfig:
         for stage in self.head_stages:
             self._check_alignment(stage)
 
-    def _stages_without_states(self) -> tuple[StageConfig, ...]:
-        return tuple(
-            stage
-            for stage in self.stages
-            if not (isinstance(stage, Align) and stage.train == "ssm")
-        )
+    def is_idle(self, stage: StageConfig) -> bool:
+        """True for a stage that aligns recurrent heads alone, if the student has none."""
+        return isinstance(stage, Align) and stage.train == "ssm" and not self.student.d_state
+
+    def without_idle_stages(self) -> RunConfig:
+        """Return the run with the stages that have something to train."""
+        stages = tuple(stage for stage in self.stages if not self.is_idle(stage))
+        return self if stages == self.stages else replace(self, stages=stages)
 
     def _stages_within(self, budget: int) -> tuple[StageConfig, ...]:
         """Return the stages with steps for ``budget`` tokens in all.
@@ -262,13 +264,17 @@ class RunConfig:
         """
         tokens_of_kind = {True: 0, False: 0}
         for stage in self.stages:
-            tokens_of_kind[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
+            if not self.is_idle(stage):
+                tokens_of_kind[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
         share_of_kind = {True: self.align_share, False: 1 - self.align_share}
         for kind, n_tokens in tokens_of_kind.items():
             if not n_tokens:
                 share_of_kind[not kind] = 1.0
         stages = []
         for stage in self.stages:
+            if self.is_idle(stage):
+                stages.append(stage)
+                continue
             kind = stage.is_alignment
             before = stage.steps * self.tokens_per_step(stage)
             own_tokens = budget * share_of_kind[kind] * before / tokens_of_kind[kind]
@@ -374,7 +380,9 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
         config,
         gpus=1,
         teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
+        scoring=replace(config.scoring, file=None, other_weights=False),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
+        student=replace(config.student, window=min(config.student.window, 16)),
         data=replace(
             config.data,
             sources=(TINY,),
@@ -383,6 +391,7 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
             seq_len=min(config.data.seq_len, 256),
         ),
         stages=tuple(map(_scaled_down, config.stages)),
+        evaluation=replace(config.evaluation, knowledge=TINY),
     )
 
 

@@ -12,6 +12,7 @@ from conftest import make_family_model
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
+from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.budget import SINKS, SMALLEST_WINDOW, within_cache
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -108,5 +109,11 @@ def test_flags_stand_over_what_the_cache_decides(capsys: pytest.CaptureFixture[s
 def test_stages_without_anything_to_align_are_left_out() -> None:
     stages = (Align(), Align(name="mixers", train="mixer"), Distill())
     windows = StudentConfig(d_state=0, window=8)
-    run = RunConfig(stages=stages, student=windows, plan=PlanConfig(k=2))
-    assert run.stage_names == ("mixers", "distill")
+    run = RunConfig(stages=stages, student=windows, plan=PlanConfig(k=2), tokens="10M")
+    steps = {stage.name: stage.steps for stage in run.stages}
+    # Their share of the tokens goes to the others.
+    assert steps["align"] == Align().steps
+    assert steps["mixers"] + steps["distill"] == pytest.approx(
+        1e7 / run.tokens_per_step(stages[0]), abs=2
+    )
+    assert RunInputs(run).config.stage_names == ("mixers", "distill")

@@ -57,7 +57,11 @@ def test_the_first_steps_of_a_recipe(
         flags += ["--plan.selection", "random", "--student.init", "random"]
     main(["run", str(recipe), *flags])
     stages = [path.parent.name for path in sorted(out.glob("stages/*/metrics.jsonl"))]
-    assert stages == ["1-align", "2-distill"]
+    expected = ["1-align", "2-distill"]
+    if recipe.stem == "hybrid_smollm2_135m":
+        # Windows alone have nothing to align.
+        expected = ["1-distill"]
+    assert stages == expected
     assert (out / "evaluation.json").is_file()
     assert (out / "report.html").is_file()
 

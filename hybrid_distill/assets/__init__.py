@@ -1,7 +1,6 @@
 """Embedded defaults: a tiny teacher, its tokenizer, a small corpus and the facts that the teacher
-was taught.
-
-``recipes/train_tiny_teacher.py`` made them from a seed; nothing here needs network access.
+was taught, which ``recipes/train_tiny_teacher.py`` made from a seed; head scores of real models
+(docs/atlas.md), and general knowledge to ask them. Nothing here needs network access.
 """
 
 from __future__ import annotations
@@ -24,6 +23,16 @@ def tiny_teacher_path() -> Path:
 def facts_path() -> Path:
     """Locate the teacher's facts: JSON Lines of ``{"prompt", "answer", "choices"}``."""
     return _HERE / "knowledge.jsonl"
+
+
+def general_facts_path() -> Path:
+    """Locate questions of general knowledge, in the format of `facts_path`."""
+    return _HERE / "general_facts.jsonl"
+
+
+def atlas_path(model: str) -> Path:
+    """Locate the head scores of a real model: ``smollm2-135m-instruct`` or ``gemma-3-270m``."""
+    return _HERE / "atlas" / f"{model}.json"
 
 
 def prompts_path() -> Path:

@@ -35,6 +35,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     config is read; if it cannot be, one line reports that. Raises ValueError, with all reasons,
     for a run that would not start.
     """
+    config = config.without_idle_stages()
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     stages_text = f"stages {', '.join(config.stage_names)}" if config.stages else "without training"
     heading = f"{config.name}: {config.teacher.path} as a hybrid, {stages_text}; into {config.out}"

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..assets import facts_path, general_facts_path
 from ..config import RunConfig
 from ..data import (
     CachedLogitsDataset,
@@ -35,6 +36,8 @@ from .paths import RunPaths
 log = logging.getLogger(__name__)
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+GENERAL = "general"
+"""Name of the shipped questions of general knowledge."""
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
 """Offsets to the run's seed, so that heads are never ranked on the prompts that measure students."""
 
@@ -45,7 +48,7 @@ class RunInputs:
     def __init__(
         self, config: RunConfig, teacher: Loaded | None = None, pins: Pins | None = None
     ) -> None:
-        self.config = config
+        self.config = config.without_idle_stages()
         self.paths = RunPaths(config.out)
         self.given_teacher = teacher
         self._given_pins = pins
@@ -173,7 +176,8 @@ class RunInputs:
             source = TINY
         if source is None:
             return None
-        return Knowledge(None if source == TINY else source)
+        shipped = {TINY: facts_path(), GENERAL: general_facts_path()}
+        return Knowledge(shipped.get(source, source))
 
     def scoring_probe(self) -> Probe:
         """Return the probe whose prompts heads are ranked on."""

@@ -119,7 +119,7 @@ def prepare(inputs: RunInputs) -> None:
         check()
     trains = config.plan.selection != "all"
     # All processes take part in asking for them.
-    pins = inputs.pins if trains or config.student.init == "fitted" else {}
+    pins = inputs.pins if trains or config.fits_to_text else {}
 
     def write_own_pins() -> None:
         """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
@@ -155,10 +155,13 @@ def score(inputs: RunInputs) -> HeadScores:
     path = inputs.paths.scores
     if options.file is not None:
         scores = HeadScores.load(options.file)
-        if scores.fingerprint != fingerprint(inputs.teacher):
+        own = fingerprint(inputs.teacher)
+        if options.other_weights:
+            scores = scores.of_teacher(own)
+        if scores.fingerprint != own:
             raise ValueError(
-                f"{options.file} ranks the heads of another teacher ({scores.fingerprint or 'unknown'}); "
-                "score this one, or pass its own scores.json."
+                f"{options.file} ranks the heads of another teacher ({scores.fingerprint or 'unknown'}); score this "
+                "one, pass its own scores.json, or --scoring.other-weights if it is another copy of this model."
             )
         on_main_process(lambda: scores.save(path))
         return scores

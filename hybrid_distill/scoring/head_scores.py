@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,16 @@ class HeadScores:
     @property
     def n_heads(self) -> int:
         return self.accuracy_drop_LH.shape[1]
+
+    def of_teacher(self, fingerprint: str) -> HeadScores:
+        """Return the scores as those of another copy of the model, such as one that is not quantized.
+
+        Their provenance keeps the fingerprint of the weights that were measured.
+        """
+        if self.fingerprint == fingerprint:
+            return self
+        measured = {"fingerprint": fingerprint, "measured_on": self.fingerprint}
+        return replace(self, provenance={**self.provenance, **measured})
 
     @property
     def fingerprint(self) -> str:
