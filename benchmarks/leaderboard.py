@@ -1,0 +1,236 @@
+r"""Leaderboard of small hybrids: what is kept of SmolLM2-135M-Instruct, by bytes of cache and tokens of training.
+
+    python benchmarks/leaderboard.py enter EXPORT --name NAME --tokens 3M --by WHO --how "one line" \
+        --teacher smollm2 --text text
+    python benchmarks/leaderboard.py page                  # writes docs/leaderboard.md from the records
+
+``EXPORT`` is a folder that `from_pretrained` loads, ours or not, with SmolLM2's tokenizer; ``--tokens`` are all that
+its training read. ``--teacher`` is the folder that `hybrid-distill import-gguf` made, ``--text`` that of
+benchmarks/debian_text.py, whose held-out pages no entry may train on. Measuring takes some ten minutes of an idle core
+and goes on where it was stopped. The record goes to benchmarks/results/leaderboard/NAME.json: commit it with the page.
+Models of other people may run their own code here: pass --trust-remote-code for those that you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from records import RESULTS, ROOT, about, parser_of, read, write
+from smollm2_measures import LENGTHS, N_EXAMPLES, N_NEEDLES, SIZES, Measures, measure_one
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hybrid_distill.evaluation.result import binomial_error, relative_score
+from hybrid_distill.lab.reporting.document import markdown_table
+from hybrid_distill.model.layout import cache_argument, cache_of
+from hybrid_distill.validation import number_of_tokens
+
+__all__ = ["enter_measured", "page"]
+
+FOLDER = RESULTS / "leaderboard"
+PAGE = ROOT / "docs" / "leaderboard.md"
+TEACHER = "teacher"
+CONTEXT = 4096
+PIECE = 512
+CLASSES = (10, 17)
+"""Largest shares of the teacher's cache, in percent, in which entries compete."""
+GUESSING = {f"{size} pairs before filler": 1 / size for size in (4, 8)}
+FAR = (*GUESSING, *(f"niah_single_1 at {length}" for length in LENGTHS))
+KEYS = tuple(f"niah_multikey_2 at {length}" for length in LENGTHS)
+NEEDLE_CHANCE = 0.1
+"""Accuracy of guessing among the choices that `niah` questions offer."""
+HEAD = """# Leaderboard
+
+What small hybrids keep of SmolLM2-135M-Instruct, in two classes: at most {classes} % of the teacher's cache of
+one sequence of {context:,} tokens ({whole:.1f} MB). Made from the records in `benchmarks/results/leaderboard` by
+`python benchmarks/leaderboard.py page`; the same script enters a model in ten minutes, and prints what it takes.
+
+"Near" are dictionaries of 4 and 8 pairs, "far" the same before 1,000 tokens of other text, and needles in 512, 1,024
+and 2,048 tokens; "keys" are needles among keys (`niah_multikey_2`). Shown is the mean relative score, (score - guessing) /
+(teacher - guessing), in %, with its standard error. Perplexity and agreement are over {tokens:,} tokens of held-out
+text; the teacher's perplexity is {perplexity:.2f}.
+"""
+
+
+def main() -> None:
+    """Enter a model, or write the page."""
+    parser = parser_of(__doc__)
+    parser.add_argument("work", choices=["enter", "page"])
+    parser.add_argument("export", nargs="?", help="folder of the model to enter")
+    parser.add_argument("--name", help="name of the entry: letters, digits, dots, - and _")
+    parser.add_argument("--tokens", default="0", help="tokens of all its training, such as 3M")
+    parser.add_argument("--by", default="hybrid-distill", help="whose entry it is")
+    parser.add_argument("--how", default="", help="how it was made, in one line")
+    parser.add_argument("--teacher", default="smollm2", help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--text", type=Path, default=Path("text"), help="folder of held_out.jsonl")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    options = parser.parse_args()
+    if options.work == "enter":
+        enter(options, parser)
+    page()
+
+
+def enter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Measure a model, and the teacher if it has no record yet."""
+    if options.export is None or not re.fullmatch(r"[\w.-]+", options.name or ""):
+        parser.error("enter needs EXPORT and --name, of letters, digits, dots, - and _")
+    tokens = 0 if options.tokens == "0" else number_of_tokens("--tokens", options.tokens)
+    torch.set_num_threads(1)
+    FOLDER.mkdir(exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(options.teacher)
+    teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16).eval()
+    measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
+    _measure(teacher, measures, TEACHER, {"tokens": 0, "by": "", "how": ""})
+    model = AutoModelForCausalLM.from_pretrained(
+        options.export, dtype=torch.bfloat16, trust_remote_code=options.trust_remote_code
+    )
+    entry = {"tokens": tokens, "by": options.by, "how": options.how}
+    _measure(model.eval(), measures, options.name, entry)
+
+
+def _measure(model: PreTrainedModel, measures: Measures, name: str, entry: dict[str, Any]) -> None:
+    path = FOLDER / f"{name}.json"
+    record = read(path)
+    record |= {"entry": entry, **about("an entry of the leaderboard", threads=1)}
+    if "held" not in record:
+        record["held"] = held_bytes(model)
+    write(path, record)
+    measure_one(model, measures, path)
+
+
+def enter_measured(name: str, measured: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Enter a student of ours from its measured.json, whose cache is counted, not held."""
+    FOLDER.mkdir(exist_ok=True)
+    held = {"held": measured["cache"], "entry": entry}
+    write(FOLDER / f"{name}.json", {**held, **about("an entry", threads=1), **measured})
+
+
+@torch.no_grad()
+def held_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of all tensors in a model's cache after `CONTEXT` tokens, whatever its class."""
+    caller: Any = model
+    name = cache_argument(model.forward)
+    ids_1L = torch.randint(1000, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+    cache = None
+    for piece_1L in ids_1L.split(PIECE, dim=1):
+        output = caller(input_ids=piece_1L, use_cache=True, logits_to_keep=1, **{name: cache})
+        cache = cache_of(output)
+    seen: dict[int, int] = {}
+    _collect(cache, seen, set())
+    return sum(seen.values())
+
+
+def _collect(value: Any, sizes: dict[int, int], visited: set[int]) -> None:
+    """Note the bytes of every tensor's storage that is reachable from ``value``, each once."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, dict):
+        children = list(value.values())
+    elif isinstance(value, list | tuple):
+        children = list(value)
+    else:
+        children = list(getattr(value, "__dict__", {}).values())
+    for child in children:
+        _collect(child, sizes, visited)
+
+
+def page() -> None:
+    """Write the page from the records."""
+    records = {path.stem: read(path) for path in sorted(FOLDER.glob("*.json"))}
+    teacher = records.pop(TEACHER)
+    text = teacher["text"]
+    parts = [
+        HEAD.format(
+            classes=" and ".join(map(str, CLASSES)),
+            context=CONTEXT,
+            whole=teacher["held"] / 1e6,
+            tokens=text["tokens"],
+            perplexity=text["perplexity"],
+        )
+    ]
+    above = 0
+    for share in CLASSES:
+        most = share / 100 * teacher["held"]
+        entries = {name: r for name, r in records.items() if above < r["held"] <= most}
+        parts.append(f"## At most {share} % of the cache\n\n{_table(entries, teacher)}\n")
+        above = most
+    larger = {name: r for name, r in records.items() if r["held"] > above}
+    if larger:
+        parts.append(f"## Larger\n\n{_table(larger, teacher)}\n")
+    PAGE.write_text("\n".join(parts))
+
+
+def _table(entries: dict[str, dict[str, Any]], teacher: dict[str, Any]) -> str:
+    if not entries:
+        return "No entry yet."
+    near = [f"{size} pairs" for size in SIZES[:2]]
+    groups: dict[str, Callable[[dict[str, Any]], tuple[float, float]]] = {
+        "knowledge": lambda record: _kept(record, teacher, ["knowledge"]),
+        "near": lambda record: _kept(record, teacher, near),
+        "far": lambda record: _kept(record, teacher, list(FAR)),
+        "keys": lambda record: _kept(record, teacher, list(KEYS)),
+    }
+    rows = []
+    for name, record in entries.items():
+        row: dict[str, Any] = {
+            "entry": name,
+            "by": record["entry"]["by"],
+            "how": record["entry"]["how"],
+            "cache, MB": f"{record['held'] / 1e6:.1f}",
+            "tokens, millions": f"{record['entry']['tokens'] / 1e6:g}",
+        }
+        scores = {group: kept(record) for group, kept in groups.items()}
+        for group, (value, error) in scores.items():
+            row[f"{group}, %"] = f"{100 * value:.0f} ± {100 * error:.0f}"
+        row["perplexity"] = f"{record['text']['perplexity']:.2f}"
+        row["agreement, %"] = f"{100 * record['text']['agreement']:.1f}"
+        # Retrieval decides, then text.
+        rows.append((scores["far"][0] + scores["keys"][0], -record["text"]["kl"], row))
+    rows.sort(key=lambda entry: entry[:2], reverse=True)
+    return markdown_table(pd.DataFrame([row for *_, row in rows]), text_columns=3)
+
+
+def _kept(record: dict[str, Any], teacher: dict[str, Any], tasks: list[str]) -> tuple[float, float]:
+    """Return the mean relative score of tasks, and its standard error."""
+    scores = []
+    for task in tasks:
+        n = _questions(task)
+        own = (record[task], binomial_error(record[task], n))
+        best = (teacher[task], binomial_error(teacher[task], n))
+        kept = relative_score(own, best, _chance(task))
+        if kept is not None:
+            scores.append(kept)
+    mean = sum(value for value, _ in scores) / len(scores)
+    error = sum(error**2 for _, error in scores) ** 0.5 / len(scores)
+    return mean, error
+
+
+def _chance(task: str) -> float:
+    if task == "knowledge":
+        return 0.25
+    if task.startswith("niah"):
+        return NEEDLE_CHANCE
+    return 1 / int(task.split()[0])
+
+
+def _questions(task: str) -> int:
+    if task == "knowledge":
+        return 172
+    if not task.startswith("niah"):
+        return N_EXAMPLES
+    length = int(task.rpartition(" ")[2])
+    return N_NEEDLES if length <= 1024 else N_NEEDLES // 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What a student keeps of SmolLM2-135M-Instruct: questions near and far, needles, text, and bytes of cache."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from records import read, write
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_distill.assets import general_facts_path
+from hybrid_distill.evaluation.evaluate import model_cache_bytes
+from hybrid_distill.evaluation.measure import agreement
+from hybrid_distill.model.mixer import silence
+from hybrid_distill.probes import Example
+from hybrid_distill.probes.answering import answer_choices, answer_generation
+from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.plain_text import text_batches
+from hybrid_distill.probes.prompt_formats import with_prompt_format
+from hybrid_distill.probes.registry import make_probe
+
+__all__ = ["Measures", "measure_one"]
+
+N_EXAMPLES = 64
+N_NEEDLES = 32
+SIZES = (4, 8, 16)
+NEEDLES = ("niah_single_1", "niah_multikey_2")
+LENGTHS = (512, 1024, 2048)
+BANDS = (128, 512, 2048)
+"""Ends of the bands of positions whose perplexity is measured."""
+PIECE = 9000
+"""Characters of a held-out text: enough for 2,048 tokens."""
+N_FILLER = 1000
+
+Measure = Callable[[PreTrainedModel], Any]
+
+
+class Measures:
+    """Questions and texts of all rows, and what a model makes of each."""
+
+    def __init__(
+        self, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: Path
+    ) -> None:
+        self.teacher = teacher
+        self.tokenizer = tokenizer
+        pages = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
+        self.texts = list(_pieces(pages))
+        ids = tokenizer(pages[-1])["input_ids"][:N_FILLER]
+        self.filler = str(tokenizer.decode(ids, skip_special_tokens=True))
+        self.knowledge = Knowledge(general_facts_path()).examples()
+
+    def all(self) -> dict[str, Measure]:
+        """Return every measure by its name in measured.json."""
+        measures: dict[str, Measure] = {"text": self.text}
+        measures["knowledge"] = lambda model: self.by_choice(model, self.knowledge)
+        far = [
+            replace(question, prompt=f"{self.filler}\n\n{question.prompt}")
+            for question in self.knowledge[:64]
+        ]
+        measures["knowledge after filler"] = lambda model: self.by_choice(model, far, batch_size=4)
+        for size in SIZES:
+            examples = KVRetrieval(size, seed=1).examples(N_EXAMPLES)
+            measures[f"{size} pairs"] = self._choice(examples)
+            measures[f"{size} pairs, generated"] = self._generation(examples)
+            chat = with_prompt_format(KVRetrieval(size, seed=1), "chat", self.tokenizer).examples(
+                N_EXAMPLES
+            )
+            measures[f"{size} pairs, chat"] = self._generation(chat)
+            measures[f"{size} pairs before filler"] = self._choice(
+                [self._apart(e) for e in examples], batch_size=4
+            )
+        for task in NEEDLES:
+            for length in LENGTHS:
+                probe = make_probe(task, n_tokens=length, seed=1, tokenizer=self.tokenizer)
+                n_examples = N_NEEDLES if length <= 1024 else N_NEEDLES // 2
+                measures[f"{task} at {length}"] = self._choice(
+                    probe.examples(n_examples), batch_size=4
+                )
+        return measures
+
+    def _apart(self, example: Example) -> Example:
+        """Return the question with filler between its dictionary and its last line."""
+        dictionary, _, question = example.prompt.rpartition("\n")
+        return replace(example, prompt=f"{dictionary}\n\n{self.filler}\n\n{question}")
+
+    def _choice(self, examples: list[Example], batch_size: int = 16) -> Measure:
+        return lambda model: self.by_choice(model, examples, batch_size)
+
+    def _generation(self, examples: list[Example]) -> Measure:
+        return lambda model: (
+            answer_generation(model, self.tokenizer, examples, batch_size=16).double().mean().item()
+        )
+
+    def by_choice(
+        self, model: PreTrainedModel, examples: list[Example], batch_size: int = 16
+    ) -> float:
+        return answer_choices(model, self.tokenizer, examples, batch_size=batch_size).accuracy
+
+    @torch.no_grad()
+    def text(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return perplexity by position, and over all positions agreement with the teacher and KL to it."""
+        counts = dict.fromkeys(BANDS, 0)
+        losses = dict.fromkeys(BANDS, 0.0)
+        n_same = 0.0
+        divergence = 0.0
+        for batch in text_batches(
+            model, self.tokenizer, self.texts, max_tokens=max(BANDS), batch_size=1
+        ):
+            logits = batch.logits(model)
+            same, kl = agreement(logits, batch.logits(self.teacher))
+            n_same += same.sum().item()
+            divergence += kl.sum().item()
+            loss_T = batch.token_losses(logits)[0].double()
+            first = 0
+            for last in BANDS:
+                losses[last] += loss_T[first:last].sum().item()
+                counts[last] += len(loss_T[first:last])
+                first = last
+        total = sum(counts.values())
+        by_position = {
+            f"perplexity to {last}": math.exp(losses[last] / counts[last]) for last in BANDS
+        }
+        return {
+            **by_position,
+            "perplexity": math.exp(sum(losses.values()) / total),
+            "agreement": n_same / total,
+            "kl": divergence / total,
+            "tokens": total,
+        }
+
+
+def _pieces(pages: list[str]) -> Iterator[str]:
+    for page in pages:
+        for start in range(0, len(page) - PIECE, PIECE):
+            yield page[start : start + PIECE]
+
+
+def measure_one(model: PreTrainedModel, measures: Measures, path: Path) -> None:
+    """Write what a model's measured.json lacks, each figure as soon as it is known."""
+    record = read(path)
+    record["cache"] = model_cache_bytes(model)["cache_bytes"][4096]
+    for name, measure in measures.all().items():
+        if name not in record:
+            record[name] = measure(model)
+            write(path, record)
+            print(f"{path.parent.name}: {name}: {record[name]}", flush=True)
+    mixers = getattr(model, "mixers_with", None)
+    for part in ("recurrence", "window"):
+        name = f"text without {part}"
+        if mixers is not None and mixers(part) and name not in record:
+            with silence(mixers(part), part):
+                record[name] = measures.text(model)
+            write(path, record)
