@@ -51,9 +51,9 @@ one sequence of {context:,} tokens ({whole:.1f} MB). Made from the records in `b
 `python benchmarks/leaderboard.py page`; the same script enters a model in ten minutes, and prints what it takes.
 
 "Near" are dictionaries of 4 and 8 pairs, "far" the same before 1,000 tokens of other text, and needles in 512, 1,024
-and 2,048 tokens; "keys" are needles among keys (`niah_multikey_2`). Shown is the mean relative score, (score - guessing) /
-(teacher - guessing), in %, with its standard error. Perplexity and agreement are over {tokens:,} tokens of held-out
-text; the teacher's perplexity is {perplexity:.2f}.
+and 2,048 tokens; "keys" are needles among keys (`niah_multikey_2`). Shown is the mean relative score,
+(score - guessing) / (teacher - guessing), in %, with its standard error. Perplexity and agreement are over {tokens:,}
+tokens of held-out text; the teacher's perplexity is {perplexity:.2f}.
 """
 
 

@@ -423,6 +423,7 @@ def test_recipes_are_listed_printed_and_found_by_name(
         "qwen2_1_5b",
         "smollm2_135m",
         "tiny",
+        "untrained",
         "sweep_llama_1b",
         "sweep_tiny",
         "sweep_demo",

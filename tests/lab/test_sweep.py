@@ -86,7 +86,7 @@ def test_windows_are_an_axis_and_stand_alone_with_state_0() -> None:
 
 
 def test_fields_of_the_recipe_can_be_changed() -> None:
-    with pytest.raises(ValueError, match="--distill.steps"):
+    with pytest.raises(ValueError, match=r"--distill\.steps"):
         base_config(SweepJob(set=("distill.stesp=1",)), recipe())
     changes = (
         "export=False",
