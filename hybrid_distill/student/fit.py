@@ -7,6 +7,7 @@ G features of a least-squares problem.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from .score_factors import RIDGE, Factors, LayerTrace
 HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # candidates, in tokens
 HALF_LIVES_OF_LAYER = (2.0, 64.0)  # range without a fit, in tokens, log-spaced over a layer's heads
 CONTENT = 0.1  # content coefficient without a fit, in standard deviations over white inputs
+PIECES = 64  # of a row, at most
+CHUNK = 128  # tokens
 WRITE = 0.5  # write gate of the delta rule: closest to the teacher among 0.5, 0.95 and 1 - a (docs/method.md)
 
 
@@ -76,21 +79,29 @@ def fit_coefficients(
     b_BLRF = torch.einsum("bld,rfd->blrf", hidden_BLD, factors.b_weight) + factors.b_bias
     c_BLRF = torch.einsum("bld,rfd->blrf", hidden_BLD, factors.c_weight) + factors.c_bias
     identity_RK = _identity_taps(len(heads), conv_width, hidden_BLD.device)
-    fitted_RK = _fit_taps(values_BLRP, target_BLRP, identity_RK, seq_idx_BL)
+    averages = [_average(values_BLRP, half_life, seq_idx_BL) for half_life in HALF_LIVES]
+    fitted_RK = _fit_taps(values_BLRP, target_BLRP, identity_RK, averages, seq_idx_BL)
 
     # Columns: half-life, average, content, skip, then the taps.
     best = _Best(hidden_BLD.new_zeros(len(heads), 4 + conv_width))
+    problem = _LeastSquares(target_BLRP, n_features=3)
     for taps_RK in (identity_RK, fitted_RK):
-        x_BLRP = _convolved(values_BLRP, taps_RK, seq_idx_BL)
-        for half_life in HALF_LIVES:
+        x_BLRP = values_BLRP
+        x_averages = averages
+        if taps_RK is fitted_RK:
+            x_BLRP = _convolved(values_BLRP, taps_RK, seq_idx_BL)
+        if taps_RK is fitted_RK and not is_delta:
+            # As both are sums over the past of a document, the average of convolved values is the convolved average.
+            x_averages = [_convolved(average, taps_RK, seq_idx_BL) for average in averages]
+        problem.set_features(2, x_BLRP)
+        for half_life, average_BLRP in zip(HALF_LIVES, x_averages, strict=True):
             if is_delta:
                 pasts = _delta_averages(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
             else:
-                average_BLRP = _average(x_BLRP, half_life, seq_idx_BL)
                 content_BLRP = _content_average(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
                 pasts = (average_BLRP, content_BLRP)
-            features = torch.stack([*pasts, x_BLRP])
-            weights_R3, error_R = _least_squares(features, target_BLRP)
+            problem.set_features(0, *pasts)
+            weights_R3, error_R = problem.solve()
             half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
             best.offer(torch.cat([half_life_R1, weights_R3, taps_RK], dim=1), error_R)
     half_life_R, average_R, content_R, skip_R = best.values_RG[:, :4].unbind(1)
@@ -123,9 +134,32 @@ def _convolved(values_BLRP: Tensor, taps_RK: Tensor, seq_idx_BL: Tensor | None) 
 
 
 def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None) -> Tensor:
-    """Return the decaying average of x."""
-    ones_BLR1 = torch.ones_like(x_BLRP[..., :1])
-    return _content_average(x_BLRP, half_life, seq_idx_BL, ones_BLR1, ones_BLR1)
+    """Return the decaying average of x: y_i = a y_(i-1) + (1 - a) x_i, from zero in every document.
+
+    All heads share the decay, so that a chunk of tokens is one product with a matrix of its powers: a third of the
+    time of the scan, which is for heads with decays of their own.
+    """
+    a = 0.5 ** (1.0 / half_life)
+    batch, length = x_BLRP.shape[:2]
+    if seq_idx_BL is None:
+        seq_idx_BL = torch.zeros(batch, length, dtype=torch.long, device=x_BLRP.device)
+    place_C = torch.arange(min(CHUNK, length), device=x_BLRP.device)
+    distance_CC = place_C.unsqueeze(1) - place_C
+    power_CC = torch.where(distance_CC >= 0, a ** distance_CC.clamp_min(0) * (1.0 - a), 0.0)
+    average_BLX = torch.empty_like(x_BLRP.flatten(2))
+    last_BX = None
+    chunks = zip(x_BLRP.flatten(2).split(CHUNK, 1), seq_idx_BL.split(CHUNK, 1), strict=True)
+    for number, (x_BCX, seq_idx_BC) in enumerate(chunks):
+        n = x_BCX.shape[1]
+        is_same_BCC = seq_idx_BC.unsqueeze(2) == seq_idx_BC.unsqueeze(1)
+        y_BCX = (power_CC[:n, :n] * is_same_BCC) @ x_BCX
+        if last_BX is not None:
+            continues_BC = seq_idx_BC == seq_idx_BL[:, number * CHUNK - 1, None]
+            carry_BC = a ** (place_C[:n] + 1) * continues_BC
+            y_BCX += carry_BC.unsqueeze(2) * last_BX.unsqueeze(1)
+        average_BLX[:, number * CHUNK : number * CHUNK + n] = y_BCX
+        last_BX = y_BCX[:, -1]
+    return average_BLX.view_as(x_BLRP)
 
 
 def _content_average(
@@ -152,33 +186,59 @@ def _delta_averages(
     return average_BLRP, content_BLRP
 
 
-def _least_squares(features_GBLRP: Tensor, target_BLRP: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit feature weights [R, G] to the target, per head; return them and the squared error [R]."""
-    features = features_GBLRP.movedim(3, 0).flatten(2)  # [R, G, B * L * P]
-    target = target_BLRP.movedim(2, 0).reshape(len(features), -1, 1)
-    gram = (features @ features.mT).double()
-    moment = (features @ target).double()
-    jitter = RIDGE * gram.diagonal(dim1=-2, dim2=-1) + 1e-12
-    weights = torch.linalg.solve(gram + torch.diag_embed(jitter), moment)
-    explained_R = (weights.mT @ (2 * moment - gram @ weights)).flatten()
-    error_R = target.double().square().sum((-2, -1)) - explained_R
-    return weights.squeeze(-1).float(), error_R
+class _LeastSquares:
+    """Weights of features that fit a target, per head, where most features stay from one fit to the next.
+
+    Keeps features and target beside one another, [R, pieces of the rows, G + 1, values of a piece], and their
+    products, so that a fit costs no more than its new features.
+    """
+
+    def __init__(self, target_BLRP: Tensor, n_features: int) -> None:
+        batch, length, n_heads, width = target_BLRP.shape
+        # Products are summed in double precision over short pieces: errors of candidates are close to one another.
+        n_pieces = batch * math.gcd(length, PIECES)
+        n_values = batch * length * width // n_pieces
+        self.columns = target_BLRP.new_zeros(n_heads, n_pieces, n_features + 1, n_values)
+        self.products = target_BLRP.new_zeros(n_heads, n_features + 1, n_features + 1).double()
+        self.set_features(n_features, target_BLRP)
+
+    def set_features(self, first: int, *features_BLRP: Tensor) -> None:
+        """Set consecutive features, from number ``first`` on."""
+        last = first + len(features_BLRP)
+        for place, feature_BLRP in enumerate(features_BLRP, start=first):
+            column = self.columns[:, :, place]
+            column.copy_(feature_BLRP.movedim(2, 0).reshape(column.shape))
+        new = (self.columns[:, :, first:last] @ self.columns.mT).double().sum(1)
+        self.products[:, first:last] = new
+        self.products[:, :, first:last] = new.mT
+
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """Return the weights [R, G] and the squared error [R]."""
+        gram = self.products[:, :-1, :-1]
+        moment = self.products[:, :-1, -1:]
+        jitter = RIDGE * gram.diagonal(dim1=-2, dim2=-1) + 1e-12
+        weights = torch.linalg.solve(gram + torch.diag_embed(jitter), moment)
+        explained_R = (weights.mT @ (2 * moment - gram @ weights)).flatten()
+        return weights.squeeze(-1).float(), self.products[:, -1, -1] - explained_R
 
 
 def _fit_taps(
-    values_BLRP: Tensor, target_BLRP: Tensor, identity_RK: Tensor, seq_idx_BL: Tensor | None
+    values_BLRP: Tensor,
+    target_BLRP: Tensor,
+    identity_RK: Tensor,
+    averages: Sequence[Tensor],
+    seq_idx_BL: Tensor | None,
 ) -> Tensor:
-    """Fit convolution taps, jointly with a decaying average, by least squares; they sum to 1."""
+    """Fit convolution taps, jointly with one of the decaying averages, by least squares; they sum to 1."""
     width = identity_RK.shape[1]
-    delayed_values = []
-    for delay in reversed(range(width)):
+    problem = _LeastSquares(target_BLRP, n_features=width + 1)
+    for place, delay in enumerate(reversed(range(width))):
         taps_RK = identity_RK.roll(-delay, 1)
-        delayed_values.append(_convolved(values_BLRP, taps_RK, seq_idx_BL))
+        problem.set_features(place, _convolved(values_BLRP, taps_RK, seq_idx_BL))
     best = _Best(identity_RK)
-    for half_life in HALF_LIVES:
-        average_BLRP = _average(values_BLRP, half_life, seq_idx_BL)
-        features = torch.stack([*delayed_values, average_BLRP])
-        weights_RG, error_R = _least_squares(features, target_BLRP)
+    for average_BLRP in averages:
+        problem.set_features(width, average_BLRP)
+        weights_RG, error_R = problem.solve()
         taps_RK = weights_RG[:, :width]
         total_R1 = taps_RK.sum(1, keepdim=True)
         # Taps that cancel each other would erase the average.

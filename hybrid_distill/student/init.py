@@ -35,6 +35,7 @@ from .score_factors import (
     LayerTrace,
     head_rows,
     input_moments,
+    key_sides,
     projection_of,
     score_factors,
     small_noise,
@@ -166,7 +167,12 @@ def _teacher_start(
     inputs = input_moments(site, trace)
     solved_D1 = torch.cholesky_solve(inputs.mean_D.unsqueeze(1), inputs.root_moment_DD)
     n_factors = config.d_state - 1  # the first state dimension holds the constant
-    per_head = [score_factors(site, head, n_factors, inputs, generator) for head in heads]
+    keys = key_sides(site, heads, inputs)
+    group_size = site.n_heads // site.n_kv_heads
+    per_head = []
+    for head in heads:
+        key = keys[head // group_size]
+        per_head.append(score_factors(site, head, key, n_factors, inputs, generator))
     factors = Factors(*map(torch.stack, zip(*per_head, strict=True)))
 
     is_delta = config.recurrence == "gdn"

@@ -83,11 +83,12 @@ def input_moments(site: AttentionSite, trace: LayerTrace | None) -> InputMoments
             # A channel with gain 0 would make the roots singular.
             gains_D = gains_D.abs().clamp_min(1e-3)
         return InputMoments(torch.zeros_like(gains_D), torch.diag(gains_D), torch.diag(gains_D))
-    # Double precision: the covariance is a small difference of large numbers.
-    hidden_TD = trace.hidden_BLD.flatten(0, 1).double()
+    hidden_TD = trace.hidden_BLD.flatten(0, 1).float()
     mean_D = hidden_TD.mean(0)
-    moment_DD = hidden_TD.mT @ hidden_TD / len(hidden_TD)
-    covariance_DD = moment_DD - torch.outer(mean_D, mean_D)
+    # Centered first: as the difference of two moments, the covariance would be lost in rounding.
+    centered_TD = hidden_TD - mean_D
+    covariance_DD = (centered_TD.mT @ centered_TD).double() / len(hidden_TD)
+    moment_DD = covariance_DD + torch.outer(mean_D, mean_D).double()
     return InputMoments(mean_D.float(), _root(moment_DD).float(), _root(covariance_DD).float())
 
 
@@ -98,31 +99,52 @@ def _root(matrix_DD: Tensor) -> Tensor:
     return torch.linalg.cholesky(matrix_DD + jitter * identity_DD)
 
 
+class KeySide(NamedTuple):
+    """What the scores of all heads of a KV group have in common."""
+
+    weight_PD: Tensor
+    r_PP: Tensor
+    inverse_PP: Tensor
+
+
+def key_sides(
+    site: AttentionSite, heads: tuple[int, ...], inputs: InputMoments
+) -> dict[int, KeySide]:
+    """Return the key side of the KV groups of ``heads``, by group."""
+    group_size = site.n_heads // site.n_kv_heads
+    sides = {}
+    for group in sorted({head // group_size for head in heads}):
+        weight_PD, _ = _head_projection(site, "key", group, inputs.root_covariance_DD)
+        r_PP = torch.linalg.qr((weight_PD @ inputs.root_covariance_DD).T).R
+        sides[group] = KeySide(weight_PD, r_PP, torch.linalg.pinv(r_PP))
+    return sides
+
+
 def score_factors(
     site: AttentionSite,
     head: int,
+    key: KeySide,
     n_factors: int,
     inputs: InputMoments,
     generator: torch.Generator,
 ) -> Factors:
     """Find B and C such that C u_i . B u_j best approximates the head's score, without positions.
 
-    Minimizes the mean squared error over the layer's inputs with ``n_factors`` products. Keys are
+    Minimizes the mean squared error over the layer's inputs with ``n_factors`` products; ``key`` is
+    the side of the head's group (`key_sides`). Keys are
     relative to their mean, which softmax ignores. Beyond the rank of the scores, B is small noise
     and C is zero.
     """
-    group = head // (site.n_heads // site.n_kv_heads)
     wq_PD, bq_P = _head_projection(site, "query", head, inputs.root_moment_DD)
-    wk_PD, _ = _head_projection(site, "key", group, inputs.root_covariance_DD)
+    wk_PD = key.weight_PD
     # Thin QRs of both sides reduce the SVD from D x D to P x P.
     rq_PP = torch.linalg.qr((wq_PD @ inputs.root_moment_DD).T).R
-    rk_PP = torch.linalg.qr((wk_PD @ inputs.root_covariance_DD).T).R
-    u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ rk_PP.T)
+    u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ key.r_PP.T)
     rank = min(n_factors, len(s_P))
     s_P = s_P / s_P.norm().clamp_min(1e-6)
     root_F1 = s_P[:rank, None].sqrt()
     to_c_FP = root_F1 * (u_PP[:, :rank].T @ torch.linalg.pinv(rq_PP).T)
-    to_b_FP = root_F1 * (vh_PP[:rank] @ torch.linalg.pinv(rk_PP).T)
+    to_b_FP = root_F1 * (vh_PP[:rank] @ key.inverse_PP.T)
 
     n_missing = n_factors - rank
     b_weight_FD = nn.functional.pad(to_b_FP @ wk_PD, (0, 0, 0, n_missing))
