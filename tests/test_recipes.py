@@ -27,7 +27,8 @@ TEACHER = RECIPES / "train_tiny_teacher.py"
 
 SETTINGS = """
     --teacher.dtype float32 --data.seq-len 64
-    --scoring.n-examples 2 --scoring.n-control-texts 1 --scoring.n-pairs 4 --scoring.min-accuracy 0
+    --scoring.n-examples 2 --scoring.n-control-texts 1 --scoring.min-accuracy 0
+    --scoring.n-pairs 4 --scoring.n-queries 1
     --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2
 """.split()
 STAGES = """
