@@ -336,7 +336,8 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
     try:
         backbone = record.get("backbone")
         if isinstance(backbone, dict):
-            check_sizes(backbone)  # unmodified: HybridConfig repairs some fields
+            # As stored: HybridConfig repairs some fields.
+            check_sizes(backbone)
         config = HybridConfig.from_dict(dict(record))
         with torch.device("meta"):
             model = HybridForCausalLM(config)

@@ -51,7 +51,8 @@ def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:
         return student, plan
     if inputs.stages:
         student = student_of_stage(inputs, plan, last_stage(paths))
-    else:  # `restoration` has aligned it in ``aligned/``, and nothing came after
+    else:
+        # `restoration` has aligned it in ``aligned/``, and nothing came after.
         student, _ = student_from_alignment(inputs, plan, last_stage(paths.aligned))
     return settle(student), plan
 
@@ -61,7 +62,8 @@ def training_record(inputs: RunInputs) -> list[Record]:
     aligned = inputs.config.student.aligned
     before = None
     if aligned is not None:
-        before = RunPaths(aligned.resolve().parents[1])  # a stage's folder is in RUN/stages
+        # A stage's folder is in RUN/stages.
+        before = RunPaths(aligned.resolve().parents[1])
     if inputs.config.plan.selection == "restoration":
         before = inputs.paths.aligned
     record: list[Record] = []
