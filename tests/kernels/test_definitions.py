@@ -41,9 +41,8 @@ def nothing_known(monkeypatch):
     """Forget what was found before, here and afterwards; draw less than on a GPU."""
     monkeypatch.setattr(definitions, "LENGTH", 70)
     monkeypatch.setattr(definitions, "N_HEADS", 2)
-    monkeypatch.setattr(
-        selftest, "check_kernel", definitions.difference
-    )  # planted mistakes are in this process
+    # Planted mistakes are in this process, not in the child's.
+    monkeypatch.setattr(selftest, "check_kernel", definitions.difference)
     remembering = (
         definitions.difference,
         loss._is_right,

@@ -136,9 +136,8 @@ def test_windows_beside_states_and_alone(config: StageConfig, d_state: int) -> N
     assert not record["misses"], benchmark.show(record)
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt_neox", "olmo3", "qwen3"]
-)  # no gate, more norms, wider heads
+# No gate, more norms, wider heads.
+@pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])
 def test_other_families(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
     teacher = family_model(family, num_hidden_layers=2)
     student, _ = build_student(

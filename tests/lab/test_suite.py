@@ -194,9 +194,8 @@ def test_ruler_is_measured_length_by_length(
         padding = ("nowhere",) * (n_answers - 1)
         return [RulerQuestion(e.prompt, "", "", (e.answer.strip(), *padding)) for e in examples]
 
-    monkeypatch.setattr(
-        suite, "load_generators", lambda: None
-    )  # importing lm-eval's word lists takes seconds
+    # Importing lm-eval's word lists takes seconds.
+    monkeypatch.setattr(suite, "load_generators", lambda: None)
     monkeypatch.setattr(probe_tasks, "ruler_questions", questions)
     results = measured(*tiny, "ruler_vt", tmp_path, ruler_lengths="100,200")
     parts = {
