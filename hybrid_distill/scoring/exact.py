@@ -96,9 +96,12 @@ def score_heads(
     if race_k is not None:
         race = Race(race_k, len(candidates), n_examples, n_queries=queries_of(probe))
 
+    # A GPU multiplies in bfloat16 many times faster; `computed_in` records it.
     on_gpu_in_float32 = model.device.type == "cuda" and model.dtype == torch.float32
     in_bfloat16 = torch.autocast("cuda", torch.bfloat16, on_gpu_in_float32)
     with eval_mode(model), in_bfloat16:
+        # Everything that decides the numbers: `ResumeLog` reuses measurements only if all of it is
+        # the same.
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),
