@@ -326,13 +326,15 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
         *arguments,
         stop=(signal.SIGUSR1, lambda: len(steps(out)) >= 3),
     )
-    assert status == 0 and f"requeue {JOB}" in recorded(one_machine, "scontrol"), output
+    assert status == 0, output
+    assert f"requeue {JOB}" in recorded(one_machine, "scontrol"), output
     saved = [path.name for path in (out / ALIGNED / "checkpoints").iterdir()]
     assert saved == [f"step-{steps(out)[-1]:08d}"]
     assert steps(out)[-1] < 40
 
     (Path(one_machine["RECORD"]) / "scontrol").unlink()
     status, output = run("slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments)
-    assert status == 0 and (out / "report.md").exists(), output
+    assert status == 0, output
+    assert (out / "report.md").exists(), output
     assert steps(out) == list(range(1, 41)), "none twice, none left out"
     assert f"requeue {JOB}" not in recorded(one_machine, "scontrol")

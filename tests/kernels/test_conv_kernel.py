@@ -103,7 +103,8 @@ def test_two_halves_with_the_state_between_are_the_whole():
     whole, last = causal_conv(x, weight)
     first, state = causal_conv(x[:, :11], weight)
     second, last_of_halves = causal_conv(x[:, 11:], weight, state_BCK=state)
-    assert torch.equal(whole, torch.cat([first, second], 1)) and torch.equal(last, last_of_halves)
+    assert torch.equal(whole, torch.cat([first, second], 1))
+    assert torch.equal(last, last_of_halves)
 
 
 def test_packed_documents_are_the_documents_alone():

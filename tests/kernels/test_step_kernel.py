@@ -56,7 +56,8 @@ def check(inputs: list[Tensor], dtype: torch.dtype = torch.float32) -> float:
     assert torch.equal(inputs[5].double(), conv_expected)
     error_of_y = relative_error(y, y_expected)
     error_of_state = relative_error(inputs[6], ssm_expected)
-    assert error_of_y <= TOLERANCE[dtype] and error_of_state <= 1e-5
+    assert error_of_y <= TOLERANCE[dtype]
+    assert error_of_state <= 1e-5
     return error_of_y
 
 
@@ -105,7 +106,8 @@ def check_padding(inputs: list[Tensor]) -> None:
     torch.testing.assert_close(y[0].double(), y_expected[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(padded[6][0].double(), ssm_expected[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(padded[5][0].double(), conv_expected[0])
-    assert torch.equal(padded[6][1], inputs[6][1]) and torch.equal(padded[5][1], inputs[5][1])
+    assert torch.equal(padded[6][1], inputs[6][1])
+    assert torch.equal(padded[5][1], inputs[5][1])
 
 
 def test_padding_leaves_both_states_alone(poison):

@@ -79,7 +79,8 @@ def test_longer_rows_and_padding_change_nothing(logits, kind):
     torch.testing.assert_close(plain, padded)
     padded.backward()
     assert padded_student.grad is not None
-    assert torch.isfinite(padded_student.grad).all() and not padded_student.grad[:, L:].any()
+    assert torch.isfinite(padded_student.grad).all()
+    assert not padded_student.grad[:, L:].any()
 
 
 def test_vocabularies_padded_differently_are_compared_on_the_real_tokens(logits):
@@ -151,7 +152,8 @@ def test_l2_norm_is_the_mean_norm_over_kept_tokens(logits, mask):
     )
     equal = torch.ones(1, 2, 4, requires_grad=True)
     losses.l2_norm_loss(equal, torch.ones(1, 2, 4)).backward()
-    assert equal.grad is not None and not equal.grad.any(), "not 0/0 where the error is zero"
+    assert equal.grad is not None, "not 0/0 where the error is zero"
+    assert not equal.grad.any(), "not 0/0 where the error is zero"
 
 
 @pytest.mark.parametrize(
