@@ -1,6 +1,6 @@
 """CPU time of building a student, from random weights of Llama-3.2-1B's and Llama-3.1-8B's shapes.
 
-    python benchmarks/build_speed.py                    # both shapes, at one layer and at three
+    python benchmarks/build_speed.py                    # both shapes, at one layer and at two or three
     python benchmarks/build_speed.py --tree OTHER       # the sources of another clone, into the same record
 
 The time of a whole model is that of one layer and of what is done once, multiplied. One thread; CPU time, as others may
@@ -36,8 +36,8 @@ SHAPES = {
     },
 }
 N_LAYERS = {"Llama-3.2-1B": 16, "Llama-3.1-8B": 32}
-MEASURED = (1, 3)
-"""Numbers of layers that are built."""
+MEASURED = {"Llama-3.2-1B": (1, 3), "Llama-3.1-8B": (1, 2)}
+"""Numbers of layers that are built, as many as fit into 24 GB beside other work."""
 BUILD = """
 import json, sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,10 +69,11 @@ def main() -> None:
     record = read(options.out)
     times = record.setdefault("times", {}).setdefault(options.name, {})
     for shape in options.shapes:
-        few = least_seconds(options.tree, shape, MEASURED[0], options.rounds)
-        more = least_seconds(options.tree, shape, MEASURED[1], options.rounds)
-        a_layer = (more - few) / (MEASURED[1] - MEASURED[0])
-        whole = few + a_layer * (N_LAYERS[shape] - MEASURED[0])
+        least, most = MEASURED[shape]
+        few = least_seconds(options.tree, shape, least, options.rounds)
+        more = least_seconds(options.tree, shape, most, options.rounds)
+        a_layer = (more - few) / (most - least)
+        whole = few + a_layer * (N_LAYERS[shape] - least)
         times[shape] = {"a layer": a_layer, "once": few - a_layer, "whole model": whole}
         print(
             f"{shape}: {a_layer:.1f} s a layer, {whole:.0f} s for all, {few - a_layer:.1f} s once"

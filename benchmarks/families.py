@@ -152,7 +152,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
     },
-    "gemma3_text": {  # as published: positions of full layers scaled, those of windowed ones not
+    # As published: positions of full layers are scaled, those of windowed ones are not.
+    "gemma3_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -215,15 +216,15 @@ def tiny_teacher(model_type: str, variant: str = "", seed: int = 0) -> PreTraine
 def tiny_fields(config_class: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     """Arguments that make a tiny config of a class; ``chosen`` go before what field names say."""
     default = None
-    with contextlib.suppress(Exception):  # some classes cannot be made without arguments
+    # Some classes cannot be made without arguments.
+    with contextlib.suppress(Exception):
         default = config_class()
     if default is None:
         return dict(chosen)
     fields = {name: size for name, size in SIZES.items() if name in default.to_dict()}
     if "qk_rope_head_dim" in fields:
-        fields["head_dim"] = SIZES[
-            "qk_rope_head_dim"
-        ]  # which RoPE reads in models with latent attention
+        # RoPE reads it in models with latent attention.
+        fields["head_dim"] = SIZES["qk_rope_head_dim"]
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
         if isinstance(part, PretrainedConfig) and not isinstance(part, config_class):

@@ -380,9 +380,8 @@ def main() -> None:
         "--only", default="", help="cases whose name contains this; no further steps"
     )
     parser.add_argument("--again", action="store_true", help="forget what is known")
-    parser.add_argument(
-        "--part", type=Path, help=argparse.SUPPRESS
-    )  # run the cases that this file names
+    # Runs the cases that this file names: a child process of this program.
+    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     begun = time.monotonic()
     if options.list:

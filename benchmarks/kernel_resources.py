@@ -24,9 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
-os.environ.pop(
-    "TRITON_INTERPRET", None
-)  # read when triton is imported: interpreted kernels cannot be compiled
+# Read when triton is imported: interpreted kernels cannot be compiled.
+os.environ.pop("TRITON_INTERPRET", None)
 
 import hybrid_kernels
 import triton

@@ -253,9 +253,8 @@ def _timed_group(timed: _Timed, instruction: Instruction, gpu: Gpu) -> _Timed:
     sizes = re.findall(r"\.(\d+)x(\d+)x(\d+)", instruction.operation)[0]
     rows, columns, inner = map(int, sizes)
     operands = columns
-    if re.search(
-        r"HGMMA\S* R\d+, gdesc", instruction.text
-    ):  # the left operand comes from shared memory too
+    # The left operand comes from shared memory too.
+    if re.search(r"HGMMA\S* R\d+, gdesc", instruction.text):
         operands += rows
     multiplying = rows * columns * inner / SCHEDULERS / gpu.hgmma
     reading = operands * inner * 2 / 128

@@ -143,7 +143,11 @@ class Lesson:
     def copied(self, *, is_alone: bool) -> Rows:
         """Return rows that say something twice; fewer and longer ones beside the tasks."""
         self.batches.words = self.few_words if self.progress.few_words else self.words
-        shape, n_rows = ((64, 16), 72) if is_alone else ((96, 40), 12)
+        shape = (96, 40)
+        n_rows = 12
+        if is_alone:
+            shape = (64, 16)
+            n_rows = 72
         ids_BL, again_BL = self.batches.copying(*shape)
         n = max(1, n_rows // self.n_processes)
         return Rows(ids_BL[:n], again_BL[:n], again_BL[:n], {})

@@ -396,9 +396,8 @@ def passed(record: dict[str, Any]) -> bool:
 def main() -> None:
     """Run the reference, then the soak; print and write what came out."""
     parser = parser_of(__doc__, RESULTS / "soak.json")
-    parser.add_argument(
-        "--train", type=Path, metavar="OUT", help=argparse.SUPPRESS
-    )  # be the program that is killed
+    # Makes this the program that is killed.
+    parser.add_argument("--train", type=Path, metavar="OUT", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.train is not None:

@@ -27,7 +27,8 @@ from kernel_time import GPUS, bytes_of_chunk, milliseconds, programs_per_process
 from records import RESULTS, parser_of, read, write
 
 RECORD = RESULTS / "tile_search.json"
-PROGRAMS, LENGTH = 8 * 32, 2048
+PROGRAMS = 8 * 32
+LENGTH = 2048
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SMALL_STATE = 4096
 """Elements of a state that 4 warps hold, and one backward kernel."""
@@ -61,11 +62,15 @@ class Search:
 
     def chunks(self) -> tuple[int, int]:
         """Return the lengths worth compiling: larger states need shorter chunks."""
-        return (32, 64) if self.state_size() <= SMALL_STATE else (16, 32)
+        if self.state_size() <= SMALL_STATE:
+            return 32, 64
+        return 16, 32
 
     def state_size(self) -> int:
         """Return the elements of a state, those in fp32 counted four times: they need three products, not one."""
-        return self.n * self.p * (1 if self.dtype == "bf16" else 4)
+        if self.dtype == "bf16":
+            return self.n * self.p
+        return 4 * self.n * self.p
 
     def launches(self) -> list[Launch]:
         """Return the warps and stages worth compiling: larger states need more warps."""

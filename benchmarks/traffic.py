@@ -34,10 +34,12 @@ FP32 = 4
 MAMBA_CHUNK = 128
 FLA_CHUNK = 64
 LIMIT_CHUNK = 64
-OUR_CHUNK = 32  # P = 64, sm_90: the tile table
+# P = 64, sm_90: the tile table.
+OUR_CHUNK = 32
 CONV_WIDTH = 4
 LIGER_PASSES = 11
-LOSS_CHUNK = 4096  # tokens, on a GPU of 60 GB or more
+# Tokens, on a GPU of 60 GB or more.
+LOSS_CHUNK = 4096
 
 
 class Shape(NamedTuple):
@@ -345,11 +347,8 @@ def show(device: str) -> None:
     for edge in edges():
         moved = edge.bytes_()
         times = edge.milliseconds(rates)
-        print(
-            edge.name,
-            *(f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times),
-            sep="  ",
-        )
+        cells = [f"{name} {moved[name] / 1e6:.0f} ({times[name]:.3f})" for name in times]
+        print(edge.name, *cells, sep="  ")
 
 
 def main() -> None:

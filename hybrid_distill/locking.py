@@ -84,6 +84,7 @@ def is_locked(folder: Path) -> bool:
     """Check whether a process is writing to a folder."""
     try:
         with (folder / LOCK).open() as file:
+            # Shared, so that two that look at the same time do not see each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

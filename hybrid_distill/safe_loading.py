@@ -78,6 +78,8 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> None:
     if is_export:
         _check_student_files(folder)
     else:
+        # A student's sizes are checked field by field below; of other models only absurd ones are
+        # refused.
         _check_largest(folder, config)
     tensors = _read_weights(folder, is_export, numbers)
     if is_hybrid:
@@ -314,6 +316,7 @@ def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
                         "again."
                     )
                 if numbers and fields["dtype"] in FLOATS and 0 not in fields["shape"]:
+                    # Not isfinite, whose mask would take memory beside the tensor.
                     ends = torch.stack(torch.aminmax(weights.get_tensor(name)))
                     if not ends.isfinite().all():  # aminmax propagates NaN
                         raise ValueError(
@@ -336,7 +339,8 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
     try:
         backbone = record.get("backbone")
         if isinstance(backbone, dict):
-            check_sizes(backbone)  # unmodified: HybridConfig repairs some fields
+            # As stored: HybridConfig repairs some fields.
+            check_sizes(backbone)
         config = HybridConfig.from_dict(dict(record))
         with torch.device("meta"):
             model = HybridForCausalLM(config)

@@ -137,8 +137,13 @@ def packed_logits(model: PreTrainedModel, ids: Tensor, seq_idx: Tensor) -> Tenso
     return logits(model, ids, use_cache=False, **packed_inputs(seq_idx, config=model.config))
 
 
-def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None:
-    """Check exports here, where torch is loaded already; ``modules`` is for their Python files."""
+def gate_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, modules: Path, new_tokens: int | None = None
+) -> None:
+    """Check exports here, where torch is loaded already; ``modules`` is for their Python files.
+
+    ``new_tokens`` shortens the texts that a record holds, where exports are not what is tested.
+    """
 
     def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
         # The name of an export under way has dots, which a Python package's cannot have.
@@ -147,6 +152,8 @@ def gate_in_this_process(monkeypatch: pytest.MonkeyPatch, modules: Path) -> None
         alias.symlink_to(folder.resolve(), target_is_directory=True)
         return GateReport(tuple(run_checks(alias, alias / "gate", device=device)))
 
+    if new_tokens is not None:
+        monkeypatch.setattr("hybrid_distill.export.record.NEW_TOKENS", new_tokens)
     monkeypatch.setattr("hybrid_distill.export.gate.run_gate", run_gate)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
     # Before transformers 5.10 another test's come first.

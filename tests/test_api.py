@@ -19,7 +19,7 @@ def test_the_example_runs(
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    gate_in_this_process(monkeypatch, tmp_path / "modules")
+    gate_in_this_process(monkeypatch, tmp_path / "modules", new_tokens=2)
     exec(blocks[0], {})
     printed = capsys.readouterr().out
     assert "kept: L" in printed

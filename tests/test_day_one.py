@@ -125,11 +125,13 @@ def test_documented_commands_have_flags_that_exist() -> None:
 @pytest.mark.parametrize("page", ["docs/training.md", "launch/README.md", "Dockerfile"])
 def test_a_container_gets_what_training_needs(page: str) -> None:
     text = (ROOT / page).read_text()
-    assert all(flag in text for flag in CONTAINER) and "580" in text
+    assert all(flag in text for flag in CONTAINER)
+    assert "580" in text
 
 
 def test_one_cuda_everywhere() -> None:
     """The pinned torch is the one that the pages describe."""
     pinned = re.findall(r"torch==([\d.]+)", (ROOT / "Dockerfile").read_text())
-    assert len(set(pinned)) == 1 and f"`torch=={pinned[0]}`" in DAY
+    assert len(set(pinned)) == 1
+    assert f"`torch=={pinned[0]}`" in DAY
     assert f"TORCH ?= torch=={pinned[0]}" in (ROOT / "Makefile").read_text()

@@ -13,7 +13,7 @@ import hybrid_distill
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALLER = {
-    "EXAMPLES = 64": "EXAMPLES = 8",
+    "EXAMPLES = 64": "EXAMPLES = 2",
     "ALIGN_STEPS, DISTILL_STEPS = 60, 30": "ALIGN_STEPS, DISTILL_STEPS = 1, 1",
 }
 
@@ -61,7 +61,7 @@ def test_the_scripts_run_one_after_the_other(
     assert isinstance(student.lm_head.weight, torch.Tensor)
     pytest.importorskip("trl", reason="pip install 'hybrid-distill[finetune]'")
     pytest.importorskip("peft", reason="pip install 'hybrid-distill[finetune]'")
-    gate_in_this_process(monkeypatch, tmp_path / "modules")
+    gate_in_this_process(monkeypatch, tmp_path / "modules", new_tokens=2)
     (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
     assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
     before = student.state_dict()

@@ -161,4 +161,5 @@ def test_a_run_is_measured_again_on_other_kernels(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr("hybrid_distill.pipeline.trained_student", trained)
     with pytest.raises(SystemExit, match="2"):
         main(["evaluate", str(config.out), "--kernels", "torch"])
-    assert used == ["torch"] and StudentConfig().kernels == "auto"
+    assert used == ["torch"]
+    assert StudentConfig().kernels == "auto"

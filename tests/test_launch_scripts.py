@@ -142,7 +142,9 @@ def run(
 
 def recorded(environment: dict[str, str], name: str) -> list[str]:
     path = Path(environment["RECORD"]) / name
-    return path.read_text().splitlines() if path.exists() else []
+    if not path.exists():
+        return []
+    return path.read_text().splitlines()
 
 
 def trains(environment: dict[str, str], n: int) -> Callable[[], bool]:
@@ -153,9 +155,9 @@ def trains(environment: dict[str, str], n: int) -> Callable[[], bool]:
 def test_bash_reads_a_script(name: str) -> None:
     assert os.access(ROOT / "launch" / name, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / "launch" / name], check=True)
-    if shellcheck := shutil.which(
-        "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=path)
+    if shellcheck:
         subprocess.run([shellcheck, ROOT / "launch" / name], check=True)
 
 
@@ -254,7 +256,8 @@ def test_a_job_starts_one_launcher_on_each_machine(machine: dict[str, str], conf
 
 
 def test_a_job_that_fails_is_not_requeued(machine: dict[str, str]) -> None:
-    assert run("slurm.sbatch", {**machine, "STATUS": "2"}, "recipe.py")[0] == 2
+    status, _ = run("slurm.sbatch", {**machine, "STATUS": "2"}, "recipe.py")
+    assert status == 2
     assert f"requeue {JOB}" not in recorded(machine, "scontrol")
 
 
@@ -266,41 +269,28 @@ def test_a_job_whose_time_is_up_is_requeued_unless_it_is_finished(
     machine: dict[str, str], on_stop: str, seconds: int, requeued: bool
 ) -> None:
     environment = {**machine, "SECONDS_OF_WORK": str(seconds), "ON_STOP": on_stop}
-    environment |= {"GRACE": "1"} if on_stop == "go on" else {}
-    assert (
-        run(
-            "slurm.sbatch",
-            environment,
-            "recipe.py",
-            stop=(signal.SIGUSR1, trains(machine, 2)),
-        )[0]
-        == 0
-    )
+    if on_stop == "go on":
+        environment["GRACE"] = "1"
+    stop = (signal.SIGUSR1, trains(machine, 2))
+    status, output = run("slurm.sbatch", environment, "recipe.py", stop=stop)
+    assert status == 0, output
     assert (f"requeue {JOB}" in recorded(machine, "scontrol")) == requeued
     assert not list(ROOT.glob(f".slurm-{JOB}-*"))
 
 
 def test_a_machine_that_is_told_to_stop_ends_with_status_0(machine: dict[str, str]) -> None:
     environment = {**machine, "NPROC": "1", "SECONDS_OF_WORK": "60"}
-    assert (
-        run(
-            "torchrun.sh",
-            environment,
-            "recipe.py",
-            stop=(signal.SIGTERM, trains(machine, 1)),
-        )[0]
-        == 0
-    )
+    stop = (signal.SIGTERM, trains(machine, 1))
+    status, output = run("torchrun.sh", environment, "recipe.py", stop=stop)
+    assert status == 0, output
 
 
 def steps(out: Path) -> list[int]:
     """Those in the metrics of a run's alignment, as far as they are written."""
     path = out / ALIGNED / "metrics.jsonl"
-    return (
-        [json.loads(line)["step"] for line in path.read_text().splitlines()]
-        if path.exists()
-        else []
-    )
+    if not path.exists():
+        return []
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
 @pytest.mark.launched
@@ -326,13 +316,15 @@ def test_a_preempted_job_saves_and_its_second_start_finishes_the_run(
         *arguments,
         stop=(signal.SIGUSR1, lambda: len(steps(out)) >= 3),
     )
-    assert status == 0 and f"requeue {JOB}" in recorded(one_machine, "scontrol"), output
+    assert status == 0, output
+    assert f"requeue {JOB}" in recorded(one_machine, "scontrol"), output
     saved = [path.name for path in (out / ALIGNED / "checkpoints").iterdir()]
     assert saved == [f"step-{steps(out)[-1]:08d}"]
     assert steps(out)[-1] < 40
 
     (Path(one_machine["RECORD"]) / "scontrol").unlink()
     status, output = run("slurm.sbatch", {**one_machine, "SLURM_RESTART_COUNT": "1"}, *arguments)
-    assert status == 0 and (out / "report.md").exists(), output
+    assert status == 0, output
+    assert (out / "report.md").exists(), output
     assert steps(out) == list(range(1, 41)), "none twice, none left out"
     assert f"requeue {JOB}" not in recorded(one_machine, "scontrol")

@@ -273,7 +273,7 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
     assert not (out / "export").exists()
 
-    gate_in_this_process(monkeypatch, tmp_path / "modules")
+    gate_in_this_process(monkeypatch, tmp_path / "modules", new_tokens=2)
     monkeypatch.setattr(steps, "evaluate", Mock(side_effect=AssertionError("measured again")))
     monkeypatch.setattr(
         "hybrid_distill.train.loop._Training.run",

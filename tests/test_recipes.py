@@ -44,7 +44,8 @@ def test_a_recipe_begins_with_its_command_its_time_and_its_result(recipe: Path) 
     commands = re.findall(rf"^(?:{start}) recipes/{recipe.name}", text, re.MULTILINE)
     time = text.find("\nTime: ")
     result = text.find("\nExpected result: ")
-    assert commands and 0 < text.find(commands[0]) < time < result
+    assert commands
+    assert 0 < text.find(commands[0]) < time < result
     assert re.search(r"hour|minutes", text[time:result])
 
 

@@ -81,7 +81,8 @@ def test_an_undamaged_student_is_the_student(family: str, tmp_path) -> None:
     loaded, tokenizer = load_student(tmp_path / "export")
     ids_BL = torch.randint(5, 261, (2, 17))
     assert torch.equal(loaded(input_ids=ids_BL).logits, student.eval()(input_ids=ids_BL).logits)
-    assert tokenizer is not None and not loaded.training
+    assert tokenizer is not None
+    assert not loaded.training
     assert foreign_code(tmp_path / "export") == []
 
 
@@ -126,7 +127,8 @@ def test_another_versions_export_loads_and_its_code_is_run_by_nobody_who_did_not
     record = json.loads((copied / MARK).read_text())
     record["code"]["ssd.py"] = file_hash(copied / "ssd.py")
     (copied / MARK).write_text(json.dumps(record if recorded else {**record, "code": None}))
-    assert load_student(copied) and load_teacher(copied)
+    assert load_student(copied)
+    assert load_teacher(copied)
     assert "--trust-remote-code" in refused(verify_export, copied)
     assert not (copied.parent / CANARY).exists()
     plant_code("evil.py")(copied, Random(0))

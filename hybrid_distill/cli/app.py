@@ -88,6 +88,7 @@ def _dispatch(name: str, *words: str) -> None:
             f"{name!r} is not a command; {question}`hybrid-distill --help` lists them."
         )
     with loading():
+        # One command only: importing all of them would load torch for a bad flag or --help.
         module = importlib.import_module(f".{_file_name(name)}", __package__)
         from ..flags import parse
     # Flags first: bad ones are refused before torch is loaded.

@@ -67,6 +67,7 @@ def _check_run_flags(run_dir: Path, job: SuiteJob) -> None:
         raise ValueError(
             f"{run_dir} is an export, not a run; pass --suite paper --model {run_dir}."
         )
+    # These two flags are for both; any other that is set belongs to a suite.
     default = SuiteJob(again=job.again, kernels=job.kernels)
     for field in fields(job):
         if getattr(job, field.name) != getattr(default, field.name):

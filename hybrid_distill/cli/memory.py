@@ -158,7 +158,8 @@ def _placements(shape: ModelShape, k: int, scores: HeadScores | None) -> dict[st
     empty = shape.plan
     if scores is not None:
         plan = HeadPlan.top_k(scores, k)
-        plan.check_fits(empty)  # the scores may be of another model
+        # The scores may be of another model.
+        plan.check_fits(empty)
         return {f"first {k}": plan}
     reach = [math.inf if window is None else window for window in shape.windows]
     heads = HeadPlan.all(empty).kept

@@ -103,6 +103,7 @@ def source_fingerprint(source: str, pin: Pin | None = None) -> str:
     if not source.startswith(HUB):
         return hash_of(_stats(source_files(source)))
     if pin is not None:
+        # The files' hash and not the commit: a new card alone must not tokenize everything again.
         return hash_of([source, pin.files])
     folder = repository(source)
     names = sorted(glob("**", root_dir=folder, recursive=True))  # except hidden ones
@@ -114,6 +115,7 @@ def _stats(files: Iterable[Path]) -> list[object]:
     stats: list[object] = []
     for path in files:
         stat = path.stat()
+        # Not the content, which would have to be read in full at every start.
         stats.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
     return stats
 

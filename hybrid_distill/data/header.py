@@ -71,6 +71,7 @@ class FolderHeader:
 
         Raises ValueError for a folder that holds something else: other work, or other kinds of files.
         """
+        # The finished header first: a process killed in `finish` may have left both.
         for partial in (False, True):
             path = self.file(folder, partial)
             if path.exists():

@@ -155,6 +155,7 @@ def unpack(records: np.ndarray) -> tuple[Tensor, Tensor]:
     log_probs = torch.from_numpy(records["log_probs"].astype(np.float32))
     log_tail = torch.from_numpy(records["log_tail"].astype(np.float32))
     # log(1 - tail): what the stored tokens cover. They were rounded one by one, and are scaled to that sum.
+    # expm1: 1 - exp(tail) would lose all digits of a tail close to 1.
     log_covered = torch.log(-torch.expm1(log_tail))
     correction = log_covered - log_probs.logsumexp(-1)
     return torch.from_numpy(ids), log_probs + correction.unsqueeze(-1)

@@ -214,6 +214,7 @@ class PackedRows:
         n_documents = int(columns[1].max()) + 1
         input_ids, seq_idx, mask = map(torch.from_numpy, columns)
         lengths = seq_idx.new_zeros(len(seq_idx), n_documents)
+        # [B, documents]: each token adds 1 to the length of its document.
         lengths.scatter_add_(1, seq_idx, torch.ones_like(seq_idx))
         return {"input_ids": input_ids, "seq_idx": seq_idx, "mask": mask, "lengths": lengths}
 
@@ -244,6 +245,7 @@ def shuffled(place: int, n: int, *key: int) -> int:
     below (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). There is no table: any place of any epoch
     takes the same few microseconds and no memory, however long the data.
     """
+    # Bits of each half: together they number at most four times as many places as there are.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:

@@ -187,6 +187,8 @@ class ShardWriter:
     def _close_shard(self) -> None:
         for file in self._files:
             file.close()
+            # Before the header counts the shard: after a power cut, it must not name bytes that are
+            # lost.
             sync(Path(file.name))
         self._files = []
 

@@ -106,6 +106,7 @@ def compare_on_text(
         with eval_mode(model):
             logits_BTV = batch.logits(model)
         n_tokens += int(counts_BT.sum())
+        # float64: a sum over many thousand tokens would lose digits in float32.
         loss += batch.token_losses(logits_BTV).double().sum().item()
         if teacher is not None:
             with eval_mode(teacher):
@@ -119,6 +120,8 @@ def compare_on_text(
         "n_text_tokens": n_tokens,
     }
     if n_tokens:
+        # Of the mean over all tokens; the mean of the texts' perplexities would weigh short ones
+        # more.
         result["perplexity"] = math.exp(loss / n_tokens)
         if teacher is not None:
             result["top1_agreement"] = n_same / n_tokens

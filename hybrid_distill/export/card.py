@@ -61,6 +61,8 @@ def model_card(
         sinks=config.sinks,
         windows=layer_windows(config.backbone_config()),
     )
+    # StrictUndefined: a misspelled name in the template is an error, not an empty place in the
+    # card.
     environment = Environment(
         loader=PackageLoader(__package__ or "", "."),
         undefined=StrictUndefined,

@@ -265,6 +265,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
+        # transformers loads what the index names: any other tensor in the files would not be
+        # noticed.
         if weight_map != {name: path.name for name, path in files.items()}:
             raise ValueError(f"{index.name} does not match the tensors in the files")
     return files
@@ -390,6 +392,7 @@ def check_tokens(
     n_compared = 0
     recorded = zip(prompts.generated, prompts.leads)
     for tokens_T, (expected_T, leads_T) in zip(generated, recorded, strict=True):
+        # Twice: the best token may fall by the limit while the second best rises by it.
         is_clear_T = leads_T > 2 * limit * prompts.scale
         # After a token that rounding may change, the texts differ.
         compared_T = is_clear_T.cumprod(0).bool()
@@ -425,6 +428,7 @@ def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
     logits_BLV = model(
         input_ids=ids_BL,
         attention_mask=mask_BL,
+        # `generate` counts positions by the mask, but a plain forward counts padding too.
         position_ids=(mask_BL.cumsum(-1) - 1).clamp(min=0),
         use_cache=False,
     ).logits
@@ -525,6 +529,7 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
 
 def load_program(export_format: str) -> Callable[[Path, int], Model]:
     """Return the class in programs.py, next to this file, that runs an export format."""
+    # By its path: in an export, neither file belongs to a package.
     programs = runpy.run_path(str(Path(__file__).with_name("programs.py")))["PROGRAMS"]
     return programs[export_format]
 

@@ -63,6 +63,7 @@ def export_checkpoint(
             f"the plan keeps {kept}, the student {kept_by_student}; pass the plan it was built "
             "with."
         )
+    # Before the student is written and run: both take minutes for a large one.
     check_replaceable(path)
     check_expressible(student, export_format)
     with replacing_folder(path) as folder:

@@ -155,11 +155,13 @@ def configuration(student: HybridForCausalLM) -> Record:
         "mamba_d_ssm": layout.n_ssm_heads * layout.head_dim,
         "mamba_n_heads": layout.n_ssm_heads,
         "mamba_d_head": layout.head_dim,
+        # Every head has a B and C of its own.
         "mamba_n_groups": layout.n_ssm_heads,
         "mamba_d_state": student.config.d_state,
         "mamba_d_conv": student.config.conv_width,
         "mamba_conv_bias": True,
         "mamba_proj_bias": True,
+        # Students gate without the norm that Mamba-2 has there.
         "mamba_rms_norm": False,
         "projectors_bias": True,
         # All 1, transformers' defaults; mlx-lm and llama.cpp's converter need them spelled out.

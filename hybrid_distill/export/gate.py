@@ -151,6 +151,7 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
         search_path = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]
         environment |= {
             "HF_MODULES_CACHE": f"{scratch}/modules",
+            # An export must be complete: nothing it lacks may come from the hub.
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
             # Another number of threads sums in another order.

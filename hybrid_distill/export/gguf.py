@@ -131,6 +131,7 @@ def write(
         values = tensor.detach().float().cpu().contiguous().numpy()
         array = gguf.quants.quantize(values, tensor_type)
         writer.add_tensor(name, array, raw_dtype=tensor_type)
+    # The order of the file: the reader finds tensors by what stands before them.
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,6 +146,7 @@ def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
     renamed = {}
     for name, tensor in stock.state.items():
         if name in TOP_NAMES:
+            # llama.cpp takes a missing output.weight for a tied one.
             if name != "lm_head.weight" or not stock.config["tie_word_embeddings"]:
                 renamed[TOP_NAMES[name]] = tensor
             continue
@@ -201,9 +203,12 @@ def _add_tokenizer(
             kind = TokenType.CONTROL if added[token].special else TokenType.USER_DEFINED
         elif token in name_of:
             kind = TokenType.NORMAL
+        # An embedding may have more rows than the tokenizer has tokens; llama.cpp's own converter
+        # fills up in this way.
         names.append(name_of.get(token, f"[PAD{token}]"))
         kinds.append(kind)
     merges = parts["model"]["merges"]
+    # llama.cpp's name for every byte-level BPE.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(names)
@@ -214,6 +219,7 @@ def _add_tokenizer(
         token = getattr(tokenizer, f"{role}_token_id")
         if token is not None:
             getattr(writer, f"add_{role}_token_id")(token)
+    # Asked, not read: whether BOS and EOS are added is a matter of the tokenizer's post-processor.
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)

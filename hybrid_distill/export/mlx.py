@@ -51,4 +51,5 @@ def write(
     config["model_file"] = MODEL_FILE.name
     write_json(folder / "config.json", config)
     shutil.copyfile(MODEL_FILE, folder / MODEL_FILE.name)
+    # As named in PyTorch: `sanitize` in the model file renames what MLX needs otherwise.
     write_weights(student.state_dict(), folder, tied_weights(student), max_shard_size)

@@ -129,6 +129,7 @@ class LlamaCpp(Program):
         options = self.lib.llama_context_default_params()
         options.n_ctx = self.n_context * len(prompts)
         options.n_seq_max = len(prompts)
+        # All prompts at once: llama_decode refuses a batch that is longer than this.
         options.n_batch = max(sum(map(len, prompts)), len(prompts))
         # ggml's type 0 is float32; the default is 16 bits.
         options.type_k = 0

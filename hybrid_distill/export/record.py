@@ -80,6 +80,7 @@ def write_record(
         prompts = record_prompts(reference, ids, past_ends=is_for_program)
         record["arithmetic"] = program.arithmetic(str(reference.device))
         record["rounding"] = _effect_of_rounding(reference, prompts)
+    # Outside of `computing_as_exported`: here the student runs on its own kernels.
     record["kernels"] = _difference_of_kernels(reference, prompts, record["rounding"])
     _write_files(folder, record, prompts)
     return record
@@ -143,6 +144,7 @@ def record_prompts(
 ) -> Prompts:
     """Compute logits and greedy tokens (as `greedy`) for prompts of token ids [L], in eval mode."""
     vocab_size = student.config.vocab_size
+    # Rounded up, so that there are at most `MAX_COLUMNS`.
     every = -(-vocab_size // MAX_COLUMNS)
     columns_C = torch.arange(0, vocab_size, every, device=student.device)
     prompts = Prompts(columns_C, [], [], [], [])

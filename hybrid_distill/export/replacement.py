@@ -65,6 +65,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 def _exchange(path: Path, new: Path, old: Path) -> None:
     """Move ``path`` aside to ``old``, and ``new`` to ``path``."""
     if path.exists():
+        # Two renames: the earlier export is gone for the moment between them, and never half there.
         path.rename(old)
     try:
         new.rename(path)

@@ -50,6 +50,7 @@ def write_weights(
         )
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
+        # safetensors refuses views that are not contiguous, as transposed projections are.
         shard = {name: state[name].detach().cpu().contiguous() for name in names}
         save_tensors(folder / file, shard)
     if split.is_sharded:

@@ -43,9 +43,8 @@ def build_and_save(
 def made_for(inputs: RunInputs, plan: HeadPlan) -> Record:
     """Return everything that the built student depends on and that a folder's owner may replace."""
     student = dataclasses.asdict(inputs.config.student)
-    del student[
-        "kernels"
-    ]  # may change when a run resumes, which must find the student it began with
+    # May change when a run resumes, which must still find the student that it began with.
+    del student["kernels"]
     aligned = inputs.config.student.aligned
     if aligned is not None:
         manifest = StageManifest.read(aligned)

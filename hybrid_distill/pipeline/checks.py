@@ -115,6 +115,7 @@ def check_evaluation(inputs: RunInputs) -> None:
     options = inputs.config.evaluation
     seed = inputs.config.seed
     if options.texts != TINY:
+        # Two tokens: enough to find an empty text, without tokenizing all of them.
         text_rows(inputs.tokenizer, inputs.held_out_texts(options.n_texts), max_tokens=2)
     knowledge = inputs.knowledge()
     if knowledge is not None:
@@ -159,6 +160,7 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
         heads = HeadPlan.spread(teacher, chosen.k, unit)
     check_cache(inputs.config, teacher.config, heads)
     checked_sites(teacher, heads, options.init)
+    # Built without weights, for the checks of the config and of every layer's shapes.
     empty_student(teacher, heads, **options.head_options)
     _check_family_once(teacher, options.recurrence, options.window)
     if options.aligned is not None and not StageManifest.read(options.aligned):

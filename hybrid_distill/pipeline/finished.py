@@ -66,7 +66,8 @@ def training_record(inputs: RunInputs) -> list[Record]:
     aligned = inputs.config.student.aligned
     before = None
     if aligned is not None:
-        before = RunPaths(aligned.resolve().parents[1])  # a stage's folder is in RUN/stages
+        # A stage's folder is in RUN/stages.
+        before = RunPaths(aligned.resolve().parents[1])
     if inputs.config.plan.selection == "restoration":
         before = inputs.paths.aligned
     record: list[Record] = []

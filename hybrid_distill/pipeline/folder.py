@@ -21,6 +21,7 @@ def is_run(folder: Path) -> bool:
         record = json.loads(RunPaths(folder).config.read_text())
     except (OSError, ValueError):
         return False
+    # By its fields: a model's config.json has the same name.
     return isinstance(record, dict) and {"teacher", "scoring", "stages"} <= record.keys()
 
 

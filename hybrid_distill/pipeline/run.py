@@ -114,6 +114,8 @@ def prepare(inputs: RunInputs) -> None:
     check_kernels(config.student.kernels, own_device(), "student.kernels")
     for stage in config.stages:
         stage.check_world(processes)
+    # Listed now, deleted by `begin`: input that is refused must not cost the results of an earlier
+    # run.
     obsolete = outdated(config)
     for check in checks_of(inputs):
         check()
@@ -128,10 +130,12 @@ def prepare(inputs: RunInputs) -> None:
 
     if trains:
         check_sizes(inputs)
-        if config.resume != "never":  # otherwise `begin` does, together with what it deletes
+        # With "never", `begin` writes them, after it has deleted those of the earlier run.
+        if config.resume != "never":
             on_main_process(write_own_pins)
+        # Tokenizes local sources, which may be broken anywhere.
         for stage in config.stages:
-            inputs.rows(stage)  # tokenizes local sources, which may be broken anywhere
+            inputs.rows(stage)
 
     def begin() -> None:
         for path in obsolete:
@@ -163,6 +167,7 @@ def score(inputs: RunInputs) -> HeadScores:
                 f"{options.file} ranks the heads of another teacher ({scores.fingerprint or 'unknown'}); score this "
                 "one, pass its own scores.json, or --scoring.other-weights if it is another copy of this model."
             )
+        # Copied, so that the run's folder says alone which scores it used.
         on_main_process(lambda: scores.save(path))
         return scores
     if not is_there(path):
@@ -173,7 +178,8 @@ def score(inputs: RunInputs) -> HeadScores:
 def measure_heads(inputs: RunInputs) -> None:
     """Score the teacher's heads; all processes share the work."""
     options = inputs.config.scoring
-    check_teacher_rows(inputs.teacher)  # otherwise `build_student` refuses after hours of scoring
+    # Otherwise `build_student` refuses the teacher, after hours of scoring.
+    check_teacher_rows(inputs.teacher)
     nn.Module.to(inputs.teacher, connect().device)
     scores = score_heads(
         inputs.teacher,
@@ -188,6 +194,7 @@ def measure_heads(inputs: RunInputs) -> None:
 
     def save() -> None:
         scores.save(inputs.paths.scores)
+        # After the scores are written: a process killed in between measures nothing twice.
         inputs.paths.partial_scores.unlink(missing_ok=True)
 
     on_main_process(save)
@@ -242,6 +249,7 @@ def align_all_heads(inputs: RunInputs) -> RunInputs:
     stages = []
     for stage in config.head_stages:
         if isinstance(stage, Align):
+            # Of the targets, only this one trains heads that can be swapped one by one.
             stage = dataclasses.replace(stage, target="head")
         stages.append(stage)
     aligned_config = dataclasses.replace(
@@ -303,6 +311,7 @@ def train(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
     if plan.keeps_all:
         log.info("every head is kept: the student is the teacher, and there is nothing to train")
         return student
+    # By hash: a checkpoint is good only for the very weights that its stage started from.
     parent = weights_of_built(inputs, made_for(inputs, plan)) or ""
     steps = 0
     for stage, folder in zip(inputs.stages, inputs.paths.stage_folders(inputs.stages)):
@@ -326,12 +335,14 @@ def _train_stage(
     rows = inputs.rows(stage)
     teacher = None
     if stage.cached_logits is not None:
-        unshare_weights(student)  # of the teacher's memory
+        # Weights that are shared would keep the teacher in memory.
+        unshare_weights(student)
         inputs.release_teacher()
     else:
         teacher = inputs.stage_teacher(stage)
         if teacher is not inputs.teacher:
-            inputs.teacher.cpu()  # frees GPU memory; later steps move it back
+            # Frees the GPU's memory for the stage's own teacher; later steps move this one back.
+            inputs.teacher.cpu()
     return train_stage(
         make_stage(stage, student, teacher, vocab_size=vocabulary_size(inputs.tokenizer)),
         rows,
@@ -383,7 +394,8 @@ def _evaluated(inputs: RunInputs, model: PreTrainedModel, path: Path, again: boo
 
     def measure() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for each in (model, inputs.teacher):  # a resumed run has loaded them on the CPU
+        # A resumed run has loaded them on the CPU.
+        for each in (model, inputs.teacher):
             nn.Module.to(each, device)
         role = "teacher" if model is inputs.teacher else "student"
         with Phase(f"measuring the {role}"):
@@ -472,6 +484,7 @@ def run_beside(shared: RunInputs, config: RunConfig) -> None:
     def copy() -> None:
         measured = shared.paths.teacher_evaluation.read_text()
         inputs.paths.teacher_evaluation.parent.mkdir(exist_ok=True)
+        # The same teacher and questions: measuring it again would take as long as the student.
         write_text(inputs.paths.teacher_evaluation, measured)
         if plan.keeps_all:
             write_text(inputs.paths.evaluation, measured)

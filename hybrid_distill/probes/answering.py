@@ -130,6 +130,7 @@ class ChoiceBatch:
         """Fill in the log-probabilities that these logits contain, computed in float32."""
         here_A = self.address_4A[0] == in_contexts
         row, position, token = self.address_4A[1:, here_A]
+        # Only the normalizer needs the whole vocabulary: log_softmax would store it once more.
         normalizer_BS = logits_BSV.float().logsumexp(-1)
         logprob = logits_BSV[row, position, token].float() - normalizer_BS[row, position]
         logprob_A[here_A.cpu()] = logprob.double().cpu()
@@ -140,6 +141,7 @@ def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> Choi
     answer_logprobs = []
     correct = []
     for logprobs, answer in zip(logprob_EC, answers, strict=True):
+        # By place, not by value: two choices may be equally likely.
         others = logprobs[:answer] + logprobs[answer + 1 :]
         answer_logprobs.append(logprobs[answer])
         correct.append(all(other < logprobs[answer] for other in others))

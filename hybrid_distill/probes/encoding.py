@@ -85,6 +85,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
     n_common = min(common_prefix(rows), shortest - 1)
     # A tokenizer may merge the prompt's end with a choice's beginning; the choice gets that token.
     n_prompt = min(n_common, common_prefix([prompt, *rows]))
+    # Cut from the whole row: tokenized alone, a choice may have other tokens.
     choices = tuple(row[n_prompt:] for row in rows)
     return EncodedExample(
         prompt=rows[0][:n_prompt],

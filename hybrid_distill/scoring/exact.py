@@ -60,22 +60,23 @@ def score_heads(
     Connected processes split the prompts: every process must call this, and each gets the same
     scores.
 
-    Args: n_examples: Maximum number of prompts per head. A prompt with several questions (the
-        probe's ``n_queries``)
-            counts once, by the share of them answered correctly.
+    Args:
+        n_examples: Maximum number of prompts per head. A prompt with several questions (the probe's
+            ``n_queries``) counts once, by the share of them answered correctly.
         batch_size: Rows per forward pass; a row is one prompt with one head ablated. None chooses
             it automatically. Halved whenever memory runs out.
         control_texts: Plain texts; the control loss is measured on the first 256 tokens of each.
         min_accuracy: Accuracy required of the model with all its heads. None: halfway from guessing
-        to always right. race_k: Drop heads once they cannot be among the top k (`racing`). With 99
-        % confidence, the top k are the same
-            as in exhaustive scoring. A dropped head's scores cover only the examples it was tried
-            on (``n_examples_LH``), and its control loss is NaN. None scores every head on every
-            example.
-        heads: Heads to score; others get NaN. removed: Heads ablated throughout, including in the
-        baseline (joint ablation); they get NaN. kind: Kind of heads, as in `head_sites`.
+            to always right.
+        race_k: Drop heads once they cannot be among the top k (`racing`). With 99 % confidence, the
+            top k are the same as in exhaustive scoring. A dropped head's scores cover only the
+            examples it was tried on (``n_examples_LH``), and its control loss is NaN. None scores
+            every head on every example.
+        heads: Heads to score; others get NaN.
+        removed: Heads ablated throughout, including in the baseline (joint ablation); they get NaN.
+        kind: Kind of heads, as in `head_sites`.
         resume_path: File that saves the measurements after each layer; saved measurements of the
-        same task are reused.
+            same task are reused.
 
     Raises ValueError for a model below ``min_accuracy``, and for non-finite logits, naming the head
     and the example.
@@ -95,9 +96,12 @@ def score_heads(
     if race_k is not None:
         race = Race(race_k, len(candidates), n_examples, n_queries=queries_of(probe))
 
+    # A GPU multiplies in bfloat16 many times faster; `computed_in` records it.
     on_gpu_in_float32 = model.device.type == "cuda" and model.dtype == torch.float32
     in_bfloat16 = torch.autocast("cuda", torch.bfloat16, on_gpu_in_float32)
     with eval_mode(model), in_bfloat16:
+        # Everything that decides the numbers: `ResumeLog` reuses measurements only if all of it is
+        # the same.
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),

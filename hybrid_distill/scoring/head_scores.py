@@ -27,10 +27,10 @@ ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
 TABLES = (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")
 WAYS = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
-CONTROL_FLOOR = (
-    0.01  # nats per token: 1 % of perplexity, about the resolution of a small control set
-)
-NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
+# Nats per token: 1 % of perplexity, about the resolution of a small control set.
+CONTROL_FLOOR = 0.01
+# Half-width of a 95 % interval, in standard errors.
+NORMAL_95 = 1.96
 MOST_NAMED = 8
 
 
@@ -279,15 +279,16 @@ def _to_table(name: str, rows: list[object] | None, shape: tuple[int, int]) -> T
 
 def describe_run(model: PreTrainedModel) -> Record:
     """Describe the measured model and the software versions, for the provenance of a result."""
+    device = model.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(model.device)
     return {
         "model": model.name_or_path,
         "imported_from": imported_from(str(model.name_or_path)),
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device)
-        if model.device.type == "cuda"
-        else model.device.type,
+        "device": device,
         "versions": versions(),
         "date": now(),
     }

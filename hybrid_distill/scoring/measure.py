@@ -134,6 +134,7 @@ class AblationRun:
         resume_log: ResumeLog,
         phase: Phase,
     ) -> None:
+        # Indices and not heads: rows of the tables, which keep those that drop out.
         racing = list(range(len(self.heads)))
         n_seen = 0
         work_done = 0

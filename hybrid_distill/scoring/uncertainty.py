@@ -109,6 +109,7 @@ def _ranks(*keys_H: Tensor) -> np.ndarray:
 
 def _overlap(halves: Sequence[np.ndarray], k: int) -> float:
     """Return the share of heads common to the top k of two halves, given their ranks."""
+    # Stable: heads that tie stay in the order of their positions, as in `HeadScores.ranking`.
     first_a, first_b = (np.argsort(-ranks_H, kind="stable")[:k] for ranks_H in halves)
     return len({*first_a.tolist()} & {*first_b.tolist()}) / k
 

@@ -144,6 +144,7 @@ def watch_calls(
     latest_heads: list[Tensor] = []
 
     def before_projection(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # In place: `after` reads the list that it has closed over.
         latest_heads[:] = [args[0].unflatten(-1, (-1, site.head_dim))]
 
     def after(

@@ -77,8 +77,10 @@ def load_llamba(folder: str | Path, dtype: torch.dtype = torch.float32) -> Hybri
         for layer in range(config.num_hidden_layers):
             for part, n_rows in _biased_rows(config).items():
                 bias = torch.zeros(n_rows, dtype=dtype)
+                # Where the published layer has no bias, a student's is zero.
                 state[f"model.layers.{layer}.self_attn.ssm.{part}_proj.bias"] = bias
     if published["tie_embeddings"]:
+        # A tied checkpoint may store the output embedding all the same.
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     model = HybridForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     return model.eval()

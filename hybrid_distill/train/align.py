@@ -35,6 +35,7 @@ class LayerAlignment(TeacherForced[Align]):
     ) -> None:
         super().__init__(student, teacher, config)
         if config.target == "head":
+            # FSDP2 gathers a layer around one method alone, and this target never calls `forward`.
             self.entry = "heads"
         # A student's layer runs the teacher's own MLP and norms, which must then be whole.
         self.teacher_shardable = config.target != "layer"
@@ -69,6 +70,7 @@ class LayerAlignment(TeacherForced[Align]):
         output = self._output(layer, call, batch["seq_idx"])
         target = self._target(layer, call)
         if self.config.loss == "nmse":
+            # `totals` stores a layer's power under the name that `run_teacher` gives its loss.
             target_power = totals.get(f"layer.{layer}")
             return normalized_mse(output, target, batch["mask"], target_power)
         n_tokens = totals.get("tokens")

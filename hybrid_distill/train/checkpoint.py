@@ -66,6 +66,7 @@ class Checkpoints:
         self.wait()
         # One thread a save, not a pool that is kept: a program that ends need not close it.
         writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # `shares()` copies the tensors here, not in the thread: the next step changes them.
         self._writing = writer.submit(self._write, self.path(step), step, shares(), state)
         writer.shutdown(wait=False)
 
@@ -75,11 +76,15 @@ class Checkpoints:
         Raises SaveFailed if the disk is full or not writable, and OtherProcessError in the
         processes that could write. Earlier checkpoints stay untouched.
         """
+        # Forgotten before it can raise: an error that was reported must not come back in the next
+        # `wait`.
         writing = self._writing
         self._writing = None
+        # The disk of one machine may be full: all processes must hear of it, not only its own.
         compute_everywhere(lambda: writing and writing.result())
         rank, _ = rank_and_world()
         if rank == 0:
+            # Complete ones only are counted: a save that failed must not push an intact one out.
             for old in self.paths()[: -self.keep]:
                 _remove(old)
 
@@ -178,6 +183,7 @@ def load(folder: str | Path) -> Snapshot:
     for problem_of_process in compute_everywhere(lambda: problem):
         if problem_of_process:
             raise CorruptCheckpoint(problem_of_process)
+    # In rank order, which is the order of each tensor's rows.
     files: list[Path] = []
     for record in records:
         files += [folder / name for name in record["files"]]
@@ -194,6 +200,7 @@ def _records(folder: Path) -> list[Path]:
     records = sorted(folder.glob("rank-*-of-*.json"))
     if not records:
         return []
+    # The writers' number is in the name: the reading run may have another number of processes.
     world = int(records[0].stem.rpartition("-")[2])
     if len(records) != world:
         return []

@@ -67,8 +67,10 @@ class EndToEnd(Stage[Distill]):
         config: Distill,
     ) -> None:
         super().__init__(student, teacher, config)
+        # Alignment leaves weights that the teacher owns too: training them would train the teacher.
         unshare_weights(student)
         student.set_segment_len(config.segment_len)
+        # The whole student runs here, so all of it is registered, also what stays frozen.
         self.model = student
         if config.train == "all":
             chosen = dict(student.named_parameters())
@@ -118,6 +120,7 @@ class EndToEnd(Stage[Distill]):
             options["hard_weight"] = config.hard_weight
             options["labels_BL"] = _labels(batch)
         teacher_output = self._teacher_output(batch)
+        # The decoder alone: the model's own forward would make the logits of all tokens.
         decoder = self.model.model
         student_BLD = decoder(
             input_ids=batch["input_ids"],

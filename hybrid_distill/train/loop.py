@@ -231,6 +231,8 @@ class _Training:
             self._restore(snapshot)
         if self.accelerator.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
+            # If the newest checkpoint was broken, an older one is resumed: the steps after it come
+            # again.
             self.checkpoints.clear(after=self.step)
             cut_metrics(self.out, self.step)
         self.tracked.start(self.accelerator)
@@ -241,6 +243,7 @@ class _Training:
         Raises Diverged, Interrupted (before the last step only) and SaveFailed.
         """
         config = self.config
+        # Its clock starts here: distributing and restoring are not training.
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
         phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
         batches = self._batches()
@@ -302,6 +305,7 @@ class _Training:
         if not self.strategy.steps_in_backward or n_tokens.item():
             loss, per_layer = self._forward_backward(micro_batches, totals)
         norm = self.strategy.clip_gradients(config.clip)
+        # A failed save stops all processes after this step, not at the next checkpoint.
         stop = stop_requested() or self.checkpoints.failed()
         figures = self._read(loss, per_layer, norm, n_tokens, stop)
         self.tokens += figures.n_tokens
@@ -549,5 +553,6 @@ class _Training:
 
 def row_seed(seed: int, place: int) -> int:
     """Derive a row's seed from the run's seed and the row's place in the data's order."""
+    # A hash, not `seed + place`: runs with neighboring seeds would draw the same, one row apart.
     digest = blake2b(repr((seed, place)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

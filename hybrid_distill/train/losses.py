@@ -119,6 +119,7 @@ def distillation_loss(
 
     dtype = _wide_dtype(student_logits_BLV)
     soft_weight = (1.0 - hard_weight) * temperature**2
+    # Every chunk is divided by the counts of the whole step: the chunks then just add up.
     soft_scale = soft_weight / _count(mask_BL, n_tokens, dtype)
     hard_scale = hard_weight / _count(labels_BL != IGNORE, n_labels, dtype)
 
@@ -277,6 +278,8 @@ def _top_log_probs(
     log_q_MK = log_q_MV.gather(1, ids_MK)
     if ids_MK.shape[1] == student_MV.shape[1]:
         return log_q_MK, log_p_MK
+    # The student's rest is summed token by token, for 1 minus the top's sum would cancel. Of the
+    # teacher, only the top is known.
     log_q_rest_M1 = log_q_MV.scatter(1, ids_MK, -math.inf).logsumexp(-1, keepdim=True)
     p_top_M1 = log_p_MK.exp().sum(-1, keepdim=True)
     log_p_rest_M1 = (1.0 - p_top_M1).clamp_min(SMALLEST_TAIL).log()

@@ -24,6 +24,7 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
     attention, the only one that returns its maps.
     """
 
+    # `mixing_matrices` is not `forward`, around which sharded weights are gathered.
     shardable = False
 
     def __init__(
@@ -65,6 +66,7 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
     ) -> Tensor:
         mixer = self.student.mixers()[layer]
         mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
+        # Eager attention returns (output, maps).
         maps_BHLS = call.output[1]
         maps_BRLS = pick_heads(maps_BHLS, mixer.replaced, dim=1)
         n_rows_of_step = totals.get("rows")

@@ -118,6 +118,7 @@ def _matrices(module: nn.Module) -> list[Tensor]:
     """Return the weights of linear layers, including the output embedding, each once."""
     # By id: tensors compare by value.
     weights = {}
+    # Embeddings of the input are looked up, not multiplied, so they are left out.
     for part in module.modules():
         if isinstance(part, nn.Linear):
             weights[id(part.weight)] = part.weight

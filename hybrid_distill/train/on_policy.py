@@ -39,6 +39,7 @@ class OnPolicy(EndToEnd):
     rounding. In bfloat16 the logits depend on how many rows are computed together, enough to change a token.
     """
 
+    # Generation runs the decoder over and over, outside of the call that gathers the weights.
     shardable = False
 
     def __init__(
@@ -168,9 +169,12 @@ class OnPolicy(EndToEnd):
                 # on the others. Greedy decoding of noisy logits samples with one per row.
                 do_sample=False,
                 logits_processor=LogitsProcessorList([sample]),
+                # A teacher's generation_config may set these, and transformers warns if greedy
+                # decoding gets them.
                 temperature=None,
                 top_k=None,
                 top_p=None,
+                # Any token will do: it stands behind a row's end, where the mask is off.
                 pad_token_id=0,
             )
 

@@ -37,6 +37,7 @@ def read_sealed(path: Path, expected: str) -> Record:
         raise CorruptCheckpoint(f"{path} cannot be read ({error}).") from error
     if stored_format != expected:
         raise CorruptCheckpoint(f"{path} has format {stored_format!r}, expected {expected!r}.")
+    # Popped on the left, before the right side hashes the rest: a seal does not cover itself.
     if record.pop(SEAL, None) != _seal(record):
         raise CorruptCheckpoint(
             f"{path} was changed after it was written; undo that, or delete {path.parent}."

@@ -148,6 +148,7 @@ class Stage(nn.Module, ABC, Generic[Config]):
                 "the student has nothing to train: its plan keeps every head, or its replaced heads have a window "
                 f"alone and {self.config.name}.train is 'ssm'; pass --{self.config.name}.train mixer."
             )
+        # Everything first: the student may share chosen parameters with what is frozen.
         for model in (self.student, *self.teachers):
             model.requires_grad_(False)
         make_master_weights(chosen.values())
@@ -196,6 +197,8 @@ class TeacherForced(Stage[Config]):
             # The hook runs inside the teacher's forward, which records no graph.
             with torch.enable_grad():
                 if self.config.gradient_checkpointing:
+                    # The reentrant kind drops the graph if no input requires a gradient, and the
+                    # teacher's do not.
                     return checkpoint(self.layer_loss, *arguments, use_reentrant=False)
                 return self.layer_loss(*arguments)
 
@@ -241,6 +244,7 @@ def add_totals(parts: Iterable[Totals]) -> dict[str, Tensor]:
     totals_of_parts = list(parts)
     sums: dict[str, Tensor] = {}
     for name in totals_of_parts[0]:
+        # float32 counts tokens exactly only up to 2^24.
         values = [totals[name].double() for totals in totals_of_parts]
         sums[name] = torch.stack(values).sum()
     return sums

@@ -19,10 +19,12 @@ from torch import Tensor
 from . import conv, loss_torch, loss_triton, ssd, step
 from .loss import Options, Tokens
 
-LENGTH = 150  # at least two chunks and a ragged end
+# Tokens: at least two chunks and a ragged end.
+LENGTH = 150
 N_HEADS = 3
-DOCUMENT = 37  # tokens, so that documents end inside of chunks
-# Relative to the largest element: mistakes, not rounding
+# Tokens of a document, so that documents end inside of chunks.
+DOCUMENT = 37
+# Relative to the largest element: mistakes, not rounding.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
 
 
@@ -35,7 +37,8 @@ def difference(
 
     ``kernel`` is one of `TESTS`, which say what sizes and options are. Runs in a thread of its own,
     where no mode, hook or graph of the caller reaches."""
-    if device.type == "cuda" and not torch.cuda.is_available():  # of a fake tensor
+    # The device of a fake tensor need not exist.
+    if device.type == "cuda" and not torch.cuda.is_available():
         return None
     # Autocast, inference mode, hooks and dispatch modes are per thread.
     with ThreadPoolExecutor(1) as thread:
@@ -54,17 +57,16 @@ def _first_difference(
             # Relative to the largest element: small ones are differences of large ones and round as
             # these.
             scale = expected.abs().max().clamp_min(1e-12)
-            error = (
-                ((actual.cpu().double() - expected).abs().max() / scale)
-                .nan_to_num(torch.inf)
-                .item()
-            )
+            largest = (actual.cpu().double() - expected).abs().max()
+            # A NaN would be less than any tolerance.
+            error = (largest / scale).nan_to_num(torch.inf).item()
             if error > TOLERANCE[dtype]:
                 return (
                     f"on {device} its {name} is off by {error:.1e} of the largest element "
                     f"({dtype}, sizes {sizes})"
                 )
-    except Exception as error:  # whatever a compiler, a driver or a launch may raise
+    # Whatever a compiler, a driver or a launch may raise.
+    except Exception as error:
         first_line = next(iter(str(error).strip().splitlines()), "")
         return (
             f"on {device} it fails with {type(error).__name__}: {first_line[:200]} "
@@ -88,7 +90,9 @@ class _Draw:
 
     def given(self, leaf: Tensor | None, dtype: torch.dtype | None = None) -> Any:
         """Return what the kernel gets for a leaf."""
-        return None if leaf is None else leaf.detach().to(self.device, dtype or self.dtype)
+        if leaf is None:
+            return None
+        return leaf.detach().to(self.device, dtype or self.dtype)
 
 
 Triples = Iterator[tuple[str, Tensor, Tensor]]
@@ -109,8 +113,14 @@ def _recurrence(
         # A log decay, as it is used without a gate, is never positive.
         if not gated:
             a = -a.detach().abs().requires_grad_()
-        D, z = (draw(N_HEADS), draw(*tokens, head_dim)) if gated else (None, None)
-        state = draw(1, N_HEADS, head_dim, d_state) if n_segments > 1 else None
+        D = None
+        z = None
+        if gated:
+            D = draw(N_HEADS)
+            z = draw(*tokens, head_dim)
+        state = None
+        if n_segments > 1:
+            state = draw(1, N_HEADS, head_dim, d_state)
         y, final = _define_recurrence(x, a, b, c, D, z, state, document)
 
         inputs = draw.given(x), draw.given(a, torch.float32), draw.given(b), draw.given(c)
@@ -124,10 +134,13 @@ def _recurrence(
         before_gate, found_final, chunk_states = ssd.ssd_forward(
             *inputs, **options, save_chunk_states=training
         )
-        yield "output", before_gate if z is None else ssd.gate(before_gate, draw.given(z)), y
+        output = before_gate
+        if z is not None:
+            output = ssd.gate(before_gate, draw.given(z))
+        yield "output", output, y
         yield "last state", found_final, final
         if training and chunk_states is not None:
-            # So that no sum over tokens is small by chance
+            # So that no sum over tokens is small by chance.
             dy = draw(*y.shape).detach().abs() * x.detach().sign()
             dfinal = draw(*final.shape).detach() if n_segments > 1 else None
             found = {}
@@ -137,12 +150,13 @@ def _recurrence(
             gradients = ssd.ssd_backward(
                 upstream, draw.given(dfinal, torch.float32), chunk_states, *inputs, **options
             )
-            found |= {
-                name.rpartition("_")[0]: gradient for name, gradient in gradients._asdict().items()
-            }
+            for name, gradient in gradients._asdict().items():
+                found[name.rpartition("_")[0]] = gradient
             given = {"x": x, "a": a, "b": b, "c": c, "D": D, "z": z, "state": state}
             leaves = {name: leaf for name, leaf in given.items() if leaf is not None}
-            loss = (y * dy).sum() + (0.0 if dfinal is None else (final * dfinal).sum())
+            loss = (y * dy).sum()
+            if dfinal is not None:
+                loss = loss + (final * dfinal).sum()
             for name, expected in zip(leaves, torch.autograd.grad(loss, list(leaves.values()))):
                 yield f"gradient of {name}", found[name], expected
 
@@ -159,13 +173,14 @@ def _define_recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Compute y = T x and the last state for a row, with T[i, j] = (C_i . B_j) prod_{j < s <= i}
     a_s."""
-    cum_BLH = (a if z is None else -F.softplus(a)).cumsum(1)
+    log_a = a
+    if z is not None:
+        log_a = -F.softplus(a)
+    cum_BLH = log_a.cumsum(1)
     seen = (document.unsqueeze(1) == document).tril()
-    decay_BLSH = (
-        (cum_BLH.unsqueeze(2) - cum_BLH.unsqueeze(1))
-        .masked_fill(~seen[None, :, :, None], -torch.inf)
-        .exp()
-    )
+    log_decay_BLSH = cum_BLH.unsqueeze(2) - cum_BLH.unsqueeze(1)
+    # Masked before exp: above the diagonal, the differences are positive and may overflow.
+    decay_BLSH = log_decay_BLSH.masked_fill(~seen[None, :, :, None], -torch.inf).exp()
     y = torch.einsum("blsh,blhn,bshn,bshp->blhp", decay_BLSH, c, b, x)
     final = torch.einsum("bsh,bshn,bshp->bhpn", decay_BLSH[:, -1], b, x)
     if state is not None:
@@ -179,15 +194,20 @@ def _define_recurrence(
 
 def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Triples:
     """Test `causal_conv` without and with a state."""
-    n_channels = 80  # more than a program holds
+    # More than a program holds.
+    n_channels = 80
     document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
     seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
     with_past = torch.cat([document[:1].expand(width - 1), document])
     for state in (None, draw(1, n_channels, width - 1)):
         x = draw(1, LENGTH, n_channels)
         weight = draw(n_channels, width)
-        past = x.new_zeros(1, width - 1, n_channels) if state is None else state.mT
-        taps = torch.cat([past, x], 1).unfold(1, LENGTH, 1).permute(3, 2, 1, 0)  # [L, C, K, 1]
+        past = x.new_zeros(1, width - 1, n_channels)
+        if state is not None:
+            past = state.mT
+        # [L, C, K, 1]
+        taps = torch.cat([past, x], 1).unfold(1, LENGTH, 1).permute(3, 2, 1, 0)
+        # [L, 1, K]: whether a tap lies in the token's own document.
         same = (with_past.unfold(0, LENGTH, 1).mT == document.unsqueeze(1)).unsqueeze(1)
         y = (taps.squeeze(-1) * weight * same).sum(-1).unsqueeze(0)
 
@@ -197,9 +217,8 @@ def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Tr
             dy = draw(*y.shape).detach()
             leaves = [leaf for leaf in (x, weight, state) if leaf is not None]
             found = conv._backward_op(draw.given(dy), *given)
-            for name, actual, expected in zip(
-                "x weight state".split(), found, torch.autograd.grad(y, leaves, dy)
-            ):
+            gradients = torch.autograd.grad(y, leaves, dy)
+            for name, actual, expected in zip(("x", "weight", "state"), found, gradients):
                 yield f"gradient of {name}", actual, expected
 
 
@@ -216,8 +235,10 @@ def _decoding_step(
     z = draw(2, N_HEADS, head_dim)
     state = draw(2, N_HEADS, head_dim, d_state)
     window = torch.cat([past, xbc.unsqueeze(-1)], -1)
-    x, b, c = (t.unflatten(1, (N_HEADS, -1)) for t in (window * weight).sum(-1).split(parts, 1))
-    new = (-F.softplus(a)).exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
+    convolved = (window * weight).sum(-1).split(parts, 1)
+    x, b, c = (part.unflatten(1, (N_HEADS, -1)) for part in convolved)
+    decay = (-F.softplus(a)).exp()[..., None, None]
+    new = decay * state + x.unsqueeze(-1) * b.unsqueeze(-2)
     y = ((new * c.unsqueeze(-2)).sum(-1) + D.unsqueeze(-1) * x) * F.silu(z)
 
     states = draw.given(past), draw.given(state, torch.float32)
@@ -229,19 +250,14 @@ def _decoding_step(
         draw.given(D),
     )
     is_token = torch.tensor([True, not masked], device="cpu")
+    on_device = is_token.to(draw.device)
     with torch.no_grad():
-        found = step.ssd_step(
-            *given, *states, token_mask_B=is_token.to(draw.device) if masked else None
-        )
-    yield "output", found[is_token.to(draw.device)], y[is_token]
-    for name, actual, before, after in zip(
-        ("inputs", "state"), states, (past, state), (window[..., 1:], new)
-    ):
-        yield (
-            f"new {name}",
-            actual,
-            torch.where(is_token.view(2, *(1,) * (after.dim() - 1)), after, before),
-        )
+        found = step.ssd_step(*given, *states, token_mask_B=on_device if masked else None)
+    yield "output", found[on_device], y[is_token]
+    # Padding leaves both states as they were.
+    inputs = torch.where(is_token.view(2, 1, 1), window[..., 1:], past)
+    yield "new inputs", states[0], inputs
+    yield "new state", states[1], torch.where(is_token.view(2, 1, 1, 1), new, state)
 
 
 def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
@@ -257,9 +273,11 @@ def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
         weights = draw(2, n_tokens)
         labels = torch.arange(n_tokens, device="cpu") * 4000
         exact = Tokens(*weights.detach().abs(), labels, torch.ones_like(labels, dtype=torch.bool))
-        tokens = Tokens(
-            *(t.to(draw.device, torch.float32 if t.is_floating_point() else None) for t in exact)
-        )
+        on_device = []
+        for tensor in exact:
+            dtype = torch.float32 if tensor.is_floating_point() else None
+            on_device.append(tensor.to(draw.device, dtype))
+        tokens = Tokens(*on_device)
         if from_head:
             expected = loss_torch.of_head(student.clone(), teacher, exact, options)
             found = loss_triton.of_head(draw.given(student), draw.given(teacher), tokens, options)
@@ -273,9 +291,12 @@ def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
 
 
 TESTS: dict[str, Callable[..., Triples]] = {
-    "recurrence": _recurrence,  # P, N; gated (with D, on raw decays), packed
-    "convolution": _convolution,  # K; packed
-    "decoding step": _decoding_step,  # P, N, K; masked
-    # Kind of the divergence, teacher as a head or as its top K
+    # P, N; gated (with D, on raw decays), packed.
+    "recurrence": _recurrence,
+    # K; packed.
+    "convolution": _convolution,
+    # P, N, K; masked.
+    "decoding step": _decoding_step,
+    # Kind of the divergence, teacher as a head or as its top K.
     "distillation loss": _distillation_loss,
 }

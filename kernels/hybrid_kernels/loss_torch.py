@@ -48,11 +48,9 @@ def _part_by_part(
 ) -> tuple[Tensor, Tensor]:
     """Compare some tokens at a time, so that what each pass leaves is still in the cache for the
     next."""
-    size = (
-        max(1, CACHED_LOGITS // student_MV.shape[1])
-        if student_MV.device.type == "cpu"
-        else len(student_MV)
-    )
+    size = len(student_MV)
+    if student_MV.device.type == "cpu":
+        size = max(1, CACHED_LOGITS // student_MV.shape[1])
     losses = []
     for start in range(0, len(student_MV), size):
         rows = slice(start, start + size)
@@ -69,8 +67,9 @@ def _of_head(
 ) -> tuple[Tensor, Tensor]:
     student_MV = _wide(student_MV)
     teacher_MV = _wide(teacher_MV)
-    log_q, log_p = ((x / options.temperature).log_softmax(-1) for x in (student_MV, teacher_MV))
-    divergence_M, gradient_MV = divergence(log_q, log_p, options)
+    log_q_MV = (student_MV / options.temperature).log_softmax(-1)
+    log_p_MV = (teacher_MV / options.temperature).log_softmax(-1)
+    divergence_M, gradient_MV = divergence(log_q_MV, log_p_MV, options)
     gradient_MV *= (tokens.soft_M / options.temperature).unsqueeze(-1)
     return _with_cross_entropy(
         tokens.soft_M * divergence_M, gradient_MV, student_MV, tokens, options

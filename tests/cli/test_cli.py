@@ -395,9 +395,8 @@ def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
     prepare(RunInputs(other))
     assert from_json(tmp_path / "run" / "config.json") == other
     (stage / "metrics.jsonl").write_text('{"step": 1}\n')
-    prepare(
-        RunInputs(first)
-    )  # of a stage that diverged before its first checkpoint nothing is lost
+    # Of a stage that diverged before its first checkpoint, nothing is lost.
+    prepare(RunInputs(first))
     with pytest.raises(ValueError, match=r"holds a run with other settings: seed"):
         prepare(RunInputs(replace(first, seed=1)))
     (stage / "checkpoints" / "step-00000002").mkdir(parents=True)

@@ -13,13 +13,17 @@ from hybrid_distill.cli import main
 
 ROOT = Path(__file__).parents[2]
 SHORTER = {
-    "examples 64": "examples 4",
+    "pairs 16 --examples 64": "pairs 4 --examples 2",
+    "examples 64": "examples 2",
     "steps 100": "steps 2",
     "steps 50": "steps 2",
     "pairs 8 16": "pairs 8",
 }
-ALSO = {"score": " --min-accuracy 0", "run": " --evaluation.n-texts 2"}
-"""Flags that spare a command time; four prompts are too few to tell whether the teacher can answer."""
+ALSO = {
+    "score": " --min-accuracy 0 --n-control-texts 2",
+    "run": " --evaluation.n-texts 2 --align.batch-size 2 --distill.batch-size 2",
+}
+"""Flags that spare a command time; two prompts are too few to tell whether the teacher can answer."""
 
 
 def shortened(command: str) -> list[str]:
@@ -37,7 +41,7 @@ def test_the_tutorial(
     page = (ROOT / "docs/tutorial.md").read_text()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    gate_in_this_process(monkeypatch, tmp_path / "modules")
+    gate_in_this_process(monkeypatch, tmp_path / "modules", new_tokens=2)
     commands = re.findall(r"```\n\$ hybrid-distill (.*?[^\\])\n", page, re.DOTALL)
     assert [command.split()[0] for command in commands] == [
         "score",

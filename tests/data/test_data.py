@@ -169,7 +169,8 @@ def test_every_format_reads_the_same(tmp_path, name):
 def test_the_embedded_corpus_is_a_source(tokenizer, tmp_path):
     train = set(data.read_documents("tiny"))
     held_out = set(data.read_documents("tiny:held_out"))
-    assert train and held_out
+    assert train
+    assert held_out
     assert not train & held_out
     rows = open_rows(DataConfig(sources=("tiny:held_out",)), tokenizer, cache_dir=tmp_path)
     assert rows.batch(0, 2)["input_ids"].shape == (2, 256)

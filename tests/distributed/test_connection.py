@@ -104,6 +104,7 @@ def test_a_killed_launcher_leaves_no_process_that_trains():
         env=environment,
         stdout=subprocess.PIPE,
     )
-    assert launcher.stdout is not None and launcher.stdout.readline() == b"up\n"
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"up\n"
     launcher.kill()
     assert launcher.stdout.read() == b"", "it lived on"

@@ -51,7 +51,8 @@ def checked(record: dict[str, Any]) -> tuple[list[str], list[str]]:
 )
 def test_a_kernel_compiled_now_keeps_its_promises(name: str, capability: int, compiled) -> None:
     used, broken = compiled(resources_of, name, capability)
-    assert used["tensor_core_instructions"] > 0 and not broken
+    assert used["tensor_core_instructions"] > 0
+    assert not broken
 
 
 def test_configurations_on_record_keep_their_promises_and_others_are_found(compiled) -> None:
@@ -72,7 +73,8 @@ def test_configurations_on_record_keep_their_promises_and_others_are_found(compi
         worse = copy.deepcopy(record)
         worse["triton 3.6.0"]["ssd_triton"]["sm_90"][name][resource] = value
         (found,), _ = compiled(checked, worse)
-        assert found.startswith(f"sm_90 {name}: ") and problem in found
+        assert found.startswith(f"sm_90 {name}: ")
+        assert problem in found
 
 
 def amd_code(names: list[str]) -> dict[str, tuple[int, int, int]]:
@@ -104,7 +106,8 @@ def test_kernels_compile_for_amd(compiled) -> None:
     found = compiled(amd_code, names)
     assert set(found) == set(names)
     for name, (shared, matrix_products, n_bytes) in found.items():
-        assert shared <= 64 << 10 and n_bytes > 0, name
+        assert shared <= 64 << 10, name
+        assert n_bytes > 0, name
         assert (matrix_products > 0) == name.startswith("ssd"), name
 
 
@@ -230,10 +233,18 @@ def test_main_loops(capability: int, d_state: int, gated: bool, packed: bool, co
     for name, loop in of_products.items():
         resident, barriers, waits = BUDGETS[capability, d_state]["backward" in name]
         print(f"sm_{capability} N={d_state} gated={gated} packed={packed} {name}: {loop}")
-        assert (
-            loop["resident"] >= resident and loop["barriers"] <= barriers and loop["waits"] <= waits
-        ), (name, loop)
-        assert loop["products"] > 0 and loop["narrowest"] >= 4 and not loop["transposed"], (
+        assert loop["resident"] >= resident, (name, loop)
+        assert loop["barriers"] <= barriers, (name, loop)
+        assert loop["waits"] <= waits, (name, loop)
+        assert loop["products"] > 0, (
+            name,
+            loop,
+        )
+        assert loop["narrowest"] >= 4, (
+            name,
+            loop,
+        )
+        assert not loop["transposed"], (
             name,
             loop,
         )

@@ -41,9 +41,8 @@ def nothing_known(monkeypatch):
     """Forget what was found before, here and afterwards; draw less than on a GPU."""
     monkeypatch.setattr(definitions, "LENGTH", 70)
     monkeypatch.setattr(definitions, "N_HEADS", 2)
-    monkeypatch.setattr(
-        selftest, "check_kernel", definitions.difference
-    )  # planted mistakes are in this process
+    # Planted mistakes are in this process, not in the child's.
+    monkeypatch.setattr(selftest, "check_kernel", definitions.difference)
     remembering = (
         definitions.difference,
         loss._is_right,
@@ -154,7 +153,8 @@ def test_a_test_leaves_no_trace_in_the_caller(monkeypatch) -> None:
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
             assert mistake("recurrence") is None
-    assert not packed and torch.equal(torch.get_rng_state(), state)
+    assert not packed
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def best(
@@ -171,7 +171,8 @@ def fresh_choice(monkeypatch) -> None:
 
 
 def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
-    assert best() == "triton" and not caplog.records
+    assert best() == "triton"
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("case", ["mistake", "float16", "N=256", "triton 3.2", "no triton"])
@@ -193,7 +194,8 @@ def test_auto_falls_back_to_torch_with_one_warning(
     with caplog.at_level(logging.WARNING):
         assert [best(*arguments) for _ in range(3)] == ["torch"] * 3
     (record,) = caplog.records
-    assert "runs on torch" in record.message and "\n" not in record.message
+    assert "runs on torch" in record.message
+    assert "\n" not in record.message
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ class Case:
         teacher = TeacherHead(self.teacher.hidden_BLE.to(dtype), self.teacher.head_WE.to(dtype))
         value = loss(hidden, head, teacher)
         value.backward()
-        assert hidden.grad is not None and head.grad is not None
+        assert hidden.grad is not None
+        assert head.grad is not None
         return [value.detach(), hidden.grad, head.grad]
 
     def ours(self, teacher: TeacherHead | TeacherTopK | None = None, **options) -> list[Tensor]:
@@ -208,7 +209,8 @@ def test_what_masked_tokens_hold_is_never_seen(impl):
 def test_no_token_at_all_costs_nothing():
     case = Case()
     value, *gradients = case.ours(weight_BL=torch.zeros(B, L))
-    assert value == 0 and not any(gradient.any() for gradient in gradients)
+    assert value == 0
+    assert not any(gradient.any() for gradient in gradients)
 
 
 def stored(case: Case, k: int, temperature: float) -> TeacherTopK:
@@ -286,7 +288,8 @@ def test_the_backward_overwrites_what_nobody_needs(dtype):
     saved: Any = loss.grad_fn
     addresses = [gradient.data_ptr() for gradient in saved.saved_tensors]
     loss.backward()
-    assert hidden.grad is not None and head.grad is not None
+    assert hidden.grad is not None
+    assert head.grad is not None
     assert hidden.grad.data_ptr() == addresses[0]
     # For bf16, the fp32 sum is rounded
     assert (head.grad.data_ptr() == addresses[1]) == (dtype == torch.float32)

@@ -122,7 +122,9 @@ def test_a_fake_gpu_needs_no_gpu() -> None:
         given = [torch.empty(t.shape, device="cuda") for t in scan_arguments()]
         assert _choose("auto", "recurrence", given[0], P, N, gated=True, packed=False) == "triton"
         y, final = gated_ssd_scan(*given[:-1], state_BHPN=given[-1])
-        assert y.is_cuda and y.shape == given[0].shape and final.shape == given[-1].shape
+        assert y.is_cuda
+        assert y.shape == given[0].shape
+        assert final.shape == given[-1].shape
 
 
 def test_second_derivatives_are_refused_in_words() -> None:
@@ -148,4 +150,5 @@ def test_no_kernel_is_compiled_anew_for_each_length() -> None:
     kernels += [conv._forward, conv._through_silu, conv._backward]
     for kernel in kernels:
         lengths = {"L", "chunks_per_segment", "n_segments"} & set(kernel.arg_names)
-        assert lengths and lengths <= set(kernel.kwargs["do_not_specialize"])
+        assert lengths
+        assert lengths <= set(kernel.kwargs["do_not_specialize"])

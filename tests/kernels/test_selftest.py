@@ -74,9 +74,12 @@ def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_
         asked(name) for name in ("distillation loss", "recurrence", "decoding step")
     )
     found = selftest.check_kernels([right, crash, wrong, right])
-    assert found[0] is None and found[3] is None
-    assert found[1] and "SIGSEGV" in found[1]
-    assert found[2] and "output" in found[2]
+    assert found[0] is None
+    assert found[3] is None
+    assert found[1]
+    assert "SIGSEGV" in found[1]
+    assert found[2]
+    assert "output" in found[2]
     assert len(planted.read_text().split()) == 1
 
     # Another process of the machine: nothing is tried again; later, a verdict against a kernel
@@ -102,7 +105,8 @@ def test_a_hang_ends_and_torch_takes_over_with_one_line(planted: Path, monkeypat
         ssd._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ()) for _ in range(2)
     ] == ["torch"] * 2
     (record,) = caplog.records
-    assert "0.5 s" in record.message and "\n" not in record.message
+    assert "0.5 s" in record.message
+    assert "\n" not in record.message
 
 
 @pytest.mark.launched
@@ -130,7 +134,8 @@ def test_without_a_second_process_the_test_runs_in_this_one(
         TESTS, "convolution", lambda draw, *sizes, **options: iter([("y", draw(2), draw(2) * 0)])
     )
     found = selftest.check_kernel("convolution", CPU, torch.float32, 3, training=False)
-    assert found and "its y is off" in found
+    assert found
+    assert "its y is off" in found
     assert "no-python" in caplog.text
 
 
@@ -172,7 +177,9 @@ def test_what_is_reported_to_fail_is_not_tried(
     reason = known_bad.known_bad(kernel, torch.device("cuda"))
     assert (reason is not None) == is_bad
     if reason is not None:
-        assert "3.7.1" in reason and "11366" in reason and "\n" not in reason
+        assert "3.7.1" in reason
+        assert "11366" in reason
+        assert "\n" not in reason
 
 
 def test_every_row_names_kernels_that_exist() -> None:

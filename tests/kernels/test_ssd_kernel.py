@@ -172,7 +172,8 @@ def test_only_the_final_state_is_used() -> None:
     given = in_dtype(problem(1, 70, 1, 16, 16), FP32)
     _, state = run_kernels(given)
     dx, dD, dz = torch.autograd.grad(state.sum(), [given.x, given.D, given.z], allow_unused=True)
-    assert dx.any() and not dD.any()
+    assert dx.any()
+    assert not dD.any()
     assert dz is None  # the gate comes after the state
 
 
@@ -186,7 +187,8 @@ def test_slices_of_a_wider_tensor_need_no_copy() -> None:
     expected, _, _ = ssd_forward(given.x, given.a, given.b, given.c)
     in_a_row, _, _ = ssd_forward(parts[0], given.a, *parts[1:])
     transposed, _, _ = ssd_forward(x, given.a, b, c)
-    assert torch.equal(in_a_row, expected) and torch.equal(transposed, expected)
+    assert torch.equal(in_a_row, expected)
+    assert torch.equal(transposed, expected)
 
 
 def test_the_same_bits_every_time_and_however_rows_are_batched() -> None:
@@ -321,7 +323,8 @@ def test_gradients_of_slices_of_one_row_are_slices_of_one_row(gap: int) -> None:
 
     of_slices = gradients(slices)
     of_copies = gradients([part.contiguous() for part in slices])
-    assert n_storages(of_slices) == 1 and n_storages(of_copies) == 3
+    assert n_storages(of_slices) == 1
+    assert n_storages(of_copies) == 3
     for one, other in zip(of_slices, of_copies):
         assert torch.equal(one, other)
 

@@ -21,9 +21,8 @@ def waves_and_chunks(programs: int, n_chunks: int, places: int, n_segments: int)
 
 
 def test_no_cut_is_worse_than_none_and_none_is_too_short() -> None:
-    assert segments(32, 64, H100) == 8 and segments(264, 64, H100) == 1, (
-        "256 programs fill it; so many need no cut"
-    )
+    assert segments(32, 64, H100) == 8, "256 programs fill it; so many need no cut"
+    assert segments(264, 64, H100) == 1, "256 programs fill it; so many need no cut"
     for places, n_chunks, programs in itertools.product(
         (132, A100, H100, 3 * 132),
         (1, 7, 64, 512, 1024),

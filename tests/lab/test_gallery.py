@@ -38,7 +38,8 @@ def test_the_page_shows_all_figures_and_they_are_there() -> None:
     drawn = [
         str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs/gallery").rglob("*.png")
     ]
-    assert sorted(shown) == sorted(drawn) and len(shown) == len(set(shown))
+    assert sorted(shown) == sorted(drawn)
+    assert len(shown) == len(set(shown))
 
 
 def test_the_commands_are_ones_that_the_command_line_knows(

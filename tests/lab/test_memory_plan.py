@@ -56,7 +56,9 @@ benchmark.SHAPES["small"] = dict(
     vocab_size=600, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16,
 )  # fmt: skip
-ALIGN, DISTILL, MATRIX = Align(), Distill(), AlignMatrix()
+ALIGN = Align()
+DISTILL = Distill()
+MATRIX = AlignMatrix()
 
 
 def small_case(
@@ -101,19 +103,16 @@ CONFIGS = [
 )
 def test_the_plan_says_what_a_step_takes(config: StageConfig, recurrence: str) -> None:
     """Every part that is 2 % of the peak or more within 15 %, parameters and optimizer to the byte."""
-    case = small_case(
-        config, torch.bfloat16 if config in HALF else torch.float32, recurrence=recurrence
-    )
-    record = benchmark.one_process(
-        case._replace(kept=0) if config.name == "matrix" else case, "cpu"
-    )
-    parts = record["parts"]
+    dtype = torch.bfloat16 if config in HALF else torch.float32
+    kept = 0 if config.name == "matrix" else 3
+    case = small_case(config, dtype, kept, recurrence=recurrence)
+    record = benchmark.one_process(case, "cpu")
     assert not record["misses"], benchmark.show(record)
+    parts = record["parts"]
     for name in ("trained", "frozen", "gradients", "teacher"):
         assert parts[name]["predicted"] == parts[name]["measured"], name
-    assert parts["optimizer"]["predicted"] == pytest.approx(
-        parts["optimizer"]["measured"], rel=0.01
-    )
+    optimizer = parts["optimizer"]
+    assert optimizer["predicted"] == pytest.approx(optimizer["measured"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +135,8 @@ def test_windows_beside_states_and_alone(config: StageConfig, d_state: int) -> N
     assert not record["misses"], benchmark.show(record)
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt_neox", "olmo3", "qwen3"]
-)  # no gate, more norms, wider heads
+# No gate, more norms, wider heads.
+@pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])
 def test_other_families(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
     teacher = family_model(family, num_hidden_layers=2)
     student, _ = build_student(
@@ -156,12 +154,14 @@ def test_other_families(family: str, family_model: Callable[..., PreTrainedModel
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU")
 def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    config = replace(ALIGN, precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    config = replace(ALIGN, precision=precision)
     case = small_case(config, dtype)._replace(rows=1, length=64)
     stage = benchmark.make_real_stage(case, "cpu")
     stage.student.set_ssm_implementation("triton")
     saved = benchmark.saved_tensors(stage, benchmark.make_batch(case, 600, "cpu"))
-    kernels, plain = (benchmark.predict(case, device)["activations"] for device in ("cuda", "cpu"))
+    kernels = benchmark.predict(case, "cuda")["activations"]
+    plain = benchmark.predict(case, "cpu")["activations"]
     assert kernels == pytest.approx(saved, rel=0.15)
     assert kernels < 0.7 * plain
 
@@ -192,9 +192,9 @@ def meta_models(
     """Student and teacher without values."""
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return empty_student(
-        teacher, HeadPlan.random(config, kept, seed=0), d_state=d_state, conv_width=4
-    ), teacher
+    plan = HeadPlan.random(config, kept, seed=0)
+    student = empty_student(teacher, plan, d_state=d_state, conv_width=4)
+    return student, teacher
 
 
 def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:
@@ -205,9 +205,8 @@ def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:
 
 
 def big_plan(shape: StageShape, strategy: str = "ddp", **changes: Any) -> MemoryPlan:
-    return memory_plan(
-        shape, **{**dict(world=8, micro_batch=4, seq_len=2048, strategy=strategy), **changes}
-    )
+    options = {"world": 8, "micro_batch": 4, "seq_len": 2048, **changes}
+    return memory_plan(shape, strategy=strategy, **options)
 
 
 DISTILL_1B = big_shape(LLAMA_1B, replace(DISTILL, precision="bf16"))
@@ -217,10 +216,9 @@ def test_what_is_always_there_is_arithmetic() -> None:
     assert DISTILL_1B.teacher_bytes == 2 * 1_235_814_400, "the parameters of Llama-3.2-1B in bf16"
     n = DISTILL_1B.trained
     plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
-    held = {
-        name: (plan["trained parameters"], plan["gradients"], plan["optimizer"])
-        for name, plan in plans.items()
-    }
+    held = {}
+    for name, plan in plans.items():
+        held[name] = (plan["trained parameters"], plan["gradients"], plan["optimizer"])
     assert held == {
         "ddp": (4 * n, 4 * n, 8 * n),
         "zero1": (4 * n + n // 2, 4 * n, n),
@@ -228,16 +226,15 @@ def test_what_is_always_there_is_arithmetic() -> None:
         "zero3": (n, n // 2, n),
         "fsdp2": (n // 2, n // 2, n),
     }
-    assert len({plan["teacher"] for plan in plans.values()}) == 1, (
-        "every process has a whole teacher"
-    )
+    teachers = {plan["teacher"] for plan in plans.values()}
+    assert len(teachers) == 1, "every process has a whole teacher"
 
 
 def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> None:
-    whole, sharded = (
-        big_plan(DISTILL_1B, teacher_sharding=how)["teacher"] for how in ("replicated", "sharded")
-    )
-    layer, embedding = 2 * 60_821_504, 2 * (128_256 * 2048 + 2048)
+    whole = big_plan(DISTILL_1B, teacher_sharding="replicated")["teacher"]
+    sharded = big_plan(DISTILL_1B, teacher_sharding="sharded")["teacher"]
+    layer = 2 * 60_821_504
+    embedding = 2 * (128_256 * 2048 + 2048)
     assert whole == 16 * layer + embedding
     assert sharded == 16 * layer // 8 + embedding + 2 * layer
 
@@ -245,13 +242,16 @@ def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> No
 def test_timing_lets_transformers_choose_the_attention_and_students_write(
     tmp_path: Path, family_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher, write, written = family_model("gemma2", num_hidden_layers=1), OnPolicy.own_text, []
+    teacher = family_model("gemma2", num_hidden_layers=1)
     teacher.save_pretrained(tmp_path)
+    write = OnPolicy.own_text
+    written = []
     monkeypatch.setattr(OnPolicy, "own_text", lambda *of: written.append(of) or write(*of))
     stages = (Align(**QUICK), DistillOnPolicy(**QUICK))
     run = small_run(gpus=1, teacher=TeacherConfig(str(tmp_path)), stages=stages)
     said = training_time(run, HeadPlan.random(teacher, 3, seed=0), teacher.num_parameters())
-    assert re.findall(r"\n  (\w+): [\d,]+ steps of ", said) == ["align", "on_policy"] and written
+    assert re.findall(r"\n  (\w+): [\d,]+ steps of ", said) == ["align", "on_policy"]
+    assert written
 
 
 @pytest.fixture(autouse=True)
@@ -266,34 +266,27 @@ def test_a_dry_run_shows_every_strategy_and_what_to_launch(
     recipe = str(RECIPES / "hybrid_tiny.py")
     main(["run", recipe, "--dry-run", "--out", str(tmp_path / "run"), "--gpus", "8"])
     printed = capsys.readouterr().out
-    for words in (
-        *STRATEGIES,
-        "activations",
-        "total with gradient checkpointing",
-        "loss chunk",
-        "reduce_bucket_size",
-    ):
+    parts = ("activations", "total with gradient checkpointing", "loss chunk")
+    for words in (*STRATEGIES, *parts, "reduce_bucket_size"):
         assert words in printed
-    assert (
-        f"--config_file launch/ddp.yaml --num_processes 8 -m hybrid_distill run {recipe}" in printed
-    )
+    launch = "--config_file launch/ddp.yaml --num_processes 8"
+    assert f"{launch} -m hybrid_distill run {recipe}" in printed
 
 
 def test_a_dry_run_for_one_gpu() -> None:
-    assert all((ROOT / launch.split()[0]).is_file() for launch in LAUNCH.values()), (
-        "files for several are there"
-    )
+    for launch in LAUNCH.values():
+        assert (ROOT / launch.split()[0]).is_file(), "files for several are there"
     printed = describe(replace(small_run(), gpus=1), "small.py --seed 1")
-    assert "zero2" not in printed and "communication" not in printed
+    assert "zero2" not in printed
+    assert "communication" not in printed
     assert "hybrid-distill run small.py --seed 1\n" in printed
 
 
 def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
     run = replace(small_run(), gpus=2, gpu_memory=0.0001)
     said = describe(run)
-    assert (
-        "Cannot be launched: no strategy fits every stage in 0 MB" in said and "more --gpus" in said
-    )
+    assert "Cannot be launched: no strategy fits every stage in 0 MB" in said
+    assert "more --gpus" in said
     tight = replace(small_run(), gpus=1, stages=(Distill(**QUICK),))
     plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
     assert again < plain
@@ -317,22 +310,18 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     model.save_pretrained(tmp_path / "wide")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_teacher_path() / name, tmp_path / "wide")
-    long = Distill(
-        name="long", steps=3, batch_size=2, micro_batch_size=1, seq_len=512, segment_len=128
-    )
-    teacher = str(tmp_path / "wide")
-    post = Distill(
-        name="post", steps=5, batch_size=2, data=DataConfig(seq_len=192), teacher=teacher
-    )
+    rows = {"steps": 3, "batch_size": 2, "micro_batch_size": 1}
+    long = Distill(name="long", **rows, seq_len=512, segment_len=128)
+    other = {"data": DataConfig(seq_len=192), "teacher": str(tmp_path / "wide")}
+    post = Distill(name="post", steps=5, batch_size=2, **other)
     run = replace(small_run(), gpus=1, stages=(Distill(**QUICK), long, post))
     said = describe(run)
     assert "distill: micro-batches of 2 x 64 tokens" in said
-    assert (
-        "long: micro-batches of 1 x 512 tokens, fp32, segments of 128; 3 steps, 3,072 tokens in all"
-        in said
-    )
+    in_segments = "micro-batches of 1 x 512 tokens, fp32, segments of 128"
+    assert f"long: {in_segments}; 3 steps, 3,072 tokens in all" in said
     assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
     first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
-    assert first == second and third == pytest.approx(4 * model.num_parameters() / 1e6, rel=0.01)
+    assert first == second
+    assert third == pytest.approx(4 * model.num_parameters() / 1e6, rel=0.01)
     with pytest.raises(ValueError, match="gone"):
         describe(run.with_stage("post", teacher=str(tmp_path / "gone")))

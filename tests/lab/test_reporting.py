@@ -49,7 +49,9 @@ def test_a_table_in_three_forms() -> None:
         "| c | – | – |",
     ]
     html = html_table(frame)
-    assert 'colspan="2"' in html and "a &lt; b" in html and html.count("<tr") == 4
+    assert 'colspan="2"' in html
+    assert "a &lt; b" in html
+    assert html.count("<tr") == 4
     frame.columns = ["model", "perplexity", "agreement, %"]
     assert text_table(frame).splitlines()[1] == "a < b         4.5    97.3 ± 1.4"
     assert (signed(-0.04), signed(-1.26), with_error(math.nan)) == ("+0.0", "−1.3", "–")
@@ -155,7 +157,8 @@ def test_numbers_of_the_report(run: RunPaths, line: str) -> None:
 
 def test_nothing_is_missing_and_both_alignments_are_shown(run: RunPaths) -> None:
     record = read_run(run.out)
-    assert record.missing == () and "## Missing" not in run.report.read_text()
+    assert record.missing == ()
+    assert "## Missing" not in run.report.read_text()
     assert list(record.losses.panel.unique()) == [SHARED, STUDENT]
 
 
@@ -167,7 +170,8 @@ def test_figures_are_there_readable_in_print_and_named_in_the_report(run: RunPat
     assert {path.name for path in run.out.glob("*.png")} == names
     for name in names:
         with Image.open(run.out / name) as image:
-            assert image.width >= 1200 and round(image.info["dpi"][0]) == 200
+            assert image.width >= 1200
+            assert round(image.info["dpi"][0]) == 200
 
 
 @pytest.mark.parametrize("change", [{}, {"control_drop_LH": None}])
@@ -175,7 +179,8 @@ def test_a_map_of_heads_of_which_some_do_not_exist(tmp_path: Path, change: dict[
     scores = replace(whole_scores(), **change)
     score_map(scores, tmp_path / "map.svg", kept=scores.ranking()[:3])
     comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "map.svg").read_text())
-    assert ("Control: plain text" in comments) == (not change) and "Accuracy lost" in comments
+    assert ("Control: plain text" in comments) == (not change)
+    assert "Accuracy lost" in comments
     assert "outlined: kept heads; grey: no attention head" in comments
 
 

@@ -145,7 +145,8 @@ class Scripted:
     at_once: int = 0
 
     def start(self, sweep: Sweep, task: Task, slot: int) -> Any:
-        assert 0 <= slot < self.slots and slot not in self.busy
+        assert 0 <= slot < self.slots
+        assert slot not in self.busy
         self.begun.append(task.name)
         self.busy.add(slot)
         self.at_once = max(self.at_once, len(self.busy))

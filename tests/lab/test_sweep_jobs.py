@@ -78,7 +78,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_pages_have_commands() -> None:
-    assert {page for page, _ in COMMANDS} == set(PAGES) and len(COMMANDS) >= 7
+    assert {page for page, _ in COMMANDS} == set(PAGES)
+    assert len(COMMANDS) >= 7
     assert any("--cluster slurm" in command for _, command in COMMANDS)
 
 
@@ -246,7 +247,8 @@ def test_every_running_job_has_a_gpu_of_its_own(
     this = opened(tmp_path)
     fake: Any = Fake(this)
     run_tasks(this, Jobs(fake, 3), lambda task: None)
-    assert fake.seen == {"0", "1", "2"} and fake.at_once == 3
+    assert fake.seen == {"0", "1", "2"}
+    assert fake.at_once == 3
     assert {task.outcome().state for task in this.tasks.values()} == {"done"}
 
 

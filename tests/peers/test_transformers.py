@@ -67,9 +67,8 @@ class HybridTests(
     kind: Kind
     model_tester: Any = None
     all_model_classes = MODEL_CLASSES
-    test_can_init_all_missing_weights_before_2023 = (
-        True  # transformers takes a file without a year for an old one
-    )
+    # transformers takes a file without a year for an old one.
+    test_can_init_all_missing_weights_before_2023 = True
 
     def setUp(self) -> None:
         self.model_tester = HybridTester(self.kind)
@@ -89,9 +88,8 @@ class HybridTests(
 
 def _config_fields(kind: Kind) -> dict[str, Any]:
     config = kind.config()
-    backbone = json.loads(
-        json.dumps(config.backbone)
-    )  # the tests compare with JSON, whose keys are text
+    # The tests compare with JSON, whose keys are text.
+    backbone = json.loads(json.dumps(config.backbone))
     return {
         "backbone": backbone,
         "kept": config.kept,

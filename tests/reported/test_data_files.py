@@ -117,7 +117,8 @@ def test_hidden_files_and_folders_are_no_text(folder, caplog):
     (line,) = [
         record.getMessage() for record in caplog.records if str(folder) in record.getMessage()
     ]
-    assert "5 hidden" in line and "\n" not in line
+    assert "5 hidden" in line
+    assert "\n" not in line
 
 
 def test_a_hidden_file_or_folder_that_is_named_is_read(folder):

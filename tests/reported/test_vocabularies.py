@@ -186,4 +186,5 @@ def test_every_command_that_works_for_a_run_refuses_it_too(padded, tmp_path, cap
 def test_a_stage_of_another_teacher_is_refused_too(config, padded, capsys):
     post = replace(DISTILL, name="post", data=config.data, teacher=padded.teacher.path)
     line = refusal(capsys, replace(config, stages=(DISTILL, post)), "--dry-run")
-    assert padded.teacher.path in line and "<pad>" in line
+    assert padded.teacher.path in line
+    assert "<pad>" in line

@@ -375,17 +375,14 @@ def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
     ("prefix", "fields"),
     [
         ("Helium", {"head_dim": 8, "num_key_value_heads": 4}),
-        (
-            "NanoChat",
-            {"num_key_value_heads": 4},
-        ),  # norms without weights, behind RoPE
+        # Norms without weights, behind RoPE.
+        ("NanoChat", {"num_key_value_heads": 4}),
         (
             "Olmoe",
             {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
         ),
-        pytest.param(
-            "Persimmon", {"qk_layernorm": True}, marks=since("5.10")
-        ),  # as a teacher with a cache
+        # As a teacher with a cache.
+        pytest.param("Persimmon", {"qk_layernorm": True}, marks=since("5.10")),
     ],
 )
 def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -> None:

@@ -88,4 +88,5 @@ def test_a_config_file_without_a_teacher(
     (tmp_path / "config.json").write_text(json.dumps({"name": "run", "seed": 0}))
     with pytest.raises(SystemExit) as exit_:
         main(["evaluate", str(tmp_path)])
-    assert exit_.value.code == 2 and "teacher" in capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert "teacher" in capsys.readouterr().err

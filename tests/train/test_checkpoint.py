@@ -57,7 +57,8 @@ def newest(checkpoints: Checkpoints) -> int:
 def test_what_is_saved_is_read_back_and_the_oldest_goes(checkpoints):
     assert [path.name for path in checkpoints.paths()] == ["step-00000008", "step-00000012"]
     snapshot = checkpoint.load(checkpoints.paths()[-1])
-    assert snapshot.step == 12 and snapshot.states == [{"tokens": 12}]
+    assert snapshot.step == 12
+    assert snapshot.states == [{"tokens": 12}]
     assert list(snapshot.weights) == ["a"]
     assert torch.equal(snapshot.weights["a"], tensors(12)["weights/a"])
     assert snapshot.optimizer["step/a"].dtype == torch.int64
@@ -113,7 +114,8 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch)
 
     monkeypatch.setattr(checkpoint, "save_tensors", save_later)
     checkpoints.save(4, lambda: tensors(4), {})
-    assert checkpoints.paths() == [] and not checkpoints.failed()
+    assert checkpoints.paths() == []
+    assert not checkpoints.failed()
     may_write.set()
     checkpoints.wait()
     assert newest(checkpoints) == 4

@@ -96,7 +96,8 @@ def test_a_stage_lowers_its_loss_and_leaves_its_result(uninterrupted, tmp_path, 
     manifest = train_stage(stage, small_rows(), tmp_path, progress=False)
     losses = [loss for _, loss, _ in curve(tmp_path)]
     assert losses[-1] < 0.95 * losses[0]
-    assert manifest.finished and manifest.steps == config.steps
+    assert manifest.finished
+    assert manifest.steps == config.steps
     assert manifest.weights == weights_hash(stage.student) != manifest.parent
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["manifest.json", "metrics.jsonl", "model.safetensors"]
@@ -113,7 +114,8 @@ def test_every_line_of_the_metrics_says_what_happened(tmp_path):
     names = "step loss per_layer lr grad_norm tokens tokens_per_s data_wait memory_bytes seconds"
     for line in lines:
         assert set(line) == set(names.split())
-        assert 0 <= line["data_wait"] < 1 and line["memory_bytes"] > 2**20
+        assert 0 <= line["data_wait"] < 1
+        assert line["memory_bytes"] > 2**20
         assert line["loss"] == pytest.approx(sum(line["per_layer"].values()), rel=1e-5)
         assert line["tokens"] == sum(tokens[: line["step"]])
         assert line["lr"] == 3e-3 * wsd(line["step"] - 1, 12, 0.1, 0.1)
@@ -204,7 +206,8 @@ def test_killed_before_the_manifest_that_makes_the_result_count(uninterrupted, t
         train("align", tmp_path)
 
     killed(action)
-    assert (tmp_path / "model.safetensors").exists() and StageManifest.read(tmp_path) is None
+    assert (tmp_path / "model.safetensors").exists()
+    assert StageManifest.read(tmp_path) is None
     assert train("align", tmp_path) == uninterrupted["align"]
 
 
@@ -251,7 +254,8 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
 
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 9, to_all), data_workers=1)
-    assert 0 < curve(tmp_path)[-1][0] < 12 and not multiprocessing.active_children()
+    assert 0 < curve(tmp_path)[-1][0] < 12
+    assert not multiprocessing.active_children()
     resumed = train("align", tmp_path, data_workers=2)
     assert resumed.manifest.weights == uninterrupted["align"].manifest.weights
     assert resumed.curve == uninterrupted["align"].curve
@@ -277,7 +281,8 @@ def test_stages_follow_each_other_by_hash(tmp_path):
     out = tmp_path / "2-distill"
     with pytest.raises(StageParentError) as refusal:
         train("distill", out, parent_hash=aligned)
-    assert aligned[:16] in str(refusal.value) and fresh[:16] in str(refusal.value)
+    assert aligned[:16] in str(refusal.value)
+    assert fresh[:16] in str(refusal.value)
     assert not out.exists()
     distill = make_stage(small_config("distill", steps=1), student, teacher, vocab_size=99)
     distilled = train_stage(distill, small_rows(), out, parent_hash=aligned, progress=False)
@@ -342,7 +347,8 @@ def test_a_bad_batch_can_be_left_out_but_not_too_many_in_a_row(tmp_path):
     train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), tmp_path, progress=False)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if "skipped" in line] == [5, 6, 10]
-    assert "nan" in lines[4]["skipped"] and lines[4]["loss"] is None
+    assert "nan" in lines[4]["skipped"]
+    assert lines[4]["loss"] is None
     good = [line["loss"] for line in lines if "skipped" not in line]
     assert good[-1] < good[0]
     assert all(torch.isfinite(parameter).all() for parameter in stage.student.parameters())

@@ -188,7 +188,8 @@ def test_conversations_beside_text_have_their_share_of_the_rows_and_their_own_ma
     for ids, mask in zip(alone["input_ids"].tolist(), alone["mask"].tolist()):
         mask_of[tuple(ids)] = mask
     for ids, mask in zip(whole["input_ids"][is_chat].tolist(), whole["mask"][is_chat].tolist()):
-        assert mask == mask_of[tuple(ids)] and not all(mask)
+        assert mask == mask_of[tuple(ids)]
+        assert not all(mask)
 
     halves = [rows.batch(3, 8, rank, 2)["input_ids"] for rank in range(2)]
     again = open_rows(config, tokenizer, cache_dir=tmp_path).batch(3, 8)

@@ -151,7 +151,8 @@ def test_recomputing_changes_nothing_but_memory(batch, target):
 
     kept = gradients(recompute=False)
     recomputed = gradients(recompute=True)
-    assert kept and all(map(torch.equal, kept, recomputed))
+    assert kept
+    assert all(map(torch.equal, kept, recomputed))
 
 
 def test_layers_that_keep_every_head_are_left_out(batch):
@@ -260,7 +261,8 @@ def test_a_stage_trains_what_it_names_uses_all_of_it_and_never_touches_the_teach
         assert parameter.requires_grad == expected, name
         assert (parameter.grad is not None) == expected, name
     for name, parameter in teacher.named_parameters():
-        assert parameter.grad is None and torch.equal(parameter, before[name])
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
     shared = set(map(id, teacher.parameters())) & set(map(id, student.parameters()))
     assert bool(shared) == isinstance(stage, LayerAlignment)
 
@@ -359,7 +361,8 @@ def test_the_student_continues_the_document_at_hand():
     written = stage.own_text(batch, range(8))
     assert torch.equal(written["input_ids"][:, :8], batch["input_ids"][:, :8])
     at_hand = batch["seq_idx"][:, :8] == batch["seq_idx"][:, 7:8]
-    assert torch.equal(written["seq_idx"][:, :8] == 1, at_hand) and not at_hand.all()
+    assert torch.equal(written["seq_idx"][:, :8] == 1, at_hand)
+    assert not at_hand.all()
     for row in range(8):
         ids = written["input_ids"][row].tolist()
         seq_idx = written["seq_idx"][row].tolist()
@@ -368,7 +371,8 @@ def test_the_student_continues_the_document_at_hand():
             end = ids.index(EOS, 8) + 1
         judged = written["mask"][row].nonzero().flatten().tolist()
         assert judged == list(range(7, end - 1))
-        assert set(seq_idx[8:end]) == {1} and set(seq_idx[end:]) <= {2}
+        assert set(seq_idx[8:end]) == {1}
+        assert set(seq_idx[end:]) <= {2}
 
 
 def test_what_the_student_wrote_is_judged_as_if_alone():
@@ -405,7 +409,8 @@ def test_a_row_counts_as_much_written_as_given():
     given = _kind_of(mixed, "given")
     own = _kind_of(mixed, "own")
     n_own = len(own["mask"])
-    assert 0 < n_own < 8 and n_own + len(given["mask"]) == 8
+    assert 0 < n_own < 8
+    assert n_own + len(given["mask"]) == 8
     with torch.no_grad():
         expected = (n_own * stage(own).total + (8 - n_own) * stage(given).total) / 8
         torch.testing.assert_close(stage(mixed).total, expected)

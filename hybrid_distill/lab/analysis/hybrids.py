@@ -260,7 +260,8 @@ class HybridHeadRanking(ModelExperiment):
         """
         model = bench.model
         n_examples = self.questions.examples
-        # Heads are ranked and removed on different questions.
+        # Not the questions that measure the removal: heads chosen and measured on the same ones
+        # would look better than they are.
         probe = replace(self.questions, seed=self.questions.seed + 1).probe(self.probe)
         check_readable(model, bench.tokenizer, probe.examples(n_examples))
         texts = read_held_out(self.questions.texts, self.n_control_texts)

@@ -89,6 +89,7 @@ def mark_prompt(
         tokens = [
             i for i, (start, end) in enumerate(spans) if start < line.end() and line.start() < end
         ]
+        # A head may sum a line up at its answer, which for some tokenizers is several tokens.
         first = _first_of_summary(line, in_line, tokens, spans, texts)
         content = tuple(i for i in tokens if i < first)
         summary = tuple(i for i in tokens if i >= first)
@@ -198,9 +199,11 @@ def sharpness(prompt: MarkedPrompt, mix: HeadMix) -> Sharpness:
     for segment in prompt.segments:
         if segment.content:
             block_TS = share_TS[list(segment.summary)][:, list(segment.content)]
+            # The best row: any of a summary's tokens may be the one that gathers.
             gathered.append(block_TS.sum(1).max().item())
     answer = () if prompt.answer is None else prompt.segments[prompt.answer].summary
     return Sharpness(
+        # abs, not a minus, which would make -0 of the entropy of a single entry.
         entropy=abs((last_S * last_S.clamp(min=1e-30).log2()).sum().item()),
         answer=share_on(answer),
         separators=last_S[list(prompt.separators)].sum().item(),

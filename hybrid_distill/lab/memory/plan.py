@@ -35,10 +35,14 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 the gradients of every micro-batch, ZeRO-3 also the parameters of every pass. FSDP2 sends parameters and gradients once
 per step if it has several micro-batches, for which it holds both whole in between."""
 
-FP32, BF16 = 4, 2
-NEVER = 2**62  # longer than any row
-REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's default, which the launch files keep
-LIVE_PARAMETERS = 1_000_000_000  # elements that ZeRO-3 keeps gathered for reuse; its default
+FP32 = 4
+BF16 = 2
+NEVER = 2**62
+"""Length of a segment that is longer than any row."""
+REDUCE_BUCKET = 500_000_000
+"""Elements; DeepSpeed's default, which the launch files keep."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Elements that ZeRO-3 keeps gathered for reuse; its default."""
 # Tokens between the states that the kernels store, by bytes of a number (on Hopper, N = P = 64). A
 # copy of hybrid_kernels.ssd_tiles, which imports triton: a machine that only plans may lack it.
 KERNEL_CHUNK = {BF16: 32, FP32: 16}
@@ -59,20 +63,17 @@ class StageShape:
         self, config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel
     ) -> None:
         stage = make_stage(config, student, teacher)
-        self.end_to_end, self.matrix = (
-            isinstance(stage, EndToEnd),
-            isinstance(stage, MatrixAlignment),
-        )
+        self.end_to_end = isinstance(stage, EndToEnd)
+        self.matrix = isinstance(stage, MatrixAlignment)
         self.target: str = getattr(config, "target", "mixer")
         train = getattr(config, "train", "ssm")
-        self.trains_all, self.trains_attention = train == "all", train != "ssm"
+        self.trains_all = train == "all"
+        self.trains_attention = train != "ssm"
         self.kind: str = getattr(config, "kind", "forward_kl")
         # Tokens per segment of the recurrent heads; the backward recomputes each segment.
         self.segment_len: int = getattr(config, "segment_len", None) or NEVER
-        self.bf16, self.gradient_checkpointing = (
-            config.precision == "bf16",
-            config.gradient_checkpointing,
-        )
+        self.bf16 = config.precision == "bf16"
+        self.gradient_checkpointing = config.gradient_checkpointing
         self.itemsize = BF16 if self.bf16 else FP32
         self.shardable = stage.shardable
 
@@ -81,9 +82,8 @@ class StageShape:
         blocks = student.model.layers
         mixers = student.mixers()
         # Fused: the loss holds the logits of only a chunk of tokens (never under ZeRO-3).
-        self.fused = getattr(config, "fused", True) and not any(
-            map(finishes_logits, (backbone, text_config(teacher)))
-        )
+        finishes = finishes_logits(backbone) or finishes_logits(text_config(teacher))
+        self.fused = getattr(config, "fused", True) and not finishes
         self.trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
         # Parameters shared with the teacher are the teacher's.
         self.frozen_bytes = _nbytes(p for p in stage.parameters() if not p.requires_grad)
@@ -95,40 +95,37 @@ class StageShape:
         self.teacher_layer_bytes = max(
             _nbytes(block.parameters()) for _, block in decoder_blocks(teacher)
         )
-        self.layer_bytes = max(
-            _nbytes(layer.parameters()) for layer in (blocks if self.end_to_end else mixers)
-        )
+        sharded_layers = blocks if self.end_to_end else mixers
+        self.layer_bytes = max(_nbytes(layer.parameters()) for layer in sharded_layers)
         # Under bf16, autocast copies trained matrices once per forward, and float32 frozen ones at every use.
         computed = blocks if self.end_to_end or self.target == "layer" else nn.ModuleList(mixers)
         matrices = [m.weight for m in _linears(computed) if m.weight.dtype == torch.float32]
         self.trained_matrices = sum(w.numel() for w in matrices if w.requires_grad)
         self.frozen_matrices = sum(w.numel() for w in matrices if not w.requires_grad)
 
-        self.n_layers, self.n_heads, self.head_dim = (
-            len(mixers),
-            mixers[0].n_heads,
-            mixers[0].head_dim,
-        )
+        self.n_layers = len(mixers)
+        self.n_heads = mixers[0].n_heads
+        self.head_dim = mixers[0].head_dim
         self.group_size = mixers[0].group_size
-        self.window, self.sinks = student.config.window, student.config.sinks
+        self.window = student.config.window
+        self.sinks = student.config.sinks
         computed_mixers = [mixer for mixer in mixers if self.end_to_end or mixer.replaced]
         # Heads of the layers that the stage computes for the student.
         self.layers = [LayerHeads.of(mixer) for mixer in computed_mixers]
         self.width: int = backbone.hidden_size
         self.mlp_width: int = backbone.intermediate_size
-        mlp_inputs = [
-            m
-            for m in _linears(getattr(blocks[0], "mlp", nn.Module()))
-            if m.in_features == self.width
-        ]
+        mlp = getattr(blocks[0], "mlp", nn.Module())
+        mlp_inputs = [linear for linear in _linears(mlp) if linear.in_features == self.width]
         # GPT-NeoX's has one projection.
         self.gated = sum(m.out_features for m in mlp_inputs) != self.mlp_width
         self.vocabulary: int = backbone.vocab_size
-        self.d_state, self.conv_width = student.config.d_state, student.config.conv_width
+        self.d_state = student.config.d_state
+        self.conv_width = student.config.conv_width
         self.delta_rule = student.config.recurrence == "gdn"
         # Over a layer's whole width.
         self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())
-        self.eager = backbone._attn_implementation == "eager"  # attention that stores its maps
+        # The one attention that stores its maps.
+        self.eager = backbone._attn_implementation == "eager"
         embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
         self.teacher_itemsize = teacher.dtype.itemsize
         # Of hidden states between the student's layers.
@@ -184,46 +181,58 @@ def memory_plan(
     ``reduce_bucket`` the elements of DeepSpeed's bucket. ``device`` is ``cuda``, with the kernels of `hybrid_kernels`,
     or ``cpu``, with plain torch.
     """
-    recompute = (
-        shape.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-    )
-    tokens, kernels, fused = (
-        micro_batch * seq_len,
-        device == "cuda",
-        shape.fused and strategy != "zero3",
-    )
+    recompute = gradient_checkpointing
+    if recompute is None:
+        recompute = shape.gradient_checkpointing
+    tokens = micro_batch * seq_len
+    kernels = device == "cuda"
+    # Under ZeRO-3, no process holds the whole output embedding between calls.
+    fused = shape.fused and strategy != "zero3"
     layers = [_layer(shape, heads, seq_len, kernels) for heads in shape.layers]
-    activations = _inputs_of_layers(shape, seq_len) if recompute else sum(layers)
-    if shape.end_to_end:  # around the last norm, and the output embedding's input
-        trained = FP32 + (0 if fused else shape.itemsize) if shape.trains_all else 0
-        activations += shape.width * (FP32 + trained)
-    copied = shape.trained_matrices + (0 if recompute else shape.frozen_matrices)
+    activations: float = sum(layers)
+    copied = shape.trained_matrices + shape.frozen_matrices
+    recomputed: float = 0
+    if recompute:
+        activations = _inputs_of_layers(shape, seq_len)
+        copied = shape.trained_matrices
+        # The backward holds one layer's activations at a time.
+        recomputed = max(layers)
+    loss = 0
+    if shape.end_to_end:
+        activations += _around_the_head(shape, fused)
+        loss = _loss(shape, tokens, kernels, fused)
     if strategy == "fsdp2":
         copied = max(0, copied - shape.gathered_in_bf16)
-    work = int(tokens * _workspace(shape, seq_len, kernels, max(layers) if recompute else 0))
-    loss = _loss(shape, tokens, kernels, fused) if shape.end_to_end else 0
+    work = int(tokens * _workspace(shape, seq_len, kernels, recomputed))
     teacher = shape.teacher_bytes
     # A share of the layers, the layer that runs, and the next one.
     if teacher_sharding == "sharded":
         in_layers = shape.n_layers * shape.teacher_layer_bytes
         teacher += -(-in_layers // world) - in_layers + 2 * shape.teacher_layer_bytes
     names = ("trained parameters", "frozen parameters", "gradients", "optimizer", "communication")
+    shares = _shares(shape, strategy, world, micro_batches, reduce_bucket * FP32)
     return {
-        **dict(
-            zip(
-                names,
-                _shares(shape, strategy, world, micro_batches, reduce_bucket * FP32),
-                strict=True,
-            )
-        ),
+        **dict(zip(names, shares, strict=True)),
         "teacher": teacher,
-        "activations": int(tokens * activations),  # kept for the backward
-        "bf16 copies": BF16 * copied if shape.bf16 else 0,  # of float32 weights, by autocast
+        # Kept for the backward.
+        "activations": int(tokens * activations),
+        # Of float32 weights, by autocast.
+        "bf16 copies": BF16 * copied if shape.bf16 else 0,
         # Logits of a chunk of tokens, and the gradients that are computed with the loss.
         "loss chunk": loss,
         # Of one layer, beyond the loss chunk whose memory it reuses.
         "layer workspace": max(0, work - loss),
     }
+
+
+def _around_the_head(shape: StageShape, fused: bool) -> int:
+    """Count the bytes per token around the last norm, and those of the output embedding's input."""
+    n_bytes = FP32
+    if shape.trains_all:
+        n_bytes += FP32
+        if not fused:
+            n_bytes += shape.itemsize
+    return shape.width * n_bytes
 
 
 def _shares(
@@ -234,23 +243,23 @@ def _shares(
     As in DeepSpeed 0.19, whose optimizer works on a copy of its shard of the float32 weights. Communication consists
     of buckets and of parameters gathered for use.
     """
-    whole, frozen = shape.trained * FP32, shape.frozen_bytes
-    held, share = whole + frozen, -(-whole // world)
+    whole = shape.trained * FP32
+    frozen = shape.frozen_bytes
+    held = whole + frozen
+    share = -(-whole // world)
     if strategy == "ddp":
-        # Gradients are views of the buckets, until zero_grad drops them and accumulation makes new ones.
-        return whole, frozen, whole, 2 * whole, whole if world > 1 and micro_batches > 1 else 0
+        # Gradients are views of the buckets, until zero_grad drops them and accumulation makes new
+        # ones.
+        buckets = whole if world > 1 and micro_batches > 1 else 0
+        return whole, frozen, whole, 2 * whole, buckets
     if strategy in ("zero1", "zero2"):
-        return whole + share, frozen, whole if strategy == "zero1" else share, 2 * share, bucket
+        gradients = whole if strategy == "zero1" else share
+        return whole + share, frozen, gradients, 2 * share, bucket
     frozen = -(-frozen // world)
     if strategy == "zero3":
         elements = shape.trained + shape.frozen_bytes // shape.teacher_itemsize
-        return (
-            2 * share,
-            frozen,
-            share,
-            2 * share,
-            bucket + int(held * min(1.0, LIVE_PARAMETERS / elements)),
-        )
+        live = int(held * min(1.0, LIVE_PARAMETERS / elements))
+        return 2 * share, frozen, share, 2 * share, bucket + live
     if micro_batches > 1 or not shape.end_to_end:
         # Everything stays gathered until the last micro-batch's backward has come by, or, where nothing flows back into
         # a layer's input, until it has ended; so do whole gradients.
@@ -269,45 +278,60 @@ def _layer(shape: StageShape, heads: LayerHeads, seq_len: int, kernels: bool) ->
     kept, windowed, recurrent = heads
     attending = kept + windowed
     item = shape.itemsize
-    if shape.matrix:  # per pair of tokens: scores, decays and error; also the system of the writes
+    if shape.matrix:
+        # Per pair of tokens: scores, decays and error; also the system of the writes.
         of_pair = 9 if shape.delta_rule else 3
         channels = recurrent * (shape.head_dim + 2 * shape.d_state)
         convolution = channels * item * (1 if kernels else shape.conv_width)
-        return (
-            _inputs(shape, 3)
-            + convolution
-            + recurrent * FP32 * (2 * (shape.d_state + 1) + of_pair * seq_len)
-        )
+        matrices = recurrent * FP32 * (2 * (shape.d_state + 1) + of_pair * seq_len)
+        return _inputs(shape, 3) + convolution + matrices
     in_segments = shape.segment_len < seq_len
-    n_linears = (3 if attending and shape.trains_attention else 0) + (
-        5 if recurrent and not in_segments else 0
-    )
+    n_linears = 0
+    if attending and shape.trains_attention:
+        # q, k and v.
+        n_linears += 3
+    if recurrent and not in_segments:
+        # x, b, c, z and a.
+        n_linears += 5
     total: float = _inputs(shape, n_linears)
-    if recurrent and in_segments:  # hidden states that segments start from, and the states between
-        is_kept = shape.trains_attention and shape.hidden_itemsize == item
-        total += 0 if is_kept else shape.width * shape.hidden_itemsize
+    if recurrent and in_segments:
+        # Hidden states that segments start from, and the states between.
+        if not (shape.trains_attention and shape.hidden_itemsize == item):
+            total += shape.width * shape.hidden_itemsize
         total += recurrent * shape.head_dim * shape.d_state * FP32 / shape.segment_len
     elif recurrent:
         total += _recurrence(shape, recurrent, seq_len, kernels)
     if kept and (shape.trains_attention or shape.end_to_end):
-        # q, k, v (as many as query heads) and the output; the mask, and a float32 normalizer, or the map itself.
-        maps = kept * seq_len * (FP32 + item) if shape.eager else seq_len * item + kept * FP32
-        total += 4 * kept * shape.head_dim * item + maps
+        # q, k, v (as many as query heads) and the output.
+        total += 4 * kept * shape.head_dim * item
+        if shape.eager:
+            # The map itself, and its softmax in float32.
+            total += kept * seq_len * (FP32 + item)
+        else:
+            # The mask, and a float32 normalizer.
+            total += seq_len * item + kept * FP32
     if windowed and (shape.trains_attention or shape.end_to_end):
         total += _window(shape, windowed, seq_len)
     if shape.trains_attention:
-        total += shape.n_heads * shape.head_dim * item  # input of the output projection
+        # Input of the output projection.
+        total += shape.n_heads * shape.head_dim * item
     if not shape.end_to_end:
-        of_heads = max(windowed, recurrent) * shape.head_dim
-        total += (of_heads if shape.target == "head" else shape.width) * FP32  # the error
+        # The error.
+        width = shape.width
+        if shape.target == "head":
+            width = max(windowed, recurrent) * shape.head_dim
+        total += width * FP32
     if shape.end_to_end or shape.target == "layer":
         # RMSNorm in float32: its input, and, for the weight's gradient, its normalized input.
         n_norms = shape.n_norms - (not shape.end_to_end)
         total += n_norms * shape.width * FP32 * (2 if shape.trains_all else 1)
-        # Gate, activation and up (without a gate: up); for the weights' gradients their product and the input too.
-        n_kept, n_inputs = (3, 2) if shape.gated else (1, 1)
-        total += (n_kept + shape.trains_all) * shape.mlp_width * item
-        total += _inputs(shape, n_inputs) if shape.trains_all else 0
+        # Gate, activation and up; without a gate, up alone.
+        n_kept = 3 if shape.gated else 1
+        total += n_kept * shape.mlp_width * item
+        if shape.trains_all:
+            # For the weights' gradients, their product and the input too.
+            n_inputs = 2 if shape.gated else 1
+            total += shape.mlp_width * item + _inputs(shape, n_inputs)
     return total
 
 
@@ -332,32 +356,31 @@ def _inputs(shape: StageShape, n_linears: int) -> int:
 def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) -> float:
     """Count convolution, scan, skip and gate of the recurrent heads."""
     item = shape.itemsize
-    x, bc, state = (
-        recurrent * n for n in (shape.head_dim, shape.d_state, shape.head_dim * shape.d_state)
-    )
+    x = recurrent * shape.head_dim
+    bc = recurrent * shape.d_state
+    state = x * shape.d_state
     channels = x + 2 * bc
     if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
-        # Input and output of the convolution, both factors of the gate, raw decay, and the state before every chunk.
-        own = (
-            (channels + recurrent * DELTA_CHUNK) * item
-            if shape.delta_rule
-            else state * item / KERNEL_CHUNK[item]
-        )
-        return 2 * channels * item + 2 * x * item + recurrent * FP32 + own
+        # Input and output of the convolution, both factors of the gate, and the raw decay.
+        around = 2 * channels * item + 2 * x * item + recurrent * FP32
+        if shape.delta_rule:
+            return around + (channels + recurrent * DELTA_CHUNK) * item
+        # The state before every chunk.
+        return around + state * item / KERNEL_CHUNK[item]
     chunk = min(CHUNK_SIZE, seq_len)
-    filled = -(-seq_len // chunk) * chunk / seq_len  # padded to whole chunks
-    scan = FP32 * (2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk)
-    # The writes: their systems, solved for both terms, and the states that these read.
+    # Rows are padded to whole chunks.
+    filled = -(-seq_len // chunk) * chunk / seq_len
+    scan = 2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk
     if shape.delta_rule:
-        scan += FP32 * (
-            2 * x + 6 * bc + recurrent * (3 * chunk + 8) + (2 * state + bc * shape.d_state) / chunk
-        )
-    return (
-        (shape.conv_width + 1) * channels * item
-        + filled * scan
-        + 3 * x * item
-        + (x * FP32 if item != FP32 else 0)
-    )
+        # The writes: their systems, solved for both terms, and the states that these read.
+        systems = recurrent * (3 * chunk + 8)
+        states = (2 * state + bc * shape.d_state) / chunk
+        scan += 2 * x + 6 * bc + systems + states
+    convolution = (shape.conv_width + 1) * channels * item
+    gate = 3 * x * item
+    if item != FP32:
+        gate += x * FP32
+    return convolution + filled * FP32 * scan + gate
 
 
 def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
@@ -369,52 +392,67 @@ def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
     if not shape.end_to_end:
         maps = seq_len * shape.teacher_itemsize if shape.eager else 0
         total += n_layers * shape.n_heads * (shape.head_dim * shape.itemsize + maps)
-        # A decoder layer's output is the next one's input.
-        total += shape.width * (
-            shape.hidden_itemsize if shape.target == "layer" else n_layers * shape.itemsize
-        )
+        if shape.target == "layer":
+            # A decoder layer's output is the next one's input.
+            total += shape.width * shape.hidden_itemsize
+        else:
+            total += shape.width * n_layers * shape.itemsize
     return total
 
 
 def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float) -> float:
     """Count the workspace of one layer: the teacher's, alongside the student's activations, or the backward's."""
     residuals = 2 * shape.width * FP32
-    mlp = 3 * shape.mlp_width * shape.itemsize if shape.end_to_end or shape.target == "layer" else 0
+    mlp = 3 * shape.mlp_width * shape.itemsize
     most = max(heads.recurrent for heads in shape.layers)
-    backward = residuals + mlp + recomputed + (3 * most * seq_len * FP32 if shape.matrix else 0)
-    if shape.segment_len < seq_len:  # a segment is recomputed
+    backward = residuals + recomputed
+    if shape.end_to_end or shape.target == "layer":
+        backward += mlp
+    if shape.matrix:
+        backward += 3 * most * seq_len * FP32
+    if shape.segment_len < seq_len:
+        # A segment is recomputed.
         again = _inputs(shape, 5) + _recurrence(shape, most, seq_len, kernels)
         backward += again * shape.segment_len / seq_len
-    teacher = residuals + 3 * shape.mlp_width * shape.itemsize
-    if not shape.end_to_end:  # hooks hold every layer's heads until the teacher's forward ends
+    teacher = residuals + mlp
+    if not shape.end_to_end:
+        # Hooks hold every layer's heads until the teacher's forward ends.
         teacher += shape.n_layers * shape.n_heads * shape.head_dim * shape.itemsize
-        teacher += (
-            shape.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize) if shape.eager else 0
-        )
+        if shape.eager:
+            teacher += shape.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize)
     return max(teacher, backward)
 
 
 def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
     """Count the bytes of the loss over the vocabulary."""
     item = shape.itemsize
-    # Logits of all tokens, the student's with their gradient once there are several chunks.
+    buffers_of_logit = LOGIT_BUFFERS[shape.kind] * FP32
     if not fused:
+        # Logits of all tokens, the student's with their gradient once there are several chunks.
         logits = tokens * shape.vocabulary
         chunk = min(logits, UNFUSED_CHUNK_LOGITS)
-        return (3 if chunk < logits else 2) * logits * item + chunk * LOGIT_BUFFERS[
-            shape.kind
-        ] * FP32
+        n_copies = 3 if chunk < logits else 2
+        return n_copies * logits * item + chunk * buffers_of_logit
     head = shape.vocabulary * shape.width
-    largest = CHUNK_LOGITS["triton" if kernels else "torch"] // shape.vocabulary
-    chunk = (
-        min(tokens, largest // 128 * 128 if largest >= 128 else max(1, largest)) * shape.vocabulary
-    )
-    own = item if item < FP32 else 2 * item  # part of the buffers that the chunk's own logits cover
-    buffers = 0 if kernels else min(chunk, CACHED_LOGITS) * (LOGIT_BUFFERS[shape.kind] * FP32 - own)
-    copies = sum(
-        head * BF16 for size in (shape.hidden_itemsize, shape.teacher_itemsize) if item < size
-    )
-    gradients = (
-        head * FP32 if shape.trains_all else 0
-    ) + tokens * shape.width * shape.hidden_itemsize
+    chunk = min(tokens, _tokens_of_chunk(shape, kernels)) * shape.vocabulary
+    buffers = 0
+    if not kernels:
+        # The chunk's own logits cover a part of the buffers.
+        own = item if item < FP32 else 2 * item
+        buffers = min(chunk, CACHED_LOGITS) * (buffers_of_logit - own)
+    gradients = tokens * shape.width * shape.hidden_itemsize
+    if shape.trains_all:
+        gradients += head * FP32
+    copies = 0
+    for size in (shape.hidden_itemsize, shape.teacher_itemsize):
+        if item < size:
+            copies += head * BF16
     return gradients + copies + chunk * 2 * item + buffers
+
+
+def _tokens_of_chunk(shape: StageShape, kernels: bool) -> int:
+    """Return the tokens of a chunk of the fused loss: a multiple of 128, where as many fit."""
+    largest = CHUNK_LOGITS["triton" if kernels else "torch"] // shape.vocabulary
+    if largest >= 128:
+        return largest // 128 * 128
+    return max(1, largest)

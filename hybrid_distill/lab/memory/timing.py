@@ -88,10 +88,12 @@ def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
         for part in stage.micro_batches(row, 1, [seed]):
             loss = stage(part, stage.totals(part)).total
             loss.backward()
-            loss.item()  # waits for the GPU
+            # Waits for the GPU, which otherwise computes on behind the clock.
+            loss.item()
 
     train(0)
-    began, n = time.perf_counter(), 0
+    began = time.perf_counter()
+    n = 0
     while not n or time.perf_counter() - began < at_least:
         n += 1
         train(n)

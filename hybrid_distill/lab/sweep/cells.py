@@ -137,6 +137,7 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
     """Return the recipe with another seed, for draws in training, prompts and the order of the
     data."""
     base = sweep.base
+    # A shift, so that the seeds of data and stages keep their distance to the run's.
     shift = seed - base.seed
     stages = []
     for stage in base.stages:

@@ -226,6 +226,7 @@ def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None
     """
     pending = {name: task for name, task in sweep.tasks.items() if task.outcome().state != "done"}
     for task in pending.values():
+        # Failed ones run again: their old outcome must not be taken for the new one.
         task.outcome_path.unlink(missing_ok=True)
     running: dict[str, Running] = {}
     try:
@@ -245,6 +246,7 @@ def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None
                 changed(task)
                 continue
             taken = {each.slot for each in running.values()}
+            # A free share of the machine: two running jobs must not get the same GPUs.
             slot = min(set(range(workers.slots)) - taken)
             running[task.name] = Running(workers.start(sweep, task, slot), slot)
     except KeyboardInterrupt:

@@ -64,6 +64,7 @@ class SweepResults:
             numbers = ["heads", "d_state", "window"]
             rows[numbers] = rows[numbers].fillna(0).astype(int)
             rows["held"] = _held(rows)
+            # Stable: behind the teacher, cells stay in the order of the grid.
             rows = rows.sort_values("selection", key=lambda names: names != TEACHER, kind="stable")
             any_done = (rows["state"] == "done").any()
         n_bytes = _bytes(rows, context) if any_done else math.nan

@@ -210,5 +210,6 @@ def _copied(stage: Stage, *, owned: Iterable[nn.Parameter], shared: Iterable[nn.
         for parameter in model.parameters():
             memo[id(parameter)] = parameter
     for parameter in owned:
+        # `fully_shard` replaces a module's parameters; the originals stay in the given stage.
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(stage, memo)

@@ -35,6 +35,7 @@ class Zero(Strategy):
                 "gradient can be looked at; use 'stop', or DDP or FSDP2."
             )
         super().__init__(stage, accelerator)
+        # Both below look for ZeRO-3's mark, which parameters have only from `prepare` on.
         _register_outside_use(stage)
         if not stage.shardable and any(map(_is_zero_3, stage.parameters())):
             raise ValueError(
@@ -121,6 +122,7 @@ class Zero(Strategy):
                 whole[name] = weight.cpu()
             else:
                 whole[name] = placeholder(weight)
+        # Gathered before the engine goes: afterwards nothing can put the shards together.
         whole |= self._frozen(trained=whole)
         self.model.destroy()
         # What is built after this stage must be whole too.
@@ -137,6 +139,7 @@ class Zero(Strategy):
             if name in trained:
                 continue
             with zero.GatheredParameters([parameter], enabled=_is_zero_3(parameter)):
+                # A copy: at the end of the block, ZeRO-3 frees what it has gathered.
                 frozen[name] = parameter.detach().cpu().clone()
         return frozen
 
