@@ -131,7 +131,7 @@ def _reading(heads: list[int], groups: list[int], group_size: int) -> list[int] 
 
 
 class FullKeys(NamedTuple):
-    """What the kept heads read: keys and values [B, kept KV heads, S, P], and the column of the first."""
+    """Keys and values of the kept heads [B, kept KV heads, S, P], and the column of the first."""
 
     keys: Tensor
     values: Tensor

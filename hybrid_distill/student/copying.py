@@ -1,4 +1,4 @@
-"""What a student takes from its teacher: attention tensors sliced to the kept heads, everything else whole."""
+"""Tensors that a student takes from its teacher: attention sliced to the kept heads, everything else whole."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _root(matrix_DD: Tensor) -> Tensor:
 
 
 class KeySide(NamedTuple):
-    """What the scores of all heads of a KV group have in common."""
+    """Part of the scores that all heads of a KV group have in common."""
 
     weight_PD: Tensor
     r_PP: Tensor
