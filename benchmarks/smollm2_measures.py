@@ -1,4 +1,4 @@
-"""Measures of what a student keeps of SmolLM2-135M-Instruct: questions near and far, needles, text, and bytes of cache."""
+"""Measures of what a student keeps of SmolLM2-135M-Instruct: questions near and far, needles, text, bytes of cache."""
 
 from __future__ import annotations
 
