@@ -45,6 +45,18 @@ class LayerAlignment(TeacherForced[Align]):
             return site.block
         return site.module
 
+    def whole_layers(self) -> list[nn.Module]:
+        """Return the layers that are compared, unless their mixers or heads are.
+
+        Layers without a replaced head stay as they are: no hook is on them, and dynamo does not check whether one is.
+        """
+        if self.config.target != "layer":
+            return []
+        layers: list[nn.Module] = []
+        for site in self._sites:
+            layers += [site.block, self.student.model.layers[site.layer]]
+        return layers
+
     def totals(self, batch: Batch) -> dict[str, Tensor]:
         """Extend `Stage.totals`; for ``nmse``, also run the teacher to get the power of each layer's target."""
         totals = super().totals(batch)
