@@ -7,9 +7,8 @@ third of a step of a 1B model (docs/performance.md, "A training step").
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def compiled_layers(stage: Stage, device: torch.device) -> Iterator[None]:
     whole = [layer for layer in layers if not _is_sharded(layer)]
     reason = ""
     if not layers:
-        reason = " (the stage compares parts of layers)"
+        reason = " (they are compared in parts, or read rows of many lengths)"
     elif len(whole) < len(layers):
         reason = f" ({len(layers) - len(whole)} others are sharded and gather weights in between)"
     log.info("%s: compile: %d decoder layers%s", stage.config.name, len(whole), reason)
@@ -53,25 +52,10 @@ def compiled_layers(stage: Stage, device: torch.device) -> Iterator[None]:
             name = "forward"
             if hasattr(layer, "backbone_forward"):
                 name = "backbone_forward"
-            setattr(layer, name, _compiled(getattr(layer, name), layer.training))
+            # Rows do not change their length: symbolic shapes would only make slower kernels.
+            setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
             undo.callback(delattr, layer, name)
         yield
-
-
-def _compiled(forward: Callable[..., Any], is_trained: bool) -> Callable[..., Any]:
-    # Rows do not change their length. Symbolic shapes would make slower kernels.
-    compiled = torch.compile(forward, dynamic=False)
-    if not is_trained:
-        return compiled
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # A student that generates reads a cache, which would be compiled anew for each length.
-        if torch.is_grad_enabled():
-            return compiled(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return run
 
 
 def _is_sharded(layer: nn.Module) -> bool:

@@ -125,9 +125,9 @@ class Stage(nn.Module, ABC, Generic[Config]):
         """Return the modules of the student, one per layer, that run in sequence: FSDP2 gathers them one by one."""
 
     def whole_layers(self) -> list[nn.Module]:
-        """Return the teacher's and the student's decoder layers that can be compiled whole.
+        """Return the teacher's and the student's decoder layers that can be compiled, each as a whole.
 
-        The layers of other stages call the stage in their middle.
+        By default none: a layer may call the stage in its middle, or get rows of many lengths.
         """
         return []
 

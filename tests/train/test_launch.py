@@ -160,6 +160,19 @@ def test_two_processes_with_ddp_and_a_sharded_teacher_give_the_curves_of_one(
     assert_each_held_half(with_ddp)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_compiled_layers_give_the_curves_of_one_process_that_compiles_nothing(
+    alone: Path, tmp_path: Path, strategy: str
+) -> None:
+    launchers = {"ddp": DDP, "zero2": ZERO_2, "zero3": zero_3(tmp_path), "fsdp2": FSDP_2}
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    ended = launch(launchers[strategy], tmp_path, "--compiled")
+    assert ended.returncode == 0, ended.stderr
+    for name in CHAIN:
+        assert_same_stage(tmp_path / name, alone / name)
+
+
 def test_a_process_killed_and_all_relaunched_gives_the_same_weights(
     with_ddp: Path, tmp_path: Path
 ) -> None:
