@@ -80,11 +80,18 @@ class LayerAlignment(TeacherForced[Align]):
     ) -> Tensor:
         output = self._output(layer, call, batch["seq_idx"])
         target = self._target(layer, call)
+        of_step = totals.get("tokens")
         if self.config.loss == "nmse":
-            target_power = totals.get(f"layer.{layer}")
-            return normalized_mse(output, target, batch["mask"], target_power)
-        n_tokens = totals.get("tokens")
-        return l2_norm_loss(output, target, batch["mask"], n_tokens)
+            of_step = totals.get(f"layer.{layer}")
+        return self.compare(output, target, batch["mask"], of_step)
+
+    def compare(
+        self, output: Tensor, target: Tensor, mask_BL: Tensor, of_step: Tensor | None
+    ) -> Tensor:
+        """Compute a layer's loss, divided by the step's tokens (``l2``) or its target's power (``nmse``)."""
+        if self.config.loss == "nmse":
+            return normalized_mse(output, target, mask_BL, of_step)
+        return l2_norm_loss(output, target, mask_BL, of_step)
 
     def _target(self, layer: int, call: MixerCall) -> Tensor:
         """Return the teacher's output: [B, L, D], or [B, L, R, P] for the target ``head``."""

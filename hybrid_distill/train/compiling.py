@@ -47,15 +47,22 @@ def compiled_layers(stage: Stage, device: torch.device) -> Iterator[None]:
         recompile_limit=RECOMPILE_LIMIT, suppress_errors=choice == "auto"
     )
     with settings, ExitStack() as undo:
-        for layer in whole:
-            # A student's layer sets attributes around its backbone's forward.
-            name = "forward"
-            if hasattr(layer, "backbone_forward"):
-                name = "backbone_forward"
-            # Rows do not change their length: symbolic shapes would only make slower kernels.
-            setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
-            undo.callback(delattr, layer, name)
+        for module in (*whole, stage):
+            name = _compiled_method(module)
+            if name is not None and whole:
+                # Rows do not change their length: symbolic shapes would only make slower kernels.
+                setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
+                undo.callback(delattr, module, name)
         yield
+
+
+def _compiled_method(module: nn.Module) -> str | None:
+    """Name what is compiled of a layer or a stage."""
+    if not isinstance(module, Stage):
+        # A student's layer sets attributes around its backbone's forward.
+        return "backbone_forward" if hasattr(module, "backbone_forward") else "forward"
+    # An alignment's loss is as many passes over a layer's output as its norms.
+    return "compare" if hasattr(module, "compare") else None
 
 
 def _is_sharded(layer: nn.Module) -> bool:
