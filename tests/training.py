@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,13 +250,17 @@ def train_chain(
     signal_at: int = -1,
     number: int = int(signal.SIGTERM),
     teacher_sharding: str = "replicated",
+    compiled: bool = False,
 ) -> None:
     """Align, go on with long rows in segments, and distill a new student, 12 steps each.
 
     The last process gets signal ``number`` when it asks for the batch of step ``signal_at`` of
-    the stage ``signal_in``.
+    the stage ``signal_in``. ``compiled`` layers run torch's own operators.
     """
     changes = {"precision": "bf16", "gradient_checkpointing": True} if bf16 else {}
+    if compiled:
+        changes["compile"] = "on"
+        torch.compile = partial(torch.compile, backend="aot_eager")
     rank, world = rank_and_world()
     for name in CHAIN:
         if name != "long":

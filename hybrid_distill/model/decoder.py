@@ -87,6 +87,8 @@ def _layer_class(layer_class: type[nn.Module], attention: str) -> type[nn.Module
     """Subclass a decoder layer to pass `ROW_ARGUMENTS` directly to its mixer: some layers (Nemotron's) drop arguments.
 
     They travel as arguments of the layer, because gradient checkpointing runs a layer again when its decoder is done.
+    ``backbone_forward`` can be compiled: it runs within gradient checkpointing, which some transformers versions wrap
+    around ``forward``, and past which no compiler traces an attribute that is set (``row``).
     """
 
     @wraps(layer_class.forward)
@@ -94,11 +96,13 @@ def _layer_class(layer_class: type[nn.Module], attention: str) -> type[nn.Module
         mixer = getattr(self, attention)
         mixer.row = {name: kwargs.get(name) for name in ROW_ARGUMENTS}
         try:
-            return layer_class.forward(self, *args, **kwargs)
+            return self.backbone_forward(*args, **kwargs)
         finally:
             mixer.row = {}
 
-    return _subclass(layer_class, forward, _layer_class, (layer_class, attention))
+    subclass: Any = _subclass(layer_class, forward, _layer_class, (layer_class, attention))
+    subclass.backbone_forward = layer_class.forward
+    return subclass
 
 
 def _subclass(

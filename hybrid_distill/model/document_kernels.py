@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from .ssd import once
+
 FLEX_BLOCK = 128  # tokens per block of FlexAttention's masks
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_WIDTH = 256  # widest head of flash-attn's kernels
@@ -24,7 +26,7 @@ def has_document_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@lru_cache
+@once
 def flash_function() -> Any:
     """Return FlashAttention for variable-length sequences; None if flash-attn is not installed."""
     try:
@@ -79,7 +81,12 @@ def flex_runs(query_BHLP: Tensor) -> bool:
     # A row within one block skips nothing; compiling for it would cost more than its mask.
     if length <= FLEX_BLOCK or width < 16:
         return False
-    return query_BHLP.device.type == "cpu" or find_spec("triton") is not None
+    return query_BHLP.device.type == "cpu" or has_triton()
+
+
+@once
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def flex_function() -> Any:

@@ -53,7 +53,7 @@ class DocumentMask(Tensor):
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
         # Reads shape, dtype or device.
-        if func.__name__ in ("__get__", "size", "dim", "is_floating_point"):
+        if func.__name__ in ("__get__", "size", "dim", "stride", "is_floating_point"):
             return super().__torch_function__(func, types, args, kwargs)
         if func is Tensor.__getitem__:
             # transformers slices masks to the length of the keys: here, all of it.

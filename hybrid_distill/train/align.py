@@ -46,6 +46,18 @@ class LayerAlignment(TeacherForced[Align]):
             return site.block
         return site.module
 
+    def whole_layers(self) -> list[nn.Module]:
+        """Return the layers that are compared, unless their mixers or heads are.
+
+        Layers without a replaced head stay as they are: no hook is on them, and dynamo does not check whether one is.
+        """
+        if self.config.target != "layer":
+            return []
+        layers: list[nn.Module] = []
+        for site in self._sites:
+            layers += [site.block, self.student.model.layers[site.layer]]
+        return layers
+
     def totals(self, batch: Batch) -> dict[str, Tensor]:
         """Extend `Stage.totals`; for ``nmse``, also run the teacher to get the power of each layer's target."""
         totals = super().totals(batch)
@@ -69,12 +81,19 @@ class LayerAlignment(TeacherForced[Align]):
     ) -> Tensor:
         output = self._output(layer, call, batch["seq_idx"])
         target = self._target(layer, call)
+        of_step = totals.get("tokens")
         if self.config.loss == "nmse":
             # `totals` stores a layer's power under the name that `run_teacher` gives its loss.
-            target_power = totals.get(f"layer.{layer}")
-            return normalized_mse(output, target, batch["mask"], target_power)
-        n_tokens = totals.get("tokens")
-        return l2_norm_loss(output, target, batch["mask"], n_tokens)
+            of_step = totals.get(f"layer.{layer}")
+        return self.compare(output, target, batch["mask"], of_step)
+
+    def compare(
+        self, output: Tensor, target: Tensor, mask_BL: Tensor, of_step: Tensor | None
+    ) -> Tensor:
+        """Compute a layer's loss, divided by the step's tokens (``l2``) or its target's power (``nmse``)."""
+        if self.config.loss == "nmse":
+            return normalized_mse(output, target, mask_BL, of_step)
+        return l2_norm_loss(output, target, mask_BL, of_step)
 
     def _target(self, layer: int, call: MixerCall) -> Tensor:
         """Return the teacher's output: [B, L, D], or [B, L, R, P] for the target ``head``."""

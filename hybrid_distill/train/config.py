@@ -81,6 +81,9 @@ class StageConfig:
     """``bf16`` computes in bfloat16 with float32 weights."""
     gradient_checkpointing: Tunable[bool] = False
     """Recompute each layer in the backward pass, to save memory."""
+    compile: Tunable[Literal["auto", "on", "off"]] = "auto"
+    """Compile decoder layers with torch.compile, which moves fewer bytes for norms, activations and casts. ``auto``
+    compiles on a GPU. Layers that are sharded, aligned in parts (mixers, heads) or trained on policy are not."""
     spike: Tunable[Positive] = 20.0
     """Multiple of the median of the last 64 losses above which a loss counts as diverged. A loss that is not finite
     always does."""

@@ -14,6 +14,7 @@ from ..data import Batch, TaughtBatch, cu_seqlens
 from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
 from ..student.sharing import unshare_weights
+from ..teacher import decoder_blocks
 from .config import Distill
 from .losses import distillation_loss, next_token_labels
 from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
@@ -92,6 +93,12 @@ class EndToEnd(Stage[Distill]):
 
     def parts(self) -> list[nn.Module]:
         return list(self.model.model.layers)
+
+    def whole_layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = []
+        for model in (self.model, *self.teachers):
+            layers += [layer for _, layer in decoder_blocks(model)]
+        return layers
 
     def n_tokens(self, batch: Batch) -> Tensor:
         """Count as `Stage.n_tokens` does; for a loss on the text alone, only tokens whose next one has a label."""

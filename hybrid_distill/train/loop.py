@@ -32,6 +32,7 @@ from ..distributed import (
 from ..io import Record
 from ..progress import Phase
 from .checkpoint import Checkpoints, Snapshot
+from .compiling import compiled_layers
 from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
 from .kernels import agree_on_kernels
@@ -126,7 +127,8 @@ def train_stage(
     try:
         training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
-            training.run(stop_requested, progress, trace)
+            with compiled_layers(training.strategy.stage, accelerator.device):
+                training.run(stop_requested, progress, trace)
             manifest = training.finish()
             # A request in the last step, or while the result was written. One process may have it
             # alone.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..data import Batch, pick_rows
@@ -50,6 +50,10 @@ class OnPolicy(EndToEnd):
     ) -> None:
         super().__init__(student, teacher, config)
         self.writing = config
+
+    def whole_layers(self) -> list[nn.Module]:
+        """Return none: each number and length of generated rows would be compiled anew."""
+        return []
 
     def micro_batches(
         self,

@@ -124,6 +124,13 @@ class Stage(nn.Module, ABC, Generic[Config]):
     def parts(self) -> list[nn.Module]:
         """Return the modules of the student, one per layer, that run in sequence: FSDP2 gathers them one by one."""
 
+    def whole_layers(self) -> list[nn.Module]:
+        """Return the teacher's and the student's decoder layers that can be compiled, each as a whole.
+
+        By default none: a layer may call the stage in its middle, or get rows of many lengths.
+        """
+        return []
+
     def autocast(self, batch: Batch) -> torch.autocast:
         device = batch["input_ids"].device
         return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)

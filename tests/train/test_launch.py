@@ -160,6 +160,17 @@ def test_two_processes_with_ddp_and_a_sharded_teacher_give_the_curves_of_one(
     assert_each_held_half(with_ddp)
 
 
+@pytest.mark.parametrize("launcher", [DDP, FSDP_2], ids=["ddp", "fsdp2"])
+def test_compiled_layers_give_the_curves_of_one_process_that_compiles_nothing(
+    alone: Path, tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    """FSDP2's layers are sharded, so that none is compiled."""
+    ended = launch(launcher, tmp_path, "--compiled")
+    assert ended.returncode == 0, ended.stderr
+    for name in CHAIN:
+        assert_same_stage(tmp_path / name, alone / name)
+
+
 def test_a_process_killed_and_all_relaunched_gives_the_same_weights(
     with_ddp: Path, tmp_path: Path
 ) -> None:
