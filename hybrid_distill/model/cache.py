@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,6 +21,8 @@ from .ring import TokenRing
 from .rows import static
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
+"""Older versions of transformers pass `Cache.crop` the number of tokens to leave, newer ones, negated, to remove."""
 STATES = ("keys", "values", "conv_state", "ssm_state")
 """Tensors of a layer, beside those of its ring."""
 RING = "ring."
@@ -211,10 +214,10 @@ class HybridLayerCache(DynamicLayer):
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would leave. Raises ValueError if it cannot go back so far."""
-        # transformers before 5.24 passes the number of tokens to leave.
-        n_left = self.seen + tokens_to_remove
-        if tokens_to_remove > 0:
+        if tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_LENGTH):
             n_left = min(tokens_to_remove, self.seen)
+        else:
+            n_left = self.seen + tokens_to_remove
         earliest = self.forwards[0].before.n_tokens if self.forwards else self.seen
         if self._only_appends():
             earliest = 0

@@ -275,7 +275,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             self._check_speculation()
         kind = generation_config.cache_implementation
         is_static = kind == "static" and self._longrope_switch is None
-        if kind not in (None, "dynamic") and not is_static:
+        # transformers before 5.5 asks an assistant for a cache that can be cropped by this name.
+        is_own = kind in (None, "dynamic") or (drafts and kind == "dynamic_full")
+        if not (is_own or is_static):
             raise ValueError(
                 f"cache_implementation is {kind!r}. A hybrid has its own cache, which holds recurrent states; "
                 "leave it out, or pass 'static' for a model without LongRoPE."
@@ -325,21 +327,19 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             )
         options: Any = kwargs["generation_config"]
         shows_prompt = options.output_hidden_states or options.output_attentions
+        has_one_row = kwargs.get("inputs_embeds") is None and len(input_ids) == 1
         n_past = cache.get_seq_length()
-        n_columns = input_ids.shape[1]
-        # Before recording: a record of the prompt would keep what every layer has read.
-        if len(input_ids) == 1 and kwargs.get("inputs_embeds") is None and not shows_prompt:
-            if n_columns - n_past > 1:
-                mask = kwargs.get("attention_mask")
-                positions = kwargs.get("position_ids")
-                self.model(
-                    input_ids=input_ids[:, n_past:-1],
-                    attention_mask=None if mask is None else mask[:, : n_columns - 1],
-                    position_ids=None
-                    if positions is None
-                    else positions[:, n_past : n_columns - 1],
-                    cache=cache,
-                )
+        n_early = input_ids.shape[1] - 1
+        # A record of the prompt would hold what every layer has read: all but its last token come before.
+        if has_one_row and n_early > n_past and not shows_prompt:
+            mask = kwargs.get("attention_mask")
+            positions = kwargs.get("position_ids")
+            self.model(
+                input_ids=input_ids[:, n_past:n_early],
+                attention_mask=None if mask is None else mask[:, :n_early],
+                position_ids=None if positions is None else positions[:, n_past:n_early],
+                cache=cache,
+            )
         cache.activate_past_recording()
         try:
             parent: Any = super()
@@ -425,6 +425,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if is_cut and n_new is None and n_past and cache.layer(0).record_past:
             n_new = input_ids.shape[1] - n_past
             kwargs["next_sequence_length"] = n_new
+        # transformers before 5.5 passes the places of the new tokens.
+        if n_new is None and kwargs.get("cache_position") is not None:
+            n_new = len(kwargs["cache_position"])
         # Otherwise the input is the new tokens alone.
         if n_new is None or not n_past:
             return

@@ -88,24 +88,14 @@ def read_prefix(path: Path, prefix: Prefix) -> dict[str, Tensor]:
 
     Raises ValueError for a damaged file, and for the state of another prompt or student, or of another dtype.
     """
+    tensors = {}
     try:
         with safe_open(path, framework="pt") as file:
             facts = file.metadata() or {}
-            if facts.get("format") != FORMAT:
-                raise ValueError(
-                    f"{path} is not a prompt's state in the format of this version; write it with cache.save(path)."
-                )
-            expected = prefix.facts()
-            for name, found_of in (
-                ("dtype", f"a student in {facts.get('dtype')}, not {prefix.dtype}"),
-                ("student", "another student, or of these weights or settings before a change"),
-                ("prompt", "another prompt"),
-            ):
-                if facts.get(name) != expected[name]:
-                    raise ValueError(
-                        f"{path} is the state of {found_of}; call prefill and save it again."
-                    )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            _check_facts(path, facts, prefix.facts())
+            names = file.keys()
+            for name in names:
+                tensors[name] = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as a prompt's state ({error}); pass a file of cache.save."
@@ -115,6 +105,21 @@ def read_prefix(path: Path, prefix: Prefix) -> dict[str, Tensor]:
             f"{path} is damaged: its checksum differs; call prefill and save it again."
         )
     return tensors
+
+
+def _check_facts(path: Path, facts: dict[str, str], expected: dict[str, str]) -> None:
+    if facts.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a prompt's state in the format of this version; pass a file of cache.save."
+        )
+    owners = {
+        "dtype": f"a student in {facts.get('dtype')}, not {expected['dtype']}",
+        "student": "another student, or of this one with other weights or settings",
+        "prompt": "another prompt, or of this one with another attention_mask",
+    }
+    for name, owner in owners.items():
+        if facts.get(name) != expected[name]:
+            raise ValueError(f"{path} is the state of {owner}; call prefill and save it again.")
 
 
 def _bytes(tensor: Tensor) -> bytes:
