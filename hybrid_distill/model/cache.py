@@ -30,7 +30,7 @@ RING = "ring."
 
 
 class LayerSnapshot(NamedTuple):
-    """What one layer's cache held after ``n_tokens`` tokens."""
+    """State of one layer's cache after ``n_tokens`` tokens."""
 
     n_tokens: Any
     tensors: dict[str, Tensor]
@@ -463,7 +463,7 @@ class HybridCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.prefix = None
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(cast(Any, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.prefix = None

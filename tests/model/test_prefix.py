@@ -58,15 +58,11 @@ def same_logits(actual: Tensor, expected: Tensor) -> None:
     assert error < TOLERANCE[torch.float32]["order"] * expected.abs().max()
 
 
-def continued(
-    student: HybridForCausalLM, cache: HybridCache, ids: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def continued(student: Any, cache: HybridCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     return student.generate(ids, attention_mask=mask, cache=cache, **GREEDY)
 
 
-def check_continuations(
-    student: HybridForCausalLM, cache: HybridCache, ids: Tensor, mask: Tensor
-) -> None:
+def check_continuations(student: Any, cache: HybridCache, ids: Tensor, mask: Tensor) -> None:
     """Continue copies of a cache by texts of several lengths, logits and tokens."""
     for length in (1, 4):
         more = tokens(len(ids), length)

@@ -150,7 +150,7 @@ def test_a_snapshot_is_gone_back_to_as_often_as_needed(student, max_length) -> N
 
 @pytest.mark.parametrize("as_assistant", [False, True], ids=["of a student", "by a student"])
 def test_an_assistant_gives_the_text_of_greedy_decoding(student, as_assistant) -> None:
-    teacher = make_family_model("llama", seed=1)
+    teacher: Any = make_family_model("llama", seed=1)
     target, assistant = (teacher, student) if as_assistant else (student, teacher)
     prompts = [repetitive(), tokens(1, 9)]
     expected = [target.generate(prompt, **GREEDY) for prompt in prompts]
@@ -276,8 +276,8 @@ def test_speculation_is_refused_where_it_would_be_wrong(llama_student) -> None:
     with pytest.raises(ValueError):
         llama_student.generate(tokens(2, 9), **LOOKUP)
     settings = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}
-    teacher = make_family_model("phi3", **settings)
-    student = mixed_student(teacher)
+    teacher: Any = make_family_model("phi3", **settings)
+    student: Any = mixed_student(teacher)
     with pytest.raises(ValueError, match="LongRoPE"):
         student.generate(ids, **LOOKUP)
     with pytest.raises(ValueError, match="LongRoPE"):
