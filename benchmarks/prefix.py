@@ -53,6 +53,7 @@ def main() -> None:
     question = tokenizer(QUESTION, return_tensors="pt")["input_ids"]
     passage = tokenizer(PASSAGE * 3, return_tensors="pt")["input_ids"]
     record = {
+        "rounds": options.rounds,
         "prefix": first_token(student, prefix, question, options.rounds),
         "speculation": speculation(student, passage, options.rounds),
         **about(
