@@ -46,7 +46,8 @@ OPTIONAL = set(
     causal_conv1d triton submitit gguf onnx_ir onnxscript onnxruntime llama_cpp mlx mlx_lm vllm
     """.split()
 )
-MODEL_MAY_IMPORT = {"torch", "transformers", *sys.stdlib_module_names}
+# transformers itself does not load without safetensors.
+MODEL_MAY_IMPORT = {"torch", "transformers", "safetensors", *sys.stdlib_module_names}
 
 
 def files(folder: str) -> list[Path]:

@@ -6,17 +6,45 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .prefix import Prefix, write_prefix
 from .ring import TokenRing
 from .rows import static
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
+"""Older versions of transformers pass `Cache.crop` the number of tokens to leave, newer ones, negated, to remove."""
+STATES = ("keys", "values", "conv_state", "ssm_state")
+"""Tensors of a layer, beside those of its ring."""
+RING = "ring."
+"""Beginning of the names of a ring's tensors."""
+
+
+class LayerSnapshot(NamedTuple):
+    """State of one layer's cache after ``n_tokens`` tokens."""
+
+    n_tokens: Any
+    tensors: dict[str, Tensor]
+
+
+class Forward(NamedTuple):
+    """One recorded forward pass over a layer: the cache before it, and how its parts read the first n tokens again.
+
+    A replay gets the layer's cache as an argument, because a copy of the cache shares the functions.
+    """
+
+    before: LayerSnapshot
+    n_tokens: int
+    replays: list[Callable[[HybridLayerCache, int], None]]
 
 
 class HybridLayerCache(DynamicLayer):
@@ -25,9 +53,11 @@ class HybridLayerCache(DynamicLayer):
     Counts its own tokens, because a layer may have no keys to count. With a ``sliding_window``, it stores only the keys
     that a later token can see. Keys and values are stored in ``kv_dtype`` (`KV_DTYPES`; default: unchanged) and
     returned in the dtype of the new keys.
-    """
 
-    is_croppable = False
+    A recurrent state cannot be turned back. Once `activate_past_recording` was called, a layer therefore keeps, for
+    each forward pass since the last `crop`, its state before and its inputs; `crop` restores the one and reads the
+    kept tokens of the other again. Call `crop` after every few forward passes, or the records grow without end.
+    """
 
     def __init__(
         self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None
@@ -46,6 +76,33 @@ class HybridLayerCache(DynamicLayer):
         self.ssm_state: Tensor | None = None
         self.ring: TokenRing | None = None
         self.seen = 0
+        self.record_past = False
+        self.forwards: list[Forward] = []
+
+    @property
+    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True if `crop` may work, which takes recording unless a layer has keys and values alone."""
+        return self.record_past or self._only_appends()
+
+    def activate_past_recording(self) -> None:
+        """Record forward passes from now on, so that `crop` can undo them."""
+        self.record_past = True
+
+    def stop_recording(self) -> None:
+        """Drop the records, and record no more."""
+        self.record_past = False
+        self.forwards = []
+
+    def begin(self, n_tokens: int) -> None:
+        """Announce new tokens: call once per forward pass, before any head has used the layer."""
+        if self.record_past:
+            self.forwards.append(Forward(self.snapshot(), n_tokens, []))
+
+    def on_replay(self, replay: Callable[[HybridLayerCache, int], None]) -> None:
+        """Add how a part of the layer reads the first n tokens of this forward pass again, if it is recorded."""
+        # A single token is kept or undone as a whole.
+        if self.forwards and self.forwards[-1].n_tokens > 1:
+            self.forwards[-1].replays.append(replay)
 
     def advance(self, n_tokens: int) -> None:
         """Count new tokens: call once per forward pass, after the kept heads have used the layer."""
@@ -56,6 +113,12 @@ class HybridLayerCache(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens can see."""
+        new_keys, new_values = key_states, value_states
+
+        def replay(layer: HybridLayerCache, n_tokens: int) -> None:
+            layer.update(new_keys[..., :n_tokens, :], new_values[..., :n_tokens, :])
+
+        self.on_replay(replay)
         dtype = key_states.dtype
         key_states = key_states.to(self.kv_dtype or dtype)
         value_states = value_states.to(self.kv_dtype or dtype)
@@ -109,10 +172,87 @@ class HybridLayerCache(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda t: t[indices])
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            "a recurrent state cannot be rolled back; copy the cache before the tokens to try out."
-        )
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name; those of the ring begin with `RING`."""
+        named = {}
+        for name in STATES:
+            if getattr(self, name) is not None:
+                named[name] = getattr(self, name)
+        if self.ring is not None:
+            for name, tensor in self.ring.tensors().items():
+                named[RING + name] = tensor
+        return named
+
+    def snapshot(self) -> LayerSnapshot:
+        """Return what the layer holds, for `restore`. Keys and values are shared: nothing writes into them."""
+        tensors = {}
+        for name, tensor in self.tensors().items():
+            # Kernels update states in place.
+            tensors[name] = tensor if name in ("keys", "values") else tensor.clone()
+        return LayerSnapshot(self.seen, tensors)
+
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Go back to a snapshot, which may be used again."""
+        for name in STATES:
+            setattr(self, name, None)
+        if self.ring is not None:
+            self.ring.clear()
+        for name, tensor in snapshot.tensors.items():
+            self._put(name, tensor if name in ("keys", "values") else tensor.clone())
+        self.seen = snapshot.n_tokens
+        self.is_initialized = self.seen > 0
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        if name.startswith(RING):
+            setattr(self.ring, name.removeprefix(RING), tensor)
+        else:
+            setattr(self, name, tensor)
+
+    def _only_appends(self) -> bool:
+        """Return True if the layer has keys and values of all tokens, and nothing else."""
+        return self.sliding_window is None and {"keys", "values"} == self.tensors().keys()
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """Return how many tokens `crop` would leave. Raises ValueError if it cannot go back so far."""
+        if tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_LENGTH):
+            n_left = min(tokens_to_remove, self.seen)
+        else:
+            n_left = self.seen + tokens_to_remove
+        earliest = self.forwards[0].before.n_tokens if self.forwards else self.seen
+        if self._only_appends():
+            earliest = 0
+        if n_left < earliest:
+            raise ValueError(
+                f"crop would go back to token {n_left} of {self.seen}, and recurrent states are recorded from token "
+                f"{earliest} on; call cache.activate_past_recording() before the tokens to undo, or restore a "
+                "cache.snapshot()."
+            )
+        return n_left
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Undo the last tokens, as many as ``-tokens_to_remove``, and drop the records of earlier forward passes.
+
+        A positive number is that of the tokens to leave. Raises ValueError if the tokens were not recorded.
+        """
+        n_left = self.check_crop(tokens_to_remove)
+        forwards = self.forwards
+        self.forwards = []
+        if n_left == self.seen:
+            return
+        if self._only_appends():
+            assert self.keys is not None and self.values is not None
+            self.keys = self.keys[..., :n_left, :]
+            self.values = self.values[..., :n_left, :]
+            self.seen = n_left
+            return
+        # The first forward pass of which a token goes; later ones go as a whole.
+        undone = next(f for f in forwards if f.before.n_tokens + f.n_tokens > n_left)
+        n_kept = n_left - undone.before.n_tokens
+        self.restore(undone.before)
+        if n_kept:
+            for replay in undone.replays:
+                replay(self, n_kept)
+            self.advance(n_kept)
 
     def nbytes(self) -> dict[str, int]:
         """Count the bytes in use: ``kv``, ``window``, ``ssm``, ``conv``."""
@@ -124,12 +264,8 @@ class HybridLayerCache(DynamicLayer):
         }
 
     def _map(self, fn: Any) -> None:
-        for name in ("keys", "values", "conv_state", "ssm_state"):
-            if getattr(self, name) is not None:
-                setattr(self, name, fn(getattr(self, name)))
-        if self.ring is not None:
-            for name, tensor in self.ring.tensors().items():
-                setattr(self.ring, name, fn(tensor))
+        for name, tensor in self.tensors().items():
+            self._put(name, fn(tensor))
 
 
 def _nbytes(tensor: Tensor | None) -> int:
@@ -195,21 +331,48 @@ class StaticLayerCache(HybridLayerCache):
 
     def reset(self) -> None:
         """Forget all tokens in place: a compiled step goes on using the same addresses."""
-        for name in ("keys", "values", "conv_state", "ssm_state", "n_seen"):
-            held = getattr(self, name)
-            if held is not None:
-                held.zero_()
-        if self.ring is not None:
-            for tensor in self.ring.tensors().values():
-                tensor.zero_()
+        for tensor in self.tensors().values():
+            tensor.zero_()
+        if self.n_seen is not None:
+            self.n_seen.zero_()
         self.is_initialized = False
+
+    def activate_past_recording(self) -> None:
+        raise ValueError(
+            "a static cache cannot record states, and speculation undoes tokens; leave cache_implementation out."
+        )
+
+    def snapshot(self) -> LayerSnapshot:
+        """Return what the layer holds, for `restore` of this layer: later tokens leave the earlier keys alone."""
+        tensors = {}
+        for name, tensor in self.tensors().items():
+            if name not in ("keys", "values"):
+                tensors[name] = tensor.clone()
+        return LayerSnapshot(0 if self.n_seen is None else self.n_seen.clone(), tensors)
+
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Go back to a snapshot in place."""
+        for name, tensor in self.tensors().items():
+            if name in snapshot.tensors:
+                tensor.copy_(snapshot.tensors[name])
+            elif name not in ("keys", "values"):
+                tensor.zero_()
+        if self.n_seen is not None:
+            self.n_seen.fill_(snapshot.n_tokens)
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        raise ValueError(
+            "a static cache cannot be cropped; call cache.restore(snapshot) with an earlier cache.snapshot()."
+        )
 
 
 class HybridCache(Cache):
-    """Cache of all layers; create it with ``model.new_cache()``."""
+    """Cache of all layers; create it with ``model.new_cache()`` or ``model.prefill(...)``."""
 
     def __init__(self, layers: Sequence[HybridLayerCache]) -> None:
         super().__init__(layers=[*layers])
+        self.prefix: Prefix | None = None
+        """The prompt that ``model.prefill`` has read into this cache, as long as its rows are the same."""
 
     def layer(self, index: int) -> HybridLayerCache:
         """Return the cache of one layer."""
@@ -217,5 +380,98 @@ class HybridCache(Cache):
 
     def nbytes(self) -> dict[str, int]:
         """Count the bytes in use by all layers: ``kv``, ``window``, ``ssm``, ``conv``."""
-        layers = [self.layer(index).nbytes() for index in range(len(self.layers))]
+        layers = [layer.nbytes() for layer in self._layers()]
         return {name: sum(layer[name] for layer in layers) for name in layers[0]}
+
+    def copy(self) -> HybridCache:
+        """Return an independent copy: what is generated from one leaves the other alone."""
+        return copy.deepcopy(self)
+
+    def repeat(self, n: int) -> HybridCache:
+        """Return a copy with each row n times, for n continuations of it in one batch."""
+        if n < 1:
+            raise ValueError(f"repeat is given {n}; pass how many rows to make of each, 1 or more.")
+        repeated = self.copy()
+        repeated.batch_repeat_interleave(n)
+        return repeated
+
+    def snapshot(self) -> list[LayerSnapshot]:
+        """Return what the cache holds now, for `restore`; costs a copy of the states and no copy of the keys.
+
+        After tokens that are not to stay, ``restore`` goes back to it, as often as needed.
+        """
+        return [layer.snapshot() for layer in self._layers()]
+
+    def restore(self, snapshot: Sequence[LayerSnapshot]) -> None:
+        """Go back to a snapshot of this cache."""
+        for layer, before in zip(self._layers(), snapshot, strict=True):
+            layer.restore(before)
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache that ``model.prefill`` returned to a safetensors file, for ``model.load_cache``.
+
+        Raises ValueError if the cache holds something else than the prompt that prefill has read.
+        """
+        if self.is_compileable:
+            raise ValueError("a static cache cannot be saved; prefill without max_length.")
+        if self.prefix is None or self.prefix.n_columns != self.get_seq_length():
+            raise ValueError(
+                f"the cache holds {self.get_seq_length()} tokens a row, which are not those of one prefill; save a "
+                "copy that was made before anything was generated from it."
+            )
+        tensors = {}
+        for index, layer in enumerate(self._layers()):
+            for name, tensor in layer.tensors().items():
+                tensors[f"{index}.{name}"] = tensor.detach().contiguous()
+        write_prefix(Path(path), self.prefix, tensors)
+
+    def fill(self, prefix: Prefix, tensors: dict[str, Tensor]) -> None:
+        """Take over what `save` wrote; layers with windows have their rings already."""
+        for place, tensor in tensors.items():
+            index, _, name = place.partition(".")
+            layer = self.layer(int(index))
+            layer._put(name, tensor)
+            if name.endswith("keys"):
+                layer.kv_dtype = tensor.dtype
+        for layer in self._layers():
+            layer.seen = prefix.n_columns
+            layer.is_initialized = True
+        self.prefix = prefix
+
+    def activate_past_recording(self) -> None:
+        """Record forward passes from now on, so that `crop` can undo them; see `HybridLayerCache`."""
+        for layer in self._layers():
+            layer.activate_past_recording()
+
+    def stop_recording(self) -> None:
+        """Drop the records, and record no more."""
+        for layer in self._layers():
+            layer.stop_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Undo the last ``-tokens_to_remove`` tokens of all layers; see `HybridLayerCache.crop`."""
+        # Before any layer is cropped: a layer with nothing but keys always can be.
+        for layer in self._layers():
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if self.prefix is not None and self.get_seq_length() < self.prefix.n_columns:
+            self.prefix = None
+
+    def reset(self) -> None:
+        self.prefix = None
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.prefix = None
+        super().reorder_cache(cast(Any, beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.prefix = None
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.prefix = None
+        super().batch_select_indices(indices)
+
+    def _layers(self) -> list[HybridLayerCache]:
+        return [self.layer(index) for index in range(len(self.layers))]

@@ -198,6 +198,8 @@ class HybridMixer(nn.Module):
         if seq_idx is None:
             seq_idx = self.row.get("seq_idx")
         layer_cache = None if cache is None else cache.layer(self.layer)
+        if layer_cache is not None:
+            layer_cache.begin(hidden_states.shape[1])
         replaced = None
 
         def attend(store: _KVStore | None, **options: Any) -> Tensor:

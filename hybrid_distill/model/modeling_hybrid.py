@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ from .gated_delta import delta_scan  # noqa: F401  # see below
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
 from .local_attention import attend_locally  # noqa: F401  # see below
 from .mixer import HeadPart, HybridMixer
+from .prefix import Prefix, fingerprint, read_prefix
 from .recurrent_heads import SSMHeads
 from .ring import TokenRing  # noqa: F401  # see below
 from .rows import TokensFirst  # noqa: F401  # see below
@@ -76,8 +78,6 @@ class HybridPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # Assisted decoding would have to roll back a recurrent state, which is impossible.
-    _is_stateful = True
     _own_tensors: ClassVar[tuple[str, ...]] = ()
     """Tensors that a student's checkpoint lacks: they are drawn."""
 
@@ -270,14 +270,14 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
         With ``cache_implementation="static"``, transformers compiles the step on a GPU, into a CUDA graph.
         """
-        if getattr(generation_config, "is_assistant", False):
-            raise ValueError(
-                "a hybrid cannot draft for another model: a recurrent state cannot be rolled back to the accepted "
-                "tokens. Pass an assistant_model without recurrent heads."
-            )
+        drafts = bool(getattr(generation_config, "is_assistant", False))
+        if drafts:
+            self._check_speculation()
         kind = generation_config.cache_implementation
         is_static = kind == "static" and self._longrope_switch is None
-        if kind not in (None, "dynamic") and not is_static:
+        # transformers before 5.5 asks an assistant for a cache that can be cropped by this name.
+        is_own = kind in (None, "dynamic") or (drafts and kind == "dynamic_full")
+        if not (is_own or is_static):
             raise ValueError(
                 f"cache_implementation is {kind!r}. A hybrid has its own cache, which holds recurrent states; "
                 "leave it out, or pass 'static' for a model without LongRoPE."
@@ -304,6 +304,48 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             else:
                 cache = self.new_cache()
             model_kwargs[GENERATION_CACHE] = cache
+        if drafts:
+            model_kwargs[GENERATION_CACHE].activate_past_recording()
+
+    def _check_speculation(self) -> None:
+        if self._longrope_switch is not None:
+            raise ValueError(
+                "a model with LongRoPE reads all tokens again beyond its trained length, which drafted tokens may "
+                "cross; leave assistant_model and prompt_lookup_num_tokens out."
+            )
+
+    def _assisted_decoding(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Speculate as transformers does, on a cache that records what it has to undo.
+
+        Raises ValueError without a cache, with a static one and with LongRoPE.
+        """
+        self._check_speculation()
+        cache = kwargs.get(GENERATION_CACHE)
+        if not isinstance(cache, HybridCache) or cache.is_compileable:
+            raise ValueError(
+                "speculation needs a cache that can be rolled back; leave use_cache and cache_implementation out."
+            )
+        options: Any = kwargs["generation_config"]
+        shows_prompt = options.output_hidden_states or options.output_attentions
+        has_one_row = kwargs.get("inputs_embeds") is None and len(input_ids) == 1
+        n_past = cache.get_seq_length()
+        n_early = input_ids.shape[1] - 1
+        # A record of the prompt would hold what every layer has read: all but its last token come before.
+        if has_one_row and n_early > n_past and not shows_prompt:
+            mask = kwargs.get("attention_mask")
+            positions = kwargs.get("position_ids")
+            self.model(
+                input_ids=input_ids[:, n_past:n_early],
+                attention_mask=None if mask is None else mask[:, :n_early],
+                position_ids=None if positions is None else positions[:, n_past:n_early],
+                cache=cache,
+            )
+        cache.activate_past_recording()
+        try:
+            parent: Any = super()
+            return parent._assisted_decoding(input_ids, *args, **kwargs)
+        finally:
+            cache.stop_recording()
 
     def _kept_cache(self, n_rows: int, max_length: int, is_shared: bool) -> HybridCache:
         """Return an empty static cache: if possible that of the last call, for which the step is compiled.
@@ -358,6 +400,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 written = self.get_input_embeddings()(input_ids)
                 kwargs["inputs_embeds"] = torch.cat([prompt, written.to(prompt.dtype)], dim=1)
                 kwargs["is_first_iteration"] = True
+        elif isinstance(cache, HybridCache) and kwargs.get("is_first_iteration") and prompt is None:
+            self._continue_prefix(cache, input_ids, kwargs)
         parent: Any = super()
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if isinstance(cache, HybridCache) and cache.is_compileable:
@@ -370,9 +414,115 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
 
+    def _continue_prefix(
+        self, cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Check that all tokens so far go on from the cache. Raises ValueError if they do not."""
+        n_past = int(cache.get_seq_length())
+        n_new = kwargs.get("next_sequence_length")
+        # Speculation of transformers forgets that a cache may be filled.
+        is_cut = "next_sequence_length" in kwargs
+        if is_cut and n_new is None and n_past and cache.layer(0).record_past:
+            n_new = input_ids.shape[1] - n_past
+            kwargs["next_sequence_length"] = n_new
+        # transformers before 5.5 passes the places of the new tokens.
+        if n_new is None and kwargs.get("cache_position") is not None:
+            n_new = len(kwargs["cache_position"])
+        # Otherwise the input is the new tokens alone.
+        if n_new is None or not n_past:
+            return
+        if n_new < 1:
+            raise ValueError(
+                f"the cache holds {n_past} tokens and the input {input_ids.shape[1]}; pass the tokens of the cache "
+                "and at least one more."
+            )
+        if cache.prefix is not None and not cache.prefix.begins(input_ids):
+            raise ValueError(
+                "the input does not begin with the prompt that the cache holds; pass all tokens, in rows as many as "
+                "the cache has (cache.repeat)."
+            )
+
     def create_masks_for_generate(self, config: PretrainedConfig, **kwargs: Any) -> Any:
         """Make transformers' masks for a static cache from the backbone's config, which has the layers' windows."""
         return create_masks_for_generate(config=self.model.config, **kwargs)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: HybridCache | None = None,
+        chunk_size: int | None = None,
+    ) -> HybridCache:
+        """Read a prompt into a cache, from which `generate` goes on if its input begins with this prompt.
+
+        ``input_ids`` [B, L]; ``attention_mask`` [B, L] is 0 at padding, which must be on the left. ``chunk_size`` reads
+        that many tokens at a time, which takes less memory. With a ``cache``, these tokens follow those it holds, whose
+        columns ``attention_mask`` then covers too. `HybridCache.copy` and ``repeat`` make several of one,
+        ``save`` writes it for `load_cache`. Raises ValueError for sizes that do not fit.
+        """
+        n_rows, length = input_ids.shape
+        if cache is None:
+            cache = self.new_cache()
+        n_past = int(cache.get_seq_length())
+        before = cache.prefix
+        if n_past and (
+            before is None or before.n_columns != n_past or len(before.ids_BL) != n_rows
+        ):
+            raise ValueError(
+                f"the cache holds {n_past} tokens that are not one prefill of {n_rows} rows; pass the cache of a "
+                "prefill, or none."
+            )
+        given = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if n_past and before is not None and attention_mask is None:
+            given = torch.cat([before.mask_BL, given], dim=1)
+        if given.shape != (n_rows, n_past + length):
+            raise ValueError(
+                f"attention_mask is {tuple(given.shape)}; pass one for all tokens of the cache, "
+                f"{(n_rows, n_past + length)}."
+            )
+        if length < 1 or (chunk_size is not None and chunk_size < 1):
+            raise ValueError(
+                f"{length} tokens are to be read in pieces of {chunk_size}; both must be 1 or more."
+            )
+        switch = self._longrope_switch
+        if switch is not None and n_past + length > switch and (n_past or chunk_size is not None):
+            raise ValueError(
+                f"LongRoPE changes at {switch} tokens, so {n_past + length} cannot be read in pieces; pass all "
+                "tokens at once, without chunk_size."
+            )
+        # Positions count tokens, as `generate` counts them.
+        position_ids = (given.long().cumsum(-1) - 1).clamp_min(0)
+        has_padding = not bool((given != 0).all())
+        for first in range(n_past, n_past + length, chunk_size or length):
+            last = min(first + (chunk_size or length), n_past + length)
+            self.model(
+                input_ids=input_ids[:, first - n_past : last - n_past],
+                attention_mask=given[:, :last] if has_padding else None,
+                position_ids=position_ids[:, first:last],
+                cache=cache,
+            )
+        ids = input_ids if before is None else torch.cat([before.ids_BL, input_ids], dim=1)
+        cache.prefix = Prefix(ids, given, fingerprint(self), str(self.dtype))
+        return cache
+
+    def load_cache(
+        self, path: str | Path, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> HybridCache:
+        """Load what `HybridCache.save` has written for this student and this prompt, [B, L].
+
+        Raises ValueError for a damaged file, another prompt or mask, another student or another dtype.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        prefix = Prefix(input_ids, mask, fingerprint(self), str(self.dtype))
+        cache = self.new_cache()
+        tensors = read_prefix(Path(path), prefix)
+        for mixer in self.mixers_with("window"):
+            assert mixer.windowed is not None
+            reach = mixer.windowed.reach
+            cache.layer(mixer.layer).ring_of(reach.window, reach.sinks)
+        cache.fill(prefix, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ValueError: it concatenates sequences, so a recurrent state would leak from one into the next."""

@@ -209,6 +209,8 @@ class SSMHeads(nn.Module):
         """
         if hidden_BLD.shape[1] == 1 and cache is not None and cache.ssm_state is not None:
             return self._step(hidden_BLD, token_mask_BL, cache)
+        if cache is not None:
+            cache.on_replay(self._replay(hidden_BLD, token_mask_BL))
         rows = None
         if token_mask_BL is not None:
             rows = TokensFirst.of(token_mask_BL)
@@ -230,6 +232,17 @@ class SSMHeads(nn.Module):
         if cache is not None:
             cache.remember(conv_state=conv_state, ssm_state=ssm_state)
         return y_BLRP if rows is None else rows.undo(y_BLRP)
+
+    def _replay(
+        self, hidden_BLD: Tensor, token_mask_BL: Tensor | None
+    ) -> Callable[[HybridLayerCache, int], None]:
+        """Return what reads the first n of these tokens again, from the states before them."""
+
+        def replay(cache: HybridLayerCache, n_tokens: int) -> None:
+            mask_BL = None if token_mask_BL is None else token_mask_BL[:, :n_tokens]
+            self.forward(hidden_BLD[:, :n_tokens], mask_BL, None, cache)
+
+        return replay
 
     def _run(
         self,

@@ -84,6 +84,13 @@ class TokenRing:
         else:
             setattr(self, name, tensor)
 
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.keys = None
+        self.values = None
+        self.column_BR = None
+        self.n_tokens_B = None
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name; empty before the first token."""
         named = {}

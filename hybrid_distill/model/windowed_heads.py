@@ -288,16 +288,23 @@ class HeadCall:
         device = key_BGLP.device
         column_BL = torch.arange(length, device=device).expand(batch, -1)
         column_BL = column_BL + self.cache.get_seq_length()
-        if self.token_mask_BL is None:
-            n_new_B = torch.full((batch,), length, device=device)
-        else:
-            n_new_B = (self.token_mask_BL != 0).sum(dim=1)
+        token_mask_BL = self.token_mask_BL
         if rows is not None:
             column_BL = rows.apply(column_BL)
         dtype = self.cache.kv_dtype or key_BGLP.dtype
         key_BGLP = pick_heads(key_BGLP, self.heads.ring_groups).to(dtype)
         value_BGLP = pick_heads(value_BGLP, self.heads.ring_groups).to(dtype)
-        ring.write(key_BGLP, value_BGLP, column_BL, n_new_B)
+
+        def write(layer: HybridLayerCache, n_tokens: int) -> None:
+            """Store what the first n columns hold: a row's tokens come first."""
+            if token_mask_BL is None:
+                n_new_B = torch.full((batch,), n_tokens, device=device)
+            else:
+                n_new_B = (token_mask_BL[:, :n_tokens] != 0).sum(dim=1)
+            layer.ring_of(ring.window, ring.sinks).write(key_BGLP, value_BGLP, column_BL, n_new_B)
+
+        write(self.cache, length)
+        self.cache.on_replay(write)
 
     def _attend_ring(
         self,

@@ -323,17 +323,6 @@ def test_a_static_cache_that_generate_returned_is_not_used_again(
     same_logits(step, logits(llama_student, first.sequences, use_cache=False)[:, -1])
 
 
-def test_what_must_roll_a_cache_back_is_refused() -> None:
-    teacher = make_family_model("llama")
-    student = mixed_student(teacher)
-    ids = tokens(1, 6)
-    for options in ({"assistant_model": teacher}, {"prompt_lookup_num_tokens": 2}):
-        with pytest.raises(ValueError, match="stateful"):
-            generated(student, ids, **options)
-    with pytest.raises(ValueError, match="hybrid cannot draft"):
-        generated(teacher, ids, assistant_model=student)
-
-
 @torch.no_grad()
 def test_decoding_compiles_into_one_graph_for_all_steps() -> None:
     """``fullgraph`` fails at a graph break. The first step's own graph is before sizes vary."""

@@ -174,6 +174,7 @@ CODE = {
     "local_attention",
     "mixer",
     "modeling_hybrid",
+    "prefix",
     "recurrent_heads",
     "ring",
     "rows",

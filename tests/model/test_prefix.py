@@ -1,0 +1,253 @@
+"""A prompt's state, used again: continuations of copies, and of what a file holds, against the run without a cache."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES, make_family_model
+from safetensors.torch import load_file, save_file
+from students import HARD, keep, left_padded, logits, mixed_student, tokens
+from torch import Tensor
+
+from hybrid_distill.export.check import TOLERANCE
+from hybrid_distill.model import HybridCache, HybridForCausalLM
+from hybrid_distill.student.build import build_student
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+RECURRENCES = ("discrete", "mamba2", "mamba2-stock", "gdn")
+
+
+def windowed(recurrence: str = "discrete", d_state: int = 5) -> HybridForCausalLM:
+    """Windows shorter than the prompts; heads kept in some groups, none, and whole groups."""
+    teacher = make_family_model("llama")
+    plan = keep(teacher, (0, 5), (), (2, 3))
+    options = {"window": 4, "sinks": 2, "d_state": d_state, "recurrence": recurrence}
+    student, _ = build_student(teacher, plan, init="random", **options)
+    return opened(student)
+
+
+def opened(student: HybridForCausalLM) -> HybridForCausalLM:
+    """Give the recurrent heads gates and taps that matter."""
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if ".ssm." in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return student.eval()
+
+
+@pytest.fixture(params=[*RECURRENCES, "windows", "gdn and windows", "windows alone", "sliding"])
+def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
+    if request.param in RECURRENCES:
+        return mixed_student(make_family_model("llama"), request.param)
+    if request.param == "sliding":
+        return mixed_student(make_family_model("qwen2", **HARD["qwen2"]))
+    if request.param == "windows alone":
+        return windowed(d_state=0)
+    return windowed("gdn" if request.param.startswith("gdn") else "discrete")
+
+
+@pytest.fixture
+def llama_student() -> HybridForCausalLM:
+    return mixed_student(make_family_model("llama"))
+
+
+def same_logits(actual: Tensor, expected: Tensor) -> None:
+    """Allow for another order of sums, as the gate of an export does."""
+    error = (actual - expected).abs().max()
+    assert error < TOLERANCE[torch.float32]["order"] * expected.abs().max()
+
+
+def continued(student: Any, cache: HybridCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    return student.generate(ids, attention_mask=mask, cache=cache, **GREEDY)
+
+
+def check_continuations(student: Any, cache: HybridCache, ids: Tensor, mask: Tensor) -> None:
+    """Continue copies of a cache by texts of several lengths, logits and tokens."""
+    for length in (1, 4):
+        more = tokens(len(ids), length)
+        whole = torch.cat([ids, more], dim=1)
+        whole_mask = torch.cat([mask, torch.ones_like(more)], dim=1)
+        positions = (whole_mask.cumsum(1) - 1).clamp_min(0)
+        step = logits(
+            student,
+            more,
+            attention_mask=whole_mask,
+            position_ids=positions[:, -length:],
+            cache=cache.copy(),
+        )
+        expected = logits(
+            student, whole, attention_mask=whole_mask, position_ids=positions, use_cache=False
+        )
+        same_logits(step, expected[:, -length:])
+        text = continued(student, cache.copy(), whole, whole_mask)
+        assert torch.equal(text, student.generate(whole, attention_mask=whole_mask, **GREEDY))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5, 1])
+def test_copies_of_a_prefix_are_continued_as_the_whole_text(student, chunk_size) -> None:
+    for ids, mask in (left_padded([tokens(13)]), left_padded([tokens(13), tokens(6)])):
+        cache = student.prefill(ids, mask, chunk_size=chunk_size)
+        check_continuations(student, cache, ids, mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_prefix_is_continued_in_every_family(family: str, tmp_path: Path) -> None:
+    student = mixed_student(make_family_model(family, **HARD.get(family, {})))
+    ids, mask = left_padded([tokens(13), tokens(6)])
+    path = tmp_path / "prompt"
+    student.prefill(ids, mask).save(path)
+    check_continuations(student, student.load_cache(path, ids, mask), ids, mask)
+
+
+def test_a_file_holds_every_tensor_bit_for_bit(student, tmp_path: Path) -> None:
+    ids, mask = left_padded([tokens(13), tokens(6)])
+    cache = student.prefill(ids, mask)
+    cache.save(tmp_path / "prompt")
+    loaded = student.load_cache(tmp_path / "prompt", ids, mask)
+    for ours, theirs in zip(cache.layers, loaded.layers, strict=True):
+        assert ours.get_seq_length() == theirs.get_seq_length() == 13
+        assert ours.tensors().keys() == theirs.tensors().keys()
+        for name, tensor in ours.tensors().items():
+            assert torch.equal(tensor, theirs.tensors()[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["prompt"]
+    check_continuations(student, loaded, ids, mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
+def test_a_loaded_cache_goes_on_in_the_dtype_of_its_keys(llama_student, kv_dtype, tmp_path) -> None:
+    ids, more = tokens(1, 9), tokens(1, 3)
+    cache = llama_student.prefill(ids, cache=llama_student.new_cache(kv_dtype))
+    cache.save(tmp_path / "prompt")
+    loaded = llama_student.load_cache(tmp_path / "prompt", ids)
+    assert torch.equal(
+        logits(llama_student, more, cache=loaded), logits(llama_student, more, cache=cache)
+    )
+    assert loaded.layer(0).keys.dtype == kv_dtype
+
+
+def test_prefill_goes_on_from_a_prefill(student) -> None:
+    ids, mask = left_padded([tokens(13), tokens(6)])
+    cache = student.prefill(ids[:, :8], mask[:, :8])
+    cache = student.prefill(ids[:, 8:], cache=cache)
+    check_continuations(student, cache, ids, mask)
+
+
+def test_a_prefix_is_repeated_for_a_batch_of_continuations(student) -> None:
+    prefix = tokens(1, 9)
+    cache = student.prefill(prefix)
+    ids = torch.cat([prefix.expand(3, -1), tokens(3, 4)], dim=1)
+    batch = continued(student, cache.repeat(3), ids)
+    for row, text in zip(ids, batch):
+        assert torch.equal(student.generate(row[None], **GREEDY)[0], text)
+    # The one that was repeated is as it was.
+    assert torch.equal(continued(student, cache, ids[:1]), batch[:1])
+
+
+def test_a_static_cache_is_filled_and_copied(student) -> None:
+    ids = tokens(2, 9)
+    cache = student.prefill(ids, cache=student.new_cache(max_length=24))
+    whole = torch.cat([ids, tokens(2, 3)], dim=1)
+    for _ in range(2):
+        text = continued(student, cache.copy(), whole)
+        assert torch.equal(text, student.generate(whole, **GREEDY))
+    with pytest.raises(ValueError, match="static"):
+        cache.save("never")
+
+
+def test_sampling_from_a_prefix_draws_what_it_draws_without(llama_student) -> None:
+    ids = tokens(1, 9)
+    cache = llama_student.prefill(ids[:, :6])
+    texts = []
+    for given in (None, cache.copy()):
+        torch.manual_seed(0)
+        options = {**GREEDY, "do_sample": True, "cache": given}
+        texts.append(llama_student.generate(ids, **options))
+    assert torch.equal(*texts)
+
+
+def test_the_state_of_something_else_is_refused(llama_student, tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    ids, mask = left_padded([tokens(9), tokens(6)])
+    llama_student.prefill(ids, mask).save(path)
+    other = ids.clone()
+    other[0, 3] += 1
+    with pytest.raises(ValueError, match="another prompt"):
+        llama_student.load_cache(path, other, mask)
+    with pytest.raises(ValueError, match="another prompt"):
+        llama_student.load_cache(path, ids)
+    with pytest.raises(ValueError, match="another student"):
+        mixed_student(make_family_model("llama"), "gdn").load_cache(path, ids, mask)
+    with pytest.raises(ValueError, match="bfloat16"):
+        llama_student.to(torch.bfloat16).load_cache(path, ids, mask)
+    llama_student.to(torch.float32)
+    with torch.no_grad():
+        llama_student.recurrent_heads()[0].x_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="another student"):
+        llama_student.load_cache(path, ids, mask)
+
+
+def test_a_damaged_file_is_refused(llama_student, tmp_path: Path) -> None:
+    ids = tokens(1, 9)
+    path = tmp_path / "prompt"
+    llama_student.prefill(ids).save(path)
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[-5] ^= 1
+    torch_file = tmp_path / "torch"
+    torch.save({"0.keys": torch.zeros(3)}, torch_file)
+    save_file(load_file(path), tmp_path / "tensors")
+    for damaged in (
+        flipped,
+        content[: len(content) // 2],
+        b"",
+        torch_file.read_bytes(),
+        (tmp_path / "tensors").read_bytes(),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError):
+            llama_student.load_cache(path, ids)
+    with pytest.raises(ValueError):
+        llama_student.load_cache(tmp_path / "nothing", ids)
+
+
+def test_only_what_prefill_has_read_is_saved(llama_student, tmp_path: Path) -> None:
+    ids = tokens(2, 9)
+    generated = llama_student.prefill(ids)
+    continued(llama_student, generated, torch.cat([ids, tokens(2, 1)], dim=1))
+    forwarded = llama_student.new_cache()
+    logits(llama_student, ids, cache=forwarded)
+    selected = llama_student.prefill(ids)
+    selected.batch_select_indices(torch.tensor([1]))
+    for cache in (generated, forwarded, selected, llama_student.prefill(ids).repeat(2)):
+        with pytest.raises(ValueError, match="prefill"):
+            cache.save(tmp_path / "prompt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_refuses_another_text_than_the_prefix(llama_student) -> None:
+    ids = tokens(2, 9)
+    cache = llama_student.prefill(ids)
+    other = torch.cat([ids, ids[:, :2]], dim=1)
+    other[1, 4] += 1
+    for wrong in (other, ids, torch.cat([ids, ids], dim=1)[:1]):
+        with pytest.raises(ValueError):
+            continued(llama_student, cache, wrong)
+    assert cache.get_seq_length() == 9
+
+
+def test_prefill_refuses_what_does_not_fit(llama_student) -> None:
+    ids = tokens(2, 9)
+    cache = llama_student.new_cache()
+    logits(llama_student, ids, cache=cache)
+    for wrong in (
+        {"attention_mask": torch.ones(2, 5)},
+        {"chunk_size": 0},
+        {"cache": cache},
+        {"cache": llama_student.prefill(ids[:1])},
+    ):
+        with pytest.raises(ValueError):
+            llama_student.prefill(ids, **wrong)
+    with pytest.raises(ValueError):
+        cache.repeat(0)

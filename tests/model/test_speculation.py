@@ -1,0 +1,284 @@
+"""Drafted tokens and how a cache takes them back: the text is that of plain decoding."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_family_model
+from students import HARD, LONGROPE, left_padded, logits, mixed_student, tokens
+from test_prefix import RECURRENCES, same_logits, windowed
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_distill.model import HybridCache, HybridForCausalLM
+from hybrid_distill.model.layout import cache_of
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
+
+NEW = 24
+# An end that no vocabulary has: transformers 5.2 cannot look prompts up without any.
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 200}
+LOOKUP: dict[str, Any] = {**GREEDY, "prompt_lookup_num_tokens": 4}
+
+
+@pytest.fixture(params=[*RECURRENCES, "windows", "gdn and windows", "windows alone", "sliding"])
+def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
+    if request.param in RECURRENCES:
+        return mixed_student(make_family_model("llama"), request.param)
+    if request.param == "sliding":
+        return mixed_student(make_family_model("qwen2", **HARD["qwen2"]))
+    if request.param == "windows alone":
+        return windowed(d_state=0)
+    return windowed("gdn" if request.param.startswith("gdn") else "discrete")
+
+
+@pytest.fixture
+def llama_student() -> HybridForCausalLM:
+    return mixed_student(make_family_model("llama"))
+
+
+def repetitive(length: int = 21) -> Tensor:
+    """A prompt with repetitions, from which drafts are made: some are right, most are wrong."""
+    return tokens(1, 5).repeat(1, 5)[:, :length]
+
+
+def check_text(drafted: Tensor, plain: Tensor) -> None:
+    """Compare two texts; transformers 5.2 may go on by some tokens beyond the length asked for."""
+    assert torch.equal(drafted[:, : plain.shape[1]], plain)
+
+
+class Drafts:
+    """Counts the forward passes of a model, and the tokens that a cache has taken back."""
+
+    def __init__(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_forwards = 0
+        self.taken_back: list[int] = []
+        model.register_forward_pre_hook(self._count)
+        crop = HybridCache.crop
+
+        def counted(cache: HybridCache, n: int) -> None:
+            before = cache.get_seq_length()
+            crop(cache, n)
+            self.taken_back.append(before - cache.get_seq_length())
+
+        monkeypatch.setattr(HybridCache, "crop", counted)
+
+    def _count(self, *args: Any) -> None:
+        self.n_forwards += 1
+
+
+def test_prompt_lookup_gives_the_text_of_greedy_decoding(student, monkeypatch) -> None:
+    prompts = [repetitive(), repetitive(3), tokens(1, 9)]
+    expected = [student.generate(prompt, **GREEDY) for prompt in prompts]
+    drafts = Drafts(student, monkeypatch)
+    for prompt, text in zip(prompts, expected):
+        check_text(student.generate(prompt, **LOOKUP), text)
+    assert sum(drafts.taken_back) > 0, "no draft was wrong"
+    assert drafts.n_forwards < len(prompts) * NEW, "no draft was right"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been(student, rows: int) -> None:
+    """Every border within and between forward passes of one and several tokens, rows padded too."""
+    lengths = (13, 6)[:rows]
+    ids, mask = left_padded([tokens(length) for length in lengths])
+    drafted = tokens(rows, 9)
+    more = tokens(rows, 3)
+
+    def read(ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        return logits(student, ids, attention_mask=mask, position_ids=positions, **options)
+
+    def mask_of(length: int) -> Tensor:
+        return torch.cat([mask, torch.ones(rows, length, dtype=torch.long)], dim=1)
+
+    prefilled = student.prefill(ids, mask)
+    for n_left in range(10):
+        cache = prefilled.copy()
+        cache.activate_past_recording()
+        last = 0
+        for length in (4, 1, 1, 3):
+            piece = drafted[:, last : last + length]
+            last += length
+            read(piece, mask_of(last), cache=cache)
+        # A copy of a cache takes back on its own.
+        copied = cache.copy()
+        copied.crop(n_left - 9)
+        cache.crop(n_left - 9)
+        assert cache.get_seq_length() == 13 + n_left
+        whole = torch.cat([ids, drafted[:, :n_left], more], dim=1)
+        expected = read(whole, mask_of(n_left + 3), use_cache=False)[:, -3:]
+        for taken_back in (cache, copied):
+            first = read(more[:, :2], mask_of(n_left + 2), cache=taken_back)
+            last_logits = read(more[:, 2:], mask_of(n_left + 3), cache=taken_back)
+            same_logits(torch.cat([first, last_logits], dim=1), expected)
+
+
+@torch.no_grad()
+def test_a_number_of_tokens_to_leave_crops_as_well(llama_student) -> None:
+    """As transformers before 5.24 asks."""
+    ids = tokens(1, 9)
+    cache = llama_student.new_cache()
+    cache.activate_past_recording()
+    logits(llama_student, ids, cache=cache)
+    cache.crop(6)
+    assert cache.get_seq_length() == 6
+    step = logits(llama_student, ids[:, 6:7], cache=cache)
+    same_logits(step, logits(llama_student, ids[:, :7], use_cache=False)[:, -1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_length", [None, 24])
+def test_a_snapshot_is_gone_back_to_as_often_as_needed(student, max_length) -> None:
+    ids = tokens(2, 9)
+    cache = student.new_cache(max_length=max_length)
+    empty = cache.snapshot()
+    logits(student, tokens(2, 7), cache=cache)
+    cache.restore(empty)
+    step = logits(student, ids, cache=cache)
+    same_logits(step, logits(student, ids, use_cache=False))
+    snapshot = cache.snapshot()
+    for length in (1, 5, 1):
+        more = tokens(2, length)
+        step = logits(student, more, cache=cache)
+        whole = torch.cat([ids, more], dim=1)
+        same_logits(step, logits(student, whole, use_cache=False)[:, -length:])
+        cache.restore(snapshot)
+        assert int(cache.get_seq_length()) == 9
+
+
+@pytest.mark.parametrize("as_assistant", [False, True], ids=["of a student", "by a student"])
+def test_an_assistant_gives_the_text_of_greedy_decoding(student, as_assistant) -> None:
+    teacher: Any = make_family_model("llama", seed=1)
+    target, assistant = (teacher, student) if as_assistant else (student, teacher)
+    prompts = [repetitive(), tokens(1, 9)]
+    expected = [target.generate(prompt, **GREEDY) for prompt in prompts]
+    for prompt, text in zip(prompts, expected):
+        assert torch.equal(target.generate(prompt, **GREEDY, assistant_model=assistant), text)
+
+
+def test_a_student_drafts_for_another(llama_student, monkeypatch) -> None:
+    """The assistant's texts are partly right: it is the student, slightly changed."""
+    drafter = mixed_student(make_family_model("llama"), "gdn")
+    drafter.generation_config.num_assistant_tokens = 5
+    drafter.generation_config.assistant_confidence_threshold = 0.0
+    prompts = [repetitive(), tokens(1, 9), tokens(1, 2)]
+    expected = [llama_student.generate(prompt, **GREEDY) for prompt in prompts]
+    drafts = Drafts(llama_student, monkeypatch)
+    for prompt, text in zip(prompts, expected):
+        assert torch.equal(llama_student.generate(prompt, **GREEDY, assistant_model=drafter), text)
+    assert sum(drafts.taken_back) > 0, "no draft was wrong"
+
+
+def test_a_model_drafts_for_itself_without_an_error(llama_student, monkeypatch) -> None:
+    prompt = tokens(1, 9)
+    expected = llama_student.generate(prompt, **GREEDY)
+    drafts = Drafts(llama_student, monkeypatch)
+    twin = mixed_student(make_family_model("llama"))
+    twin.load_state_dict(llama_student.state_dict())
+    twin.generation_config.assistant_confidence_threshold = 0.0
+    text = llama_student.generate(prompt, **GREEDY, assistant_model=twin)
+    assert torch.equal(text, expected)
+    assert drafts.n_forwards < NEW / 2
+
+
+def test_speculation_draws_from_the_distribution_of_plain_sampling(llama_student) -> None:
+    """Each of two tokens, by 400 texts each way: frequencies have a standard error below 0.04."""
+    prompt = repetitive()
+    options = {**GREEDY, "do_sample": True, "top_k": 3, "max_new_tokens": 2}
+    counts = []
+    torch.manual_seed(0)
+    for lookup in (None, 2):
+        seen = torch.zeros(2, 101)
+        for _ in range(400):
+            text = llama_student.generate(prompt, **options, prompt_lookup_num_tokens=lookup)
+            seen[[0, 1], text[0, -2:]] += 1
+        counts.append(seen / 400)
+    torch.testing.assert_close(*counts, atol=0.12, rtol=0)
+
+
+def test_the_cache_of_a_speculation_is_that_of_its_text_and_records_no_more(student) -> None:
+    options = {**LOOKUP, "return_dict_in_generate": True}
+    output = student.generate(repetitive(), **options)
+    cache = cache_of(output)
+    n_held = cache.get_seq_length()
+    assert not any(layer.record_past or layer.forwards for layer in cache.layers)
+    text = output.sequences
+    with torch.no_grad():
+        step = logits(student, text[:, n_held:], cache=cache)
+    expected = logits(student, text, use_cache=False)[:, n_held:]
+    same_logits(step, expected)
+
+
+def test_speculation_goes_on_from_a_prefix(student) -> None:
+    prompt = repetitive()
+    expected = student.generate(prompt, **GREEDY)
+    for length in (20, 12):
+        cache = student.prefill(prompt[:, :length])
+        check_text(student.generate(prompt, **LOOKUP, cache=cache), expected)
+
+
+def test_speculation_shows_what_decoding_shows(llama_student) -> None:
+    options = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+    }
+    plain = llama_student.generate(repetitive(), **GREEDY, **options)
+    prompt = plain.sequences[:, :-NEW]
+    drafted = llama_student.generate(prompt, **LOOKUP, **options)
+    assert torch.equal(plain.sequences, drafted.sequences)
+    for ours, theirs in zip(drafted.logits, plain.logits, strict=True):
+        same_logits(ours, theirs)
+    assert len(drafted.hidden_states) == len(plain.hidden_states)
+    for ours, theirs in zip(drafted.hidden_states[0], plain.hidden_states[0], strict=True):
+        same_logits(ours, theirs)
+
+
+def test_what_cannot_be_taken_back_is_refused(llama_student) -> None:
+    ids = tokens(1, 9)
+    cache = llama_student.prefill(ids)
+    before = cache.snapshot()
+    for n_tokens in (-1, 5):
+        with pytest.raises(ValueError, match="record"):
+            cache.crop(n_tokens)
+    cache.activate_past_recording()
+    logits(llama_student, tokens(1, 2), cache=cache)
+    with pytest.raises(ValueError, match="record"):
+        cache.crop(-3)
+    cache.crop(-2)
+    for layer, held in zip(cache.layers, before, strict=True):
+        for name, tensor in layer.tensors().items():
+            assert torch.equal(tensor, held.tensors[name])
+    with pytest.raises(ValueError, match="static"):
+        llama_student.new_cache(max_length=9).crop(-1)
+    with pytest.raises(ValueError, match="static"):
+        llama_student.new_cache(max_length=9).activate_past_recording()
+
+
+@torch.no_grad()
+def test_keys_alone_are_cropped_without_a_record() -> None:
+    teacher = make_family_model("llama")
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
+    ids = tokens(1, 9)
+    cache = student.prefill(ids)
+    cache.crop(-4)
+    step = logits(student, ids[:, 5:], cache=cache)
+    same_logits(step, logits(student, ids, use_cache=False)[:, 5:])
+
+
+def test_speculation_is_refused_where_it_would_be_wrong(llama_student) -> None:
+    ids = tokens(1, 9)
+    for options in ({"cache_implementation": "static"}, {"use_cache": False}):
+        with pytest.raises(ValueError):
+            llama_student.generate(ids, **LOOKUP, **options)
+    with pytest.raises(ValueError):
+        llama_student.generate(tokens(2, 9), **LOOKUP)
+    settings = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}
+    teacher: Any = make_family_model("phi3", **settings)
+    student: Any = mixed_student(teacher)
+    with pytest.raises(ValueError, match="LongRoPE"):
+        student.generate(ids, **LOOKUP)
+    with pytest.raises(ValueError, match="LongRoPE"):
+        teacher.generate(ids, **GREEDY, assistant_model=student)
