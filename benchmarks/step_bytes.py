@@ -51,7 +51,7 @@ from hybrid_distill.train.stages import make_stage
 RECORD = RESULTS / "step_bytes.json"
 PACKAGES = ("torch", "transformers")
 H100 = Device(2.5e12, 600e12)
-"""What large products and passes over memory reach, in our assumption."""
+"""Assumed rates of large products and of passes over memory."""
 SHAPES["two layers"] = SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 2}
 KERNELS = "hybrid_kernels"
 LOSS = "hybrid_kernels.distillation_loss"
