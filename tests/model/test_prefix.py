@@ -16,6 +16,7 @@ from hybrid_distill.student.build import build_student
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 RECURRENCES = ("discrete", "mamba2", "mamba2-stock", "gdn")
+KINDS = (*RECURRENCES, "windows", "gdn and windows", "windows alone", "sliding")
 
 
 def windowed(recurrence: str = "discrete", d_state: int = 5) -> HybridForCausalLM:
@@ -36,15 +37,20 @@ def opened(student: HybridForCausalLM) -> HybridForCausalLM:
     return student.eval()
 
 
-@pytest.fixture(params=[*RECURRENCES, "windows", "gdn and windows", "windows alone", "sliding"])
-def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
-    if request.param in RECURRENCES:
-        return mixed_student(make_family_model("llama"), request.param)
-    if request.param == "sliding":
+def student_of_kind(kind: str) -> HybridForCausalLM:
+    """Make one of `KINDS`."""
+    if kind in RECURRENCES:
+        return mixed_student(make_family_model("llama"), kind)
+    if kind == "sliding":
         return mixed_student(make_family_model("qwen2", **HARD["qwen2"]))
-    if request.param == "windows alone":
+    if kind == "windows alone":
         return windowed(d_state=0)
-    return windowed("gdn" if request.param.startswith("gdn") else "discrete")
+    return windowed("gdn" if kind.startswith("gdn") else "discrete")
+
+
+@pytest.fixture(params=KINDS)
+def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
+    return student_of_kind(request.param)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_family_model
-from students import HARD, LONGROPE, left_padded, logits, mixed_student, tokens
-from test_prefix import RECURRENCES, same_logits, windowed
+from students import LONGROPE, left_padded, logits, mixed_student, tokens
+from test_prefix import KINDS, same_logits, student_of_kind
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,15 +21,9 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_
 LOOKUP: dict[str, Any] = {**GREEDY, "prompt_lookup_num_tokens": 4}
 
 
-@pytest.fixture(params=[*RECURRENCES, "windows", "gdn and windows", "windows alone", "sliding"])
+@pytest.fixture(params=KINDS)
 def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
-    if request.param in RECURRENCES:
-        return mixed_student(make_family_model("llama"), request.param)
-    if request.param == "sliding":
-        return mixed_student(make_family_model("qwen2", **HARD["qwen2"]))
-    if request.param == "windows alone":
-        return windowed(d_state=0)
-    return windowed("gdn" if request.param.startswith("gdn") else "discrete")
+    return student_of_kind(request.param)
 
 
 @pytest.fixture
