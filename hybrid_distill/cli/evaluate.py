@@ -24,7 +24,6 @@ def command(
     n_examples: Count | None = None,
     prompt_format: str | None = None,
     speed: bool = False,
-    lengths: str = "2048,8192,32768",
 ) -> None:
     """Measure a finished run with the package's own probes, or any model on lm-eval tasks.
 
@@ -40,16 +39,15 @@ def command(
         run_dir: The folder of a run.
         n_examples: Questions per dictionary size, instead of the run's; implies --again.
         prompt_format: Prompt format, instead of the run's: plain, shots=1 or chat; implies --again.
-        speed: Measure speed and memory of the run's student and teacher instead; writes
-            RUN_DIR/speed.json.
-        lengths: Contexts in tokens for --speed; those beyond the model's, and those that would take
-            longer than five minutes, are left out.
+        speed: Measure speed and memory of the run's student and teacher instead, at contexts of 2,048,
+            8,192 and 32,768 tokens as far as they reach and as a length takes at most five minutes;
+            writes RUN_DIR/speed.json.
     """
     if speed and run_dir is None:
         raise ValueError("--speed needs RUN_DIR; pass the folder of a run.")
     if run_dir is not None and speed:
         _check_run_flags(run_dir, job)
-        _measure_speed(run_dir, lengths, job)
+        _measure_speed(run_dir, job)
     elif run_dir is not None:
         _check_run_flags(run_dir, job)
         _evaluate_run(run_dir, n_examples, prompt_format, job)
@@ -124,7 +122,7 @@ def _evaluate_run(
         print(f"results: {path}")
 
 
-def _measure_speed(run_dir: Path, lengths: str, job: SuiteJob) -> None:
+def _measure_speed(run_dir: Path, job: SuiteJob) -> None:
     """Time the student of a run and its teacher in turns; write and print the figures."""
     import pandas as pd
     from torch import nn
@@ -136,9 +134,7 @@ def _measure_speed(run_dir: Path, lengths: str, job: SuiteJob) -> None:
     from ..lab.reporting.speed import speed_table
     from ..pipeline import finished_run, trained_student
     from ..scoring import describe_run
-    from ..validation import numbers
 
-    at = numbers("lengths", lengths, least=1)
     inputs = finished_run(run_dir)
     student, _ = trained_student(inputs)
     models = {"teacher": inputs.teacher, "student": student}
@@ -148,12 +144,9 @@ def _measure_speed(run_dir: Path, lengths: str, job: SuiteJob) -> None:
         nn.Module.to(model, device, inputs.teacher.dtype)
         if name == "student":
             use_kernels(model, job.kernels or inputs.config.student.kernels, device)
-        for figures in measure_speed(model, at):
+        for figures in measure_speed(model):
             rows.append({"model": name, **vars(figures)})
             print(f"{name}: {figures.length:,} tokens", file=sys.stderr)
-        left_out = sorted(set(at) - {row["length"] for row in rows if row["model"] == name})
-        if left_out:
-            print(f"{name}: left out {', '.join(map(str, left_out))} tokens", file=sys.stderr)
     write_json(inputs.paths.speed, {"rows": rows, "measured": describe_run(student)})
     print(text_table(speed_table(pd.DataFrame(rows))))
     print(f"results: {inputs.paths.speed}")

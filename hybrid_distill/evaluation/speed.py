@@ -44,13 +44,15 @@ def measure_speed(
 ) -> Iterator[Speed]:
     """Time a model, as it is on its device, on random tokens; yield one `Speed` for each length, ascending.
 
-    Lengths beyond the model's context are left out, and those that would take longer than `MAX_SECONDS`.
+    Lengths beyond the model's context are left out, and those that would take longer than `MAX_SECONDS`. A model whose
+    context is shorter than all of them is timed at its end.
     """
-    longest = longest_context(model.config) or max(lengths)
+    longest = (longest_context(model.config) or max(lengths) + n_new) - n_new
+    within = [length for length in sorted(lengths) if length <= longest] or [longest]
     seconds_a_token = 0.0
-    for length in sorted(lengths):
+    for length in within:
         # The cost of a token grows at most with the context.
-        if length + n_new > longest or seconds_a_token * length > MAX_SECONDS:
+        if seconds_a_token * length > MAX_SECONDS:
             return
         with eval_mode(model):
             speed = _measured(model, length, n_new)
