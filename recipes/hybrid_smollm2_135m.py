@@ -5,7 +5,7 @@ hybrid-distill generate-data --model HuggingFaceTB/SmolLM2-135M-Instruct --token
 python recipes/hybrid_smollm2_135m.py --dry-run
 python recipes/hybrid_smollm2_135m.py --teacher FOLDER    # for example from import-gguf
 
-Time: two minutes without training, as head scores are shipped; 3 million tokens take some four hours of an idle core
+Time: three minutes without training, as head scores are shipped; 3 million tokens take some four hours of an idle core
 with bfloat16 instructions; ``--dry-run`` estimates it on this machine. The run resumes where it was stopped.
 Expected result: without training, needles in 2,048 tokens, knowledge and dictionaries within the window as the teacher,
 perplexity 1 % higher up to 512 tokens and 12 % beyond; dictionaries from 1,000 tokens ago are mostly lost
