@@ -38,7 +38,7 @@ TEACHER = "teacher"
 CONTEXT = 4096
 PIECE = 512
 CLASSES = (10, 17)
-"""Largest shares of the teacher's cache, in percent, in which entries compete."""
+"""Largest shares of the teacher's cache, in whole percent, in which entries compete."""
 GUESSING = {f"{size} pairs before filler": 1 / size for size in (4, 8)}
 FAR = (*GUESSING, *(f"niah_single_1 at {length}" for length in LENGTHS))
 KEYS = tuple(f"niah_multikey_2 at {length}" for length in LENGTHS)
@@ -46,8 +46,8 @@ NEEDLE_CHANCE = 0.1
 """Accuracy of guessing among the choices that `niah` questions offer."""
 HEAD = """# Leaderboard
 
-What small hybrids keep of SmolLM2-135M-Instruct, in two classes: at most {classes} % of the teacher's cache of
-one sequence of {context:,} tokens ({whole:.1f} MB). Made from the records in `benchmarks/results/leaderboard` by
+What small hybrids keep of SmolLM2-135M-Instruct, in two classes: at most {classes} % (rounded) of the teacher's
+cache of one sequence of {context:,} tokens ({whole:.1f} MB). Made from the records in `benchmarks/results/leaderboard` by
 `python benchmarks/leaderboard.py page`; the same script enters a model in ten minutes, and prints what it takes.
 
 "Near" are dictionaries of 4 and 8 pairs, "far" the same before 1,000 tokens of other text, and needles in 512, 1,024
@@ -160,7 +160,7 @@ def page() -> None:
     ]
     above = 0
     for share in CLASSES:
-        most = share / 100 * teacher["held"]
+        most = (share + 0.5) / 100 * teacher["held"]
         entries = {name: r for name, r in records.items() if above < r["held"] <= most}
         parts.append(f"## At most {share} % of the cache\n\n{_table(entries, teacher)}\n")
         above = most
