@@ -48,7 +48,8 @@ HEAD = """# Leaderboard
 
 What small hybrids keep of SmolLM2-135M-Instruct, in two classes: at most {classes} % (rounded) of the teacher's
 cache of one sequence of {context:,} tokens ({whole:.1f} MB). Made from the records in
-`benchmarks/results/leaderboard` by `python benchmarks/leaderboard.py page`; the same script enters a model in ten minutes, and prints what it takes.
+`benchmarks/results/leaderboard` by `python benchmarks/leaderboard.py page`; the same script enters a model in ten
+minutes.
 
 "Near" are dictionaries of 4 and 8 pairs, "far" the same before 1,000 tokens of other text, and needles in 512, 1,024
 and 2,048 tokens; "keys" are needles among keys (`niah_multikey_2`). Shown is the mean relative score,
