@@ -2,7 +2,7 @@
 
 python recipes/hybrid_tiny.py
 
-Time: under five minutes on two CPU cores.
+Time: five to eight minutes on two CPU cores.
 Expected result: the student answers 98 to 100 % of dictionaries of 8 pairs and 96 to 98 % of 16 (teacher 98 to 100 %, a
 student of six random heads usually under 5 %, guessing 12 and 6 %); knowledge 97 %, as the teacher; at 4,096 tokens a
 cache of 1.6 MB instead of 6.3. docs/results_tiny.md has the table.

@@ -2,7 +2,7 @@
 
 hybrid-distill sweep recipes/sweep_demo.py --out runs/demo
 
-Time: 5 to 10 minutes on two idle cores; three students are trained from one alignment.
+Time: about ten minutes on two idle cores; three students are trained from one alignment.
 Expected result: every student keeps the teacher's knowledge and perplexity; only the one with the top six heads keeps
 its retrieval too (8 pairs by generation: 98 to 100 % against 2 % without any; random heads need luck).
 """
