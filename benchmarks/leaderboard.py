@@ -22,12 +22,14 @@ from typing import Any
 import pandas as pd
 import torch
 from records import RESULTS, ROOT, about, parser_of, read, write
-from smollm2_measures import LENGTHS, N_EXAMPLES, N_NEEDLES, SIZES, Measures, measure_one
+from smollm2_measures import LENGTHS, N_EXAMPLES, SIZES, Measures, measure_one, n_needles
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from hybrid_distill.assets import general_facts_path
 from hybrid_distill.evaluation.result import binomial_error, relative_score
 from hybrid_distill.lab.reporting.document import markdown_table
 from hybrid_distill.model.layout import cache_argument, cache_of
+from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.validation import number_of_tokens
 
 __all__ = ["enter_measured", "page"]
@@ -39,8 +41,11 @@ CONTEXT = 4096
 PIECE = 512
 CLASSES = (10, 17)
 """Largest shares of the teacher's cache, in whole percent, in which entries compete."""
-GUESSING = {f"{size} pairs before filler": 1 / size for size in (4, 8)}
-FAR = (*GUESSING, *(f"niah_single_1 at {length}" for length in LENGTHS))
+NEAR = tuple(f"{size} pairs" for size in SIZES[:2])
+FAR = (
+    *(f"{task} before filler" for task in NEAR),
+    *(f"niah_single_1 at {length}" for length in LENGTHS),
+)
 KEYS = tuple(f"niah_multikey_2 at {length}" for length in LENGTHS)
 NEEDLE_CHANCE = 0.1
 """Accuracy of guessing among the choices that `niah` questions offer."""
@@ -174,10 +179,9 @@ def page() -> None:
 def _table(entries: dict[str, dict[str, Any]], teacher: dict[str, Any]) -> str:
     if not entries:
         return "No entry yet."
-    near = [f"{size} pairs" for size in SIZES[:2]]
     groups: dict[str, Callable[[dict[str, Any]], tuple[float, float]]] = {
         "knowledge": lambda record: _kept(record, teacher, ["knowledge"]),
-        "near": lambda record: _kept(record, teacher, near),
+        "near": lambda record: _kept(record, teacher, list(NEAR)),
         "far": lambda record: _kept(record, teacher, list(FAR)),
         "keys": lambda record: _kept(record, teacher, list(KEYS)),
     }
@@ -218,7 +222,7 @@ def _kept(record: dict[str, Any], teacher: dict[str, Any], tasks: list[str]) -> 
 
 def _chance(task: str) -> float:
     if task == "knowledge":
-        return 0.25
+        return Knowledge(general_facts_path()).chance
     if task.startswith("niah"):
         return NEEDLE_CHANCE
     return 1 / int(task.split()[0])
@@ -226,11 +230,10 @@ def _chance(task: str) -> float:
 
 def _questions(task: str) -> int:
     if task == "knowledge":
-        return 172
+        return len(Knowledge(general_facts_path()).examples())
     if not task.startswith("niah"):
         return N_EXAMPLES
-    length = int(task.rpartition(" ")[2])
-    return N_NEEDLES if length <= 1024 else N_NEEDLES // 2
+    return n_needles(int(task.rpartition(" ")[2]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from hybrid_distill.probes.plain_text import text_batches
 from hybrid_distill.probes.prompt_formats import with_prompt_format
 from hybrid_distill.probes.registry import make_probe
 
-__all__ = ["Measures", "measure_one"]
+__all__ = ["LENGTHS", "N_EXAMPLES", "SIZES", "Measures", "measure_one", "n_needles"]
 
 N_EXAMPLES = 64
 N_NEEDLES = 32
@@ -78,9 +78,8 @@ class Measures:
         for task in NEEDLES:
             for length in LENGTHS:
                 probe = make_probe(task, n_tokens=length, seed=1, tokenizer=self.tokenizer)
-                n_examples = N_NEEDLES if length <= 1024 else N_NEEDLES // 2
                 measures[f"{task} at {length}"] = self._choice(
-                    probe.examples(n_examples), batch_size=4
+                    probe.examples(n_needles(length)), batch_size=4
                 )
         return measures
 
@@ -133,6 +132,11 @@ class Measures:
             "kl": divergence / total,
             "tokens": total,
         }
+
+
+def n_needles(length: int) -> int:
+    """Return how many needles are asked for in texts of this length."""
+    return N_NEEDLES if length <= 1024 else N_NEEDLES // 2
 
 
 def _pieces(pages: list[str]) -> Iterator[str]:

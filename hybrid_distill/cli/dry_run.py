@@ -17,7 +17,7 @@ from ..pipeline.budget import student_cache
 from ..pipeline.checks import check_teachers, checks_of
 from ..pipeline.folder import outdated
 from ..pipeline.inputs import shape_of_teacher
-from ..pipeline.planning import known_plan
+from ..pipeline.planning import known_plan, unranked_plan
 from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..teacher import load_config
@@ -118,8 +118,7 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
     options = config.plan
     plan = known_plan(RunInputs(config), teacher)
     if plan is None:
-        unit = options.unit if options.selection == "top" else "head"
-        return HeadPlan.spread(teacher, options.k, unit), NO_PLAN
+        return unranked_plan(teacher, options), NO_PLAN
     if options.selection == "top":
         return plan, _heads_by_layer(plan, f"top {options.k} of {config.scoring.file}")
     return plan, _heads_by_layer(plan, options.selection)

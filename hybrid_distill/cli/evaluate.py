@@ -123,7 +123,7 @@ def _evaluate_run(
 
 
 def _measure_speed(run_dir: Path, job: SuiteJob) -> None:
-    """Time the student of a run and its teacher in turns; write and print the figures."""
+    """Time the teacher of a run, then its student; write and print the figures."""
     import pandas as pd
     from torch import nn
 
@@ -140,16 +140,19 @@ def _measure_speed(run_dir: Path, job: SuiteJob) -> None:
     models = {"teacher": inputs.teacher, "student": student}
     device = own_device()
     rows = []
-    for name, model in models.items():
-        nn.Module.to(model, device, inputs.teacher.dtype)
-        if name == "student":
-            use_kernels(model, job.kernels or inputs.config.student.kernels, device)
-        for figures in measure_speed(model):
-            rows.append({"model": name, **vars(figures)})
-            print(f"{name}: {figures.length:,} tokens", file=sys.stderr)
-    write_json(inputs.paths.speed, {"rows": rows, "measured": describe_run(student)})
-    print(text_table(speed_table(pd.DataFrame(rows))))
-    print(f"results: {inputs.paths.speed}")
+    with alone_in(run_dir):
+        for name, model in models.items():
+            nn.Module.to(model, device, inputs.teacher.dtype)
+            if name == "student":
+                use_kernels(model, job.kernels or inputs.config.student.kernels, device)
+            for figures in measure_speed(model):
+                rows.append({"model": name, **vars(figures)})
+                print(f"{name}: {figures.length:,} tokens", file=sys.stderr)
+        record = {"rows": rows, "measured": describe_run(student)}
+        on_main_process(lambda: write_json(inputs.paths.speed, record))
+    if is_launched_main():
+        print(text_table(speed_table(pd.DataFrame(rows))))
+        print(f"results: {inputs.paths.speed}")
 
 
 def _evaluate_suite(job: SuiteJob) -> None:

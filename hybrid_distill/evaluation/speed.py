@@ -60,7 +60,6 @@ def measure_speed(
         yield speed
 
 
-@torch.no_grad()
 def _measured(model: PreTrainedModel, length: int, n_new: int) -> Speed:
     generator = torch.Generator().manual_seed(0)
     vocab_size = text_config(model).vocab_size
@@ -92,13 +91,14 @@ class _Step:
         self.model: Any = model
         self.cache_name = cache_argument(model.forward)
         self.cache: Any = None
+        # Found once: it reads a signature, and every decoded token is timed.
+        self.options: Record = {"use_cache": True}
+        if accepts(model, "logits_to_keep"):
+            self.options["logits_to_keep"] = 1
 
     def read(self, ids_1L: Tensor) -> None:
         """Read tokens, and choose the next one."""
-        arguments: Record = {self.cache_name: self.cache, "use_cache": True}
-        if accepts(self.model, "logits_to_keep"):
-            arguments["logits_to_keep"] = 1
-        output = self.model(input_ids=ids_1L, **arguments)
+        output = self.model(input_ids=ids_1L, **{self.cache_name: self.cache}, **self.options)
         self.cache = cache_of(output)
         self.next_11 = output.logits[:, -1:].argmax(-1)
 

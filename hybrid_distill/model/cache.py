@@ -113,12 +113,7 @@ class HybridLayerCache(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, stored KV heads, L, P]; return all that the new tokens can see."""
-        new_keys, new_values = key_states, value_states
-
-        def replay(layer: HybridLayerCache, n_tokens: int) -> None:
-            layer.update(new_keys[..., :n_tokens, :], new_values[..., :n_tokens, :])
-
-        self.on_replay(replay)
+        self._record_update(key_states, value_states)
         dtype = key_states.dtype
         key_states = key_states.to(self.kv_dtype or dtype)
         value_states = value_states.to(self.kv_dtype or dtype)
@@ -133,6 +128,12 @@ class HybridLayerCache(DynamicLayer):
             self.keys = key_states[..., first:, :].clone()
             self.values = value_states[..., first:, :].clone()
         return key_states.to(dtype), value_states.to(dtype)
+
+    def _record_update(self, keys: Tensor, values: Tensor) -> None:
+        def replay(layer: HybridLayerCache, n_tokens: int) -> None:
+            layer.update(keys[..., :n_tokens, :], values[..., :n_tokens, :])
+
+        self.on_replay(replay)
 
     def remember(
         self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None

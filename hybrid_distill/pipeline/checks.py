@@ -28,7 +28,7 @@ from ..train.result import StageManifest
 from ..train.tracking import check_trackers
 from .budget import check_cache
 from .inputs import RunInputs
-from .planning import known_plan
+from .planning import known_plan, unranked_plan
 
 
 def checks_of(inputs: RunInputs) -> list[Callable[[], object]]:
@@ -155,9 +155,7 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     else:
         heads = known_plan(inputs, teacher, plan)
     if heads is None:
-        chosen = plan or inputs.config.plan
-        unit = chosen.unit if chosen.selection == "top" else "head"
-        heads = HeadPlan.spread(teacher, chosen.k, unit)
+        heads = unranked_plan(teacher, plan or inputs.config.plan)
     check_cache(inputs.config, teacher.config, heads)
     checked_sites(teacher, heads, options.init)
     # Built without weights, for the checks of the config and of every layer's shapes.

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig
-from ..plan import HeadPlan
+from ..plan import HeadPlan, Unit
 from ..scoring import HeadScores
 from ..teacher import fingerprint
 from .inputs import RunInputs
@@ -53,10 +53,19 @@ def known_plan(
     options = options or inputs.config.plan
     scores = inputs.config.scoring.file
     if options.selection in ("top", "restoration", "random"):
-        unit = options.unit if options.selection == "top" else "head"
-        HeadPlan.check_k(teacher, options.k, "--plan.k", unit)
+        HeadPlan.check_k(teacher, options.k, "--plan.k", _unit_of(options))
     if options.selection == "restoration" or (options.selection == "top" and scores is None):
         return None
     plan = make_plan(options, teacher, partial(HeadScores.load, scores or Path()), by_shape=True)
     plan.check_fits(teacher)
     return plan
+
+
+def unranked_plan(teacher: PreTrainedModel, options: PlanConfig) -> HeadPlan:
+    """Return a plan of the same size as one whose heads are not ranked yet: its units, evenly spread."""
+    return HeadPlan.spread(teacher, options.k, _unit_of(options))
+
+
+def _unit_of(options: PlanConfig) -> Unit:
+    """Return what ``k`` counts: only ``top`` keeps other units than heads."""
+    return options.unit if options.selection == "top" else "head"

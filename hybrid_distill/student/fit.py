@@ -90,9 +90,9 @@ def fit_coefficients(
         x_averages = averages
         if taps_RK is fitted_RK:
             x_BLRP = _convolved(values_BLRP, taps_RK, seq_idx_BL)
-        if taps_RK is fitted_RK and not is_delta:
-            # As both are sums over the past of a document, the average of convolved values is the convolved average.
-            x_averages = [_convolved(average, taps_RK, seq_idx_BL) for average in averages]
+            if not is_delta:
+                # Both are sums over the past of a document: the average of convolved values is the convolved average.
+                x_averages = [_convolved(average, taps_RK, seq_idx_BL) for average in averages]
         problem.set_features(2, x_BLRP)
         for half_life, average_BLRP in zip(HALF_LIVES, x_averages, strict=True):
             if is_delta:
