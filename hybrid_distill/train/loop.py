@@ -31,6 +31,7 @@ from ..distributed import (
 )
 from ..io import Record
 from ..progress import Phase
+from .allocator import keep_freed_memory
 from .checkpoint import Checkpoints, Snapshot
 from .compiling import compiled_layers
 from .config import COLLECTIVE_TIMEOUT
@@ -127,6 +128,7 @@ def train_stage(
     try:
         training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
+            keep_freed_memory(accelerator.device)
             with compiled_layers(training.strategy.stage, accelerator.device):
                 training.run(stop_requested, progress, trace)
             manifest = training.finish()
