@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ RECIPE = ROOT / "recipes" / "hybrid_smollm2_135m.py"
 SCORES = atlas_path("smollm2-135m-instruct")
 TEACHER = "teacher"
 SINKS = 4
+TOKENS_PER_STEP = 2048
 LAST = "niah_multikey_2 at 2048"
 
 
@@ -57,7 +58,8 @@ class Student:
     tokens: str = ""
     """Training tokens; empty for a student without training."""
     align_share: float = 0.1
-    data: str = "text"
+    seq_len: int = 512
+    """Tokens in a row of training."""
 
     @property
     def name(self) -> str:
@@ -69,6 +71,8 @@ class Student:
             parts.append(self.tokens)
         if self.align_share != 0.1:
             parts.append(f"align{self.align_share:g}")
+        if self.seq_len != 512:
+            parts.append(f"rows{self.seq_len}")
         return "-".join(parts)
 
     @property
@@ -114,16 +118,23 @@ UNTRAINED.append(Student("39 groups", 44))
 UNTRAINED += [Student("9 groups", 300), Student("14 groups", 60)]
 UNTRAINED += [Student("5 groups", 188), Student("7 groups", 92), Student("8 groups", 44)]
 # Equal constant bytes: 44 + 4 positions, a state of 16, or 20 + 4 positions and a state of 8.
+EQUAL_BYTES = [
+    Student("12 groups", window=44),
+    Student("12 groups", window=20, d_state=8),
+    Student("12 groups", d_state=16),
+    Student("12 groups", window=20, d_state=8, recurrence="gdn"),
+    Student("top 14", window=44),
+    Student("top 14", window=20, d_state=8),
+    Student("top 14", d_state=16),
+    Student("12 groups", window=20, d_state=8, align_share=0.9),
+    Student("12 groups", d_state=16, align_share=0.9),
+]
 TRAINED = [
-    Student("12 groups", window=44, tokens="3M"),
-    Student("12 groups", window=20, d_state=8, tokens="3M"),
-    Student("12 groups", d_state=16, tokens="3M"),
-    Student("12 groups", window=20, d_state=8, recurrence="gdn", tokens="3M"),
-    Student("top 14", window=44, tokens="3M"),
-    Student("top 14", window=20, d_state=8, tokens="3M"),
-    Student("top 14", d_state=16, tokens="3M"),
-    Student("12 groups", window=20, d_state=8, tokens="3M", align_share=0.9),
-    Student("12 groups", d_state=16, tokens="3M", align_share=0.9),
+    replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for student in EQUAL_BYTES
+]
+# Rows longer than the window: what is lost beyond it can be learned there alone.
+TRAINED += [
+    Student("9 groups", window=300, tokens=tokens, seq_len=2048) for tokens in ("0.3M", "1M", "3M")
 ]
 STUDENTS = {student.name: student for student in [*UNTRAINED, *TRAINED]}
 
@@ -156,17 +167,18 @@ def main() -> None:
 
 def train(options: argparse.Namespace, student: Student) -> None:
     """Train one student, or go on where it was stopped."""
+    n_rows = TOKENS_PER_STEP // student.seq_len
     flags = f"""
         --teacher {options.teacher} --teacher.dtype bfloat16
         --scoring.file {SCORES} --scoring.prompt-format plain
-        --data.sources {options.text / "train.jsonl"} --data.no-chat --data.seq-len 512
+        --data.sources {options.text / "train.jsonl"} --data.no-chat --data.seq-len {student.seq_len}
         {PLANS[student.heads]}
         --student.window {student.window} --student.sinks {SINKS if student.window else 0}
         --student.d-state {student.d_state} --student.recurrence {student.recurrence}
         --tokens {student.tokens} --align-share {student.align_share}
-        --align.target head --align.batch-size 4 --align.micro-batch-size 2
-        --distill.batch-size 4 --distill.micro-batch-size 2
-        --distill.learning-rate 1e-4 --distill.lr-scale 1 10 1
+        --align.target head --align.batch-size {n_rows} --align.micro-batch-size {n_rows}
+        --distill.batch-size {n_rows} --distill.micro-batch-size {n_rows}
+        --distill.learning-rate 1e-4 --distill.lr-scale 1 10 1 --distill.compile on
         --out {options.out / student.name}
         """.split()
     # The run's own evaluation is kept short: `measure_all` replaces it.
