@@ -129,9 +129,7 @@ EQUAL_BYTES = [
     Student("12 groups", window=20, d_state=8, align_share=0.9),
     Student("12 groups", d_state=16, align_share=0.9),
 ]
-TRAINED = [
-    replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for student in EQUAL_BYTES
-]
+TRAINED = [replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for student in EQUAL_BYTES]
 # Rows longer than the window: what is lost beyond it can be learned there alone.
 TRAINED += [
     Student("9 groups", window=300, tokens=tokens, seq_len=2048) for tokens in ("0.3M", "1M", "3M")

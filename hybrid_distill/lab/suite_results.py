@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..io import Record, write_json, write_text
+from ..probes.ruler import TASKS as RULER_TASKS
 from .reporting import markdown_table, percent_change, with_error
 from .suite_job import RESULTS, SUITES
 
@@ -100,6 +101,31 @@ def render(results: Record, teacher: Record | None = None) -> str:
     if teacher is not None:
         for suite, share in coverage(table).items():
             blocks.append(f"Coverage of the teacher, {suite}: {share:.1%}")
+    ruler = ruler_by_length(results, teacher)
+    if not ruler.empty:
+        blocks += ["RULER by length in tokens:", markdown_table(ruler, text_columns=2)]
     for task, n_prompts in results["truncated"].items():
         blocks.append(f"{task}: {n_prompts} prompts truncated on the left")
     return "\n\n".join(blocks)
+
+
+def ruler_by_length(results: Record, teacher: Record | None = None) -> pd.DataFrame:
+    """Tabulate RULER's tasks, a column per prompt length; empty without one of them."""
+    models = {"model": results}
+    if teacher is not None:
+        models["teacher"] = teacher
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for task in RULER_TASKS:
+        for name, measured in models.items():
+            cells = {}
+            for part, figures in measured["results"].items():
+                base, _, length = part.rpartition("_")
+                if base == task:
+                    error = _error(figures, "acc", "none")
+                    cells[int(length)] = with_error(figures["acc,none"], error, 3)
+            if cells:
+                rows[task, name] = cells
+    table = pd.DataFrame.from_dict(rows, orient="index").sort_index(axis="columns")
+    table = table.rename(columns=lambda length: f"{length:,}").fillna("")
+    names = pd.DataFrame(list(rows), columns=["task", ""], index=table.index)
+    return pd.concat([names, table], axis="columns")

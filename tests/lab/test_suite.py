@@ -17,7 +17,14 @@ from hybrid_distill.io import Record
 from hybrid_distill.lab import probe_tasks, suite
 from hybrid_distill.lab.suite import load_tasks, run_suite
 from hybrid_distill.lab.suite_job import PROBES, SUITES, SuiteJob
-from hybrid_distill.lab.suite_results import HEADLINES, coverage, headline, render, summary
+from hybrid_distill.lab.suite_results import (
+    HEADLINES,
+    coverage,
+    headline,
+    render,
+    ruler_by_length,
+    summary,
+)
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
@@ -207,6 +214,12 @@ def test_ruler_is_measured_length_by_length(
     assert parts["ruler_vt_100"] > 0.8
     assert 0.4 < parts["ruler_vt_200"] <= 0.5
     assert values(results) == {"ruler_vt": pytest.approx(sum(parts.values()) / 2)}
+    table = ruler_by_length(results, teacher=results)
+    assert table.columns.tolist() == ["task", "", "100", "200"]
+    model, teacher = table.values.tolist()
+    assert model[:2] == ["ruler_vt", "model"]
+    assert model[3].startswith(f"{parts['ruler_vt_200']:.3f}")
+    assert teacher == ["ruler_vt", "teacher", *model[2:]]
 
 
 @pytest.mark.parametrize(
