@@ -17,8 +17,9 @@ if __name__ == "__main__":
 
 import torch
 from conftest import make_family_model
-from training import small_config, small_models, small_rows
+from training import StoppingRows, small_config, small_models, small_rows
 
+from hybrid_distill.data import Rows
 from hybrid_distill.distributed import connect, disconnect
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
@@ -31,6 +32,7 @@ from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stage import teacher_hidden
 from hybrid_distill.train.stages import make_stage
+from hybrid_distill.train.stop import Interrupted
 
 WINDOW = {"window": 5, "sinks": 2}
 STAGES = ("align", "distill", "long")
@@ -117,13 +119,26 @@ def test_an_alignment_without_kept_heads_is_grafted() -> None:
         assert torch.equal(own, theirs[list(mixer.replaced)])
 
 
+def train_three_steps(name: str, out: Path, rows: Rows) -> str:
+    """Train a stage, or what is left of it; return the hash of its weights."""
+    student, teacher = windowed_models()
+    config = small_config(name, steps=3, micro_batch_size=2)
+    stage = make_stage(config, student, teacher, vocab_size=99)
+    return train_stage(stage, rows, out, progress=False).weights
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_an_interrupted_stage_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
+    whole = train_three_steps(name, tmp_path / "whole", small_rows())
+    with pytest.raises(Interrupted):
+        train_three_steps(name, tmp_path / "cut", StoppingRows(small_rows(), 1))
+    assert train_three_steps(name, tmp_path / "cut", small_rows()) == whole
+
+
 def train_chain(out: Path) -> None:
     """Train three steps of each stage."""
     for name in STAGES:
-        student, teacher = windowed_models()
-        config = small_config(name, steps=3, micro_batch_size=2)
-        stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(stage, small_rows(), out / name, progress=False)
+        train_three_steps(name, out / name, small_rows())
 
 
 def losses(folder: Path) -> list[float]:
@@ -138,14 +153,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
 def test_two_processes_compute_the_losses_of_one(
     alone: Path, tmp_path: Path, strategy: str
 ) -> None:
-    from train.test_launch import DDP, FSDP_2, launch, zero_3
+    from train.test_launch import FSDP_2, ZERO_2, launch, zero_3
 
-    launcher = {"ddp": DDP, "fsdp2": FSDP_2}.get(strategy) or zero_3(tmp_path)
-    ended = launch(launcher, tmp_path, program=Path(__file__))
+    launchers = {"zero2": ZERO_2, "zero3": zero_3(tmp_path), "fsdp2": FSDP_2}
+    ended = launch(launchers[strategy], tmp_path, program=Path(__file__))
     assert ended.returncode == 0, ended.stderr
     for name in STAGES:
         assert losses(tmp_path / name) == pytest.approx(losses(alone / name), rel=1e-4)
