@@ -12,8 +12,9 @@ HERE = Path(__file__).parent
 PAGE = HERE / "method.svg"
 N_LAYERS, N_HEADS = 6, 8
 CELL, GAP, LEFT, TOP, STRIDE = 22, 5, 34, 84, 305
-WIDTH, HEIGHT = 890, 384
+WIDTH, HEIGHT = 890, 476
 BAR = N_HEADS * (CELL + GAP) - GAP
+N_TOKENS, N_WINDOW, N_SINKS, TOKEN, SPACE = 24, 6, 1, 11, 4
 STYLE = """\
 :root { --card: #ffffff; --edge: #d0d7de; --text: #1f2328; --soft: #59636e; --lit: #0072b2; --state: #afb8c1;
   --track: #eaeef2; --memory: #d55e00; }
@@ -73,6 +74,30 @@ def panel(
     return drawn
 
 
+def strip(x: int, title: str, parts: str, seen: set[int]) -> list[str]:
+    """Draw what a head reads: tokens that it sees as squares, those it knows from a state through a bar."""
+    top = HEIGHT - 106
+    drawn = [f'<text x="{x}" y="{top}">{title}</text>']
+    for token in range(N_TOKENS):
+        left = x + token * (TOKEN + SPACE)
+        kind = "lit" if token in seen else "track"
+        drawn.append(
+            f'<rect class="{kind}" x="{left}" y="{top + 12}" width="{TOKEN}" height="{TOKEN}" rx="2"/>'
+        )
+    unseen = [token for token in range(N_TOKENS) if token not in seen]
+    if unseen:
+        first = x + unseen[0] * (TOKEN + SPACE)
+        last = x + unseen[-1] * (TOKEN + SPACE) + TOKEN
+        ring = last - 8
+        line = top + 35
+        drawn += [
+            f'<path class="state" d="M{first} {line} H{ring - 6}"/>',
+            f'<circle class="state" cx="{ring}" cy="{line}" r="6"/>',
+        ]
+    drawn.append(f'<text class="soft note" x="{x}" y="{top + 58}">{parts}</text>')
+    return drawn
+
+
 def method_figure() -> str:
     """Return the figure as SVG: teacher, student with the heads that were kept, student without any."""
     page = (HERE / "results_tiny.md").read_text(encoding="utf-8")
@@ -89,7 +114,8 @@ def method_figure() -> str:
     shown = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         "<title>A teacher of 48 attention heads; a student that keeps the 6 heads which retrieval needs; one that "
-        "keeps none. Below each, how much it retrieves and how much memory it takes.</title>",
+        "keeps none. Below each, how much it retrieves and how much memory it takes. At the bottom, what heads read: a "
+        "kept one every token, a replaced one a window of the last tokens, a state of all, or both.</title>",
         f"<style>\n{STYLE}\n</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
         *panel(0, "Teacher", f"{len(every)} attention heads", every, teacher, most),
@@ -103,6 +129,13 @@ def method_figure() -> str:
         ),
         *panel(2, "Without them", f"{len(every)} recurrent heads", set(), bare, most),
         f'<path class="arrow" d="M{between} {middle} h58 m-9 -6 l9 6 l-9 6"/>',
+        *strip(LEFT, "A kept head", "sees every token: its cache grows", set(range(N_TOKENS))),
+        *strip(
+            LEFT + 420,
+            "A replaced head",
+            "a state of earlier tokens, a window of the last, or both: a fixed size",
+            {*range(N_SINKS), *range(N_TOKENS - N_WINDOW, N_TOKENS)},
+        ),
         f'<text class="soft note" x="{LEFT}" y="{HEIGHT - 18}">Rows are layers. Retrieval: dictionaries of 8 pairs. '
         "Memory: cache of 4,096 tokens. The embedded teacher of 1.4 M parameters.</text>",
         "</svg>",

@@ -140,14 +140,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     [
         "| teacher | 48 of 48 | 90.0 ± 3.1 | 99.0 ± 0.5 | 99.0 ± 0.5 | 9.500 |",
         "| student | 4 of 48 | 90.0 ± 3.1 | 97.0 ± 0.9 | 97.0 ± 0.9 |",
-        "| 1.583 | 6.0 |",  # 64 x 6 bytes a token x 4096 + 10000 = 1,582,864 bytes
+        "| 85.0 | 1.583 |",  # 64 x 6 bytes a token x 4096 + 10000 = 1,582,864 bytes
         "| student | +0.0 % | −2.0 % | −2.0 % |",
         "| guessing | – | 25.0 | 6.2 | 6.2 |",
         "Questions: 400 for each dictionary size, 100 on knowledge.",
         "| 1 | L1H3 | yes | 62.0 ± 1.0 |",
         "| guessing | 25.0 | 12.5 | 6.2 | 3.1 |",
         "| KV by choice, 16 pairs | 97.8 ± 1.1 |",  # (0.97 - 1/16) / (0.99 - 1/16)
-        "| student | 0.384 | 0.01 |",  # 64 x 6 bytes a token, 10,000 bytes besides
+        "| 1.583 | 0.384 | 0.01 | 6.0 |",  # 64 x 6 bytes a token, 10,000 bytes besides
         "| student | 8,192 | 1,235 | 20.5 | 12 |",
     ],
 )
@@ -164,7 +164,7 @@ def test_nothing_is_missing_and_both_alignments_are_shown(run: RunPaths) -> None
 
 def test_figures_are_there_readable_in_print_and_named_in_the_report(run: RunPaths) -> None:
     shown = set(re.findall(r"\]\((.*?)\)", run.report.read_text()))
-    stems = ("kv_retrieval", "heads", "alignment_loss", "distillation_loss", "cache")
+    stems = ("glance", "kv_retrieval", "heads", "alignment_loss", "distillation_loss", "cache")
     names = {f"{stem}.png" for stem in stems}
     assert shown == names
     assert {path.name for path in run.out.glob("*.png")} == names

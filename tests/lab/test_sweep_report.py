@@ -291,8 +291,8 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
         .read_text()
         .partition("## Without the recurrence")[2]
     )
-    assert "| 2 | top | 16 | 3 | 90.0 → 5.0 | used |" in section
-    assert "| 4 | top | 16 | 3 | 90.0 → 5.0 | NOT USED |" in section
+    assert "| 2 | top | 16 | 90.0 → 5.0 | used |" in section
+    assert "| 4 | top | 16 | 90.0 → 5.0 | NOT USED |" in section
 
 
 def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figures: None) -> None:

@@ -222,6 +222,15 @@ def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
     return max(measured, default=DEFAULT_PAIRS)
 
 
+def task_name(name: str) -> str:
+    """Name an accuracy: ``kv_choice_8`` is "KV by choice, 8 pairs"."""
+    reading, _, size = name.rpartition("_")
+    readings = {"kv_choice": "KV by choice", "kv_generation": "KV by generation"}
+    if reading in readings:
+        return f"{readings[reading]}, {size} pairs"
+    return name
+
+
 def zeroed_section(
     names: pd.DataFrame, columns: Sequence[Column], values: pd.DataFrame, part: HeadPart
 ) -> Section:

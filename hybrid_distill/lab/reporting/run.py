@@ -17,12 +17,14 @@ from .document import (
     change_table,
     pairs_of,
     sizes,
+    task_name,
     value_table,
     with_error,
     write_report_files,
     zeroed_section,
 )
 from .figures import Look, Row, draw_lines, has_matplotlib, look, shades_of
+from .glance import draw_glance
 from .heads import score_map, score_table
 from .record import STUDENT, TEACHER, RunRecord, read_run
 from .speed import speed_table
@@ -30,9 +32,11 @@ from .speed import speed_table
 NOTE = (
     "± is one standard error: binomial. "
     "Perplexity: per token of held-out text. "
-    "Agreement: share of its tokens where student and teacher expect the same next token. "
-    "Cache: keys and values of one sequence in 16-bit numbers, states in 32-bit, 1 MB = 1e6 bytes; "
-    "the few inputs that the convolutions remember do not grow and stand beside it."
+    "Agreement: share of its tokens where student and teacher expect the same next token."
+)
+CACHE = (
+    "Keys and values of one sequence in 16-bit numbers, states in 32-bit, 1 MB = 1e6 bytes. "
+    "The few inputs that the convolutions remember do not grow and stand beside it."
 )
 
 RELATIVE = (
@@ -59,6 +63,7 @@ def _sections(record: RunRecord, folder: Path) -> list[Section]:
     if not has_matplotlib():
         missing.append(NO_FIGURES)
     return [
+        Section("", draw_glance(record, folder / "glance.png")),
         Section("Results", _results(record, names, columns)),
         Section("What the student keeps", _kept(record)),
         zeroed_section(names, columns, record.models, "recurrence"),
@@ -79,10 +84,7 @@ def _columns(n_pairs: int) -> list[Column]:
         Column(f"kv_generation_{n_pairs}", f"KV by generation ({n_pairs} pairs), %"),
         Column("perplexity", "perplexity", 1, 3),
         Column("top1_agreement", "agreement with teacher, %"),
-        Column("cache_bytes_128", "cache at 128, MB", 1e-6, 3),
-        Column("cache_bytes_2048", "at 2048, MB", 1e-6, 3),
-        Column("cache_bytes_4096", "at 4096, MB", 1e-6, 3),
-        Column("conv_state_bytes", "convolutions, kB", 1e-3, 1),
+        Column("cache_bytes_4096", "cache at 4096, MB", 1e-6, 3),
     ]
 
 
@@ -105,9 +107,8 @@ def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> l
     models = record.models
     blocks: list[Block] = [value_table(names, columns, models, record.errors)]
     if TEACHER in models.index:
-        # The teacher agrees with itself, and has no convolutions.
-        without_change = ("top1_agreement", "conv_state_bytes")
-        changing = [column for column in columns if column.name not in without_change]
+        # The teacher agrees with itself.
+        changing = [column for column in columns if column.name != "top1_agreement"]
         ratios = models.loc[[STUDENT]] / models.loc[TEACHER].replace(0, math.nan)
         label = pd.DataFrame({("", "change to the teacher"): [STUDENT]})
         blocks.append(change_table(label, changing, ratios))
@@ -121,17 +122,8 @@ def _kept(record: RunRecord) -> list[Block]:
     if not record.kept:
         return []
     cells = [with_error(*kept, scale=100) if kept else ABSENT for kept in record.kept.values()]
-    table = {"task": map(_task, record.kept), "relative score, %": cells}
+    table = {"task": map(task_name, record.kept), "relative score, %": cells}
     return [pd.DataFrame(table), RELATIVE]
-
-
-def _task(name: str) -> str:
-    """Name an accuracy: ``kv_choice_8`` is "KV by choice, 8 pairs"."""
-    reading, _, size = name.rpartition("_")
-    readings = {"kv_choice": "KV by choice", "kv_generation": "KV by generation"}
-    if reading in readings:
-        return f"{readings[reading]}, {size} pairs"
-    return name
 
 
 def _speed(record: RunRecord) -> list[Block]:
@@ -220,15 +212,19 @@ def _cache(record: RunRecord, folder: Path) -> list[Block]:
     if len(lengths) < 2:
         return [*figures]
     models = record.models.dropna(subset=f"cache_bytes_{lengths[-1]}")
+    table = {"model": list(models.index)}
+    for length in lengths:
+        table[f"at {length:,}, MB"] = _scaled(models[f"cache_bytes_{length}"], 1e-6, ".3f")
     longest = models[f"cache_bytes_{lengths[-1]}"]
     growth = (longest - models[f"cache_bytes_{lengths[-2]}"]) / (lengths[-1] - lengths[-2])
-    constant = (longest - growth * lengths[-1]) / 1e6
-    table = {
-        "model": models.index,
-        "each token, kB": [f"{value / 1e3:.3g}" for value in growth],
-        "whatever the length, MB": [f"{value:.3g}" for value in constant],
-    }
-    return [*figures, pd.DataFrame(table)]
+    table["each token, kB"] = _scaled(growth, 1e-3, ".3g")
+    table["whatever the length, MB"] = _scaled(longest - growth * lengths[-1], 1e-6, ".3g")
+    table["convolutions, kB"] = _scaled(models["conv_state_bytes"], 1e-3, ".1f")
+    return [*figures, pd.DataFrame(table), CACHE]
+
+
+def _scaled(values: pd.Series, scale: float, form: str) -> list[str]:
+    return [format(scale * value, form) for value in values]
 
 
 def _by_size(record: RunRecord, name: str, scale: float) -> pd.DataFrame:

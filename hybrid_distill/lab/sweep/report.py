@@ -91,12 +91,14 @@ def pareto_front(out: str | Path, context: int = CONTEXT) -> str:
 
 def _sections(results: SweepResults, folder: Path) -> list[Section]:
     """Return the report's sections; draw their figures into the folder."""
-    sections = [Section("", [_extent(results)])]
+    opening: list[Block] = [_extent(results)]
+    sections = [Section("", opening)]
     if len(results.students):
         columns = _columns(results)
         names = _names(results.settings)
         means, _ = results.figures
         figures = draw_figures(results, folder, knowledge=KNOWLEDGE, retrieval=RETRIEVAL)
+        opening += figures.pareto
         sections += [
             Section("Results", [_means(results, names, columns), NOTE], 2),
             zeroed_section(names, columns, means, "recurrence"),
@@ -107,7 +109,7 @@ def _sections(results: SweepResults, folder: Path) -> list[Section]:
             Section("Heads kept", list(figures.heads)),
             Section("State size", list(figures.states)),
             Section("How heads are chosen", [*figures.selection, *_needed(results)]),
-            Section("Memory", [*figures.pareto, *_memory(results)]),
+            Section("Memory", _memory(results)),
         ]
     missing = _missing(results)
     sections.append(Section("Missing", [missing] if missing else []))
@@ -165,8 +167,12 @@ def _names(settings: pd.DataFrame) -> pd.DataFrame:
                 n_done if n_done == n else f"{n_done} of {n}",
             )
         )
-    names = pd.MultiIndex.from_product([[""], ["heads", "chosen", "state", "seeds"]])
-    return pd.DataFrame(rows, settings.index, names, dtype=object)
+    columns = pd.MultiIndex.from_product([[""], ["heads", "chosen", "state", "seeds"]])
+    names = pd.DataFrame(rows, settings.index, columns, dtype=object)
+    if len(set(settings.n_done)) == 1 and (settings.n_done == settings.n).all():
+        # Said once, above the tables.
+        return names.drop(columns=[("", "seeds")])
+    return names
 
 
 def _means(results: SweepResults, names: pd.DataFrame, columns: list[Column]) -> pd.DataFrame:
