@@ -32,16 +32,24 @@ from transformers import (
 )
 
 from hybrid_distill.assets import atlas_path
+from hybrid_distill.config import RunConfig
+from hybrid_distill.data import DataConfig
 from hybrid_distill.lab.reporting import text_table
-from hybrid_distill.pipeline import finished_run, trained_student
+from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.student.build import build_student
+from hybrid_distill.train.config import Distill, TeacherConfig
+from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.stages import make_stage
 from hybrid_distill.validation import number_of_tokens
+from hybrid_distill.vocabulary import vocabulary_size
 
 RECIPE = ROOT / "recipes" / "hybrid_smollm2_135m.py"
 SCORES = atlas_path("smollm2-135m-instruct")
 TEACHER = "teacher"
+ALL = "all heads"
 SINKS = 4
 TOKENS_PER_STEP = 2048
 LAST = "niah_multikey_2 at 2048"
@@ -134,6 +142,7 @@ TRAINED = [replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for stud
 TRAINED += [
     Student("9 groups", window=300, tokens=tokens, seq_len=2048) for tokens in ("0.3M", "1M", "3M")
 ]
+TRAINED += [Student(ALL, tokens="0.3M")]
 STUDENTS = {student.name: student for student in [*UNTRAINED, *TRAINED]}
 
 
@@ -156,8 +165,13 @@ def main() -> None:
         report(options.out)
     elif options.work == "train":
         for name in names:
-            if name in STUDENTS and STUDENTS[name].tokens:
-                train(options, STUDENTS[name])
+            student = STUDENTS.get(name)
+            if student is None or not student.tokens:
+                continue
+            if student.heads == ALL:
+                train_control(options, student)
+            else:
+                train(options, student)
     else:
         torch.set_num_threads(1)
         measure_all(options, names)
@@ -188,6 +202,34 @@ def train(options: argparse.Namespace, student: Student) -> None:
     subprocess.run([sys.executable, str(RECIPE), *flags], check=True, env=alone)
 
 
+def train_control(options: argparse.Namespace, student: Student) -> None:
+    """Put the teacher through the students' distillation: what the recipe itself costs.
+
+    A run refuses to train a student that keeps every head, since only rounding separates it from its teacher.
+    """
+    data = DataConfig(sources=(str(options.text / "train.jsonl"),), chat=False, seq_len=512)
+    stage = Distill(
+        steps=number_of_tokens("tokens", student.tokens) // TOKENS_PER_STEP,
+        batch_size=TOKENS_PER_STEP // data.seq_len,
+        micro_batch_size=TOKENS_PER_STEP // data.seq_len,
+        learning_rate=1e-4,
+        lr_scale=(1, 10, 1),
+        precision="bf16",
+        compile="on",
+        checkpoint_every=25,
+    )
+    teacher = TeacherConfig(path=options.teacher, dtype="bfloat16")
+    out = options.out / student.name
+    config = RunConfig(out=out, teacher=teacher, data=data, stages=(stage,))
+    inputs = RunInputs(config)
+    plan = HeadPlan.all(inputs.teacher)
+    model, _ = build_student(inputs.teacher, plan, d_state=16)
+    vocab_size = vocabulary_size(inputs.tokenizer)
+    training = make_stage(stage, model, inputs.teacher, vocab_size=vocab_size)
+    train_stage(training, inputs.rows(stage), out / "stage")
+    model.to(torch.bfloat16).save_pretrained(out / "trained")
+
+
 def measure_all(options: argparse.Namespace, names: list[str]) -> None:
     """Measure every named row that can be, one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
@@ -203,6 +245,8 @@ def measure_all(options: argparse.Namespace, names: list[str]) -> None:
                 plan = plan_of(student.heads, scores)
                 shape = {"d_state": 0, "window": student.window, "sinks": SINKS}
                 model, _ = build_student(teacher, plan, **shape)
+            elif (folder / "trained").exists():
+                model = HybridForCausalLM.from_pretrained(folder / "trained")
             elif not (folder / "evaluation.json").exists():
                 print(f"{name}: not trained yet")
                 continue
