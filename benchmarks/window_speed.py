@@ -10,7 +10,7 @@ after a prompt of 1,024, in bfloat16. Each figure is the median of the rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import pandas as pd
@@ -71,8 +71,8 @@ def main() -> None:
     )
 
 
-def make_models(n_layers: int) -> dict[str, PreTrainedModel]:
-    """Return the teacher and its students, which keep the same KV groups."""
+def make_models(n_layers: int, students: Iterable[str] = STUDENTS) -> dict[str, PreTrainedModel]:
+    """Return the teacher and the named students, which keep the same KV groups."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=576,
@@ -92,8 +92,8 @@ def make_models(n_layers: int) -> dict[str, PreTrainedModel]:
         kept += [(layer, first + head) for head in range(3)]
     plan = HeadPlan.from_pairs(teacher, kept)
     models: dict[str, PreTrainedModel] = {"teacher": teacher}
-    for name, shape in STUDENTS.items():
-        student, _ = build_student(teacher, plan, init="random", **shape)
+    for name in students:
+        student, _ = build_student(teacher, plan, init="random", **STUDENTS[name])
         models[name] = student.eval()
     return models
 
