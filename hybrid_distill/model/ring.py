@@ -55,15 +55,17 @@ class TokenRing:
         n_before_B = self.n_tokens_B - n_new_B
         source_BR = self.places_BR() - n_before_B.unsqueeze(1)
         is_new_BR = (source_BR >= 0) & (source_BR < n_new_B.unsqueeze(1))
-        source_BR = source_BR.clamp(0, key_BGLP.shape[2] - 1)
-
-        column_BR = column_BL.to(self.column_BR.dtype).gather(1, source_BR)
-        self._set("column_BR", torch.where(is_new_BR, column_BR, self.column_BR))
+        # While a model decodes, every slot would pick the same token: it is broadcast instead.
+        if column_BL.shape[1] > 1:
+            source_BR = source_BR.clamp(0, column_BL.shape[1] - 1)
+            column_BL = column_BL.gather(1, source_BR)
+            key_BGLP = pick_tokens(key_BGLP, source_BR)
+            value_BGLP = pick_tokens(value_BGLP, source_BR)
         is_new_B1R1 = is_new_BR[:, None, :, None]
-        new_keys = pick_tokens(key_BGLP, source_BR).to(self.keys.dtype)
-        new_values = pick_tokens(value_BGLP, source_BR).to(self.values.dtype)
-        self._set("keys", torch.where(is_new_B1R1, new_keys, self.keys))
-        self._set("values", torch.where(is_new_B1R1, new_values, self.values))
+        columns = column_BL.to(self.column_BR.dtype)
+        self._set("column_BR", torch.where(is_new_BR, columns, self.column_BR))
+        self._set("keys", torch.where(is_new_B1R1, key_BGLP.to(self.keys.dtype), self.keys))
+        self._set("values", torch.where(is_new_B1R1, value_BGLP.to(self.values.dtype), self.values))
 
     def _allocate(self, key_BGLP: Tensor, value_BGLP: Tensor, n_new_B: Tensor) -> None:
         batch, n_groups, _, width = key_BGLP.shape
