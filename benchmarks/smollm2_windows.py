@@ -139,9 +139,9 @@ EQUAL_BYTES = [
 ]
 TRAINED = [replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for student in EQUAL_BYTES]
 # Rows longer than the window: what is lost beyond it can be learned there alone.
-TRAINED += [
-    Student("9 groups", window=300, tokens=tokens, seq_len=2048) for tokens in ("0.3M", "1M", "3M")
-]
+for heads, window in (("9 groups", 300), ("5 groups", 188)):
+    for tokens in ("0.3M", "1M", "3M"):
+        TRAINED.append(Student(heads, window, tokens=tokens, seq_len=2048))
 TRAINED += [Student(ALL, tokens="0.3M")]
 STUDENTS = {student.name: student for student in [*UNTRAINED, *TRAINED]}
 
