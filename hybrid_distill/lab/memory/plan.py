@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ...model.local_attention import BLOCK
 from ...model.mixer import HybridMixer
 from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
-from ...model.ssd import CHUNK_SIZE, LARGEST_IN_KERNELS
+from ...model.ssd import CHUNK_SIZE, OUR_LIMITS
 from ...teacher import decoder_blocks, text_config
 from ...train.config import StageConfig
 from ...train.end_to_end import EndToEnd
@@ -360,7 +360,7 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
     bc = recurrent * shape.d_state
     state = x * shape.d_state
     channels = x + 2 * bc
-    if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
+    if kernels and max(shape.head_dim, shape.d_state) <= OUR_LIMITS.largest:
         # Input and output of the convolution, both factors of the gate, and the raw decay.
         around = 2 * channels * item + 2 * x * item + recurrent * FP32
         if shape.delta_rule:
