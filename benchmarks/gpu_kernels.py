@@ -194,12 +194,28 @@ def check_first_use(dtype: torch.dtype) -> Result:
     return {"ok": True}
 
 
+def check_delta_rule() -> Result:
+    """Run that test of flash-linear-attention's kernel for the gated delta rule, where it is installed."""
+    from hybrid_kernels import delta_rule
+    from hybrid_kernels.definitions import difference as mistake
+
+    reason = delta_rule.unusable()
+    if reason is None and DEVICE == "cpu":
+        reason = "the interpreter does not multiply bfloat16"
+    if reason is not None:
+        return {"ok": True, "skipped": reason}
+    options = {"packed": True, "training": True}
+    error = mistake("gated delta rule", torch.device(DEVICE), torch.bfloat16, 64, 16, **options)
+    return {"ok": True} if error is None else {"ok": False, "error": error}
+
+
 def cases() -> dict[str, Callable[[], Result]]:
     """Return all checks by name, in the order they run."""
     checks: dict[str, Callable[[], Result]] = {"ssd offsets beyond 2^31": check_huge_offsets}
     for dtype in TOLERANCE:
         name = str(dtype).removeprefix("torch.")
         checks[f"first use {name}"] = lambda dtype=dtype: check_first_use(dtype)
+    checks["first use gated delta rule"] = check_delta_rule
     for case in ssd_cases():
         checks[case.name] = lambda case=case: check_ssd(case)
     return checks

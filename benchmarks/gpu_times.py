@@ -2,7 +2,8 @@
 
 The last part of `gpu_kernels.py`. Times are of forward and backward in bf16, medians with a cold cache
 (`triton.testing.do_bench`). Another library must agree with ours before it is timed. mamba-ssm and
-flash-linear-attention compute the recurrence without gate and skip, Liger the loss.
+flash-linear-attention compute the recurrence without gate and skip, Liger the loss. The gated delta rule is timed on
+both that students run on: flash-linear-attention's kernels, and ours after torch's products.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 from traffic import DEVICES, Device, Shape, limit, mamba_ssm, milliseconds
 
+from hybrid_distill.model.gated_delta import delta_scan, unit_keys
 from hybrid_distill.model.ssd import log_decay
 
 AGREEMENT = 5e-2  # of another library's output with ours, relative to the largest entry; bf16
 N_TOKENS, N_WORDS, WIDTH = 16_384, 128_256, 2048
 MOST_OF_LOSS = 53.0  # milliseconds
+DELTA_STATES = (16, 64)  # state sizes of the gated delta rule
 Function = Callable[..., Tensor]
 
 
@@ -97,6 +100,13 @@ def peers() -> dict[str, Callable[[], float | str]]:
             timed[f"{library} {words}"] = lambda run=run, target=target: time_peer(
                 run, our_scan, draw(target.shape)
             )
+    for d_state in DELTA_STATES:
+        shape = Shape(8, 2048, 32, 64, d_state, 32)
+        words = f"gated delta rule B={shape.B} L={shape.L} N={shape.N}"
+        timed[f"fla {words}"] = lambda shape=shape: time_peer(
+            fla_delta, our_delta, draw_delta(shape)
+        )
+        timed[f"ours {words}"] = lambda shape=shape: time_step(our_delta, draw_delta(shape))
     timed["liger loss"] = lambda: time_peer(liger_loss, our_loss, draw_loss())
     return timed
 
@@ -110,6 +120,13 @@ def draw(shape: Shape) -> list[Tensor]:
         drawn.append(torch.randn(shape.B, shape.L, *size, generator=generator, device="cuda"))
     x, raw, b, c = drawn
     return [x.bfloat16(), raw, b.bfloat16(), c.bfloat16()]
+
+
+def draw_delta(shape: Shape) -> list[Tensor]:
+    """Draw x, log a, write gates, keys of length 1 and C."""
+    x, raw, keys, c = draw(shape)
+    write = torch.rand_like(raw)
+    return [x, log_decay(raw), write, unit_keys(keys), c]
 
 
 def draw_loss() -> list[Tensor]:
@@ -144,6 +161,16 @@ def fla_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor) -> Tensor:
     from fla.ops.simple_gla import chunk_simple_gla
 
     return chunk_simple_gla(q=c, k=b, v=x, g=log_decay(raw), scale=1.0)[0]
+
+
+def our_delta(x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor) -> Tensor:
+    return delta_scan(x, log_a, write, k, c, impl="triton")[0]
+
+
+def fla_delta(x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor) -> Tensor:
+    from hybrid_kernels.delta_rule import delta_rule
+
+    return delta_rule(x, log_a, write, k, c)[0]
 
 
 def our_loss(hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from traffic import Device, loss
 
+from hybrid_distill.model.gated_delta import delta_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import empty_student
 from hybrid_distill.train.compiling import compiled_layers
@@ -284,6 +285,30 @@ def count(case: Case, compile: str) -> dict[str, Any]:
     # Read and written: weight and two moments; read: the gradient, in fp32.
     record["optimizer_ms"] = round(1e3 * 7 * 4 * n_trained / H100.bandwidth, 1)
     return record
+
+
+def count_delta_rule(
+    batch: int, length: int, heads: int, head_dim: int, d_state: int, *, compiled: bool
+) -> int:
+    """Return the bytes of a forward and backward of the gated delta rule on torch and our recurrence, in bf16."""
+    common.INTERPRETED = True
+    torch.compiler.reset()
+    mode = CountOperators(Counts())
+    scan = partial(delta_scan, impl="triton")
+    if compiled:
+        scan = torch.compile(scan, backend=counting_compiler(mode), dynamic=False)
+    tokens = batch, length, heads
+    with FakeTensorMode():
+        x, k, c = (
+            torch.zeros(*tokens, size, dtype=torch.bfloat16, requires_grad=True)
+            for size in (head_dim, d_state, d_state)
+        )
+        log_a, write = (torch.zeros(tokens, requires_grad=True) for _ in range(2))
+        upstream = torch.zeros_like(x)
+        with mode:
+            y, _ = scan(x, log_a, write, k, c)
+            torch.autograd.grad(y, [x, log_a, write, k, c], upstream)
+    return mode.counts.bytes.total()
 
 
 def main() -> None:

@@ -10,9 +10,14 @@ limit is one kernel forward and one backward that recomputes C B^T and keeps no 
                       are written as fp32 [B, M, G, Q, Q]
     fla 0.6.0         chunk_simple_gla: three kernels forward, five backward; states written, C B^T recomputed
 
+    fla's gated delta rule (chunk_gated_delta_rule): five kernels forward, eleven backward; the writes and the
+                      states computed again
+
 A second table holds the other kernels: the convolution (peer: causal-conv1d, one kernel each way), a decoding step of a
 layer (peer: causal_conv1d_update, softplus and exp, selective_state_update, skip and gate, each on its own) and the
 distillation loss (peer: Liger 0.8.5's fused_linear_jsd, about eleven passes over fp32 logits; plain torch in fp32).
+Without fla, the gated delta rule is torch's operators, then our recurrence in fp32: counted operator by operator, and
+compiled, pass by pass (`step_bytes.py`), on tensors that hold nothing.
 
 Times are bytes over bandwidth or operations over the tensor cores' rate, whichever is longer: predictions, not
 measurements.
@@ -294,9 +299,60 @@ def loss(
     return Edge(f"loss {kind} {tokens} x {vocabulary} x {student}/{teacher}", contenders)
 
 
+def fla_delta_rule(s: Shape) -> int:
+    """Count the bytes of flash-linear-attention's kernels, each with its inputs, then its outputs."""
+    x, bc = s.x(), s.bc()
+    states = s.states(FLA_CHUNK, BF16)
+    gate = s.decay()
+    write = s.tokens * BF16
+    # The inverse of each chunk's system, [Q, Q].
+    inverse = s.tokens * FLA_CHUNK * BF16
+    w_and_u = (bc + x + write + inverse + gate) + (bc + x)
+    states_and_writes = (2 * bc + x + gate) + (states + x)
+    forward = {
+        "cumsum": 2 * gate,
+        # It is zeroed first.
+        "kkt_solve": (bc + gate + write) + 2 * inverse,
+        "recompute_w_u": w_and_u,
+        "fwd_h": states_and_writes,
+        "fwd_o": (2 * bc + x + states + gate) + x,
+    }
+    backward = {
+        "recompute_w_u again": w_and_u,
+        "fwd_h again": states_and_writes,
+        "bwd_dv_local": (2 * bc + x + gate) + x,
+        "bwd_dhu": (3 * bc + 2 * x + gate) + (states + x),
+        "bwd_dqkwg": (3 * bc + 3 * x + 2 * states + gate) + (3 * bc + gate),
+        "wy_repr_bwd": (2 * bc + 2 * x + write + inverse + gate) + (bc + x + write + gate),
+        "sums of both gradients": 3 * bc + 3 * gate,
+        "reverse cumsum": 2 * gate,
+    }
+    return sum(forward.values()) + sum(backward.values())
+
+
+def delta_rule_in_torch(s: Shape, *, compiled: bool) -> int:
+    """Count the bytes of torch's operators and of our recurrence."""
+    # It reads this file.
+    import step_bytes
+
+    return step_bytes.count_delta_rule(s.B, s.L, s.H, s.P, s.N, compiled=compiled)
+
+
+def delta_rule(s: Shape) -> Edge:
+    """Forward and backward; the limit reads and writes gates of 4 bytes."""
+    moved = moving(
+        limit=5 * s.x() + 6 * s.bc() + 6 * s.decay(),
+        fla=fla_delta_rule(s),
+        ours=delta_rule_in_torch(s, compiled=False),
+        ours_compiled=delta_rule_in_torch(s, compiled=True),
+    )
+    return Edge(f"gated delta rule B={s.B} L={s.L} H={s.H} N={s.N}", moved)
+
+
 def edges() -> list[Edge]:
     """Return the rows of the second table."""
     listed = [convolution(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64)]
+    listed += [delta_rule(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64, 128)]
     listed += [decoding_step(Shape(B, 1, 32, 64, N, 32)) for B, N in ((1, 16), (64, 16), (64, 64))]
     for teacher in (2048, 4096):
         for kind in ("forward_kl", "jsd"):

@@ -59,7 +59,7 @@ FORMATS = {
     "vllm": Format(vllm.write, vllm.obstacles),
     "gguf": Format(gguf.write, gguf.obstacles, written_with="gguf", extra="llama-cpp"),
     "mlx": Format(mlx.write, mlx.obstacles),
-    "onnx": Format(onnx.write, onnx.obstacles, written_with="onnxscript"),
+    "onnx": Format(onnx.write, onnx.obstacles, written_with="onnxscript", holds_windows=True),
 }
 
 

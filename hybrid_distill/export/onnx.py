@@ -5,7 +5,7 @@ Operators are standard (opset 24) except three of ONNX Runtime's own: ``LinearAt
 gated rule with q = C, k = B, v = x and g = log a is the discrete head; ``CausalConvWithState``; and
 ``LinearAttentionGate``, which computes log a. Opset 27 has the first two, but ONNX Runtime 1.32 has
 no kernels for them and runs them as loops over the tokens. Each layer stores only what its own
-heads need. `obstacles` lists what cannot be exported.
+heads need; `onnx_windows` says what windows need. `obstacles` lists what cannot be exported.
 
 Shapes: B batch, L length, S tokens so far (past and input), R recurrent heads, P head dim, N state
 size, C conv channels, K conv width, G stored KV heads.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer
 from ..model.recurrent_heads import SSMHeads
-from .falcon_h1 import backbone_obstacles, kept_by_group, placed, rope_kinds
+from .falcon_h1 import backbone_obstacles, placed, rope_kinds
+from .onnx_windows import WindowGraph
 
 if TYPE_CHECKING:
     from onnx_ir import Model, Value
@@ -47,8 +49,12 @@ ROPE_BY_LENGTH = {"dynamic", "longrope"}
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why a student cannot be written as ONNX."""
     reasons = backbone_obstacles(student, BACKBONES)
-    if student.config.recurrence == "gdn":
+    mixers = student.mixers()
+    if student.config.recurrence == "gdn" and any(mixer.ssm is not None for mixer in mixers):
         reasons.append("its recurrent heads are gdn")
+    windows = [mixer.windowed for mixer in mixers if mixer.windowed is not None]
+    if any(windowed.reach.limit is not None for windowed in windows):
+        reasons.append("its windows are in layers with sliding-window attention")
     kinds = rope_kinds(student) & ROPE_BY_LENGTH
     if kinds:
         reasons.append(
@@ -94,6 +100,27 @@ def _weight_bytes(model: Model) -> int:
         assert value.const_value is not None, "an initializer is a constant"
         n_bytes += value.const_value.nbytes
     return n_bytes
+
+
+class Heads(NamedTuple):
+    """Heads of one attention operator: the same number of them read each KV head, which is stored once."""
+
+    queries: list[int | None]
+    """Heads in the teacher's order; None where a KV head has fewer than another."""
+    groups: list[int]
+    """KV heads."""
+
+    @classmethod
+    def of(cls, heads: Sequence[int], group_size: int) -> Heads:
+        """Sort heads by the KV head that they read."""
+        readers: dict[int, list[int]] = {}
+        for head in heads:
+            readers.setdefault(head // group_size, []).append(head)
+        per_group = max(map(len, readers.values()), default=0)
+        queries: list[int | None] = []
+        for several in readers.values():
+            queries += [*several, *[None] * (per_group - len(several))]
+        return cls(queries, list(readers))
 
 
 class Projection(NamedTuple):
@@ -169,7 +196,12 @@ class GraphWriter:
 
         # Padding on the left counts as position 0.
         position_BS = op.Max(op.Sub(op.CumSum(mask_BS, 1), 1), 0)
-        position_BL1 = op.Unsqueeze(op.Slice(position_BS, first, [END], [1]), [-1])
+        position_BL = op.Slice(position_BS, first, [END], [1])
+        config = self.student.config
+        if config.window:
+            self.windows = WindowGraph(op, config.window, config.sinks)
+            self.windows.build(mask_BS, token_BL, position_BL)
+        position_BL1 = op.Unsqueeze(position_BL, [-1])
         rope = self.student.model.rotary_emb
         inv_freq = self._weight("inv_freq", rope.inv_freq)
         angle = op.Mul(op.Cast(position_BL1, to=types.FLOAT), inv_freq)
@@ -191,45 +223,55 @@ class GraphWriter:
     def _mixer(self, hidden: Value, mixer: HybridMixer) -> Value:
         """Write a layer's heads and their output projection, its columns reordered to match.
 
-        Each KV head serves the same number of query heads: uneven groups are padded with zeros,
-        which are never read.
+        A replaced head that sums a window and a recurrence has its columns twice.
         """
-        groups = kept_by_group(mixer)
-        per_group = max(map(len, groups), default=0)
-        queries: list[int | None] = []
-        for heads in groups:
-            queries += [*heads, *[None] * (per_group - len(heads))]
+        kept = Heads.of(mixer.kept, mixer.group_size)
+        windowed = Heads.of(mixer.replaced if mixer.windowed else (), mixer.group_size)
         parts: dict[str, Projection] = {}
         if mixer.ssm is not None:
             parts |= self._recurrent_parts(mixer.ssm)
-        if mixer.attention is not None:
-            stored = list(range(len(groups)))
-            for part, places in (("q", queries), ("k", stored), ("v", stored)):
-                projection = getattr(mixer.attention, f"{part}_proj")
-                weight = placed(projection.weight, places, self.head_dim)
-                bias = projection.bias
-                if bias is not None:
-                    bias = placed(bias, places, self.head_dim)
-                parts[part] = Projection(weight, bias)
+        if kept.queries:
+            parts |= self._attention_parts(mixer, "", kept)
+        if windowed.queries:
+            parts |= self._attention_parts(mixer, "window_", windowed)
         projected = self._split("in_proj", hidden, parts)
 
         outputs = []
+        columns: list[int | None] = []
         if mixer.ssm is not None:
             outputs.append(self._recurrent(mixer.ssm, mixer.layer, projected))
-        if mixer.attention is not None:
-            attended = self._attention(
-                mixer.attention,
-                mixer.layer,
-                projected,
-                n_heads=len(queries),
-                n_stored=len(groups),
-            )
-            outputs.append(attended)
+            columns += mixer.replaced
+        if windowed.queries:
+            # Kept heads have norms of the same names.
+            self.builder.push_module("windows")
+            outputs.append(self._windowed(mixer.attention, mixer.layer, projected, windowed))
+            self.builder.pop_module()
+            columns += windowed.queries
+        if kept.queries:
+            outputs.append(self._attention(mixer.attention, mixer.layer, projected, kept))
+            columns += kept.queries
         joined = outputs[0] if len(outputs) == 1 else self.op.Concat(*outputs, axis=-1)
-        # The columns of the output projection in the order of the outputs.
-        kept = [None if place is None else mixer.kept[place] for place in queries]
-        weight = placed(mixer.o_proj.weight.T, [*mixer.replaced, *kept], self.head_dim).T
+        weight = placed(mixer.o_proj.weight.T, columns, self.head_dim).T
         return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
+
+    def _attention_parts(
+        self, mixer: HybridMixer, prefix: str, heads: Heads
+    ) -> dict[str, Projection]:
+        """Return what attention heads project: queries, keys and values."""
+        queries, groups = heads
+        if mixer.windowed is None:
+            # The module has the kept heads alone.
+            queries = [None if head is None else mixer.kept.index(head) for head in queries]
+            groups = list(range(len(groups)))
+        parts = {}
+        for part, places in (("q", queries), ("k", groups), ("v", groups)):
+            projection = getattr(mixer.attention, f"{part}_proj")
+            bias = projection.bias
+            if bias is not None:
+                bias = placed(bias, places, self.head_dim)
+            weight = placed(projection.weight, places, self.head_dim)
+            parts[prefix + part] = Projection(weight, bias)
+        return parts
 
     def _recurrent_parts(self, heads: SSMHeads) -> dict[str, Projection]:
         """Return what the recurrent heads project: input of the convolution, gate and decay."""
@@ -300,17 +342,13 @@ class GraphWriter:
         return op.Mul(op.Add(y, skip), self._silu(projected["z"]))
 
     def _attention(
-        self,
-        attention: Any,
-        layer: int,
-        projected: dict[str, Value],
-        n_heads: int,
-        n_stored: int,
+        self, attention: Any, layer: int, projected: dict[str, Value], heads: Heads
     ) -> Value:
         """Write a layer's kept heads."""
+        n_stored = len(heads.groups)
         shape = ["batch", n_stored, "past_length", self.head_dim]
-        query = self._rotated(attention, "q", projected, n_heads)
-        key = self._rotated(attention, "k", projected, n_stored)
+        query = self._rotated(attention, "q", projected["q"], len(heads.queries))
+        key = self._rotated(attention, "k", projected["k"], n_stored)
         past_key = self._state(layer, "key", shape)
         past_value = self._state(layer, "value", shape)
         y, key, value = self.op.Attention(
@@ -320,7 +358,7 @@ class GraphWriter:
             self.seen_B1LS,
             past_key,
             past_value,
-            q_num_heads=n_heads,
+            q_num_heads=len(heads.queries),
             kv_num_heads=n_stored,
             scale=float(attention.scaling),
             _outputs=3,
@@ -329,11 +367,30 @@ class GraphWriter:
         self.states[f"present.{layer}.value"] = value
         return y
 
-    def _rotated(
-        self, attention: Any, part: str, projected: dict[str, Value], n_heads: int
+    def _windowed(
+        self, attention: Any, layer: int, projected: dict[str, Value], heads: Heads
     ) -> Value:
+        """Write a layer's windows."""
+        n_groups = len(heads.groups)
+        shape = ["batch", self.windows.n_stored, n_groups * self.head_dim]
+        query = self._rotated(attention, "q", projected["window_q"], len(heads.queries))
+        read = []
+        new_key = self._rotated(attention, "k", projected["window_k"], n_groups)
+        for name, new in (("window_key", new_key), ("window_value", projected["window_v"])):
+            all_tokens, stored = self.windows.extend(self._state(layer, name, shape), new)
+            read.append(all_tokens)
+            self.states[f"present.{layer}.{name}"] = stored
+        return self.op.Attention(
+            query,
+            *read,
+            self.windows.seen_B1LT,
+            q_num_heads=len(heads.queries),
+            kv_num_heads=n_groups,
+            scale=float(attention.scaling),
+        )
+
+    def _rotated(self, attention: Any, part: str, heads: Value, n_heads: int) -> Value:
         """Normalize queries or keys, where the family does, and rotate them."""
-        heads = projected[part]
         norm = getattr(attention, f"{part}_norm", None)
         if norm is not None:
             split = self.op.Reshape(heads, [0, 0, n_heads, self.head_dim])

@@ -6,16 +6,13 @@ Per head, with unit keys k_t, a decay a_t and a write gate w_t, both in (0, 1):
 
 It is the recurrence of `ssd` with other values: S_t = a_t S_{t-1} + u_t k_t^T. The *write* u_t is
 the part of x_t that the state does not contain yet: w_t (x_t - a_t S_{t-1} k_t). Each form below
-computes the writes; `ssd` does the rest.
+computes the writes; `ssd` does the rest. On a GPU, a kernel may do both (`hybrid_kernels.delta_rule`).
 
 Shapes as in `ssd`; G gates: the raw decay and the raw write gate of each head.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import logging
 from typing import Any
 
 import torch
@@ -24,23 +21,19 @@ from torch.linalg import solve_triangular
 
 from .ssd import (
     CHUNK_SIZE,
-    MIN_LOG_DECAY,
+    DELTA_RULE,
+    KERNELS,
+    choose,
     chunk_decays,
     decay_matrix,
     log_decay,
     mixing_matrix,
-    once,
     skip_and_gate,
     ssd_scan,
     ssd_step,
     state_dtype,
     to_chunks,
 )
-
-KERNEL = "fla.ops.gated_delta_rule"  # imported by a string: see `ssd`
-LARGEST_ERROR = 0.03  # relative error of the kernel in 16 bits
-
-log = logging.getLogger(__name__)
 
 
 def gates(raw_BLHG: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,9 +62,11 @@ def delta_scan(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence; arguments and results as in `ssd_scan`."""
     dtype = state_dtype(x_BLHP)
-    on_kernel = impl == "auto" and x_BLHP.is_cuda and x_BLHP.shape[1] > 0
-    if on_kernel and kernel_fits(x_BLHP.device, x_BLHP.dtype, x_BLHP.shape[-1], k_BLHN.shape[-1]):
-        return _on_kernel(x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN, state_BHPN, seq_idx_BL)
+    if impl == "auto" and x_BLHP.shape[1] > 0:
+        sizes = x_BLHP.shape[-1], k_BLHN.shape[-1]
+        if choose(impl, DELTA_RULE, x_BLHP, *sizes, packed=seq_idx_BL is not None) == "triton":
+            inputs = x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN
+            return KERNELS["delta_rule"](*inputs, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
     with torch.autocast(x_BLHP.device.type, enabled=False):
         x, log_a, write, k, c = (
             t.to(dtype) for t in (x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN)
@@ -193,76 +188,3 @@ def _writes(
         state = kept_BHNN @ state + added_BHNP
     u = own - read @ torch.stack(before, dim=2)
     return u.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length]
-
-
-def _on_kernel(
-    x: Tensor,
-    log_a: Tensor,
-    write: Tensor,
-    k: Tensor,
-    c: Tensor,
-    state: Tensor | None,
-    seq_idx: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Scan with flash-linear-attention's kernel, whose states are [N, P]; MIN_LOG_DECAY resets at
-    each document."""
-    if seq_idx is not None:
-        begins = torch.nn.functional.pad(seq_idx.diff(dim=1) != 0, (1, 0)).unsqueeze(-1)
-        log_a = log_a.masked_fill(begins, MIN_LOG_DECAY)
-    state = None if state is None else state.float().mT.contiguous()
-    y, last = importlib.import_module(KERNEL).chunk_gated_delta_rule(
-        q=c.to(x.dtype).contiguous(),
-        k=k.to(x.dtype).contiguous(),
-        v=x.contiguous(),
-        g=log_a.clamp_min(MIN_LOG_DECAY),
-        beta=write.to(x.dtype),
-        scale=1.0,
-        initial_state=state,
-        output_final_state=True,
-    )
-    return y, last.mT
-
-
-@once
-def kernel_fits(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> bool:
-    """Return True if the kernel is installed, accepts these tensors and matches torch on this
-    device; else log why."""
-    if importlib.util.find_spec("fla") is None:
-        reason = "flash-linear-attention is not installed"
-    elif dtype not in (torch.bfloat16, torch.float16):
-        reason = f"it takes bfloat16 and float16, not {dtype}"
-    else:
-        reason = _mistake(device, dtype, head_dim, d_state)
-    if reason:
-        log.warning(
-            "the gated delta rule runs on torch, not on flash-linear-attention's kernel: %s", reason
-        )
-    return reason is None
-
-
-@torch.no_grad()
-def _mistake(device: torch.device, dtype: torch.dtype, head_dim: int, d_state: int) -> str | None:
-    """Compare the kernel with torch on two documents after a given state; return the error, or
-    None."""
-    generator = torch.Generator().manual_seed(0)
-    x, k, c, state = (
-        torch.randn(shape, generator=generator).to(device, dtype)
-        for shape in (
-            (1, 70, 2, head_dim),
-            (1, 70, 2, d_state),
-            (1, 70, 2, d_state),
-            (1, 2, head_dim, d_state),
-        )
-    )
-    log_a, write = gates(torch.randn(1, 70, 2, 2, generator=generator).to(device))
-    given = x, log_a, write, unit_keys(k), c
-    seq_idx = (torch.arange(70, device=device) > 40).long().unsqueeze(0)
-    try:
-        found = _on_kernel(*given, state, seq_idx)
-    except Exception as error:  # other versions of the kernel may raise anything
-        return f"it fails with {type(error).__name__}: {error}"
-    expected = delta_scan(*given, state_BHPN=state, seq_idx_BL=seq_idx, impl="torch")
-    error = max(
-        ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)
-    )
-    return None if error < LARGEST_ERROR else f"its result is off by {error:.1%}"

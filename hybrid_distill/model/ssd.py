@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,18 +33,37 @@ MIN_LOG_DECAY = -30.0  # erases an fp32 state completely, and keeps sums finite
 IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 MAMBA_CHUNK_SIZE = 128
 SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and dividing by it stays finite
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-LARGEST_IN_KERNELS = 128  # head dim and state size; "auto" uses torch for larger ones
 KERNEL_WIDTHS = (2, 3, 4)  # widths of convolutions
+DELTA_RULE = "gated delta rule"
 
 MODULES = {
     "ssd": "hybrid_kernels.ssd",
     "causal_conv": "hybrid_kernels.conv",
     "ssd_step": "hybrid_kernels.step",
+    "delta_rule": "hybrid_kernels.delta_rule",
 }
 KERNELS: dict[str, Callable[..., Any]] = {}  # functions of MODULES, once imported
 
 log = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """Dtypes, and largest head dim and state size, for which "auto" takes a kernel."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    largest: int = 128
+
+    def reason_against(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
+        """Return in one line why a call does not fit; None if it does."""
+        if dtype in self.dtypes and max(sizes) <= self.largest:
+            return None
+        names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return f"it takes {names}, sizes up to {self.largest}; got {dtype}, {sizes}"
+
+
+OUR_LIMITS = Limits()
+# Of flash-linear-attention, which refuses float32.
+LIMITS = {DELTA_RULE: Limits((torch.bfloat16, torch.float16), 256)}
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +106,7 @@ def ssd_scan(
     Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl``
     that cannot run."""
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
-    chosen = _choose(impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None)
+    chosen = choose(impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None)
     if type(chunk_size) is not int or chunk_size < 1:
         raise ValueError(
             f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
@@ -130,7 +149,7 @@ def gated_ssd_scan(
     Arguments and errors as in `ssd_scan`, but with the raw decay instead of log a.
     """
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
-    chosen = _choose(impl, "recurrence", x_BLHP, *sizes, gated=True, packed=seq_idx_BL is not None)
+    chosen = choose(impl, "recurrence", x_BLHP, *sizes, gated=True, packed=seq_idx_BL is not None)
     if x_BLHP.shape[1] > 0 and chosen == "triton":
         inputs = x_BLHP, raw_BLH, b_BLHN, c_BLHN
         with torch.autocast(x_BLHP.device.type, enabled=False):
@@ -182,7 +201,7 @@ def step_in_place(
     sizes = *ssm_state_BHPN.shape[2:], conv_weight_CK.shape[1]
     if (
         not fits
-        or _choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None)
+        or choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None)
         != "triton"
     ):
         return None
@@ -245,7 +264,7 @@ def causal_conv(
     fits = length > 0 and n_past + 1 in KERNEL_WIDTHS
     if (
         fits
-        and _choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None)
+        and choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None)
         == "triton"
     ):
         state_BCK = None if state_BCK is None else state_BCK.to(x_BLC.dtype)
@@ -297,7 +316,7 @@ def check_implementation(impl: str) -> None:
         raise RuntimeError(f"impl {impl!r} cannot run: {reason}. Pass 'auto' or 'torch'.")
 
 
-def _choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
+def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
     """Resolve "auto" for a kernel, given a tensor and the sizes it must handle; check and return
     any other name."""
     if impl != "auto":
@@ -319,7 +338,7 @@ def implementation_of(
     training: bool,
     **options: bool,
 ) -> str:
-    """Describe what runs for a kernel of `_choose`: "triton", or another implementation and why it
+    """Describe what runs for a kernel of `choose`: "triton", or another implementation and why it
     is not triton."""
     if impl != "auto" or device.type != "cuda":
         return "torch" if impl == "auto" else impl
@@ -357,11 +376,10 @@ def _reason_against(
     """Return in one line why a kernel must not run: it cannot, is known to fail, or failed when it
     was tried."""
     reason = _unusable("triton")
-    if reason is None and (dtype not in KERNEL_DTYPES or max(sizes) > LARGEST_IN_KERNELS):
-        reason = (
-            f"kernels take bfloat16 and float32, sizes up to {LARGEST_IN_KERNELS}; "
-            f"got {dtype}, {sizes}"
-        )
+    if reason is None and kernel == DELTA_RULE:
+        reason = importlib.import_module("hybrid_kernels.delta_rule").unusable()
+    if reason is None:
+        reason = LIMITS.get(kernel, OUR_LIMITS).reason_against(dtype, sizes)
     if reason is None:
         reason = importlib.import_module("hybrid_kernels.known_bad").known_bad(kernel, device)
     if reason is None:

@@ -15,7 +15,7 @@ from hybrid_kernels import loss as fused_loss
 
 from ..distributed import WorldError, compute_everywhere
 from ..model.recurrent_heads import SSMHeads
-from ..model.ssd import KERNEL_WIDTHS, implementation_of
+from ..model.ssd import DELTA_RULE, KERNEL_WIDTHS, implementation_of
 from .end_to_end import EndToEnd, loss_implementation
 from .on_policy import OnPolicy
 from .stage import Stage
@@ -78,32 +78,39 @@ def kernels_of(stage: Stage, device: torch.device) -> Chosen:
 
 
 def _of_heads(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chosen:
-    """Return what the two kernels of a training step run on; its rows are always packed."""
+    """Return what the kernels of a training step run on; its rows are always packed."""
     options = {"training": True, "packed": True}
     sizes = heads.head_dim, heads.d_state
     if heads.recurrence == "gdn":
-        recurrence = _of_delta_rule(heads, device, dtype)
+        chosen = _of_delta_rule(heads, device, dtype)
     else:
         recurrence = implementation_of(
             heads.impl, "recurrence", device, dtype, *sizes, gated=True, **options
         )
+        chosen = {"recurrence": recurrence}
     width = heads.conv_width
-    convolution = "torch"  # also with mamba-ssm's scan
+    chosen["convolution"] = "torch"  # also with mamba-ssm's scan
     if heads.impl != "mamba_ssm" and width in KERNEL_WIDTHS:
-        convolution = implementation_of(heads.impl, "convolution", device, dtype, width, **options)
-    return {"recurrence": recurrence, "convolution": convolution}
+        chosen["convolution"] = implementation_of(
+            heads.impl, "convolution", device, dtype, width, **options
+        )
+    return chosen
 
 
-def _of_delta_rule(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> str:
-    """Return what the gated delta rule runs on: flash-linear-attention's kernel, or ours between
-    its own products."""
-    from ..model.gated_delta import kernel_fits
-
+def _of_delta_rule(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chosen:
+    """Return what the gated delta rule runs on; without its kernel, the recurrence follows torch's
+    products."""
+    options = {"training": True, "packed": True}
     sizes = heads.head_dim, heads.d_state
-    if heads.impl == "auto" and device.type == "cuda" and kernel_fits(device, dtype, *sizes):
-        return "flash-linear-attention"
-    options = {"training": True, "packed": True, "gated": False}
-    return implementation_of(heads.impl, "recurrence", device, torch.float32, *sizes, **options)
+    delta_rule = "torch"  # also with kernels of the recurrence that were named
+    if heads.impl == "auto":
+        delta_rule = implementation_of(heads.impl, DELTA_RULE, device, dtype, *sizes, **options)
+    chosen = {DELTA_RULE: delta_rule}
+    if delta_rule != "triton":
+        chosen["recurrence"] = implementation_of(
+            heads.impl, "recurrence", device, torch.float32, *sizes, gated=False, **options
+        )
+    return chosen
 
 
 def _has_step(heads: SSMHeads) -> bool:

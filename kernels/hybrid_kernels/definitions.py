@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import conv, loss_torch, loss_triton, ssd, step
+from . import conv, delta_rule, loss_torch, loss_triton, ssd, step
 from .loss import Options, Tokens
 
 # Tokens: at least two chunks and a ragged end.
@@ -25,7 +25,7 @@ N_HEADS = 3
 # Tokens of a document, so that documents end inside of chunks.
 DOCUMENT = 37
 # Relative to the largest element: mistakes, not rounding.
-TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 
 
 @functools.cache
@@ -84,9 +84,14 @@ class _Draw:
         self.generator = torch.Generator("cpu").manual_seed(0)
 
     def __call__(self, *size: int) -> Tensor:
-        drawn = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
-        # Rounded first: the definition and the kernel then start from the same numbers.
-        return drawn.to(self.dtype).double().requires_grad_()
+        return self.rounded(
+            torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
+        )
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return a leaf: rounded first, so that definition and kernel start from the same
+        numbers."""
+        return values.detach().to(self.dtype).double().requires_grad_()
 
     def given(self, leaf: Tensor | None, dtype: torch.dtype | None = None) -> Any:
         """Return what the kernel gets for a leaf."""
@@ -192,6 +197,71 @@ def _define_recurrence(
     return y, final
 
 
+def _delta_rule(
+    draw: _Draw, head_dim: int, d_state: int, *, packed: bool, training: bool
+) -> Triples:
+    """Test `delta_rule` without and with a state."""
+    tokens = (1, LENGTH, N_HEADS)
+    document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
+    seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
+    for given_state in (None, draw(1, N_HEADS, head_dim, d_state)):
+        x = draw(*tokens, head_dim)
+        c = draw(*tokens, d_state)
+        # Weak decays: with strong ones, little of a state would reach the next chunk.
+        log_a = draw.rounded(-draw(*tokens).abs() / 8)
+        write = draw.rounded(draw(*tokens).sigmoid())
+        k = draw.rounded(F.normalize(draw(*tokens, d_state), dim=-1))
+        y, final = _define_delta_rule(x, log_a, write, k, c, given_state, document)
+
+        leaves = {"x": x, "log a": log_a, "write gate": write, "k": k, "c": c}
+        if given_state is not None:
+            leaves["state"] = given_state
+        with torch.set_grad_enabled(training):
+            on_device = {}
+            for name, leaf in leaves.items():
+                # As the model gives them: gates and states are fp32.
+                is_wide = name in ("log a", "write gate", "state")
+                tensor = draw.given(leaf, torch.float32 if is_wide else None)
+                on_device[name] = tensor.requires_grad_(training)
+            inputs = list(on_device.values())
+            output, last = delta_rule.delta_rule(
+                *inputs[:5], state_BHPN=on_device.get("state"), seq_idx_BL=seq_idx
+            )
+        yield "output", output.detach(), y
+        yield "last state", last.detach(), final
+        if training:
+            upstream = draw(*y.shape).detach(), draw(*final.shape).detach()
+            expected = torch.autograd.grad((y, final), list(leaves.values()), upstream)
+            upstream_on_device = draw.given(upstream[0]), draw.given(upstream[1], torch.float32)
+            found = torch.autograd.grad((output, last), inputs, upstream_on_device)
+            for name, actual, gradient in zip(leaves, found, expected):
+                yield f"gradient of {name}", actual, gradient
+
+
+def _define_delta_rule(
+    x: Tensor,
+    log_a: Tensor,
+    write: Tensor,
+    k: Tensor,
+    c: Tensor,
+    state: Tensor | None,
+    document: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute S_t = a_t S_{t-1} + w_t (x_t - a_t S_{t-1} k_t) k_t^T and y_t = S_t C_t."""
+    if state is None:
+        state = x.new_zeros(1, x.shape[2], x.shape[3], k.shape[3])
+    ys = []
+    for t in range(x.shape[1]):
+        if t > 0 and document[t] != document[t - 1]:
+            state = torch.zeros_like(state)
+        decayed = log_a[:, t].exp()[..., None, None] * state
+        stored = (decayed * k[:, t].unsqueeze(-2)).sum(-1)
+        written = write[:, t].unsqueeze(-1) * (x[:, t] - stored)
+        state = decayed + written.unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        ys.append((state * c[:, t].unsqueeze(-2)).sum(-1))
+    return torch.stack(ys, dim=1), state
+
+
 def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Triples:
     """Test `causal_conv` without and with a state."""
     # More than a program holds.
@@ -293,6 +363,8 @@ def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
 TESTS: dict[str, Callable[..., Triples]] = {
     # P, N; gated (with D, on raw decays), packed.
     "recurrence": _recurrence,
+    # P, N; packed.
+    "gated delta rule": _delta_rule,
     # K; packed.
     "convolution": _convolution,
     # P, N, K; masked.

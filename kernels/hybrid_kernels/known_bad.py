@@ -29,7 +29,8 @@ KNOWN_BAD = (
         triton="3.7.1",
         torch="",
         capability=(9, 0),
-        kernels=("recurrence",),  # the only one whose programs multiply several times
+        # Those whose programs multiply several times.
+        kernels=("recurrence", "gated delta rule"),
         report=(
             "triton-lang/triton#11366: wgmma reads illegal addresses, several products in 4 warps"
         ),

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -39,6 +40,8 @@ START_LIMIT = 180.0
 """Seconds for the child's start: torch from a slow disk, and the device."""
 TIME_LIMIT = 180.0
 """Seconds for one kernel's test; compiling takes most of them."""
+TIME_LIMITS = {"gated delta rule": 900.0}
+"""Longer ones: flash-linear-attention compiles some 75 programs to choose from, 2 seconds each."""
 RETRY_AFTER = 600.0
 """Seconds for which a verdict against a kernel is shared."""
 READY = "ready"
@@ -160,10 +163,11 @@ def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
             raise NoChild(first or f"a child {_how_it_ended(child, START_LIMIT)}")
         verdicts: list[str | None] = []
         while len(verdicts) < len(trials):
-            line = reader.next(TIME_LIMIT)
+            trial = trials[len(verdicts)]
+            limit = TIME_LIMITS.get(trial.kernel, TIME_LIMIT)
+            line = reader.next(limit)
             if line is None:
-                device = trials[len(verdicts)].device
-                verdicts.append(f"on {device} its test {_how_it_ended(child, TIME_LIMIT)}")
+                verdicts.append(f"on {trial.device} its test {_how_it_ended(child, limit)}")
                 break
             verdicts.append(json.loads(line))
             if verdicts[-1] is not None:
@@ -284,6 +288,11 @@ def _versions() -> list[str]:
     # A changed kernel has no verdict yet.
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
+    # The gated delta rule is another package's.
+    try:
+        foreign = importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        foreign = ""
     driver = str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "")())
     cuda = str(torch.version.cuda or torch.version.hip)
     interpreted = os.environ.get("TRITON_INTERPRET", "")
@@ -295,6 +304,7 @@ def _versions() -> list[str]:
         driver,
         interpreted,
         machine,
+        foreign,
         code.hexdigest(),
     ]
 

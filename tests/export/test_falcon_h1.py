@@ -46,12 +46,16 @@ def stirred(student: HybridForCausalLM) -> HybridForCausalLM:
 
 
 def student_keeping(
-    family: str, kept: list[tuple[int, ...]], recurrence: str = "mamba2", **options: Any
+    family: str,
+    kept: list[tuple[int, ...]],
+    recurrence: str = "mamba2",
+    d_state: int = 5,
+    **options: Any,
 ) -> HybridForCausalLM:
     tied = family == "qwen2"
     teacher = make_family_model(family, vocab_size=300, tie_word_embeddings=tied)
     plan = keep(teacher, *kept)
-    student, _ = build_student(teacher, plan, d_state=5, recurrence=recurrence, **options)
+    student, _ = build_student(teacher, plan, d_state=d_state, recurrence=recurrence, **options)
     return stirred(student)
 
 

@@ -10,11 +10,14 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import keep, mixed_student
-from test_falcon_h1 import KEPT, random_ids, student_keeping
+from test_falcon_h1 import KEPT, random_ids, stirred, student_keeping
 
+from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.onnx import obstacles, write
 from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
+from hybrid_distill.teacher import load_teacher
 
 pytest.importorskip("onnxscript", reason="onnxscript, which writes ONNX, is not installed")
 pytest.importorskip(
@@ -45,8 +48,23 @@ def relative_error(actual: np.ndarray, expected: torch.Tensor) -> float:
         ("qwen3", {}),
         ("qwen2", {"recurrence": "mamba2"}),
         ("mistral", {"conv_width": 1}),
+        ("llama", {"window": 7, "sinks": 2}),
+        ("qwen2", {"window": 7, "sinks": 2, "recurrence": "mamba2"}),
+        ("qwen3", {"window": 12, "sinks": 0, "d_state": 0, "recurrence": "gdn"}),
+        ("mistral", {"window": 3, "sinks": 3, "d_state": 0}),
+        ("llama", {"window": 1, "sinks": 0, "d_state": 0}),
     ],
-    ids=["llama", "qwen3", "qwen2-mamba2", "mistral-width-1"],
+    ids=[
+        "llama",
+        "qwen3",
+        "qwen2-mamba2",
+        "mistral-width-1",
+        "window-and-state",
+        "window-and-mamba2",
+        "window-alone",
+        "as-many-sinks",
+        "own-token-alone",
+    ],
 )
 def test_onnx_computes_what_the_student_computes(
     family: str, options: dict[str, Any], kept: list[tuple[int, ...]], tmp_path: Path
@@ -82,8 +100,9 @@ def test_onnx_computes_what_the_student_computes(
     assert generate(session, [ids_L.tolist() for ids_L in prompts], 6) == alone
 
 
-def test_padding_changes_neither_logits_nor_states(tmp_path: Path) -> None:
-    student = student_keeping("llama", KEPT["uneven"], recurrence="discrete")
+@pytest.mark.parametrize("windows", [{}, {"window": 4, "sinks": 2}], ids=["", "windows"])
+def test_padding_changes_neither_logits_nor_states(windows: dict[str, int], tmp_path: Path) -> None:
+    student = student_keeping("llama", KEPT["uneven"], recurrence="discrete", **windows)
     session = written(student, tmp_path)
     ids_1L = random_ids(1, 13).numpy()
     n_padding = 6
@@ -104,9 +123,34 @@ def test_padding_changes_neither_logits_nor_states(tmp_path: Path) -> None:
         assert relative_error(last, torch.tensor(logits)) <= TOLERANCE
     for name, state in states.items():
         padded_state = padded_states[name].numpy()
-        if name.endswith(("key", "value")):
+        # What kept heads store includes the padding.
+        if name.endswith((".key", ".value")):
             padded_state = padded_state[:, :, n_padding:]
         np.testing.assert_allclose(padded_state, state.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_windows_store_does_not_grow(tmp_path: Path) -> None:
+    """Where all heads have a window, memory is the same after any number of tokens."""
+    student = student_keeping("llama", KEPT["none"], "discrete", 0, window=6, sinks=3)
+    session = written(student, tmp_path)
+    states = session.first_states(2)
+    before = {name: state.shape() for name, state in states.items()}
+    _, states = session.run(random_ids(2, 30).numpy(), np.ones((2, 30)), states)
+    assert {name: state.shape() for name, state in states.items()} == before
+    # Three layers of 4 KV heads of 8: keys and values of 3 first and 5 latest tokens.
+    assert {tuple(shape) for shape in before.values()} == {(2, 8, 32)}
+    assert len(before) == 6
+
+
+@pytest.mark.launched
+def test_an_export_with_windows_passes_its_gate(tmp_path: Path) -> None:
+    teacher, tokenizer = load_teacher("tiny")
+    plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3)])
+    student, _ = build_student(teacher, plan, d_state=8, window=5, sinks=2)
+    options: dict[str, Any] = {"plan": plan, "export_format": "onnx"}
+    report = export_checkpoint(stirred(student), tokenizer, tmp_path / "export", **options)
+    assert report.checks
+    assert all(one.ok for one in report.checks)
 
 
 def test_generation_ends_with_the_end_token_of_each_row(tmp_path: Path) -> None:
@@ -144,6 +188,16 @@ def test_students_that_cannot_be_written_are_refused(
     teacher = make_family_model(family, **options)
     student, _ = build_student(teacher, keep(teacher, (1,), (), (4,)), d_state=4)
     assert reason in obstacles(student)[0]
+
+
+def test_windows_within_a_sliding_window_and_gdn_beside_a_window_are_refused() -> None:
+    teacher = make_family_model("mistral", sliding_window=6)
+    student, _ = build_student(teacher, keep(teacher, (), (), ()), d_state=0, window=4, sinks=1)
+    assert "sliding-window" in obstacles(student)[0]
+    teacher = make_family_model("llama")
+    options: dict[str, Any] = {"d_state": 4, "window": 4, "recurrence": "gdn"}
+    student, _ = build_student(teacher, keep(teacher, (1,), (), (4,)), **options)
+    assert "gdn" in obstacles(student)[0]
 
 
 @torch.no_grad()

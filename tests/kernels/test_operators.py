@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hybrid_kernels import common, conv, ssd, ssd_triton, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybrid_distill.model.ssd import _choose, causal_conv, gated_ssd_scan, ssd_scan, step_in_place
+from hybrid_distill.model.ssd import causal_conv, choose, gated_ssd_scan, ssd_scan, step_in_place
 
 pytestmark = pytest.mark.skipif(
     not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
@@ -120,7 +120,7 @@ def test_a_fake_gpu_needs_no_gpu() -> None:
     """A plan of memory traces the kernels on a machine that has none."""
     with FakeTensorMode():
         given = [torch.empty(t.shape, device="cuda") for t in scan_arguments()]
-        assert _choose("auto", "recurrence", given[0], P, N, gated=True, packed=False) == "triton"
+        assert choose("auto", "recurrence", given[0], P, N, gated=True, packed=False) == "triton"
         y, final = gated_ssd_scan(*given[:-1], state_BHPN=given[-1])
         assert y.is_cuda
         assert y.shape == given[0].shape

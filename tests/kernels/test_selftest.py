@@ -159,6 +159,7 @@ def test_no_child_is_started_where_there_is_no_gpu() -> None:
     [
         ("3.7.1", (9, 0), None, "recurrence", True),
         ("3.7.1+git1234", (9, 0), None, "recurrence", True),
+        ("3.7.1", (9, 0), None, "gated delta rule", True),
         ("3.7.1", (9, 0), None, "convolution", False),  # it multiplies no matrices
         ("3.7.1", (8, 0), None, "recurrence", False),
         ("3.7.1", (9, 0), "6.4", "recurrence", False),  # an MI200

@@ -135,6 +135,18 @@ def test_windows_beside_states_and_alone(config: StageConfig, d_state: int) -> N
     assert not record["misses"], benchmark.show(record)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kept", [0, 3])
+def test_windows_of_several_blocks_alone(precision: str, kept: int) -> None:
+    """With kept heads, windowed heads read KV heads unevenly, each with keys of its own."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    config = replace(ALIGN, train="mixer", precision=precision)
+    case = small_case(config, dtype, kept, window=44)._replace(d_state=0, rows=1, length=300)
+    record = benchmark.one_process(case, "cpu")
+    part = record["parts"]["activations and bf16 copies"]
+    assert part["predicted"] == pytest.approx(part["measured"], rel=0.05)
+
+
 # No gate, more norms, wider heads.
 @pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])
 def test_other_families(family: str, family_model: Callable[..., PreTrainedModel]) -> None:

@@ -13,7 +13,9 @@ if __name__ == "__main__":
     ROOT = Path(__file__).parents[2]
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
+from conftest import make_family_model
 from hybrid_kernels import loss as fused_loss
+from students import mixed_student
 from training import small_config, small_models, small_rows
 
 from hybrid_distill.cli.app import exit_cleanly
@@ -61,7 +63,7 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     assert ("decoding step" in chosen) == (name == "on_policy")
 
     called: list[tuple] = []
-    choose, pick = ssd._choose, fused_loss._pick
+    choose, pick = ssd.choose, fused_loss._pick
 
     def noting(impl, kernel, x, *sizes, **options):
         called.append((kernel, x.dtype, sizes, torch.is_grad_enabled(), options))
@@ -71,7 +73,7 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
         called.append(("distillation loss", dtype, options.kind, from_head))
         return pick(impl, device, dtype, options, from_head)
 
-    monkeypatch.setattr(ssd, "_choose", noting)
+    monkeypatch.setattr(ssd, "choose", noting)
     monkeypatch.setattr(fused_loss, "_pick", noting_loss)
     (batch,) = stage.micro_batches(small_rows().batch(0, 4), 4, [0, 1, 2, 3])
     stage(batch, stage.totals(batch)).total.backward()
@@ -94,6 +96,38 @@ def test_a_cpu_tries_nothing_and_reports_torch(tried, caplog) -> None:
     assert chosen == dict.fromkeys(("recurrence", "convolution", "distillation loss"), "torch")
     assert not tried
     assert "torch" in caplog.text
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monkeypatch) -> None:
+    """Torch takes over with our recurrence, in float32."""
+    student = mixed_student(make_family_model("llama"), recurrence="gdn")
+    heads = next(iter(student.recurrent_heads()))
+    asked: list[tuple] = []
+
+    def reason(kernel, device, dtype, sizes, training, options):
+        asked.append((kernel, dtype, sizes, training, dict(options)))
+        return "it is off by 3" if kernel == ssd.DELTA_RULE and not is_right else None
+
+    monkeypatch.setattr(ssd, "_reason_against", reason)
+    chosen = module._of_heads(heads, GPU, torch.bfloat16)
+    options = {"packed": True}
+    sizes = heads.head_dim, heads.d_state
+    first = (ssd.DELTA_RULE, torch.bfloat16, sizes, True, options)
+    assert asked[0] == first
+    assert chosen["convolution"] == "triton"
+    if is_right:
+        assert chosen[ssd.DELTA_RULE] == "triton"
+        assert "recurrence" not in chosen
+    else:
+        assert chosen[ssd.DELTA_RULE] == "torch (it is off by 3)"
+        assert chosen["recurrence"] == "triton"
+        ours = ("recurrence", torch.float32, sizes, True, {"gated": False, **options})
+        assert asked[1] == ours
+    heads.impl = "triton"
+    assert module._of_heads(heads, GPU, torch.bfloat16)[ssd.DELTA_RULE] == "torch"
+    heads.impl = "torch"
+    assert set(module._of_heads(heads, GPU, torch.bfloat16).values()) == {"torch"}
 
 
 def test_kernels_that_were_named_are_reported_as_such() -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ...model.local_attention import BLOCK
 from ...model.mixer import HybridMixer
 from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
-from ...model.ssd import CHUNK_SIZE, LARGEST_IN_KERNELS
+from ...model.ssd import CHUNK_SIZE, OUR_LIMITS
 from ...teacher import decoder_blocks, text_config
 from ...train.config import StageConfig
 from ...train.end_to_end import EndToEnd
@@ -138,6 +138,8 @@ class LayerHeads(NamedTuple):
     kept: int
     windowed: int
     recurrent: int
+    read: int
+    """KV heads of the windows: one for each windowed head if they are read unevenly."""
 
     @classmethod
     def of(cls, mixer: HybridMixer) -> LayerHeads:
@@ -147,6 +149,7 @@ class LayerHeads(NamedTuple):
             kept=len(mixer.kept),
             windowed=n_replaced if mixer.windowed is not None else 0,
             recurrent=n_replaced if mixer.ssm is not None else 0,
+            read=len(mixer.windowed.window_groups) if mixer.windowed is not None else 0,
         )
 
 
@@ -275,7 +278,7 @@ def _shares(
 
 def _layer(shape: StageShape, heads: LayerHeads, seq_len: int, kernels: bool) -> float:
     """Count what a layer with these numbers of heads keeps for the backward."""
-    kept, windowed, recurrent = heads
+    kept, windowed, recurrent, read = heads
     attending = kept + windowed
     item = shape.itemsize
     if shape.matrix:
@@ -311,7 +314,7 @@ def _layer(shape: StageShape, heads: LayerHeads, seq_len: int, kernels: bool) ->
             # The mask, and a float32 normalizer.
             total += seq_len * item + kept * FP32
     if windowed and (shape.trains_attention or shape.end_to_end):
-        total += _window(shape, windowed, seq_len)
+        total += _window(shape, windowed, read, seq_len)
     if shape.trains_attention:
         # Input of the output projection.
         total += shape.n_heads * shape.head_dim * item
@@ -335,16 +338,28 @@ def _layer(shape: StageShape, heads: LayerHeads, seq_len: int, kernels: bool) ->
     return total
 
 
-def _window(shape: StageShape, windowed: int, seq_len: int) -> float:
+def _window(shape: StageShape, windowed: int, read: int, seq_len: int) -> float:
     """Count queries, the near keys and values of every block, their mask, and the output."""
     item = shape.itemsize
     block = min(BLOCK, seq_len)
-    # Keys of a block for each of its queries.
-    n_keys = (block + shape.window - 1 + shape.sinks) / block
-    keys_and_values = 2 * n_keys * windowed / shape.group_size * shape.head_dim * item
-    # The boolean mask, and sdpa's own additive one, both repeated for the heads of a KV head.
-    mask = n_keys * block * shape.group_size * (1 + item)
-    return 2 * windowed * shape.head_dim * item + keys_and_values + mask + windowed * FP32
+    # Rows are padded to whole blocks.
+    n_blocks = -(-seq_len // block)
+    filled = n_blocks * block / seq_len
+    n_earlier = shape.window - 1
+    row_of_keys = 2 * read * shape.head_dim * item
+    has_sinks = shape.sinks > 0 and n_blocks > 1
+    # Keys of a block, and those of them for each of its queries.
+    of_block = block + n_earlier
+    total = 0.0
+    if has_sinks:
+        of_block += shape.sinks
+        # The row's own keys and values, of which the sinks are gathered.
+        total += row_of_keys * (filled + n_earlier / seq_len)
+    total += filled * row_of_keys * of_block / block
+    # sdpa's additive mask, repeated for the heads of a KV head.
+    mask = of_block * windowed / read * item
+    # The last is a normalizer.
+    return total + filled * (mask + 2 * windowed * shape.head_dim * item + windowed * FP32)
 
 
 def _inputs(shape: StageShape, n_linears: int) -> int:
@@ -360,7 +375,7 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
     bc = recurrent * shape.d_state
     state = x * shape.d_state
     channels = x + 2 * bc
-    if kernels and max(shape.head_dim, shape.d_state) <= LARGEST_IN_KERNELS:
+    if kernels and max(shape.head_dim, shape.d_state) <= OUR_LIMITS.largest:
         # Input and output of the convolution, both factors of the gate, and the raw decay.
         around = 2 * channels * item + 2 * x * item + recurrent * FP32
         if shape.delta_rule:

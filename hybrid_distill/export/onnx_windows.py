@@ -1,0 +1,86 @@
+"""Windows in an ONNX graph: what each call reads of earlier tokens, and what the next one needs.
+
+ONNX Runtime's own attention with a window (``GroupQueryAttention``) knows no first tokens of a text,
+so windows are a masked ``Attention`` over few keys. Each layer stores those of a row's first S tokens,
+then of its last W - 1 in their order: `WindowGraph` says where a token stands in its row, which keys
+it sees, and which are stored. A prompt is read in one piece, in memory that grows with its square.
+
+Shapes: B batch, L length, S so many first tokens, N = W - 1 latest tokens, R = S + N stored keys,
+T = R + L keys of a call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnx_ir import Value
+
+
+class WindowGraph:
+    """Part of a graph that the windows of all layers share."""
+
+    def __init__(self, op: Any, window: int, sinks: int) -> None:
+        self.op = op
+        self.window = window
+        self.sinks = sinks
+        self.n_stored = sinks + window - 1
+
+    def build(self, mask_BS: Value, token_BL: Value, position_BL: Value) -> None:
+        """Build the mask ``seen_B1LT``, and ``next_BR1``, the index of the keys to store.
+
+        ``token_BL`` is 0 at padding, which is on the left, and ``position_BL`` counts from the first
+        token.
+        """
+        op = self.op
+        n_after_B1 = op.ReduceSum(mask_BS, [1], keepdims=1)
+        n_new_B1 = op.ReduceSum(token_BL, [1], keepdims=1)
+        self.n_before_B1 = op.Sub(n_after_B1, n_new_B1)
+        self.length = op.Shape(token_BL, start=1)
+        self.sink_1S = op.Unsqueeze(op.Range(0, self.sinks, 1), [0])
+        self.near_1N = op.Unsqueeze(op.Range(0, self.window - 1, 1), [0])
+        self.seen_B1LT = self._seen(token_BL, position_BL)
+        self.next_BR1 = self._next(n_after_B1, n_new_B1)
+
+    def _seen(self, token_BL: Value, position_BL: Value) -> Value:
+        """Return which keys a token sees: stored ones, then those of this call."""
+        op = self.op
+        begin_B1 = op.Sub(self.n_before_B1, self.window - 1)
+        # A first token that is near, or is not there yet, is not read where first tokens are stored.
+        sink_BS = op.Where(op.Less(self.sink_1S, begin_B1), self.sink_1S, -1)
+        near_BN = op.Add(begin_B1, self.near_1N)
+        new_BL = op.Where(op.Equal(token_BL, 0), -1, position_BL)
+        place_BT = op.Concat(sink_BS, near_BN, new_BL, axis=1)
+        place_B1T = op.Unsqueeze(place_BT, [1])
+        distance_BLT = op.Sub(op.Unsqueeze(position_BL, [2]), place_B1T)
+        reached_BLT = op.Or(op.Less(distance_BLT, self.window), op.Less(place_B1T, self.sinks))
+        is_earlier_BLT = op.GreaterOrEqual(distance_BLT, 0)
+        is_token_B1T = op.GreaterOrEqual(place_B1T, 0)
+        seen_BLT = op.And(op.And(reached_BLT, is_earlier_BLT), is_token_B1T)
+        # Padding sees itself, because a softmax over nothing is NaN, which would spread.
+        column_1T = op.Range(0, op.Squeeze(op.Shape(place_BT, start=1)), 1)
+        own_L = op.Slice(column_1T, [self.n_stored], [2**62], [0])
+        own_LT = op.Equal(op.Unsqueeze(own_L, [1]), column_1T)
+        return op.Unsqueeze(op.Or(seen_BLT, own_LT), [1])
+
+    def _next(self, n_after_B1: Value, n_new_B1: Value) -> Value:
+        """Return which of this call's keys are stored for the next one."""
+        op = self.op
+        n_columns = op.Add(self.length, self.n_stored)
+        # The token at place p of a row is in column T - n_after + p, if it is new.
+        column_BS = op.Add(op.Sub(n_columns, n_after_B1), self.sink_1S)
+        # What is stored for a token that is yet to come is never read.
+        column_BS = op.Min(column_BS, op.Sub(n_columns, 1))
+        is_stored_BS = op.Less(self.sink_1S, self.n_before_B1)
+        sink_BS = op.Where(is_stored_BS, self.sink_1S, column_BS)
+        # Of the latest tokens, those that stay come first, moved to the left by the new ones.
+        moved_BN = op.Add(self.near_1N, n_new_B1)
+        stays_BN = op.Less(moved_BN, self.window - 1)
+        near_BN = op.Where(stays_BN, moved_BN, op.Add(self.near_1N, self.length))
+        near_BN = op.Add(near_BN, self.sinks)
+        return op.Unsqueeze(op.Concat(sink_BS, near_BN, axis=1), [2])
+
+    def extend(self, past_BRC: Value, new_BLC: Value) -> tuple[Value, Value]:
+        """Return the keys or values of a call, [B, T, C], and those to store, [B, R, C]."""
+        all_BTC = self.op.Concat(past_BRC, new_BLC, axis=1)
+        return all_BTC, self.op.GatherND(all_BTC, self.next_BR1, batch_dims=1)

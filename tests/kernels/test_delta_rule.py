@@ -1,0 +1,204 @@
+"""The gated delta rule on flash-linear-attention's kernels: tried like ours before its first use."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+if importlib.util.find_spec("fla") is None:
+    pytest.skip("flash-linear-attention is not installed", allow_module_level=True)
+
+from hybrid_kernels import common, definitions, delta_rule, selftest
+from interpreted_fla import interpret, spoil_gradients
+
+from hybrid_distill.model import gated_delta, ssd
+from hybrid_distill.model.gated_delta import delta_scan
+
+pytestmark = pytest.mark.skipif(
+    not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+)
+
+CPU = torch.device("cpu")
+FP16 = torch.float16
+FP32 = torch.float32
+# Head dim and state size.
+SIZES = (16, 4)
+CHILD = """
+import os, sys
+if "hybrid_kernels.selftest" in sys.orig_argv:
+    sys.path.insert(0, {folder!r})
+    import interpreted_fla
+    interpreted_fla.interpret()
+    {planted}
+"""
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernels in the interpreter, on less than on a GPU; nothing is known of them."""
+    interpret(monkeypatch.setattr)
+    monkeypatch.setattr(definitions, "LENGTH", 70)
+    monkeypatch.setattr(definitions, "N_HEADS", 2)
+    monkeypatch.setattr(selftest, "_known", {})
+    definitions.difference.cache_clear()
+    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
+        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
+
+
+@pytest.fixture
+def tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try kernels in this process, where mistakes are planted."""
+    monkeypatch.setattr(selftest, "check_kernel", definitions.difference)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose as for a tensor on a GPU."""
+
+    def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
+        grad = torch.is_grad_enabled()
+        return ssd._best_on_gpu(kernel, x.device, x.dtype, sizes, grad, tuple(options.items()))
+
+    monkeypatch.setattr(gated_delta, "choose", choose)
+
+
+def mistake(dtype: torch.dtype = FP32, *, training: bool = True, packed: bool = True) -> str | None:
+    return definitions.difference(
+        ssd.DELTA_RULE, CPU, dtype, *SIZES, training=training, packed=packed
+    )
+
+
+def draw(dtype: torch.dtype) -> list[Tensor]:
+    """Draw x, log a, write gates, keys and C of two rows."""
+    tokens = (2, 70, 3)
+    x = torch.randn(*tokens, SIZES[0]).to(dtype)
+    keys = F.normalize(torch.randn(*tokens, SIZES[1]), dim=-1).to(dtype)
+    c = torch.randn(*tokens, SIZES[1]).to(dtype)
+    return [x, -torch.rand(tokens), torch.rand(tokens), keys, c]
+
+
+@pytest.mark.parametrize("training, packed", [(True, True), (False, False)])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_the_right_kernel_passes(dtype: torch.dtype, training: bool, packed: bool) -> None:
+    assert mistake(dtype, training=training, packed=packed) is None
+
+
+def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_gradients(monkeypatch.setattr)
+    assert "gradient of k is off" in str(mistake())
+    definitions.difference.cache_clear()
+    assert mistake(training=False) is None
+
+
+def test_documents_that_leak_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing decays at a document's first token.
+    monkeypatch.setattr(delta_rule, "MIN_LOG_DECAY", -0.01)
+    assert "off by" in str(mistake(training=False))
+
+
+def test_what_another_version_raises_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_rule, "MODULE", "fla.ops.no_such_module")
+    assert "fails with ModuleNotFoundError" in str(mistake())
+
+
+def test_values_and_gradients_are_those_of_torch() -> None:
+    """Packed documents after a state; float32, which the interpreter multiplies as it is."""
+    state = torch.randn(2, 3, *SIZES)
+    leaves = [t.requires_grad_() for t in (*draw(FP32), state)]
+    seq_idx = (torch.arange(70) > 40).long().expand(2, -1)
+
+    def with_gradients(y: Tensor, last: Tensor) -> list[Tensor]:
+        loss = y.sin().sum() + last.cos().sum()
+        return [y, last, *torch.autograd.grad(loss, leaves)]
+
+    options: dict[str, Any] = {"state_BHPN": leaves[5], "seq_idx_BL": seq_idx}
+    on_kernel = with_gradients(*delta_rule.delta_rule(*leaves[:5], **options))
+    on_torch = with_gradients(*delta_scan(*leaves[:5], **options, impl="torch"))
+    for actual, expected in zip(on_kernel, on_torch, strict=True):
+        assert (actual - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.usefixtures("tried_here", "as_on_gpu")
+def test_auto_takes_the_right_kernel_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = draw(FP16)
+    y, last = delta_scan(*inputs)
+    expected, expected_last = delta_rule.delta_rule(*inputs)
+    assert torch.equal(y, expected)
+    assert torch.equal(last, expected_last)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("tried_here", "as_on_gpu")
+@pytest.mark.parametrize("case", ["wrong", "not installed", "float32"])
+def test_torch_takes_over_with_one_warning(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dtype = FP16
+    if case == "wrong":
+        spoil_gradients(monkeypatch.setattr)
+    elif case == "not installed":
+        monkeypatch.setattr(delta_rule, "PACKAGE", "no_such_package")
+    else:
+        # The kernel refuses it.
+        dtype = FP32
+    inputs = draw(dtype)
+    with caplog.at_level(logging.WARNING):
+        ours = [delta_scan(*inputs) for _ in range(2)]
+    expected, expected_last = delta_scan(*inputs, impl="torch")
+    for y, last in ours:
+        assert torch.equal(y, expected)
+        assert torch.equal(last, expected_last)
+    # The recurrence that follows torch's products asks for its own kernel, which a CPU never gets.
+    (record,) = caplog.records
+    assert ssd.DELTA_RULE in record.message
+    assert "\n" not in record.message
+
+
+@pytest.mark.launched
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("planted", ["pass", "interpreted_fla.spoil_gradients()", "os.abort()"])
+def test_it_is_tried_in_a_child_process(
+    planted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if planted.startswith("os."):
+        # At the first call, when the child has reported that its device works.
+        planted = (
+            "import hybrid_kernels.delta_rule as r; r.delta_rule = lambda *_, **__: os.abort()"
+        )
+    text = CHILD.format(folder=str(Path(__file__).parent), planted=planted)
+    (tmp_path / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
+    inputs = draw(FP16)
+    on_torch, _ = delta_scan(*inputs, impl="torch")
+    on_kernel, _ = delta_rule.delta_rule(*inputs)
+    found = [delta_scan(*inputs)[0] for _ in range(2)]
+    is_right = planted == "pass"
+    for y in found:
+        assert torch.equal(y, on_kernel if is_right else on_torch)
+    assert len(caplog.records) == (0 if is_right else 1)
+    assert not torch.equal(on_kernel, on_torch)
+
+
+def test_a_verdict_belongs_to_a_version_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = selftest._versions.__wrapped__
+    before = versions()
+    monkeypatch.setattr(selftest.importlib.metadata, "version", lambda name: "999")
+    assert versions() != before
+
+
+def test_its_programs_have_the_time_to_compile() -> None:
+    assert selftest.TIME_LIMITS[ssd.DELTA_RULE] > selftest.TIME_LIMIT
+    assert set(selftest.TIME_LIMITS) <= set(definitions.TESTS)
