@@ -75,6 +75,19 @@ def flash_attend(
     return out_THP.unflatten(0, (batch, length)).transpose(1, 2)
 
 
+def as_autocast(*qkv_BHLP: Tensor) -> tuple[Tensor, ...]:
+    """Cast queries, keys and values as sdpa does under autocast.
+
+    Other kernels are not cast, and refuse dtypes that differ: rotation by float32 angles leaves queries
+    and keys in float32, and values in the dtype of autocast.
+    """
+    device = qkv_BHLP[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return qkv_BHLP
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) for t in qkv_BHLP)
+
+
 def flex_runs(query_BHLP: Tensor) -> bool:
     """Return True if FlexAttention is able to run these queries and worth its compilation."""
     length, width = query_BHLP.shape[-2:]
