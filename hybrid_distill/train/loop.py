@@ -369,6 +369,7 @@ class _Training:
         # accelerate and DeepSpeed divide by the number of micro-batches, and every strategy
         # averages over processes. The losses are shares of a sum already.
         divisor = len(micro_batches) * self.world
+        self.strategy.begin_step()
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.strategy.micro_batch(is_last=number == len(micro_batches)):
                 share = self.model(micro_batch, totals)
