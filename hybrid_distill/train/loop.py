@@ -35,6 +35,7 @@ from .checkpoint import Checkpoints, Snapshot
 from .compiling import compiled_layers
 from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
+from .grouped import grouped_attention
 from .kernels import agree_on_kernels
 from .meter import Meter, flops_per_token
 from .metrics import NO_LOSS, append_metrics, cut_metrics
@@ -127,7 +128,8 @@ def train_stage(
     try:
         training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
-            with compiled_layers(training.strategy.stage, accelerator.device):
+            compiled = compiled_layers(training.strategy.stage, accelerator.device)
+            with grouped_attention(), compiled:
                 training.run(stop_requested, progress, trace)
             manifest = training.finish()
             # A request in the last step, or while the result was written. One process may have it
