@@ -75,17 +75,19 @@ def flash_attend(
     return out_THP.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def as_autocast(*qkv_BHLP: Tensor) -> tuple[Tensor, ...]:
+def as_autocast(
+    query_BHLP: Tensor, key_BHLP: Tensor, value_BHLP: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cast queries, keys and values as sdpa does under autocast.
 
     Other kernels are not cast, and refuse dtypes that differ: rotation by float32 angles leaves queries
     and keys in float32, and values in the dtype of autocast.
     """
-    device = qkv_BHLP[0].device.type
+    device = query_BHLP.device.type
     if not torch.is_autocast_enabled(device):
-        return qkv_BHLP
+        return query_BHLP, key_BHLP, value_BHLP
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) for t in qkv_BHLP)
+    return query_BHLP.to(dtype), key_BHLP.to(dtype), value_BHLP.to(dtype)
 
 
 def flex_runs(query_BHLP: Tensor) -> bool:

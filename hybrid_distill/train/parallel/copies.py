@@ -49,8 +49,12 @@ class Bf16Copies:
         for part in stage.parts():
             for module in part.modules():
                 # Subclasses may read their weight in float32.
-                if type(module) is nn.Linear and _is_master(module.weight):
-                    self._weights[module] = module.weight
+                if type(module) is not nn.Linear:
+                    continue
+                weight = module.weight
+                assert isinstance(weight, nn.Parameter)
+                if weight.requires_grad and weight.dtype == torch.float32:
+                    self._weights[module] = weight
 
     def n_weights(self) -> int:
         """Count the copied weights."""
@@ -62,8 +66,8 @@ class Bf16Copies:
         weights = list(self._weights.values())
         if not self._copies:
             self._copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
-        if weights:
-            torch._foreach_copy_(self._copies, weights)
+        for copy, weight in zip(self._copies, weights, strict=True):
+            copy.copy_(weight)
 
     @contextmanager
     def in_place(self, adds: bool) -> Iterator[None]:
@@ -79,7 +83,3 @@ class Bf16Copies:
         finally:
             for module, weight in self._weights.items():
                 module._parameters["weight"] = weight
-
-
-def _is_master(weight: nn.Parameter) -> bool:
-    return weight.requires_grad and weight.dtype == torch.float32
