@@ -80,8 +80,8 @@ def as_autocast(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast queries, keys and values as sdpa does under autocast.
 
-    Other kernels are not cast, and refuse dtypes that differ: rotation by float32 angles leaves queries
-    and keys in float32, and values in the dtype of autocast.
+    Other kernels are not: rotation by float32 angles leaves queries and keys in float32, beside values
+    in the dtype of autocast.
     """
     device = query_BHLP.device.type
     if not torch.is_autocast_enabled(device):
