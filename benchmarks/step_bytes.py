@@ -6,24 +6,28 @@
 Nothing is measured, and no GPU is needed: one micro-batch of recipes/hybrid_llama_1b.py runs forward, backward and
 AdamW on fake tensors, in both ways. Each operator reads its inputs and writes its outputs once:
 
-- *products*: matrix products and attention, the longer of their operations and their bytes;
+- *products*: matrix products and attention, the longer of their operations and their bytes. Attention is causal, and
+  reads each key once for all heads that share it, as flash-attn and FlexAttention do;
 - *kernels*: recurrence and convolution, by the tensors that they get and return;
-- *other*: everything else that moves bytes. In a compiled layer, operators between two products, kernels or sums over
-  tokens are one pass: it reads what comes from outside of it once, and writes what is used outside of it once.
+- *other*: everything else that moves bytes. In a compiled layer, these are the kernels that Inductor fuses, as its own
+  scheduler counts them (that for CPUs, since Triton's needs a GPU);
 - *loss*: as benchmarks/traffic.py counts it.
 
 Views move nothing. Compiled programs are those of torch's own partitioner, which also decides what the backward
-recomputes. Their autocast casts weights in each program, as the layers do without it.
+recomputes.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from hybrid_kernels import common
@@ -31,22 +35,36 @@ from hybrid_kernels import loss as fused_loss
 from memory_plan import SHAPES, Case, large_cases, make_teacher
 from records import RESULTS, about, parser_of, write
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import (
+    _recursive_post_grad_passes,
+    compile_fx,
+    fake_tensor_prop,
+    record_original_output_strides,
+)
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
+from torch._inductor.utils import shape_env_from_inputs
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
+from torch.library import custom_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 from traffic import Device, loss
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hybrid_distill.model import document_kernels, documents, local_attention
+from hybrid_distill.model.document_mask import DocumentMask
 from hybrid_distill.model.gated_delta import delta_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import empty_student
 from hybrid_distill.train.compiling import compiled_layers
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.optimizer import trainable
+from hybrid_distill.train.parallel.copies import Bf16Copies
 from hybrid_distill.train.stages import make_stage
 
 RECORD = RESULTS / "step_bytes.json"
@@ -54,6 +72,8 @@ PACKAGES = ("torch", "transformers")
 H100 = Device(2.5e12, 600e12)
 """Assumed rates of large products and of passes over memory."""
 SHAPES["two layers"] = SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 2}
+WORTH_NAMING = 5e7
+"""Bytes of an operator in a step."""
 KERNELS = "hybrid_kernels"
 LOSS = "hybrid_kernels.distillation_loss"
 """Operators of the loss, which benchmarks/traffic.py counts chunk by chunk."""
@@ -70,6 +90,10 @@ def n_bytes(tensors: Iterable[Tensor]) -> int:
                 elements *= size
         total += elements * tensor.itemsize
     return total
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def is_view(operator: Any) -> bool:
@@ -94,28 +118,33 @@ class Counts:
         self.names[name] += moved
         self.seconds[kind] += max(moved / H100.bandwidth, flops / H100.flops)
 
-    def add_operator(self, operator: Any, inputs: Any, outputs: Any) -> None:
+    def add_operator(self, operator: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Count an operator that runs by itself."""
-        if operator is torch.ops.aten.embedding.default:
-            # It reads the rows that it returns, not the whole weight.
-            inputs = outputs.clone()
-        tensors = [t for t in tree_leaves((inputs, outputs)) if isinstance(t, Tensor)]
         name = str(operator)
         if name.startswith(LOSS):
             return
         flops = 0
         packet = operator._overloadpacket
         if packet in flop_registry:
-            args, kwargs = inputs
             flops = flop_registry[packet](*args, **kwargs, out_val=outputs)
-        self.add(kind_of(operator), name, n_bytes(tensors), flops)
+        # What is written into is an argument too.
+        read = {key: value for key, value in kwargs.items() if key != "out"}
+        inputs = tensors_in((args, read))
+        written = tensors_in(outputs)
+        if operator is torch.ops.aten.embedding.default:
+            # It reads the rows that it returns, not the whole weight.
+            inputs = written
+        self.add(kind_of(operator), name, n_bytes(inputs) + n_bytes(written), flops)
 
     def record(self) -> dict[str, Any]:
         milliseconds = {kind: round(1e3 * s, 1) for kind, s in self.seconds.items()}
         gigabytes = {kind: round(moved / 1e9, 1) for kind, moved in self.bytes.items()}
-        largest = {name: round(moved / 1e9, 2) for name, moved in self.names.most_common(12)}
+        parts = {}
+        for name, moved in self.names.most_common():
+            if moved >= WORTH_NAMING:
+                parts[name] = round(moved / 1e9, 2)
         total = round(1e3 * sum(self.seconds.values()), 1)
-        return {"total_ms": total, "ms": milliseconds, "gb": gigabytes, "largest_gb": largest}
+        return {"total_ms": total, "ms": milliseconds, "gb": gigabytes, "parts_gb": parts}
 
 
 def kind_of(operator: Any) -> str:
@@ -138,111 +167,191 @@ class CountOperators(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         if not self.is_paused and not is_view(func):
-            self.counts.add_operator(func, (args, kwargs), outputs)
+            self.counts.add_operator(func, args, kwargs, outputs)
         return outputs
 
 
-def add_program(graph: torch.fx.Graph, counts: Counts) -> None:
+class Pass(NamedTuple):
+    """One fused kernel of a compiled layer."""
+
+    operators: set[str]
+    sizes: list[tuple[int, ...]]
+    """Sizes of the tensors that it reads or writes."""
+    moved: int
+
+    def name(self, case: Case) -> str:
+        """Say what it works on."""
+        shape = SHAPES[case.model]
+        is_cast = self.operators <= {"convert_element_type", "permute", "view", "cat"}
+        if is_cast and all(len(size) < 3 for size in self.sizes):
+            return "casts of weights and gradients"
+        n_activations = case.rows * case.length * shape["intermediate_size"]
+        if any(prod(size) == n_activations for size in self.sizes):
+            return "MLP activations"
+        if (case.rows, case.length, shape["hidden_size"]) in self.sizes:
+            return "norms and residuals"
+        return "heads"
+
+
+def fused_passes(program: torch.fx.GraphModule, inputs: Any) -> list[Pass]:
+    """Schedule a program as Inductor does; return its passes, apart from products and kernels."""
+    record_original_output_strides(program)
+    fake_mode = fake_tensor_prop(program, inputs)
+    with ExitStack() as handlers:
+        handlers.enter_context(V.set_fake_mode(fake_mode))
+        _recursive_post_grad_passes(program, is_inference=False)
+        graph = GraphLowering(program, shape_env=shape_env_from_inputs(inputs))
+        handlers.enter_context(V.set_graph_handler(graph))
+        handlers.enter_context(V.set_real_inputs(inputs))
+        handlers.enter_context(V.set_debug_handler(DebugContext()))
+        graph.run(*inputs)
+        graph._update_scheduler()
+        passes = []
+        for node in graph.scheduler.nodes:
+            if not isinstance(node, ExternKernelSchedulerNode):
+                passes.append(described(node, graph))
+    return passes
+
+
+def described(node: BaseSchedulerNode, graph: GraphLowering) -> Pass:
+    operators = set()
+    for part in node.get_nodes():
+        assert part.node is not None
+        for origin in part.node.get_origins():
+            operators.add(str(origin.target).split(".")[1])
+    sizes = []
+    for name in node.get_read_write_buffer_accesses(include_reads=True, include_writes=True):
+        sizes.append(tuple(int(size) for size in graph.get_buffer(name).get_size()))
+    return Pass(operators, sizes, node.get_read_write_buffers_sizes())
+
+
+def add_program(
+    program: torch.fx.GraphModule, inputs: Any, counts: Counts, name_of: Callable[[Pass], str]
+) -> None:
     """Count a compiled program: its products and kernels by themselves, everything between them in passes."""
-    base: dict[Any, Any] = {}
-    depth: dict[Any, int] = {}
-    group: dict[Any, Any] = {}
-
-    def root(node: Any) -> Any:
-        while group[node] is not node:
-            node = group[node]
-        return node
-
-    fused: list[Any] = []
-    for node in graph.nodes:
-        base[node] = node
-        inputs = [base[source] for source in node.all_input_nodes]
-        depth[node] = max((depth[source] for source in inputs), default=0)
-        if node.op != "call_function":
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if is_view(node.target):
-            base[node] = inputs[0] if inputs else node
-            continue
-        if not is_fused(node):
+        if kind_of(node.target) != "other":
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            counts.add_operator(node.target, (args, kwargs), node.meta["val"])
-            depth[node] += 1
-            continue
-        fused.append(node)
-        group[node] = node
-        for source in inputs:
-            if source in group and depth[source] == depth[node]:
-                group[root(source)] = node
-    passes: dict[Any, set[Any]] = {}
-    for node in fused:
-        passes.setdefault(root(node), set()).add(node)
-    for members in passes.values():
-        counts.add("other", "pass of a compiled layer", bytes_of_pass(members, base))
+            counts.add_operator(node.target, args, kwargs, node.meta["val"])
+    for fused in fused_passes(program, inputs):
+        counts.add("other", name_of(fused), fused.moved)
 
 
-def bytes_of_pass(members: set[Any], base: dict[Any, Any]) -> int:
-    """Sum what a pass reads from outside, and what is used outside of it."""
-    reads: dict[Any, Tensor] = {}
-    writes: dict[Any, Tensor] = {}
-    for node in members:
-        for source in node.all_input_nodes:
-            if base[source] not in members and isinstance(source.meta["val"], Tensor):
-                reads[base[source]] = source.meta["val"]
-        if any(base_user not in members for base_user in users(node, base)):
-            for place, value in enumerate(tree_leaves(node.meta["val"])):
-                writes[node, place] = value
-    return n_bytes([*reads.values(), *writes.values()])
-
-
-def users(node: Any, base: dict[Any, Any]) -> list[Any]:
-    """Return the nodes that read a node, or a view of it."""
-    readers = []
-    for user in node.users:
-        if base[user] is node:
-            readers += users(user, base)
-        else:
-            readers.append(user)
-    return readers
-
-
-def is_fused(node: Any) -> bool:
-    """Return True for an operator that a pass can hold: no product, no kernel, no sum over tokens."""
-    if kind_of(node.target) != "other":
-        return False
-    if node.target is not torch.ops.aten.sum.dim_IntList:
-        return True
-    return 0 not in node.args[1]
-
-
-def counting_compiler(mode: CountOperators) -> Callable[..., Any]:
+def counting_compiler(mode: CountOperators, name_of: Callable[[Pass], str]) -> Callable[..., Any]:
     """Return a backend whose programs count themselves each time they run."""
 
-    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def compiler(program: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         counts = Counts()
-        add_program(graph.graph, counts)
+        with mode.paused():
+            add_program(program, inputs, counts, name_of)
 
         def run(*arguments: Any) -> Any:
             mode.counts.bytes += counts.bytes
             for kind, seconds in counts.seconds.items():
                 mode.counts.seconds[kind] += seconds
             mode.counts.names += counts.names
-            mode.is_paused = True
-            try:
-                return graph.forward(*arguments)
-            finally:
-                mode.is_paused = False
+            with mode.paused():
+                return program.forward(*arguments)
 
         return make_boxed_func(run)
 
-    return aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    return partial(compile_fx, inner_compile=compiler)
+
+
+@custom_op("step_bytes::attention", mutates_args=())
+def attention(query: Tensor, key: Tensor, value: Tensor, n_seen: float) -> tuple[Tensor, Tensor]:
+    """Stand for an attention kernel, [..., L, P]; a query sees ``n_seen`` keys on average."""
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@custom_op("step_bytes::attention_gradients", mutates_args=())
+def attention_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    n_seen: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def save_for_gradients(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.n_seen = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    return *attention_gradients(gradient, *ctx.saved_tensors, ctx.n_seen), None
+
+
+# What an operator returns is all that a fake one needs.
+for operator in (attention, attention_gradients):
+    operator.register_fake(operator._init_fn)
+attention.register_autograd(gradients, setup_context=save_for_gradients)
+
+
+@register_flop_formula(torch.ops.step_bytes.attention)
+def attention_flops(query: Any, key: Any, value: Any, n_seen: float, **options: Any) -> int:
+    return int(4 * prod(query) * n_seen)
+
+
+@register_flop_formula(torch.ops.step_bytes.attention_gradients)
+def gradient_flops(gradient: Any, query: Any, *tensors_and_seen: Any, **options: Any) -> int:
+    return int(10 * prod(query) * tensors_and_seen[-1])
+
+
+def attend_documents(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Stand for `grouped.attend_in_groups`, whose kernels autocast to bfloat16."""
+    query, key, value = (t.to(torch.bfloat16) for t in (query, key, value))
+    output = attention(query, key, value, query.shape[2] / 2)[0]
+    return output.transpose(1, 2).contiguous(), None
+
+
+def attend_window(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+    """Stand for `window_kernels.attend_with_kernel`: the diagonal block, the one before, that of the sinks."""
+    query, key, value = (t.to(torch.bfloat16) for t in (query, key, value))
+    return attention(query, key, value, 3 * document_kernels.FLEX_BLOCK)[0]
+
+
+def empty_mask(first_BL: Tensor, *options: Any) -> Tensor:
+    """Stand for `DocumentMask.of`: a fake tensor cannot be of a subclass."""
+    batch, length = first_BL.shape
+    return first_BL.new_empty((), dtype=torch.bool).expand(batch, 1, length, length)
+
+
+@contextmanager
+def gpu_attention() -> Iterator[None]:
+    """Run rows through attention kernels, as on a GPU."""
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (documents, "has_document_attention", lambda device: True),
+            (DocumentMask, "of", empty_mask),
+            (local_attention, "kernel_runs", lambda query, dropout: True),
+            (local_attention, "attend_with_kernel", attend_window),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
+        repeating = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        patches.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", repeating)
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attend_documents
+        yield
 
 
 def count(case: Case, compile: str) -> dict[str, Any]:
@@ -268,9 +377,18 @@ def count(case: Case, compile: str) -> dict[str, Any]:
         # Later micro-batches of a step add to a gradient that is there.
         for parameter in trainable(stage).values():
             parameter.grad = torch.zeros_like(parameter)
-        torch.compile = partial(compile_with, backend=counting_compiler(mode))
+        torch.compile = partial(
+            compile_with, backend=counting_compiler(mode, partial(Pass.name, case=case))
+        )
         try:
-            with compiled_layers(stage, torch.device("cpu")), mode:
+            copies = Bf16Copies(stage)
+            copies.refresh()
+            with (
+                gpu_attention(),
+                compiled_layers(stage, torch.device("cpu")),
+                mode,
+                copies.in_place(adds=True),
+            ):
                 stage(batch).total.backward()
         finally:
             torch.compile = compile_with
@@ -284,6 +402,8 @@ def count(case: Case, compile: str) -> dict[str, Any]:
     record = counts.record()
     # Read and written: weight and two moments; read: the gradient, in fp32.
     record["optimizer_ms"] = round(1e3 * 7 * 4 * n_trained / H100.bandwidth, 1)
+    # Read in fp32, written in bf16.
+    record["copies_ms"] = round(1e3 * 6 * copies.n_weights() / H100.bandwidth, 1)
     return record
 
 
@@ -296,7 +416,8 @@ def count_delta_rule(
     mode = CountOperators(Counts())
     scan = partial(delta_scan, impl="triton")
     if compiled:
-        scan = torch.compile(scan, backend=counting_compiler(mode), dynamic=False)
+        backend = counting_compiler(mode, lambda _: "delta rule")
+        scan = torch.compile(scan, backend=backend, dynamic=False)
     tokens = batch, length, heads
     with FakeTensorMode():
         x, k, c = (
@@ -311,19 +432,26 @@ def count_delta_rule(
     return mode.counts.bytes.total()
 
 
+def counted_cases(model: str) -> Iterator[tuple[Case, str]]:
+    """Yield the cases of the table, and whether their layers are compiled."""
+    for case in large_cases(model):
+        if case.config.gradient_checkpointing:
+            continue
+        yield case, "off"
+        yield case, "on"
+        yield case._replace(window=44, d_state=8), "on"
+
+
 def main() -> None:
     """Print each case as it is counted, write the JSON."""
     parser = parser_of(__doc__, RECORD)
     parser.add_argument("--small", action="store_true", help="two layers, written nowhere")
     options = parser.parse_args()
     results = []
-    for case in large_cases("two layers" if options.small else "llama-3.2-1b"):
-        if case.config.gradient_checkpointing:
-            continue
-        for compile in ("off", "on"):
-            counted = count(case, compile)
-            results.append({"case": case.named(), "rows": case.rows, "compile": compile, **counted})
-            print(json.dumps(results[-1]), flush=True)
+    for case, compile in counted_cases("two layers" if options.small else "llama-3.2-1b"):
+        counted = count(case, compile)
+        results.append({"case": case.named(), "rows": case.rows, "compile": compile, **counted})
+        print(json.dumps(results[-1]), flush=True)
     if not options.small:
         what = "milliseconds and gigabytes of one micro-batch, counted from shapes; no measurement"
         record = about(what, "cpu", PACKAGES) | {"device": H100._asdict(), "results": results}

@@ -75,6 +75,21 @@ def flash_attend(
     return out_THP.unflatten(0, (batch, length)).transpose(1, 2)
 
 
+def as_autocast(
+    query_BHLP: Tensor, key_BHLP: Tensor, value_BHLP: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast queries, keys and values as sdpa does under autocast.
+
+    Other kernels are not: rotation by float32 angles leaves queries and keys in float32, beside values
+    in the dtype of autocast.
+    """
+    device = query_BHLP.device.type
+    if not torch.is_autocast_enabled(device):
+        return query_BHLP, key_BHLP, value_BHLP
+    dtype = torch.get_autocast_dtype(device)
+    return query_BHLP.to(dtype), key_BHLP.to(dtype), value_BHLP.to(dtype)
+
+
 def flex_runs(query_BHLP: Tensor) -> bool:
     """Return True if FlexAttention is able to run these queries and worth its compilation."""
     length, width = query_BHLP.shape[-2:]

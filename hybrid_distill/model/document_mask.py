@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_map_only
 
-from .document_kernels import block_mask, flash_attend, flash_runs, flex_function, flex_runs
+from .document_kernels import (
+    as_autocast,
+    block_mask,
+    flash_attend,
+    flash_runs,
+    flex_function,
+    flex_runs,
+)
 
 
 def visible(first_BL: Tensor) -> Tensor:
@@ -93,21 +100,21 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run `F.scaled_dot_product_attention` with a `DocumentMask`."""
-    device = query_BHLP.device.type
-    qkv = (query_BHLP, key_BHLP, value_BHLP)
-    if torch.is_autocast_enabled(device):  # sdpa itself would cast its inputs under autocast
-        dtype = torch.get_autocast_dtype(device)
-        qkv = (query_BHLP.to(dtype), key_BHLP.to(dtype), value_BHLP.to(dtype))
+    qkv = as_autocast(query_BHLP, key_BHLP, value_BHLP)
     if flash_runs(*qkv):
         borders = attn_mask.document_borders()
         return flash_attend(*qkv, borders, attn_mask.window, dropout_p, scale)
     if dropout_p or not flex_runs(query_BHLP):
+        query, key, value = qkv
+        # Kernels for dense masks do not group heads: sdpa would materialize all of its scores.
+        n_repeats = query.shape[1] // key.shape[1]
         return F.scaled_dot_product_attention(
-            *qkv,
+            query,
+            key.repeat_interleave(n_repeats, dim=1),
+            value.repeat_interleave(n_repeats, dim=1),
             attn_mask=attn_mask.elements(),
             dropout_p=dropout_p,
             scale=scale,
-            enable_gqa=enable_gqa,
         )
     attend = flex_function()
     return attend(*qkv, block_mask=attn_mask.blocks, scale=scale, enable_gqa=enable_gqa)

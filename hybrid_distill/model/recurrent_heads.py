@@ -43,7 +43,7 @@ def is_plain(projection: nn.Module, device: torch.device) -> bool:
     """
     return (
         type(projection) is nn.Linear
-        and type(projection.weight) is nn.Parameter
+        and type(projection.weight) in (nn.Parameter, Tensor)
         and projection.weight.device == device
     )
 

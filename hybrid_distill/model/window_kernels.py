@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from .document_kernels import FLEX_BLOCK, flex_function, flex_runs, has_document_attention
+from .document_kernels import (
+    FLEX_BLOCK,
+    as_autocast,
+    flex_function,
+    flex_runs,
+    has_document_attention,
+)
 
 
 def kernel_runs(query_BHLP: Tensor, dropout: float) -> bool:
@@ -36,9 +42,7 @@ def attend_with_kernel(
         return softcap * torch.tanh(score / softcap)
 
     return attend(
-        query_BHLP,
-        key_BGLP,
-        value_BGLP,
+        *as_autocast(query_BHLP, key_BGLP, value_BGLP),
         score_mod=None if softcap is None else capped,
         block_mask=window_blocks(begin_BL, *sizes),
         scale=scale,

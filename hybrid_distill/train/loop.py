@@ -36,6 +36,7 @@ from .checkpoint import Checkpoints, Snapshot
 from .compiling import compiled_layers
 from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
+from .grouped import grouped_attention
 from .kernels import agree_on_kernels
 from .meter import Meter, flops_per_token
 from .metrics import NO_LOSS, append_metrics, cut_metrics
@@ -129,7 +130,8 @@ def train_stage(
         training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
             keep_freed_memory(accelerator.device)
-            with compiled_layers(training.strategy.stage, accelerator.device):
+            compiled = compiled_layers(training.strategy.stage, accelerator.device)
+            with grouped_attention(), compiled:
                 training.run(stop_requested, progress, trace)
             manifest = training.finish()
             # A request in the last step, or while the result was written. One process may have it
@@ -371,6 +373,7 @@ class _Training:
         # accelerate and DeepSpeed divide by the number of micro-batches, and every strategy
         # averages over processes. The losses are shares of a sum already.
         divisor = len(micro_batches) * self.world
+        self.strategy.begin_step()
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.strategy.micro_batch(is_last=number == len(micro_batches)):
                 share = self.model(micro_batch, totals)

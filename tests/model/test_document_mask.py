@@ -27,6 +27,7 @@ from hybrid_distill.model import (
     packed_inputs,
 )
 from hybrid_distill.model.document_mask import DocumentMask
+from hybrid_distill.train.grouped import grouped_attention
 from hybrid_distill.train.stages import make_stage
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -75,7 +76,9 @@ def flash(
             place = torch.arange(end - begin)
             reach = place[:, None] - place
             seen = {"attn_mask": (reach >= 0) & (reach <= window_size[0])}
-        attended = F.scaled_dot_product_attention(*heads, scale=softmax_scale, **seen)
+        attended = F.scaled_dot_product_attention(
+            *heads, scale=softmax_scale, enable_gqa=True, **seen
+        )
         documents.append(attended.transpose(0, 1))
     return torch.cat(documents)
 
@@ -166,8 +169,16 @@ def test_documents_and_windows_without_their_mask(family, kernel, as_on_a_gpu):
 
 @pytest.mark.parametrize("settings", [{"target": "layer", "train": "mixer"}, {"name": "distill"}])
 def test_a_stage_trains_the_same_without_the_mask(settings, as_on_a_gpu):
-    """Kept heads too; the borders come with the batch, so that the host does not wait for them."""
+    """Kept heads too; the borders come with the batch, so that the host does not wait for them.
+
+    In groups, no key is repeated for the teacher's heads: four read two.
+    """
     batch = packed_rows()
+    n_heads: list[tuple[int, int]] = []
+
+    def counting(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        n_heads.append((q.shape[1], k.shape[1]))
+        return flash(q, k, v, *args, **options)
 
     def step() -> tuple[float, Tensor]:
         config = small_config(**settings, precision="bf16")
@@ -178,10 +189,16 @@ def test_a_stage_trains_the_same_without_the_mask(settings, as_on_a_gpu):
         return loss.item(), torch.cat(gradients)
 
     masked_loss, masked_gradient = step()
-    as_on_a_gpu(flash)
-    loss, gradient = step()
-    assert loss == pytest.approx(masked_loss, rel=1e-3)
-    close(gradient, masked_gradient, 3e-2)
+    as_on_a_gpu(counting)
+    repeated = step()
+    assert n_heads.count((4, 4)) == 2
+    n_heads.clear()
+    with grouped_attention():
+        grouped = step()
+    assert n_heads.count((4, 2)) == 2
+    for loss, gradient in (repeated, grouped):
+        assert loss == pytest.approx(masked_loss, rel=1e-3)
+        close(gradient, masked_gradient, 3e-2)
 
 
 def test_a_row_of_8192_tokens_costs_no_mask(as_on_a_gpu):

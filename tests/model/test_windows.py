@@ -341,6 +341,12 @@ def test_flex_attention_and_its_backward(
         monkeypatch.setattr(local_attention, "kernel_runs", lambda *_, runs=runs: runs)
         out = local_attention.attend_locally(query, key, value, begins, reach, Scoring())
         results.append([out, *torch.autograd.grad(out, (query, key, value), upstream)])
+        # Rotation by float32 angles leaves queries and keys in float32.
+        with torch.autocast("cpu", torch.bfloat16):
+            half = local_attention.attend_locally(
+                query, key, value.bfloat16(), begins, reach, Scoring()
+            )
+        torch.testing.assert_close(half.float(), out, rtol=0.05, atol=0.05)
     for blocks, kernel in zip(*results, strict=True):
         torch.testing.assert_close(kernel, blocks, rtol=1e-4, atol=1e-5)
 

@@ -133,7 +133,8 @@ def test_layers_that_cannot_or_need_not_be_compiled_run_as_they_are(config: Stag
 
 
 def test_a_compiled_stage_leaves_no_trace(tmp_path: Path, caplog) -> None:
-    stage = made_stage(small_config("distill", steps=2, compile="on"))
+    # In bfloat16, programs read copies of the weights in all micro-batches.
+    stage = made_stage(small_config("distill", steps=2, compile="on", precision="bf16"))
     with caplog.at_level(logging.INFO, "hybrid_distill"):
         train_stage(stage, small_rows(), tmp_path, progress=False)
     assert any("compile: 6 decoder layers" in record.message for record in caplog.records)

@@ -186,10 +186,14 @@ def test_a_process_killed_and_all_relaunched_gives_the_same_weights(
         assert weights == (with_ddp / name / "model.safetensors").read_bytes()
 
 
-def test_fsdp2_with_a_sharded_teacher_in_bf16_with_recomputation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [DDP, FSDP_2], ids=["ddp", "fsdp2"])
+def test_two_processes_in_bf16_with_a_sharded_teacher_and_recomputation(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    """DDP reads bfloat16 copies of the weights, and adds their gradients before it exchanges them."""
     two = tmp_path / "two"
     one = tmp_path / "one"
-    ended = launch(FSDP_2, two, "--bf16", *SHARDED)
+    ended = launch(launcher, two, "--bf16", *SHARDED)
     assert ended.returncode == 0, ended.stderr
     train_chain(one, bf16=True)
     for name in CHAIN:

@@ -8,8 +8,8 @@ The given stage keeps its own frozen weights in place, and gets the trained ones
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -63,12 +63,14 @@ class Fsdp2(Strategy):
             nn.Module.to(teacher, accelerator.device)
         self.optimizer = accelerator.prepare(stage_adamw(self.stage))
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context of one micro-batch's passes."""
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Open the context of one micro-batch's passes."""
         # accelerate's context would exchange gradients in each: it sets this only on modules that
         # it has sharded itself (accelerate#3762).
         begin_micro_batch(self._root, is_last)
-        return super().micro_batch(is_last)
+        with super().micro_batch(is_last):
+            yield
 
     def unshard(self) -> bool:
         rank, _ = rank_and_world()

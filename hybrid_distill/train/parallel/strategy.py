@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ...distributed import rank_and_world
 from ..optimizer import MOMENTS, make_adamw, trainable
 from ..stage import Stage
 from ..weights import ShardedTensors
+from .copies import Bf16Copies
 
 
 class Strategy:
@@ -35,6 +36,10 @@ class Strategy:
     steps_in_backward = False
     """True if the optimizer steps at the end of the backward pass, before its gradient can be
     looked at."""
+    may_copy = True
+    """False if the strategy itself keeps or gathers the weights that a micro-batch reads."""
+    copies: Bf16Copies | None = None
+    """bfloat16 copies of trained weights."""
     model: Any
     """Module to call with a batch: ``stage``, or a wrapper around it."""
     optimizer: Any
@@ -46,14 +51,27 @@ class Strategy:
         # accelerate moves the registered modules only, and a stage does not register its teacher.
         stage.place(accelerator.device)
         self.model, self.optimizer = accelerator.prepare(stage, stage_adamw(stage))
+        if self.may_copy and stage.bf16:
+            self.copies = Bf16Copies(stage)
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context of one micro-batch's passes.
+    def begin_step(self) -> None:
+        """Prepare for the micro-batches of a step: the weights have changed."""
+        if self.copies is not None:
+            self.copies.refresh()
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Open the context of one micro-batch's passes.
 
         Processes exchange gradients in the ``is_last`` of a step.
         """
-        # accelerate counts the calls, and so knows the last one itself.
-        return self._accelerator.accumulate(self.model)
+        with ExitStack() as contexts:
+            # accelerate counts the calls, and so knows the last one itself.
+            contexts.enter_context(self._accelerator.accumulate(self.model))
+            if self.copies is not None:
+                exchanges = is_last and self._accelerator.num_processes > 1
+                contexts.enter_context(self.copies.in_place(adds=not exchanges))
+            yield
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained parameters, in float32, and AdamW's state.

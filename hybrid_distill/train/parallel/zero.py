@@ -27,6 +27,7 @@ class Zero(Strategy):
 
     # accelerate steps the engine in each backward pass (accelerate#2951).
     steps_in_backward = True
+    may_copy = False
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
         if stage.config.on_divergence == "skip":
