@@ -77,7 +77,9 @@ def test_the_first_k_stay_with_the_stated_confidence_where_heads_lie_close(n_que
     n_lost = 0
     n_survivors = 0
     for seed in range(10):
-        asked = [table(chances, n_examples, 0.7, 10 * seed + query)[1] for query in range(n_queries)]
+        asked = [
+            table(chances, n_examples, 0.7, 10 * seed + query)[1] for query in range(n_queries)
+        ]
         right_HE = torch.stack(asked).mean(0)
         # In the same examples: their order is the only thing that is random.
         for order in range(20):
