@@ -2,6 +2,7 @@
 
     python benchmarks/scoring.py                 # speed on one CPU thread, about 45 minutes
     python benchmarks/scoring.py --seeds         # racing against exhaustive scoring, 20 seeds, about 2 hours; goes on
+    python benchmarks/scoring.py --teacher smollm2    # the defaults on a real model, some minutes
     python benchmarks/scoring.py --small         # all of the CPU's parts in two minutes, written nowhere
 
 The teacher is a Llama of 8 layers x 16 heads with a planted retrieval circuit (tests/planted.py): three heads that
@@ -13,6 +14,10 @@ pairs. What is compared, in CPU seconds of one thread, in one run:
 - *plain, candidates*: for each head and each of the 25 values a forward of prompt and value;
 - *exact*: `score_heads`, everything included, from tokens to intervals;
 - *race*: the same with ``race_k``.
+
+With ``--teacher``, the 9 heads of a middle layer of SmolLM2-135M-Instruct in bfloat16 are ranked by one question about
+each of 128 dictionaries of 8 pairs, every head on all of them, and by the defaults of `hybrid-distill score`, racing;
+both with 16 plain texts. The trial of the shortcut is left out: it takes as long for 9 heads as for all.
 
 A plain forward costs the same for every head. It is measured for some, before, between and after the others, and the
 fastest of these times counts for all 128. Writes benchmarks/results/scoring.json.
@@ -34,11 +39,13 @@ from records import RESULTS, ROOT, about, cpu_time, parser_of, read, versions, w
 sys.path.insert(0, str(ROOT / "tests"))
 from planted import KEYS, Circuit, Shape, planted_teacher
 
+from hybrid_distill.data import read_held_out
 from hybrid_distill.plan import HeadId
-from hybrid_distill.probes import Example
+from hybrid_distill.probes import Example, default_prompts, default_queries
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring import HeadScores, score_heads
-from hybrid_distill.teacher import ablate_heads
+from hybrid_distill.scoring import HeadScores, exact, score_heads
+from hybrid_distill.scoring.forwards import FromLayer
+from hybrid_distill.teacher import ablate_heads, load_teacher
 
 PACKAGES = ("torch", "transformers", "tokenizers")
 PAIRS = 25
@@ -51,6 +58,10 @@ NARROW = Shape(8, 16, 4, head_dim=64, width=160, intermediate=8)
 NOISE = {512: 0.003, 160: 0.006}
 # Times as fast as plain, and as plain with candidates.
 GOALS = {"exact": (5, 50), "race": (15, 150)}
+# Of SmolLM2-135M-Instruct: a layer with three of its first 15 heads (docs/atlas.md).
+REAL_HEADS = [HeadId(16, head) for head in range(9)]
+REAL_PAIRS = 8
+REAL_K = 3
 Measured = dict[str, Any]
 
 
@@ -115,7 +126,7 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
         lambda: score_heads(model, tokenizer, probe, n_examples=n_examples, race_k=3)
     )
     measure_plain(CIRCUIT.aggregate)
-    exact, exact_seconds = cpu_time(
+    full, full_seconds = cpu_time(
         lambda: score_heads(model, tokenizer, probe, n_examples=n_examples)
     )
     measure_plain(HeadId(7, 8))
@@ -123,7 +134,7 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
     n_heads = shape.n_layers * shape.n_heads
     totals = {name: n_heads * min(each) for name, each in times.items()}
     totals["plain, candidates"] *= len(examples) / len(few)
-    seconds = {**totals, "race": race_seconds, "exact": exact_seconds}
+    seconds = {**totals, "race": race_seconds, "exact": full_seconds}
     return {
         "what": "CPU seconds for all 128 heads; plain ways measured for some and multiplied",
         "shape": asdict(shape),
@@ -138,9 +149,9 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
         "seconds": {name: round(t, 1) for name, t in seconds.items()},
         "times_as_fast": {
             "race": times_as_fast("race", race_seconds, totals),
-            "exact": times_as_fast("exact", exact_seconds, totals),
+            "exact": times_as_fast("exact", full_seconds, totals),
         },
-        **agreement(race, exact, n_examples),
+        **agreement(race, full, n_examples),
     }
 
 
@@ -156,11 +167,11 @@ def times_as_fast(name: str, seconds: float, totals: dict[str, float]) -> Measur
     return {**ratios, "goal": [goal, goal_candidates], "met": is_met}
 
 
-def agreement(race: HeadScores, exact: HeadScores, n_examples: int) -> Measured:
+def agreement(race: HeadScores, full: HeadScores, n_examples: int) -> Measured:
     """Return whether racing finds the heads that exhaustive scoring finds, with the same scores."""
     finished = race.n_examples_LH == n_examples
-    difference = (race.logprob_drop_LH - exact.logprob_drop_LH)[finished].abs().max().item()
-    first = exact.ranking()[:3]
+    difference = (race.logprob_drop_LH - full.logprob_drop_LH)[finished].abs().max().item()
+    first = full.ranking()[:3]
     return {
         "first_heads": [str(head) for head in first],
         "same_first_heads": race.ranking()[:3] == first,
@@ -173,7 +184,58 @@ def agreement(race: HeadScores, exact: HeadScores, n_examples: int) -> Measured:
 def counts(scores: HeadScores) -> dict[str, int]:
     """Return how many heads were tried on how many examples."""
     tried = scores.n_examples_LH.flatten().tolist()
-    return {str(n): tried.count(n) for n in sorted(set(tried))}
+    return {str(n): tried.count(n) for n in sorted(set(tried) - {0})}
+
+
+def measure_questions(teacher: Path) -> Measured:
+    """Return CPU seconds and the overlap of halves of one question a prompt and of the defaults."""
+    model, tokenizer = load_teacher(str(teacher), dtype="bfloat16")
+    exact.fastest_exact = lambda model, sites, sizer, samples: FromLayer(model, sites, sizer)
+    queries = default_queries([REAL_PAIRS])
+    ways = {
+        "one question, exhaustive": (1, default_prompts(1), None),
+        "defaults": (queries, default_prompts(queries), REAL_K),
+    }
+    rows = {}
+    for name, (n_queries, n_prompts, race_k) in ways.items():
+        probe = KVRetrieval(REAL_PAIRS, n_queries=n_queries)
+
+        def score(probe: KVRetrieval = probe, n: int = n_prompts, k: int | None = race_k) -> Any:
+            return score_heads(
+                model,
+                tokenizer,
+                probe,
+                n_examples=n,
+                race_k=k,
+                heads=REAL_HEADS,
+                control_texts=read_held_out("tiny", 16),
+                min_accuracy=0.0,
+                progress=False,
+            )
+
+        scores, seconds = cpu_time(score)
+        assert scores.agreement is not None
+        rows[name] = {
+            "prompts": n_prompts,
+            "questions_per_prompt": n_queries,
+            "cpu_seconds": round(seconds, 1),
+            "overlap": scores.agreement["overlap"],
+            "overlap_by_logprob": scores.agreement["overlap_by_logprob"],
+            "mean_standard_error": round(scores.accuracy_se_LH.nanmean().item(), 4),
+            "first": [str(head) for head in scores.ranking()[:REAL_K]],
+            "examples_per_head": counts(scores),
+        }
+        print(name, json.dumps(rows[name]), flush=True)
+    before, after = (row["cpu_seconds"] for row in rows.values())
+    return {
+        "what": "one question about each of 128 dictionaries against the defaults of score, 9 heads",
+        "teacher": "SmolLM2-135M-Instruct, bfloat16",
+        "heads": [str(head) for head in REAL_HEADS],
+        "pairs": REAL_PAIRS,
+        "k": REAL_K,
+        "ways": rows,
+        "times_as_fast": round(before / after, 2),
+    }
 
 
 def measure_seed(seed: int, n_examples: int) -> Measured:
@@ -182,16 +244,16 @@ def measure_seed(seed: int, n_examples: int) -> Measured:
     probe = KVRetrieval(PAIRS, seed, keys=KEYS)
     options = {"n_examples": n_examples, "progress": False}
     race, race_seconds = cpu_time(lambda: score_heads(model, tokenizer, probe, race_k=3, **options))
-    exact, exact_seconds = cpu_time(lambda: score_heads(model, tokenizer, probe, **options))
-    ranking = exact.ranking()
+    full, full_seconds = cpu_time(lambda: score_heads(model, tokenizer, probe, **options))
+    ranking = full.ranking()
     row = {
         "seed": seed,
         "same": race.ranking()[:3] == ranking[:3],
         "planted": set(ranking[:3]) == CIRCUIT.heads,
-        "baseline": exact.baseline["accuracy"],
-        "drops": [round(exact.accuracy_drop_LH[head].item(), 4) for head in ranking[:5]],
+        "baseline": full.baseline["accuracy"],
+        "drops": [round(full.accuracy_drop_LH[head].item(), 4) for head in ranking[:5]],
         "examples_per_head": counts(race),
-        "cpu_seconds": [round(race_seconds, 1), round(exact_seconds, 1)],
+        "cpu_seconds": [round(race_seconds, 1), round(full_seconds, 1)],
     }
     print(json.dumps(row), flush=True)
     return row
@@ -228,12 +290,15 @@ def main() -> None:
     parser = parser_of(__doc__, RESULTS / "scoring.json")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", nargs="?", type=int, const=20, help="how many")
+    which.add_argument("--teacher", type=Path, help="folder of SmolLM2-135M-Instruct")
     which.add_argument("--small", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.small:
         print(json.dumps(measure_speed(32, NARROW), indent=1))
         measure_seed(0, 64)
+    elif options.teacher:
+        save(options.out, "questions", measure_questions(options.teacher))
     elif options.seeds:
         before = read(options.out).get("seeds", {})
         is_same = before and before["versions"] == versions(PACKAGES)

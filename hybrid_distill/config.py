@@ -52,10 +52,11 @@ class ScoringConfig:
 
     n_pairs: Count = 16
     """Key-value pairs in each dictionary."""
-    n_examples: Count = 128
-    """Dictionaries (prompts) for each head."""
-    n_queries: Count = 1
-    """Questions about each dictionary. Extra questions cost only their own tokens."""
+    n_examples: Count | None = None
+    """Dictionaries (prompts) for each head; by default 24 of 8 questions, 128 of one."""
+    n_queries: Count | None = None
+    """Questions about each dictionary; by default 8, or one for each pair of smaller ones, and one for a ``plan`` by
+    ``restoration``."""
     prompt_format: str = "plain"
     """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first) or ``chat`` (the
     tokenizer's template). `hybrid-distill score` prints what the teacher answers in each."""

@@ -33,7 +33,7 @@ def config() -> RunConfig:
         name="hybrid-llama-1b",
         out=Path("runs/hybrid_llama_1b"),
         teacher=TeacherConfig(path="meta-llama/Llama-3.2-1B", dtype="bfloat16"),
-        scoring=ScoringConfig(n_pairs=20, n_examples=1000),
+        scoring=ScoringConfig(n_pairs=20, n_examples=1000, n_queries=1),
         plan=PlanConfig(selection="top", k=20),
         student=StudentConfig(d_state=64),
         data=DataConfig(

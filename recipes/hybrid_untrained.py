@@ -27,7 +27,7 @@ def config() -> RunConfig:
         name="untrained",
         out=Path("runs/untrained"),
         cache="16%",
-        scoring=ScoringConfig(n_pairs=8, n_examples=64),
+        scoring=ScoringConfig(n_pairs=8),
         # Stand for what the cache decides.
         plan=PlanConfig(selection="top", unit="kv-group", k=1),
         student=StudentConfig(d_state=0, window=16, sinks=4),

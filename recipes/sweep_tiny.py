@@ -25,7 +25,7 @@ def config() -> RunConfig:
     base = replace(
         tiny(),
         name="sweep-tiny",
-        scoring=ScoringConfig(n_pairs=16, n_examples=128),
+        scoring=ScoringConfig(n_pairs=16, n_examples=128, n_queries=1),
         student=StudentConfig(d_state=16),
     )
     return base.with_stage("align", steps=400).with_stage("distill", steps=100)

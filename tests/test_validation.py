@@ -14,6 +14,9 @@ from hybrid_distill.validation import numbers
 OPTIONAL = {
     "min_accuracy": 0.5,
     "batch_size": 1,
+    "examples": 24,
+    "queries": 8,
+    "n_queries": 4,
     "stated_pairs": 4,
     "prefilter": 1,
     "segment_len": 1,

@@ -18,7 +18,7 @@ from ..distributed import agree_on, alone_in, connect, is_launched_main, on_main
 from ..lab.reporting import can_draw, text_table
 from ..lab.reporting.heads import score_map, score_table
 from ..model import HybridConfig
-from ..probes import queries_of
+from ..probes import default_prompts, default_queries, queries_of
 from ..probes.checks import check_answerable
 from ..probes.prompt_formats import (
     N_TRIED,
@@ -50,14 +50,14 @@ class ScoreJob:
     template). Before scoring, a line says what the model answers in each."""
     pairs: str = "16"
     """Dictionary sizes of kv; several alternate (``10,25,50``)."""
-    queries: Count = 1
-    """Questions per prompt of kv. Additional ones cost only their own tokens."""
+    queries: Count | None = None
+    """Questions per prompt of kv; by default 8, or one for each pair of smaller dictionaries."""
     length: Count = 512
     """Largest length of a RULER question, in tokens."""
     facts: Path | None = None
     """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
-    examples: Count = 128
-    """Largest number of prompts per head."""
+    examples: Count | None = None
+    """Largest number of prompts per head; by default 24 of 8 questions, 128 of one."""
     k: Count = 20
     """Heads that you will keep: racing and the warning about ties apply to the top k."""
     exhaustive: bool = False
@@ -96,9 +96,10 @@ class ScoreJob:
     @property
     def probe_options(self) -> dict[str, object]:
         """Options of all probes; each takes its own."""
+        sizes = tuple(numbers("pairs", self.pairs, least=1))
         return {
-            "pairs": tuple(numbers("pairs", self.pairs, least=1)),
-            "n_queries": self.queries,
+            "pairs": sizes,
+            "n_queries": self.queries or default_queries(sizes),
             "n_tokens": self.length,
             "facts": self.facts,
             "seed": self.seed,
@@ -127,7 +128,8 @@ def run_score(job: ScoreJob) -> HeadScores:
         probe = with_prompt_format(plain, job.prompt_format, tokenizer)
         # A recurrent model has no longest context.
         limit = longest_context(model.config) or sys.maxsize
-        questions = probe.examples(job.examples * queries_of(probe))
+        n_prompts = job.examples or default_prompts(queries_of(probe))
+        questions = probe.examples(n_prompts * queries_of(probe))
         check_answerable(questions, tokenizer, limit)
         accuracies = agree_on(partial(accuracy_by_prompt_format, model, tokenizer, plain))
         _log_accuracies(accuracies, plain.chance)
@@ -135,7 +137,7 @@ def run_score(job: ScoreJob) -> HeadScores:
             model,
             tokenizer,
             probe,
-            n_examples=job.examples,
+            n_examples=n_prompts,
             batch_size=job.batch_size,
             control_texts=controls,
             min_accuracy=job.min_accuracy,

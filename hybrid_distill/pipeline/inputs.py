@@ -23,7 +23,7 @@ from ..data import (
     read_pins,
 )
 from ..distributed import agree_on
-from ..probes import Probe
+from ..probes import Probe, default_queries
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.prompt_formats import with_prompt_format
@@ -187,7 +187,12 @@ class RunInputs:
     def plain_probe(self) -> KVRetrieval:
         scoring = self.config.scoring
         seed = self.config.seed + PROBE_SEEDS["scoring"]
-        return KVRetrieval(scoring.n_pairs, seed=seed, n_queries=scoring.n_queries)
+        n_queries = scoring.n_queries
+        if n_queries is None:
+            # Restoration compares log-probabilities, which differ more between dictionaries than within.
+            is_ranking = self.config.plan.selection != "restoration"
+            n_queries = default_queries([scoring.n_pairs]) if is_ranking else 1
+        return KVRetrieval(scoring.n_pairs, seed=seed, n_queries=n_queries)
 
     @property
     def prompt_format(self) -> str:

@@ -36,6 +36,7 @@ from ..kernels import check_kernels
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..model.ssd import check_implementation
 from ..plan import HeadPlan
+from ..probes import default_prompts, queries_of
 from ..progress import Phase
 from ..scoring import HeadScores, score_heads
 from ..scoring.restoration import greedy_restoration
@@ -181,11 +182,12 @@ def measure_heads(inputs: RunInputs) -> None:
     # Otherwise `build_student` refuses the teacher, after hours of scoring.
     check_teacher_rows(inputs.teacher)
     nn.Module.to(inputs.teacher, connect().device)
+    probe = inputs.scoring_probe()
     scores = score_heads(
         inputs.teacher,
         inputs.tokenizer,
-        inputs.scoring_probe(),
-        n_examples=options.n_examples,
+        probe,
+        n_examples=options.n_examples or default_prompts(queries_of(probe)),
         batch_size=options.batch_size,
         control_texts=inputs.held_out_texts(options.n_control_texts),
         min_accuracy=options.min_accuracy,

@@ -10,6 +10,12 @@ from typing import Any, ClassVar, Protocol
 
 from ..validation import COUNT, check_options
 
+# For a ranking: 24 prompts of 8 questions tell more heads apart than 128 of one, in half the time
+# (docs/scores.md).
+QUERIES = 8
+MOST_PROMPTS = 128
+FEWEST_PROMPTS = 24
+
 
 @dataclass(frozen=True)
 class Example:
@@ -110,6 +116,17 @@ def queries_of(probe: Probe) -> int:
     They are scored together.
     """
     return getattr(probe, "n_queries", 1)
+
+
+def default_queries(sizes: Iterable[int]) -> int:
+    """Return the number of questions to ask about each dictionary of these sizes for a ranking."""
+    return min(QUERIES, *sizes)
+
+
+def default_prompts(n_queries: int) -> int:
+    """Return the number of prompts to rank heads on, for that many questions about each."""
+    n_prompts = FEWEST_PROMPTS * QUERIES // n_queries
+    return min(MOST_PROMPTS, max(FEWEST_PROMPTS, n_prompts))
 
 
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:

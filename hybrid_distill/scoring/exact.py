@@ -68,8 +68,8 @@ def score_heads(
         control_texts: Plain texts; the control loss is measured on the first 256 tokens of each.
         min_accuracy: Accuracy required of the model with all its heads. None: halfway from guessing
             to always right.
-        race_k: Drop heads once they cannot be among the top k (`racing`). With 99 % confidence, the
-            top k are the same as in exhaustive scoring. A dropped head's scores cover only the
+        race_k: Drop heads once they cannot be among the top k (`racing`). With about 99 %
+            confidence, the top k are the same as in exhaustive scoring. A dropped head's scores cover only the
             examples it was tried on (``n_examples_LH``), and its control loss is NaN. None scores
             every head on every example.
         heads: Heads to score; others get NaN.
@@ -94,7 +94,7 @@ def score_heads(
         texts.append(TextRow(number, tokens, model.device))
     race = None
     if race_k is not None:
-        race = Race(race_k, len(candidates), n_examples, n_queries=queries_of(probe))
+        race = Race(race_k, n_examples, n_queries=queries_of(probe))
 
     # A GPU multiplies in bfloat16 many times faster; `computed_in` records it.
     on_gpu_in_float32 = model.device.type == "cuda" and model.dtype == torch.float32

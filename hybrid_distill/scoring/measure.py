@@ -162,7 +162,7 @@ class AblationRun:
                 phase.update(work_done - phase.done)  # includes steps read from the file
             # After the last round there is nothing to save by dropping heads.
             if self.race is not None and not is_last:
-                stays = self.race.stay(self.right_E, self.right_HE[racing, :n_after])
+                stays = self.race.stay(self.right_HE[racing, :n_after])
                 racing = [index for index, stay in zip(racing, stays) if stay]
             n_seen = n_after
 

@@ -29,13 +29,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from ..probes import Example
 from ..probes.answering import ChoiceBatch
 from ..probes.encoding import EncodedExample, Tokens, common_prefix
-from ..probes.plain_text import TextBatch
+from ..probes.plain_text import LOGITS_AT_ONCE, TextBatch
+
+# Logits that a CPU sums at once: 2 MiB in float32, which fit into its cache.
+CPU_LOGITS = 2**19
 
 
 class ProbeRow(ABC):
@@ -91,12 +93,11 @@ class TextRow(ProbeRow):
 
     @staticmethod
     def read(rows: Sequence[TextRow], logits_GBSV: Tensor) -> Tensor:
-        losses = []
-        for logits_BSV in logits_GBSV:
-            for logits_SV, row in zip(logits_BSV, rows):
-                # Row by row: all losses at once would need the logits again in float32.
-                losses.append(cross_entropy(logits_SV[:-1].float(), row.ids_L[1:]))
-        return torch.stack(losses).view(-1, len(rows))
+        next_BS1 = torch.stack([row.ids_L[1:] for row in rows])[..., None]
+        next_GBS1 = next_BS1.expand(len(logits_GBSV), -1, -1, -1)
+        logit_GBS = logits_GBSV[:, :, :-1].gather(-1, next_GBS1)[..., 0].float()
+        # Sliced last: a slice of logits would be copied.
+        return (_normalizers(logits_GBSV)[:, :, :-1] - logit_GBS).mean(-1)
 
     @staticmethod
     def read_plainly(rows: Sequence[TextRow], model: PreTrainedModel) -> Tensor:
@@ -177,8 +178,7 @@ class QuestionRow(ProbeRow):
             row_of_value += [index] * row.n_values
         row_Q = torch.tensor(row_of_value, device=logits_GBSV.device)
         position_Q, token_Q = torch.cat([row.address_2Q for row in rows], dim=1)
-        # In float32: a sum over the vocabulary loses too much in 16 bits.
-        normalizer_GBS = logits_GBSV.float().logsumexp(-1)
+        normalizer_GBS = _normalizers(logits_GBSV)
         logit_GQ = logits_GBSV[:, row_Q, position_Q, token_Q].float()
         return logit_GQ - normalizer_GBS[:, row_Q, position_Q]
 
@@ -200,6 +200,17 @@ class QuestionRow(ProbeRow):
             margin_G = answer_G - logprob_GC.amax(1)
             outcomes.append(torch.stack([margin_G, answer_G]))
         return torch.stack(outcomes, dim=-1)
+
+
+def _normalizers(logits_GBSV: Tensor) -> Tensor:
+    """Return the logarithm of the sum of exponentials at each position, in float32."""
+    # A CPU spends four times as long on new memory for all positions as on their sums.
+    at_once = CPU_LOGITS if logits_GBSV.device.type == "cpu" else LOGITS_AT_ONCE
+    logits_NV = logits_GBSV.flatten(0, -2)
+    n_at_once = max(1, at_once // logits_NV.shape[1])
+    # In float32: a sum over the vocabulary loses too much in 16 bits.
+    parts = [part_NV.float().logsumexp(-1) for part_NV in logits_NV.split(n_at_once)]
+    return torch.cat(parts).view(logits_GBSV.shape[:-1])
 
 
 def _without_prefixes(contexts: Sequence[Tokens]) -> list[Tokens]:

@@ -11,6 +11,8 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.cli.score import ScoreJob, run_score, table
 from hybrid_distill.lab.analysis.rankings import compare_files
 from hybrid_distill.plan import HeadId
+from hybrid_distill.probes import default_prompts, queries_of
+from hybrid_distill.probes.registry import make_probe
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.scoring.resume_log import ResumeLog
 
@@ -82,3 +84,20 @@ def test_files_are_compared_also_with_a_published_ranking(scored: Path, tmp_path
         compare_files(published, published)
     with pytest.raises(ValueError, match=r"nosuch\.json does not exist"):
         compare_files(scored, Path("nosuch.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "n_queries", "n_prompts"),
+    [
+        ({}, 8, 24),
+        ({"pairs": "4,16"}, 4, 48),
+        ({"queries": 1}, 1, 128),
+        ({"queries": 16}, 16, 24),
+    ],
+)
+def test_questions_share_prompts_unless_told_otherwise(
+    options: dict[str, Any], n_queries: int, n_prompts: int
+) -> None:
+    probe = make_probe("kv", **ScoreJob(**options).probe_options)
+    assert queries_of(probe) == n_queries
+    assert default_prompts(n_queries) == n_prompts
