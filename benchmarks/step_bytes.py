@@ -237,9 +237,7 @@ def described(node: BaseSchedulerNode, graph: GraphLowering) -> Pass:
     return Pass(operators, sizes, node.get_read_write_buffers_sizes())
 
 
-def add_program(
-    program: torch.fx.GraphModule, inputs: Any, counts: Counts, name_of: Callable[[Pass], str]
-) -> None:
+def add_program(program: torch.fx.GraphModule, inputs: Any, counts: Counts, case: Case) -> None:
     """Count a compiled program: its products and kernels by themselves, everything between them in passes."""
     for node in program.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -248,16 +246,16 @@ def add_program(
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             counts.add_operator(node.target, args, kwargs, node.meta["val"])
     for fused in fused_passes(program, inputs):
-        counts.add("other", name_of(fused), fused.moved)
+        counts.add("other", fused.name(case), fused.moved)
 
 
-def counting_compiler(mode: CountOperators, name_of: Callable[[Pass], str]) -> Callable[..., Any]:
+def counting_compiler(mode: CountOperators, case: Case) -> Callable[..., Any]:
     """Return a backend whose programs count themselves each time they run."""
 
     def compiler(program: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         counts = Counts()
         with mode.paused():
-            add_program(program, inputs, counts, name_of)
+            add_program(program, inputs, counts, case)
 
         def run(*arguments: Any) -> Any:
             mode.counts.bytes += counts.bytes
@@ -407,19 +405,12 @@ def count(case: Case, compile: str) -> dict[str, Any]:
     return record
 
 
-def count_delta_rule(
-    batch: int, length: int, heads: int, head_dim: int, d_state: int, *, compiled: bool
-) -> int:
+def count_delta_rule(batch: int, length: int, heads: int, head_dim: int, d_state: int) -> int:
     """Return the bytes of a forward and backward of the gated delta rule on torch and our recurrence, in bf16."""
     common.INTERPRETED = True
-    torch.compiler.reset()
     mode = CountOperators(Counts())
-    scan = partial(delta_scan, impl="triton")
-    if compiled:
-        backend = counting_compiler(mode, lambda _: "delta rule")
-        scan = torch.compile(scan, backend=backend, dynamic=False)
     tokens = batch, length, heads
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         x, k, c = (
             torch.zeros(*tokens, size, dtype=torch.bfloat16, requires_grad=True)
             for size in (head_dim, d_state, d_state)
@@ -427,7 +418,7 @@ def count_delta_rule(
         log_a, write = (torch.zeros(tokens, requires_grad=True) for _ in range(2))
         upstream = torch.zeros_like(x)
         with mode:
-            y, _ = scan(x, log_a, write, k, c)
+            y, _ = delta_scan(x, log_a, write, k, c, impl="triton")
             torch.autograd.grad(y, [x, log_a, write, k, c], upstream)
     return mode.counts.bytes.total()
 

@@ -16,8 +16,8 @@ limit is one kernel forward and one backward that recomputes C B^T and keeps no 
 A second table holds the other kernels: the convolution (peer: causal-conv1d, one kernel each way), a decoding step of a
 layer (peer: causal_conv1d_update, softplus and exp, selective_state_update, skip and gate, each on its own) and the
 distillation loss (peer: Liger 0.8.5's fused_linear_jsd, about eleven passes over fp32 logits; plain torch in fp32).
-Without fla, the gated delta rule is torch's operators, then our recurrence in fp32: counted operator by operator, and
-compiled, pass by pass (`step_bytes.py`), on tensors that hold nothing.
+Without fla, the gated delta rule is torch's operators, then our recurrence in fp32: counted operator by operator
+(`step_bytes.py`), on tensors that hold nothing.
 
 Times are bytes over bandwidth or operations over the tensor cores' rate, whichever is longer: predictions, not
 measurements.
@@ -330,12 +330,12 @@ def fla_delta_rule(s: Shape) -> int:
     return sum(forward.values()) + sum(backward.values())
 
 
-def delta_rule_in_torch(s: Shape, *, compiled: bool) -> int:
+def delta_rule_in_torch(s: Shape) -> int:
     """Count the bytes of torch's operators and of our recurrence."""
     # It reads this file.
     import step_bytes
 
-    return step_bytes.count_delta_rule(s.B, s.L, s.H, s.P, s.N, compiled=compiled)
+    return step_bytes.count_delta_rule(s.B, s.L, s.H, s.P, s.N)
 
 
 def delta_rule(s: Shape) -> Edge:
@@ -343,8 +343,7 @@ def delta_rule(s: Shape) -> Edge:
     moved = moving(
         limit=5 * s.x() + 6 * s.bc() + 6 * s.decay(),
         fla=fla_delta_rule(s),
-        ours=delta_rule_in_torch(s, compiled=False),
-        ours_compiled=delta_rule_in_torch(s, compiled=True),
+        ours=delta_rule_in_torch(s),
     )
     return Edge(f"gated delta rule B={s.B} L={s.L} H={s.H} N={s.N}", moved)
 

@@ -4,7 +4,7 @@ python recipes/hybrid_llama_1b.py --dry-run  # says how to tokenize the text fir
 accelerate launch recipes/hybrid_llama_1b.py --data.sources tokens/1 tokens/2
 python recipes/hybrid_llama_1b.py --teacher tiny
 
-Time: 26 hours on 8 H100, counted from shapes, not measured (docs/training.md, "Day one on GPUs").
+Time: 20 hours on 8 H100, counted from shapes, not measured (docs/training.md, "Day one on GPUs").
 Expected result: published for 10 heads or more, over 95 % of the teacher on retrieval-heavy tasks. Not reproduced here:
 nothing has been trained at this size.
 

@@ -2,7 +2,7 @@
 
 accelerate launch recipes/hybrid_qwen2_1_5b.py --data.sources tokens/1 tokens/2
 
-Time: not measured; by its parameters about 1.3 times the Llama recipe's 26 hours on 8 H100. ``--dry-run`` says how to
+Time: not measured; by its parameters about 1.3 times the Llama recipe's 20 hours on 8 H100. ``--dry-run`` says how to
 tokenize the text first.
 Expected result: none published and none measured for this family; the Llama recipe's is the nearest.
 """
