@@ -142,7 +142,7 @@ TRAINED = [replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for stud
 for heads, window in (("9 groups", 300), ("5 groups", 188)):
     for tokens in ("0.3M", "1M", "3M"):
         TRAINED.append(Student(heads, window, tokens=tokens, seq_len=2048))
-TRAINED += [Student(ALL, tokens="0.3M")]
+TRAINED += [Student(ALL, tokens=tokens) for tokens in ("0.1M", "0.3M")]
 STUDENTS = {student.name: student for student in [*UNTRAINED, *TRAINED]}
 
 
