@@ -10,7 +10,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from ..config import RunConfig, to_json
-from ..data import preparations
+from ..data import preparations, prepared_sources
 from ..lab.memory.timing import training_time
 from ..pipeline import RunInputs, RunPaths
 from ..pipeline.budget import student_cache
@@ -21,6 +21,7 @@ from ..pipeline.planning import known_plan, unranked_plan
 from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..teacher import load_config
+from ..teacher.location import RECIPE_FLAG, check_name
 from ..validation import first_line
 from .launch_plan import MB, launch_command, memory_tables, plan_stage
 
@@ -32,13 +33,14 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     """Describe the launch command, the sizes of each stage and, if asked for, the resolved config.
 
     ``command`` is the recipe and its flags, as passed to a launcher. Of the teacher, only the
-    config is read; if it cannot be, one line reports that. Raises ValueError, with all reasons,
-    for a run that would not start.
+    config is read; if a name on the hub has none that can be read here, one line reports that.
+    Raises ValueError, with all reasons, for a run that would not start.
     """
     config = config.without_idle_stages()
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     stages_text = f"stages {', '.join(config.stage_names)}" if config.stages else "without training"
     heading = f"{config.name}: {config.teacher.path} as a hybrid, {stages_text}; into {config.out}"
+    check_name(config.teacher.path, RECIPE_FLAG)
     try:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:
@@ -50,8 +52,11 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     teacher = shape_of_teacher(config.teacher)
     plan, source = _plan(config, teacher)
     stages = [plan_stage(config, stage, plan) for stage in config.stages]
+    first = _first(config)
+    if first:
+        command += f" --data.sources {' '.join(prepared_sources(config.data))}"
     launch = launch_command(config, stages, command)
-    answer = [heading, *_first(config), launch, _replaced(config), source]
+    answer = [heading, *first, launch, _replaced(config), source]
     sizes = f"{_sizes(config, teacher, plan)}\n{memory_tables(config, stages)}"
     blocks = ["\n".join(answer), sizes]
     time = training_time(config, plan, teacher.num_parameters())
@@ -69,9 +74,7 @@ def _first(config: RunConfig) -> list[str]:
     if not commands:
         return []
     listed = textwrap.indent("\n".join(commands), "  ")
-    return [
-        f"First, once, without GPUs; then launch with these folders as --data.sources:\n{listed}"
-    ]
+    return [f"First, once, without GPUs:\n{listed}"]
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

@@ -9,7 +9,14 @@ assistant's tokens. `caching` stores a teacher's logits, `generate` its text. `D
 """
 
 from .caching import write_logits
-from .config import DataConfig, check_launch, check_sources, open_rows, preparations
+from .config import (
+    DataConfig,
+    check_launch,
+    check_sources,
+    open_rows,
+    preparations,
+    prepared_sources,
+)
 from .documents import read_documents, read_held_out
 from .folder import TokenHeader, open_tokens
 from .hub import Pin, Pins, pinned, read_pins, write_pins

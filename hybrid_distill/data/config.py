@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -138,13 +139,19 @@ def preparations(config: DataConfig, tokenizer: str) -> list[str]:
         options += " --chat"
     elif config.text_column != DataConfig.text_column:
         options += f" --text-column {config.text_column}"
-    on_hub = [source for source in config.sources if source.startswith(HUB)]
     commands = []
-    for number, source in enumerate(on_hub, 1):
-        commands.append(
-            f"hybrid-distill prepare-data {options} --sources {source} --out tokens/{number}"
-        )
+    for source, folder in zip(config.sources, prepared_sources(config)):
+        if source != folder:
+            commands.append(
+                f"hybrid-distill prepare-data {options} --sources {source} --out {folder}"
+            )
     return commands
+
+
+def prepared_sources(config: DataConfig) -> list[str]:
+    """Return the sources, with the folders of `preparations` in place of those on the hub."""
+    folders = (f"tokens/{number}" for number in count(1))
+    return [next(folders) if source.startswith(HUB) else source for source in config.sources]
 
 
 def check_launch(

@@ -29,17 +29,25 @@ def folder_or_name(name_or_path: str | Path) -> str | Path:
     return path if path.is_dir() else str(name_or_path)
 
 
+def check_name(name_or_path: str | Path, flag: str) -> None:
+    """Raise ValueError for what looks like a path, but is not a folder."""
+    path = folder_or_name(name_or_path)
+    if isinstance(path, Path):
+        return
+    # A hub id is "owner/name": what looks like a path is not sent to the hub.
+    looks_local = isinstance(name_or_path, Path) or path.startswith((".", "/", "~"))
+    is_file = Path(path).exists()
+    if looks_local or is_file or path.count("/") > 1:
+        raise ValueError(f"{flag} {path!r} is not a folder; pass an existing one.")
+
+
 def locate(name_or_path: str | Path, flag: str) -> str | Path:
     """Return a folder with config and weights, or a hub id. Raises ValueError for a wrong path."""
+    check_name(name_or_path, flag)
     path = folder_or_name(name_or_path)
-    option = f"{flag} {str(name_or_path)!r}"
     if not isinstance(path, Path):
-        # A hub id is "owner/name": what looks like a path is not sent to the hub.
-        looks_local = isinstance(name_or_path, Path) or path.startswith((".", "/", "~"))
-        is_file = Path(path).exists()
-        if looks_local or is_file or path.count("/") > 1:
-            raise ValueError(f"{option} is not a folder; pass an existing one.")
         return path
+    option = f"{flag} {str(name_or_path)!r}"
     check_no_run(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{option} has no config.json; pass a Hugging Face model folder.")

@@ -34,6 +34,7 @@ CASES = """
     run: no recipe
     run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
+    run tiny --dry-run --teacher ./nosuch: './nosuch'
     recipes large: llama_1b
     cache-logits tiny --top-k 0: --top-k is 0
     memory --heads '': --heads

@@ -1,6 +1,7 @@
 """Sources on the hub: asked for once by one process, pinned, and read again without a network."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,6 +298,7 @@ def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
         f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1"
         in printed
     )
+    assert re.search(r"^Launch.* --data\.sources tokens/1$", printed, re.MULTILINE)
     run_recipe(replace(large, gpus=1), ["--dry-run"])
     assert "prepare-data" not in capsys.readouterr().out
     assert fake.asked == 0
