@@ -26,8 +26,8 @@ text { font: 14px system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; fi
 .note { font-size: 12px; }
 .number { font-weight: 600; text-anchor: end; }
 .card { fill: var(--card); stroke: var(--edge); }
-.lit, .retrieval { fill: var(--lit); }
-.state { fill: none; stroke: var(--state); stroke-width: 2.5; }
+.lit, .retrieval, .seen { fill: var(--lit); }
+.state, .summary { fill: none; stroke: var(--state); stroke-width: 2.5; }
 .track { fill: var(--track); }
 .memory { fill: var(--memory); }
 .arrow { fill: none; stroke: var(--soft); stroke-width: 2; }"""
@@ -80,7 +80,7 @@ def strip(x: int, title: str, parts: str, seen: set[int]) -> list[str]:
     drawn = [f'<text x="{x}" y="{top}">{title}</text>']
     for token in range(N_TOKENS):
         left = x + token * (TOKEN + SPACE)
-        kind = "lit" if token in seen else "track"
+        kind = "seen" if token in seen else "track"
         drawn.append(
             f'<rect class="{kind}" x="{left}" y="{top + 12}" width="{TOKEN}" height="{TOKEN}" rx="2"/>'
         )
@@ -91,8 +91,8 @@ def strip(x: int, title: str, parts: str, seen: set[int]) -> list[str]:
         ring = last - 8
         line = top + 35
         drawn += [
-            f'<path class="state" d="M{first} {line} H{ring - 6}"/>',
-            f'<circle class="state" cx="{ring}" cy="{line}" r="6"/>',
+            f'<path class="summary" d="M{first} {line} H{ring - 6}"/>',
+            f'<circle class="summary" cx="{ring}" cy="{line}" r="6"/>',
         ]
     drawn.append(f'<text class="soft note" x="{x}" y="{top + 58}">{parts}</text>')
     return drawn
