@@ -31,7 +31,6 @@ from ..distributed import (
 )
 from ..io import Record
 from ..progress import Phase
-from .allocator import keep_freed_memory
 from .checkpoint import Checkpoints, Snapshot
 from .compiling import compiled_layers
 from .config import COLLECTIVE_TIMEOUT
@@ -129,7 +128,6 @@ def train_stage(
     try:
         training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
-            keep_freed_memory(accelerator.device)
             compiled = compiled_layers(training.strategy.stage, accelerator.device)
             with grouped_attention(), compiled:
                 training.run(stop_requested, progress, trace)

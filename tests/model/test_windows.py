@@ -313,7 +313,7 @@ def test_bad_windows_are_refused() -> None:
         windowed_student(chunked, HeadPlan.none(chunked))
 
 
-@pytest.mark.parametrize("export_format", ["falcon-h1", "vllm", "gguf", "mlx", "onnx"])
+@pytest.mark.parametrize("export_format", ["falcon-h1", "vllm", "gguf", "mlx"])
 def test_formats_that_cannot_hold_a_window_say_so(export_format: str) -> None:
     teacher = make_family_model("llama")
     student = windowed_student(teacher, HeadPlan.none(teacher), recurrence="mamba2")
