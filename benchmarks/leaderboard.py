@@ -112,8 +112,11 @@ def _measure(model: PreTrainedModel, measures: Measures, name: str, entry: dict[
 def enter_measured(name: str, measured: dict[str, Any], entry: dict[str, Any]) -> None:
     """Enter a student of ours from its measured.json, whose cache is counted, not held."""
     FOLDER.mkdir(exist_ok=True)
-    held = {"held": measured["cache"], "entry": entry}
-    write(FOLDER / f"{name}.json", {**held, **about("an entry", threads=1), **measured})
+    path = FOLDER / f"{name}.json"
+    figures = {"held": measured["cache"], "entry": entry, **measured}
+    # A record that has these figures keeps its date, device and versions.
+    if read(path) | figures != read(path):
+        write(path, {**about("an entry", threads=1), **figures})
 
 
 @torch.no_grad()

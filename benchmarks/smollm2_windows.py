@@ -52,6 +52,9 @@ TEACHER = "teacher"
 ALL = "all heads"
 SINKS = 4
 TOKENS_PER_STEP = 2048
+LEARNING_RATE = 1e-4
+LR_SCALE = (1, 10, 1)
+"""Multipliers of the rate for kept attention, recurrent heads and the rest."""
 LAST = "niah_multikey_2 at 2048"
 
 
@@ -190,7 +193,8 @@ def train(options: argparse.Namespace, student: Student) -> None:
         --tokens {student.tokens} --align-share {student.align_share}
         --align.target head --align.batch-size {n_rows} --align.micro-batch-size {n_rows}
         --distill.batch-size {n_rows} --distill.micro-batch-size {n_rows}
-        --distill.learning-rate 1e-4 --distill.lr-scale 1 10 1 --distill.compile on
+        --distill.learning-rate {LEARNING_RATE} --distill.lr-scale {" ".join(map(str, LR_SCALE))}
+        --distill.compile on
         --out {options.out / student.name}
         """.split()
     # The run's own evaluation is kept short: `measure_all` replaces it.
@@ -208,12 +212,13 @@ def train_control(options: argparse.Namespace, student: Student) -> None:
     A run refuses to train a student that keeps every head, since only rounding separates it from its teacher.
     """
     data = DataConfig(sources=(str(options.text / "train.jsonl"),), chat=False, seq_len=512)
+    n_rows = TOKENS_PER_STEP // data.seq_len
     stage = Distill(
         steps=number_of_tokens("tokens", student.tokens) // TOKENS_PER_STEP,
-        batch_size=TOKENS_PER_STEP // data.seq_len,
-        micro_batch_size=TOKENS_PER_STEP // data.seq_len,
-        learning_rate=1e-4,
-        lr_scale=(1, 10, 1),
+        batch_size=n_rows,
+        micro_batch_size=n_rows,
+        learning_rate=LEARNING_RATE,
+        lr_scale=LR_SCALE,
         precision="bf16",
         compile="on",
         checkpoint_every=25,

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ssd_triton
+
 PACKAGE = "fla"
 MODULE = "fla.ops.gated_delta_rule"
-# As in the other kernels: it erases an fp32 state, and sums of it stay finite.
-MIN_LOG_DECAY = -30.0
+# The recurrence's: it erases an fp32 state, and sums of it stay finite.
+MIN_LOG_DECAY: float = ssd_triton.MIN_LOG_DECAY.value
 
 
 def unusable() -> str | None:
