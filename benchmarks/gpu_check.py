@@ -1,18 +1,21 @@
 """Everything that needs a GPU, as a user runs it, in one command and one table. Needs no pytest.
 
-    python benchmarks/gpu_check.py               # `make gpu-check`; about 20 minutes
+    python benchmarks/gpu_check.py               # `make gpu-check`; about 10 minutes with 16 cores
     python benchmarks/gpu_check.py --rehearse    # `make gpu-rehearsal`: every row, on a CPU
     python benchmarks/gpu_check.py --list        # the rows
     python benchmarks/gpu_check.py --only launch # rows whose name has this expression
 
-- the embedded teacher's run from scores to export, in float32 and bfloat16; `verify` of both;
-- a step of alignment and of distillation with every file of launch/, some on two GPUs;
+- the embedded teacher's run from scores to export, with each recurrence, with windows, in float32
+  and bfloat16, and `verify` of what it exports;
+- a step of alignment and of distillation with every file of launch/, on two GPUs where there are two;
 - attention over packed rows, values and gradients, against the mask of all pairs (`gpu_attention.py`);
-- every kernel against its definition, its time against its goal (`gpu_kernels.py`, resumes);
-- a training step of Llama-3.2-1B's shape: tokens a second, and share of the peak (`train_step.py`).
+- every kernel against its definition (`gpu_kernels.py --work checks`);
+- alone on the device: every kernel's time against its goal (`gpu_kernels.py --work times`), and the
+  recipe of a 1B model at its real size: tokens a second and share of the peak (`real_size.py`).
 
-A row that cannot run says why: too few GPUs, a package that is missing. The output of each is in
-OUT/logs. Exit status 0 if no row is wrong, 1 if one is, 2 where there is no GPU.
+Rows that time nothing run side by side. A row that cannot run says why: too few GPUs, a package that
+is missing. The output of each is in OUT/logs. Exit status 0 if no row is wrong, 1 if one is, 2 where
+there is no GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +47,8 @@ LIMIT = 400
 """Seconds that a row may take; in a rehearsal, three times as many."""
 KERNELS_LIMIT = 620
 """Seconds of `gpu_kernels.py`, which ends itself before."""
+SIDE_BY_SIDE = 5
+"""Rows that run at the same time on a GPU; a rehearsal runs one after the other."""
 PROCESSES = {"cpu.yaml": 1, "single_gpu.yaml": 1}
 """Processes that a launch file is tried with; two with any other."""
 SMALL = """
@@ -51,7 +57,17 @@ SMALL = """
     --evaluation.n-pairs 8 --evaluation.n-examples 2 --evaluation.n-texts 2
 """.split()
 ONE_STEP = "--plan.selection random --align.steps 1 --distill.steps 1 --no-export".split()
+WINDOWS_ALONE = "--student.d-state 0 --student.window 32 --student.sinks 4 --stages distill".split()
 BF16 = "--teacher.dtype bfloat16 --align.precision bf16 --distill.precision bf16".split()
+RUNS = {
+    "run tiny": [],
+    "run tiny in bfloat16": BF16,
+    "run tiny, discrete": ["--student.recurrence", "discrete"],
+    "run tiny, mamba2 in bfloat16": ["--student.recurrence", "mamba2", *BF16],
+    "run tiny, windows": "--student.recurrence discrete --student.window 32 --student.sinks 4".split(),
+    "run tiny, windows alone in bfloat16": [*WINDOWS_ALONE, *BF16],
+}
+"""Rows that run the embedded teacher, and their flags."""
 REHEARSED_KERNELS = "ssd float32 N=4 P=64 plain"
 """The case of `gpu_kernels.py` that a rehearsal interprets."""
 
@@ -83,11 +99,13 @@ class Setting(NamedTuple):
     def environment(self, **more: str) -> dict[str, str]:
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
         variables = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
+        # Rows run side by side, and each may start compilers of its own.
+        variables["OMP_NUM_THREADS"] = "1"
+        variables["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
         if self.rehearse:
             # A launch for GPUs must be told to use the CPU.
             variables["CUDA_VISIBLE_DEVICES"] = ""
             variables["ACCELERATE_USE_CPU"] = "true"
-            variables["OMP_NUM_THREADS"] = "1"
         return variables
 
 
@@ -95,6 +113,8 @@ class Row(NamedTuple):
     name: str
     run: Callable[[Setting, str], Outcome]
     """Takes the setting and the row's name."""
+    alone: bool = False
+    """It measures time: nothing else may use the device."""
 
 
 def program(
@@ -158,28 +178,24 @@ def device(setting: Setting, name: str) -> Outcome:
 
 
 def whole_run(flags: list[str], setting: Setting, name: str) -> Outcome:
-    """Run the embedded teacher from scores to export, which checks itself in another process."""
+    """Run the embedded teacher from scores to export, which checks itself; then check it again."""
     out = setting.folder(name)
     shutil.rmtree(out, ignore_errors=True)
     outcome = hybrid_distill(setting, name, "run", "tiny", "--out", str(out), *SMALL, *flags)
-    if outcome.result == OK and not (out / "export" / "gate").is_dir():
+    if outcome.result != OK:
+        return outcome
+    export = out / "export"
+    if not (export / "gate").is_dir():
         return Outcome(WRONG, f"no export in {out}; see {setting.log(name)}")
-    return outcome
-
-
-def verification(of: str, setting: Setting, name: str) -> Outcome:
-    """Check an export once more, on the device that `verify` chooses."""
-    export = setting.folder(of) / "export"
-    if not export.is_dir():
-        return Outcome(WRONG, f"{of!r} has left no export")
-    return hybrid_distill(setting, name, "verify", str(export))
+    # Once more, on the device that `verify` chooses.
+    return hybrid_distill(setting, f"verify of {name}", "verify", str(export))
 
 
 def launch(file: str, setting: Setting, name: str) -> Outcome:
     """Take a step of alignment and one of distillation with a launch file."""
     n = PROCESSES.get(file, 2)
-    if not setting.rehearse and file != "cpu.yaml" and setting.n_gpus < n:
-        return Outcome(SKIPPED, f"it needs {n} GPUs; this machine has {setting.n_gpus}")
+    if not setting.rehearse:
+        n = min(n, setting.n_gpus)
     if file.startswith("zero") and find_spec("deepspeed") is None:
         reason = "deepspeed is not installed; pip install 'hybrid-distill[deepspeed]'"
         return Outcome(SKIPPED, reason)
@@ -215,72 +231,66 @@ def attention(setting: Setting, name: str) -> Outcome:
     return Outcome(OK, setting.log(name).read_text().splitlines()[-1])
 
 
-def kernels(setting: Setting, name: str) -> Outcome:
-    """Compare every kernel with its definition, and time it; a rehearsal interprets one case."""
-    words = [str(BENCHMARKS / "gpu_kernels.py")]
+def kernels(work: str, setting: Setting, name: str) -> Outcome:
+    """Compare every kernel with its definition, or time it; a rehearsal interprets one case."""
+    words = [str(BENCHMARKS / "gpu_kernels.py"), "--work", work]
     path = BENCHMARKS / "results" / "gpu_kernels.json"
     if setting.rehearse:
         path = setting.out / "rehearsed_kernels.json"
-        words += ["--only", REHEARSED_KERNELS, "--again", "--out", str(path)]
+        words += ["--only", REHEARSED_KERNELS, "--out", str(path)]
     interpreted = str(int(setting.rehearse))
-    limit = KERNELS_LIMIT
-    outcome = program(setting, name, *words, limit=limit, TRITON_INTERPRET=interpreted)
+    outcome = program(setting, name, *words, limit=KERNELS_LIMIT, TRITON_INTERPRET=interpreted)
     if not path.exists():
         return Outcome(WRONG, f"no case was run: {outcome.detail}; see {setting.log(name)}")
-    record = json.loads(path.read_text())
-    return Outcome(outcome.result, "; ".join(filter(None, [outcome.detail, *summary(record)])))
+    lines = summary(json.loads(path.read_text()), work)
+    return Outcome(outcome.result, "; ".join(filter(None, [outcome.detail, *lines])))
 
 
-def summary(record: dict) -> Iterator[str]:
-    """Yield what is known of the kernels: cases, further steps, times."""
-    cases = record["cases"].values()
-    n_right = sum(case["ok"] for case in cases)
-    yield f"{n_right} of {len(cases)} cases right"
-    for step, status in record["steps"].items():
-        yield f"{step}: {status}"
-    for goal, milliseconds in record["times"].items():
+def summary(record: dict, work: str) -> Iterator[str]:
+    """Yield what is known of the kernels: cases and further steps, or times."""
+    if work == "checks":
+        cases = record["cases"].values()
+        n_right = sum(case["ok"] for case in cases)
+        yield f"{n_right} of {len(cases)} cases right"
+        for step, status in record["steps"].items():
+            yield f"{step}: {status}"
+        return
+    for timed, milliseconds in (record["times"] | record["peers"]).items():
         if isinstance(milliseconds, float):
-            yield f"{goal}: {milliseconds:.3f} ms"
+            yield f"{timed}: {milliseconds:.3f} ms"
 
 
-def training_step(setting: Setting, name: str) -> Outcome:
-    """Time a step of Llama-3.2-1B's shape; on a CPU, of a small one."""
-    words = [str(BENCHMARKS / "train_step.py")]
+def real_size(setting: Setting, name: str) -> Outcome:
+    """Run the recipe of a 1B model with random weights; a rehearsal runs one of its layers."""
+    path = setting.out / "real_size.json"
+    words = [str(BENCHMARKS / "real_size.py"), "--out", str(path)]
+    words += ["--runs", str(setting.folder(name))]
     if setting.rehearse:
-        words += ["--small", "--stages", "align"]
+        words += ["--layers", "1"]
     outcome = program(setting, name, *words)
     if outcome.result != OK:
         return outcome
+    record = json.loads(path.read_text())
     measured = []
-    for line in setting.log(name).read_text().splitlines():
-        if line.startswith("{"):  # the others are warnings
-            measured.append(speed(json.loads(line)))
-    if not measured:
-        return Outcome(WRONG, f"nothing measured; see {setting.log(name)}")
+    for stage, speed in record["speed"].items():
+        text = f"{stage}: {speed['tokens_per_s']:,.0f} tokens/s"
+        if speed.get("mfu"):
+            text += f", {speed['mfu']:.0%} of the peak"
+        measured.append(text)
     return Outcome(OK, "; ".join(measured))
 
 
-def speed(case: dict) -> str:
-    ours = case["ours"]
-    if "failed" in ours:
-        return f"{case['case']}: {ours['failed']}"
-    text = f"{case['case']}: {ours['tokens_per_s']:,.0f} tokens/s"
-    if "mfu" in ours:
-        text += f", {ours['mfu']:.0%} of the peak"
-    return text
-
-
 def rows() -> Iterator[Row]:
-    """Yield all rows, in the order they run."""
+    """Yield all rows: those that may share the device, then those that measure time."""
     yield Row("device", device)
-    for name, flags in (("run tiny", []), ("run tiny in bfloat16", BF16)):
+    yield Row("kernels", partial(kernels, "checks"))
+    for name, flags in RUNS.items():
         yield Row(name, partial(whole_run, flags))
-        yield Row(f"verify of {name}", partial(verification, name))
     for path in sorted((ROOT / "launch").glob("*.yaml")):
         yield Row(f"launch/{path.name}", partial(launch, path.name))
     yield Row("packed attention", attention)
-    yield Row("kernels", kernels)
-    yield Row("training step", training_step)
+    yield Row("kernel times", partial(kernels, "times"), alone=True)
+    yield Row("recipe at its real size", real_size, alone=True)
 
 
 def line(name: str, result: str, seconds: str, detail: str) -> str:
@@ -290,21 +300,32 @@ def line(name: str, result: str, seconds: str, detail: str) -> str:
 def check(setting: Setting, only: str = "") -> dict[str, Outcome]:
     """Run the rows whose name has the expression ``only``; print the table as it fills."""
     print(line("row", "result", "seconds", "detail"), flush=True)
+    chosen = [row for row in rows() if re.search(only, row.name)]
     outcomes: dict[str, Outcome] = {}
-    for row in rows():
-        if not re.search(only, row.name):
-            continue
-        begun = time.monotonic()
-        try:
-            outcome = row.run(setting, row.name)
-        except Exception as error:  # the other rows are worth more than a traceback
-            outcome = Outcome(WRONG, f"{type(error).__name__}: {error}")
-        outcomes[row.name] = outcome
-        seconds = f"{time.monotonic() - begun:.0f}"
-        print(line(row.name, outcome.result, seconds, outcome.detail), flush=True)
+    for alone, n_workers in ((False, 1 if setting.rehearse else SIDE_BY_SIDE), (True, 1)):
+        with ThreadPoolExecutor(n_workers) as pool:
+            running = {}
+            for row in chosen:
+                if row.alone == alone:
+                    running[pool.submit(timed, row, setting)] = row.name
+            for finished in as_completed(running):
+                name = running[finished]
+                outcome, seconds = finished.result()
+                outcomes[name] = outcome
+                print(line(name, outcome.result, f"{seconds:.0f}", outcome.detail), flush=True)
     counts = Counter(outcome.result for outcome in outcomes.values())
     print(", ".join(f"{counts[result]} {result}" for result in (OK, WRONG, SKIPPED)), flush=True)
     return outcomes
+
+
+def timed(row: Row, setting: Setting) -> tuple[Outcome, float]:
+    """Run a row; return its outcome and its seconds."""
+    begun = time.monotonic()
+    try:
+        outcome = row.run(setting, row.name)
+    except Exception as error:  # the other rows are worth more than a traceback
+        outcome = Outcome(WRONG, f"{type(error).__name__}: {error}")
+    return outcome, time.monotonic() - begun
 
 
 def main() -> None:

@@ -1,15 +1,16 @@
-"""Are the kernels right on this GPU, and how fast are they? At most 10 minutes; a part of `gpu_check.py`.
+"""Are the kernels right on this GPU, and how fast are they? Ten minutes at most; a part of `gpu_check.py`.
 
     python benchmarks/gpu_kernels.py            # a second call goes on where the first stopped
+    python benchmarks/gpu_kernels.py --work checks    # or times: one of the two parts below
     python benchmarks/gpu_kernels.py --list     # the cases; needs triton, but no GPU
     TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --only "N=4 P=64 plain"     # a case in the interpreter
 
-1. At the same time, in processes of their own: every configuration of the recurrence's tile table against the
+1. Checks. At the same time, in processes of their own: every configuration of the recurrence's tile table against the
    recurrence in fp64, outputs, final state and every gradient; the same bits twice; forward and backward at offsets
    beyond 2^31 elements; the kernels' test at first use; where pytest is installed, tests/kernels on the device instead
    of the interpreter; and, where compute-sanitizer is installed, the smallest case under its memory checker and its
    race checker.
-2. Alone on the device: our kernels at the shapes that goals are set for, then other libraries' (`gpu_times.py`).
+2. Times. Alone on the device: our kernels at the shapes that goals are set for, then other libraries' (`gpu_times.py`).
 
 One result per case goes to benchmarks/results/gpu_kernels.json, which belongs to one device, one version of triton and
 one state of the sources.
@@ -48,11 +49,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 BATCH, LENGTH, HEADS = 2, 200, 3
 HUGE = 1 << 31
 HUGE_BYTES = 16 * HUGE  # of all tensors together
-SECONDS = {"all": 570, "checks": 390}  # until checks are cut off, and the whole
-TESTS = "tests of the other kernels"
+SECONDS = {"checks": 390, "times": 180}  # after which a part is cut off
 SKIPPED = "skipped: "
 NOT_REACHED = "not reached: run again to go on"
-PARTS = 6  # processes that share the cases: compiling is what takes time
+# Processes that share the cases: compiling is what takes time.
+PARTS = max(6, min(12, (os.cpu_count() or 1) // 2 - 1))
 Result = dict[str, Any]
 
 
@@ -274,9 +275,10 @@ def commands_of_steps(folder: Path) -> dict[str, list[str]]:
         for tool in ("memcheck", "racecheck"):
             commands[tool] = [sanitizer, "--tool", tool, "--error-exitcode", "1", *smallest]
     if has_pytest():
-        tests = [f"tests/kernels/test_{name}.py" for name in TESTED_ON_THE_DEVICE]
         flags = ["-q", "-p", "no:cacheprovider", "-k", "not bad_input"]
-        commands[TESTS] = [sys.executable, "-m", "pytest", *flags, *tests]
+        for name in TESTED_ON_THE_DEVICE:
+            test = f"tests/kernels/test_{name}.py"
+            commands[test] = [sys.executable, "-m", "pytest", *flags, test]
     return commands
 
 
@@ -294,21 +296,24 @@ def run_checks(record: Result, only: str, deadline: float) -> None:
     steps = record["steps"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        commands = commands_of_parts(missing, folder)
+
+        def log_of(name: str) -> Path:
+            return folder / f"{name.replace('/', '-')}.log"
+
+        further: dict[str, list[str]] = {}
         if not only:
-            commands |= commands_of_steps(folder)
-            if TESTS not in commands:
-                steps[TESTS] = f"{SKIPPED}pytest is not installed"
+            further = commands_of_steps(folder)
+            if not has_pytest():
+                steps["tests/kernels"] = f"{SKIPPED}pytest is not installed"
         running = {}
-        for name, command in commands.items():
+        for name, command in (commands_of_parts(missing, folder) | further).items():
             if steps.get(name) != "ok":
-                running[name] = start(command, folder / f"{name}.log")
+                running[name] = start(command, log_of(name))
         for name, process in running.items():
             status = status_of(process, deadline)
-            is_step = name in (TESTS, "memcheck", "racecheck")
-            if status != "ok" or is_step:
-                print((folder / f"{name}.log").read_text(), flush=True)
-            if is_step:
+            if status != "ok" or name in further:
+                print(log_of(name).read_text(), flush=True)
+            if name in further:
                 steps[name] = status
         for path in folder.glob("*.jsonl"):
             if path.stem != "smallest":  # which the sanitizers slow down
@@ -318,7 +323,11 @@ def run_checks(record: Result, only: str, deadline: float) -> None:
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    variables = {**os.environ, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
+    variables = {
+        **os.environ,
+        "TRITON_INTERPRET": str(int(DEVICE == "cpu")),
+        "OMP_NUM_THREADS": "1",
+    }
     with log.open("w") as file:
         return subprocess.Popen(
             command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
@@ -345,6 +354,7 @@ def time_goals(record: Result, deadline: float) -> None:
             if not isinstance(values.get(name), float):
                 is_late = time.monotonic() > deadline
                 values[name] = NOT_REACHED if is_late else measure()
+                print(f"{name}: {values[name]}", flush=True)
 
 
 def conditions() -> Result:
@@ -360,11 +370,22 @@ def conditions() -> Result:
     }
 
 
-def report(record: Result) -> bool:
-    """Print the tables; return True if everything is right and was reached.
+def report(record: Result, work: str) -> bool:
+    """Print the tables of what was worked on; return True if everything is right and was reached.
 
     A goal that is missed, or a library that is absent, is not a mistake.
     """
+    wrong = []
+    if work != "times":
+        wrong += report_checks(record)
+    if work != "checks":
+        wrong += report_times(record)
+    print(f"{record['device']}: {len(record['cases'])} cases, {len(wrong)} failures")
+    return not wrong
+
+
+def report_checks(record: Result) -> list[str]:
+    """Print a line a case and a step; return the names of what is wrong."""
     wrong = []
     for name, result in record["cases"].items():
         print(line(name, result))
@@ -374,6 +395,12 @@ def report(record: Result) -> bool:
         print(f"{'ok   ' if is_right(status) else 'WRONG'} {name}: {status}")
         if not is_right(status):
             wrong.append(name)
+    return wrong
+
+
+def report_times(record: Result) -> list[str]:
+    """Print a line a goal and another library; return the goals that have no time."""
+    wrong = []
     most = {goal.name: goal.most for goal in goals()}
     for name, value in record["times"].items():
         if isinstance(value, str):
@@ -384,8 +411,7 @@ def report(record: Result) -> bool:
             print(f"{name:<64}{value:>9.3f} ms, goal {most[name]:.3f}: {verdict}")
     for name, value in record["peers"].items():
         print(f"{name:<64}{value if isinstance(value, str) else f'{value:>9.3f} ms'}")
-    print(f"{record['device']}: {len(record['cases'])} cases, {len(wrong)} failures")
-    return not wrong
+    return wrong
 
 
 def main() -> None:
@@ -396,10 +422,11 @@ def main() -> None:
         "--only", default="", help="cases whose name contains this; no further steps"
     )
     parser.add_argument("--again", action="store_true", help="forget what is known")
+    parser.add_argument("--work", choices=["all", *SECONDS], default="all")
+    parser.add_argument("--seconds", type=float, help="of each part, in place of the usual")
     # Runs the cases that this file names: a child process of this program.
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    begun = time.monotonic()
     if options.list:
         print("\n".join(cases()))
         return
@@ -419,11 +446,14 @@ def main() -> None:
     for name, result in list(record["cases"].items()):
         if result.get("error") == NOT_REACHED:
             del record["cases"][name]
-    run_checks(record, options.only, begun + SECONDS["checks"])
-    if not options.only:
-        time_goals(record, begun + SECONDS["all"] - 60)  # which the last one may take
+    if options.work != "times":
+        seconds = options.seconds or SECONDS["checks"]
+        run_checks(record, options.only, time.monotonic() + seconds)
+    if options.work != "checks" and not options.only:
+        seconds = options.seconds or SECONDS["times"]
+        time_goals(record, time.monotonic() + seconds)
     write(options.out, record)
-    raise SystemExit(0 if report(record) else 1)
+    raise SystemExit(0 if report(record, options.work) else 1)
 
 
 if __name__ == "__main__":

@@ -88,5 +88,8 @@ def write(path: Path, record: Any, *, indent: int = 1, sort_keys: bool = False) 
 
 def environment(tree: Path, **more: str) -> dict[str, str]:
     """Return the environment of a process that runs the sources of a tree on one thread."""
-    sources = os.pathsep.join([str(tree), str(tree / "kernels")])
-    return {**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1", **more}
+    places = [str(tree), str(tree / "kernels")]
+    if "PYTHONPATH" in os.environ:
+        # Packages of the caller's: they come after the tree's own.
+        places.append(os.environ["PYTHONPATH"])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", **more}
