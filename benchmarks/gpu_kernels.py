@@ -6,7 +6,8 @@
     TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --only "N=4 P=64 plain"     # a case in the interpreter
 
 1. Checks. At the same time, in processes of their own: every configuration of the recurrence's tile table against the
-   recurrence in fp64, outputs, final state and every gradient; the same bits twice; forward and backward at offsets
+   recurrence in fp64, outputs, final state and every gradient; the same bits twice; a training step's rows together
+   and alone; forward and backward at offsets
    beyond 2^31 elements; the kernels' test at first use; where pytest is installed, tests/kernels on the device instead
    of the interpreter; and, where compute-sanitizer is installed, the smallest case under its memory checker and its
    race checker.
@@ -50,6 +51,8 @@ BATCH, LENGTH, HEADS = 2, 200, 3
 HUGE = 1 << 31
 HUGE_BYTES = 16 * HUGE  # of all tensors together
 SECONDS = {"checks": 390, "times": 180}  # after which a part is cut off
+DEVICE_IS_LOST = ("CUDA error", "[CUDA]")
+"""In the message of an exception after which a process cannot use its device any more."""
 SKIPPED = "skipped: "
 NOT_REACHED = "not reached: run again to go on"
 # Processes that share the cases: compiling is what takes time.
@@ -131,6 +134,34 @@ def check_ssd(case: Case) -> Result:
     same_bits = all(torch.equal(actual[name], again[name]) for name in actual)
     is_right = same_bits and max(errors.values()) < TOLERANCE[case.dtype]
     return {"ok": is_right, "same_bits": same_bits, "errors": errors}
+
+
+def check_training_size(d_state: int) -> Result:
+    """Compare a training step's rows, run together, with each run alone: the same bits, and the same twice."""
+    from hybrid_kernels.ssd import ssd
+
+    batch, length, heads, head_dim = 8, 2048, 32, 64
+    torch.manual_seed(0)
+    sizes = ((heads, head_dim), (heads,), (heads, d_state), (heads, d_state))
+    inputs = [torch.randn(batch, length, *size, device=DEVICE).bfloat16() for size in sizes]
+    dy = torch.randn(batch, length, heads, head_dim, device=DEVICE).bfloat16()
+
+    def run(rows: slice) -> list[Tensor]:
+        leaves = [t[rows].clone().requires_grad_() for t in inputs]
+        y, final = ssd(*leaves, n_segments=1)
+        gradients = torch.autograd.grad((y, final), leaves, (dy[rows], torch.ones_like(final)))
+        return [y.detach(), final.detach(), *gradients]
+
+    together, again = run(slice(None)), run(slice(None))
+    same_bits = all(map(torch.equal, together, again))
+    names = ("y", "final", "dx", "da", "db", "dc")
+    errors = dict.fromkeys(names, 0.0)
+    for row in range(batch):
+        alone = run(slice(row, row + 1))
+        for name, ours, expected in zip(names, together, alone):
+            difference = (ours[row : row + 1].float() - expected.float()).abs().max().item()
+            errors[name] = max(errors[name], difference)
+    return {"ok": same_bits and not any(errors.values()), "same_bits": same_bits, "errors": errors}
 
 
 def check_huge_offsets() -> Result:
@@ -217,6 +248,11 @@ def cases() -> dict[str, Callable[[], Result]]:
         name = str(dtype).removeprefix("torch.")
         checks[f"first use {name}"] = lambda dtype=dtype: check_first_use(dtype)
     checks["first use gated delta rule"] = check_delta_rule
+    if DEVICE == "cuda":
+        for d_state in (16, 64, 128):
+            checks[f"ssd 8 x 2,048, 32 heads, N={d_state}"] = lambda n=d_state: check_training_size(
+                n
+            )
     for case in ssd_cases():
         checks[case.name] = lambda case=case: check_ssd(case)
     return checks
@@ -234,7 +270,7 @@ def run_cases(names: list[str], out: Path) -> None:
         result["seconds"] = round(time.perf_counter() - start, 1)
         with out.open("a") as file:
             file.write(json.dumps([name, result]) + "\n")
-        if "CUDA error" in result.get("error", ""):
+        if any(sign in result.get("error", "") for sign in DEVICE_IS_LOST):
             raise SystemExit(
                 "the device is in an error state; the other cases of this process were not run."
             )

@@ -182,7 +182,7 @@ def main() -> None:
         rows = record["rows"]
     shapes = itertools.product(options.dtype, options.capability, options.head_dim, options.state)
     for dtype, capability, p, n in shapes:
-        if dtype == "fp32" and max(n, p) > LARGEST_FP32_BLOCK[capability]:
+        if dtype == "fp32" and max(n, p) > LARGEST_FP32_BLOCK:
             continue
         search = Search(rows, dtype, capability, n, p, compiles=not options.table)
         if tile := search.best():

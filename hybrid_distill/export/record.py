@@ -175,7 +175,7 @@ def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     prompts = []
     for length in PROMPT_LENGTHS:
-        places = torch.randint(len(ordinary), (length,), generator=generator)
+        places = torch.randint(len(ordinary), (length,), generator=generator, device="cpu")
         prompts.append(ordinary[places])
     return prompts
 

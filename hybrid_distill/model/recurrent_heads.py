@@ -19,6 +19,9 @@ from .cache import HybridLayerCache
 from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
 from .rows import TokensFirst
 from .ssd import (
+    DELTA_RULE,
+    KERNEL_WIDTHS,
+    KernelCall,
     causal_conv,
     gated_ssd_scan,
     gated_ssd_step,
@@ -175,6 +178,31 @@ class SSMHeads(nn.Module):
     def form(self) -> Recurrence:
         """Functions of this recurrence; a property, because an attribute would have to be pickled."""
         return FORMS[self.recurrence]
+
+    def row_calls(self, dtype: torch.dtype, *, training: bool, packed: bool) -> list[KernelCall]:
+        """List the kernels that `forward` asks for on rows, if they run."""
+        options = {"training": training, "packed": packed}
+        sizes = self.head_dim, self.d_state
+        if self.recurrence == "gdn":
+            calls = [KernelCall(DELTA_RULE, dtype, sizes, options)]
+        else:
+            calls = [KernelCall("recurrence", dtype, sizes, {"gated": True, **options})]
+        if self.conv_width in KERNEL_WIDTHS:
+            calls.append(KernelCall("convolution", dtype, (self.conv_width,), options))
+        return calls
+
+    def step_calls(self, dtype: torch.dtype, *, masked: bool) -> list[KernelCall]:
+        """List the kernel that `forward` asks for on one token after a cache, if there is one."""
+        if not self.has_step or self.conv_width not in KERNEL_WIDTHS:
+            return []
+        sizes = self.head_dim, self.d_state, self.conv_width
+        options = {"training": False, "masked": masked}
+        return [KernelCall("decoding step", dtype, sizes, options)]
+
+    @property
+    def has_step(self) -> bool:
+        """True if one token may run in one kernel."""
+        return self.form.steps_in_place and self.conv_bias is None
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -342,7 +370,6 @@ class SSMHeads(nn.Module):
         z_BLRP = self._gate(hidden_BLD)
         conv_state = cast(Tensor, cache.conv_state)
         ssm_state = cast(Tensor, cache.ssm_state)
-        has_kernel = self.form.steps_in_place and self.conv_bias is None
         y_BRP = step_in_place(
             xbc_BLC[:, 0],
             raw_BLR[:, 0],
@@ -352,7 +379,7 @@ class SSMHeads(nn.Module):
             conv_state,
             ssm_state,
             token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
-            impl=self.impl if has_kernel else "torch",
+            impl=self.impl if self.has_step else "torch",
         )
         if y_BRP is None:
             *parts, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)

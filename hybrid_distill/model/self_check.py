@@ -24,6 +24,7 @@ from .configuration_hybrid import HybridConfig
 from .documents import PACKING, packed_inputs
 from .field_rules import release
 from .layout import cache_argument, cache_of, decoder_of, text_config
+from .ssd import try_together
 from .windows import LIMITED
 
 BESIDE = 5
@@ -58,8 +59,12 @@ def check_rows(model: PreTrainedModel, fix: str) -> None:
     if _checked.get(model) == implementation:
         return
     generator = torch.Generator().manual_seed(0)
+    # By name: the caller's default device may be another.
     ids_1L = torch.randint(
-        text_config(model).vocab_size, (1, BESIDE + sum(PIECES)), generator=generator
+        text_config(model).vocab_size,
+        (1, BESIDE + sum(PIECES)),
+        generator=generator,
+        device="cpu",
     )
     device = model.device
     # Offloaded: accelerate's hooks move the tokens to where the weights will be.
@@ -69,10 +74,26 @@ def check_rows(model: PreTrainedModel, fix: str) -> None:
     model.eval()
     try:
         with torch.no_grad(), _short_windows(model):
+            _try_kernels(model, device)
             _compare(model, ids_1L.to(device), generator, fix)
     finally:
         model.train(was_training)
     _checked[model] = implementation
+
+
+def _try_kernels(model: PreTrainedModel, device: torch.device) -> None:
+    """Test what the check will run on, all at once."""
+    if not _is_student(model):
+        return
+    student: Any = model
+    for heads in student.recurrent_heads()[:1]:
+        if heads.impl != "auto":
+            return
+        calls = heads.step_calls(model.dtype, masked=False)
+        calls += heads.row_calls(model.dtype, training=False, packed=False)
+        if model.config._attn_implementation in PACKING:
+            calls += heads.row_calls(model.dtype, training=False, packed=True)
+        try_together(device, calls)
 
 
 def check_new_version(model: PreTrainedModel, path: Any) -> None:
@@ -230,7 +251,9 @@ def rounded_once_more(
 
     def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output
-        change_BLD = torch.rand(hidden_BLD.shape, generator=generator).to(hidden_BLD.device)
+        change_BLD = torch.rand(hidden_BLD.shape, generator=generator, device="cpu").to(
+            hidden_BLD.device
+        )
         changed_BLD = (hidden_BLD * (1 + eps * (2 * change_BLD - 1))).to(hidden_BLD.dtype)
         return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
 

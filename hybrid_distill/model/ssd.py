@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any, NamedTuple
 
@@ -47,6 +47,15 @@ KERNELS: dict[str, Callable[..., Any]] = {}  # functions of MODULES, once import
 log = logging.getLogger(__name__)
 
 
+class KernelCall(NamedTuple):
+    """A call of a kernel as its test at first use describes it."""
+
+    kernel: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
 class Limits(NamedTuple):
     """Dtypes, and largest head dim and state size, for which "auto" takes a kernel."""
 
@@ -55,7 +64,7 @@ class Limits(NamedTuple):
 
     def reason_against(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
         """Return in one line why a call does not fit; None if it does."""
-        if dtype in self.dtypes and max(sizes) <= self.largest:
+        if dtype in self.dtypes and max(sizes, default=0) <= self.largest:
             return None
         names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         return f"it takes {names}, sizes up to {self.largest}; got {dtype}, {sizes}"
@@ -346,6 +355,21 @@ def implementation_of(
     return "triton" if reason is None else f"torch ({reason})"
 
 
+def try_together(device: torch.device, calls: Iterable[KernelCall]) -> None:
+    """Test in one child process what "auto" will ask for soon: a child for each kernel would take
+    10 to 25 seconds to start. `choose` then has the verdicts."""
+    if device.type != "cuda" or not torch.cuda.is_available() or _unusable("triton"):
+        return
+    selftest = importlib.import_module("hybrid_kernels.selftest")
+    trials = []
+    for kernel, dtype, sizes, options in calls:
+        # The loss is tried with its gradients always.
+        training = options.get("training", True)
+        if _reason_not_to_try(kernel, device, dtype, sizes, training) is None:
+            trials.append(selftest.trial_of(kernel, device, dtype, *sizes, **options))
+    selftest.check_kernels(trials)
+
+
 @once
 def _best_on_gpu(
     kernel: str,
@@ -375,17 +399,26 @@ def _reason_against(
 ) -> str | None:
     """Return in one line why a kernel must not run: it cannot, is known to fail, or failed when it
     was tried."""
-    reason = _unusable("triton")
-    if reason is None and kernel == DELTA_RULE:
-        reason = importlib.import_module("hybrid_kernels.delta_rule").unusable()
-    if reason is None:
-        reason = LIMITS.get(kernel, OUR_LIMITS).reason_against(dtype, sizes)
-    if reason is None:
-        reason = importlib.import_module("hybrid_kernels.known_bad").known_bad(kernel, device)
+    reason = _reason_not_to_try(kernel, device, dtype, sizes, training)
     if reason is None:
         # By string, as below: transformers reads an export's imports as its requirements.
         check_kernel = importlib.import_module("hybrid_kernels.selftest").check_kernel
         reason = check_kernel(kernel, device, dtype, *sizes, training=training, **dict(options))
+    return reason
+
+
+def _reason_not_to_try(
+    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool
+) -> str | None:
+    """Return in one line why a kernel must not even be tried."""
+    reason = _unusable("triton")
+    if reason is None and kernel == DELTA_RULE:
+        delta_rule = importlib.import_module("hybrid_kernels.delta_rule")
+        reason = delta_rule.unusable(training=training)
+    if reason is None:
+        reason = LIMITS.get(kernel, OUR_LIMITS).reason_against(dtype, sizes)
+    if reason is None:
+        reason = importlib.import_module("hybrid_kernels.known_bad").known_bad(kernel, device)
     return reason
 
 

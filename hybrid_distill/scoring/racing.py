@@ -56,7 +56,7 @@ class Race:
     def order(self) -> list[int]:
         """Return the indices of the examples in the order of measurement."""
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randperm(self.n_examples, generator=generator).tolist()
+        return torch.randperm(self.n_examples, generator=generator, device="cpu").tolist()
 
     def stay(self, right_HE: Tensor) -> list[bool]:
         """Return for each head whether it may still be among the top k. At least k heads stay.

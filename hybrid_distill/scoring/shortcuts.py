@@ -139,7 +139,9 @@ def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator
         hidden_BLD = output[0] if isinstance(output, tuple) else output
         # Drawn on the CPU: the same errors on every device.
         generator = torch.Generator().manual_seed(seed_of[module])
-        errors_BLD = rounding * (2 * torch.rand(hidden_BLD.shape, generator=generator) - 1)
+        errors_BLD = rounding * (
+            2 * torch.rand(hidden_BLD.shape, generator=generator, device="cpu") - 1
+        )
         changed_BLD = (hidden_BLD * (1 + errors_BLD.to(hidden_BLD.device))).to(hidden_BLD.dtype)
         return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
 

@@ -76,7 +76,7 @@ def split_half(
     spearman = 0.0
     for _ in range(n_splits):
         # Both halves rank the same heads on examples that they do not share.
-        shuffled = torch.randperm(n_examples, generator=generator)
+        shuffled = torch.randperm(n_examples, generator=generator, device="cpu")
         by_accuracy = []
         by_logprob = []
         for part in (shuffled[:half], shuffled[half : 2 * half]):

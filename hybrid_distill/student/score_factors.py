@@ -49,7 +49,7 @@ class Factors(NamedTuple):
 
 def small_noise(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
     """Draw small noise on the CPU, for the same values on every device."""
-    return torch.randn(*shape, generator=generator).to(like.device) * NOISE
+    return torch.randn(*shape, generator=generator, device="cpu").to(like.device) * NOISE
 
 
 def projection_of(site: AttentionSite, part: Part) -> nn.Linear:

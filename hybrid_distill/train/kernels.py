@@ -15,7 +15,13 @@ from hybrid_kernels import loss as fused_loss
 
 from ..distributed import WorldError, compute_everywhere
 from ..model.recurrent_heads import SSMHeads
-from ..model.ssd import DELTA_RULE, KERNEL_WIDTHS, implementation_of
+from ..model.ssd import (
+    DELTA_RULE,
+    KERNEL_WIDTHS,
+    KernelCall,
+    implementation_of,
+    try_together,
+)
 from .end_to_end import EndToEnd, loss_implementation
 from .on_policy import OnPolicy
 from .stage import Stage
@@ -61,20 +67,45 @@ def difference_between(found: list[Chosen]) -> str:
 
 def kernels_of(stage: Stage, device: torch.device) -> Chosen:
     """Try the kernels that a stage's steps call, and return what runs for each."""
+    try_together(device, calls_of(stage))
     chosen: Chosen = {}
     heads = next(iter(stage.student.recurrent_heads()), None)
     if heads is not None:
         dtype = torch.bfloat16 if stage.bf16 else heads.D.dtype
         chosen |= _of_heads(heads, device, dtype)
-        if isinstance(stage, OnPolicy) and _has_step(heads):
-            sizes = heads.head_dim, heads.d_state, heads.conv_width
-            options = {"training": False, "masked": True}
-            chosen["decoding step"] = implementation_of(
-                heads.impl, "decoding step", device, dtype, *sizes, **options
-            )
+        if isinstance(stage, OnPolicy):
+            for kernel, of_step, sizes, options in heads.step_calls(dtype, masked=True):
+                chosen[kernel] = implementation_of(
+                    heads.impl, kernel, device, of_step, *sizes, **options
+                )
     if isinstance(stage, EndToEnd):
         chosen["distillation loss"] = _of_loss(stage, device)
     return chosen
+
+
+def calls_of(stage: Stage) -> list[KernelCall]:
+    """List the kernels that "auto" will ask for in a stage's steps, if all of them are right."""
+    calls: list[KernelCall] = []
+    heads = next(iter(stage.student.recurrent_heads()), None)
+    if heads is not None and heads.impl == "auto":
+        dtype = torch.bfloat16 if stage.bf16 else heads.D.dtype
+        calls += heads.row_calls(dtype, training=True, packed=True)
+        if isinstance(stage, OnPolicy):
+            calls += heads.step_calls(dtype, masked=True)
+    if isinstance(stage, EndToEnd):
+        calls += _loss_calls(stage)
+    return calls
+
+
+def _loss_calls(stage: EndToEnd) -> list[KernelCall]:
+    if not stage.is_fused or loss_implementation(stage.student) != "auto":
+        return []
+    options = {"kind": stage.config.kind, "from_head": bool(stage.teachers)}
+    return [KernelCall("distillation loss", _dtype_of_loss(stage), (), options)]
+
+
+def _dtype_of_loss(stage: EndToEnd) -> torch.dtype:
+    return torch.bfloat16 if stage.bf16 else stage.student.lm_head.weight.dtype
 
 
 def _of_heads(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chosen:
@@ -113,16 +144,10 @@ def _of_delta_rule(heads: SSMHeads, device: torch.device, dtype: torch.dtype) ->
     return chosen
 
 
-def _has_step(heads: SSMHeads) -> bool:
-    width = heads.conv_width
-    return heads.form.steps_in_place and heads.conv_bias is None and width in KERNEL_WIDTHS
-
-
 def _of_loss(stage: EndToEnd, device: torch.device) -> str:
     if not stage.is_fused:
         return "torch (not fused)"
-    dtype = torch.bfloat16 if stage.bf16 else stage.student.lm_head.weight.dtype
     impl = loss_implementation(stage.student)
     return fused_loss.implementation_of(
-        impl, device, dtype, stage.config.kind, bool(stage.teachers)
+        impl, device, _dtype_of_loss(stage), stage.config.kind, bool(stage.teachers)
     )

@@ -373,7 +373,9 @@ def _before_activation(
         tap = _tap(
             x, state, seq_idx, first, t, channel, back, L, C, x_row, WIDTH, HAS_STATE, PACKED
         )
-        pre += tap * _weight(weight, channel, back, C, WIDTH)[None, :]
+        # Fused here: else the compiler chooses which product of a sum it rounds, with a state
+        # another one than without, and two halves of a row do not have the whole's bits.
+        pre = tl.fma(tap, _weight(weight, channel, back, C, WIDTH)[None, :], pre)
     return pre
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from typing import Any
 
 import torch
@@ -16,15 +17,42 @@ from . import ssd_triton
 
 PACKAGE = "fla"
 MODULE = "fla.ops.gated_delta_rule"
+# Versions between these gave wrong gradients on Hopper.
+REFUSED_TRITON = (3, 4, 0)
+REPAIRED_TRITON = (3, 7, 1)
+# Major compute capability.
+HOPPER = 9
 # The recurrence's: it erases an fp32 state, and sums of it stay finite.
 MIN_LOG_DECAY: float = ssd_triton.MIN_LOG_DECAY.value
 
 
-def unusable() -> str | None:
-    """Return why the kernels cannot run, in one line; None if they can."""
+def unusable(*, training: bool = True) -> str | None:
+    """Return why the kernels cannot run on the current GPU, in one line; None if they can."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "flash-linear-attention is not installed; pip install fla-core"
+    if training and _backward_is_refused():
+        version = importlib.import_module("triton").__version__
+        return (
+            f"flash-linear-attention refuses triton {version} on Hopper; install triton later than "
+            "3.7.1, or tilelang"
+        )
     return None
+
+
+def _backward_is_refused() -> bool:
+    """Check what fla.ops.common.chunk_o.chunk_bwd_dqkwg does, which raises RuntimeError only after
+    a minute of compiling (fla-org/flash-linear-attention#640)."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return False
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        return False
+    # Its backward runs in tilelang then.
+    if importlib.util.find_spec("tilelang") is not None:
+        return False
+    version = importlib.import_module("triton").__version__
+    # 3.7.1 itself passes, but `known_bad` lists it.
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return REFUSED_TRITON <= numbers < REPAIRED_TRITON
 
 
 def delta_rule(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
-NOTHING = tl.constexpr(-1e30)  # the logit of an entry beyond the row: probability 0, and finite
+NOTHING = tl.constexpr(-1e30)  # a first maximum; a logit beyond the row: finite, probability 0
 SMALLEST = tl.constexpr(1e-37)  # a mixture below it has a weight of nothing
 
 BLOCK = 1024
@@ -262,8 +262,11 @@ def _compare(
     for LAST in tl.static_range(2):
         for start in range(whole * LAST, whole + (V - whole) * LAST, BLOCK):
             place = _places(start, BLOCK)
-            s = _read(student, place, V, NOTHING, LAST)
-            t = _read(teacher, place, V, NOTHING, LAST)
+            # Beyond the row -inf, not NOTHING: times less than 1, NOTHING exceeds the maximum that
+            # a lane begins with, and becomes it. x - maximum would then be 0, but fused with the
+            # multiplication it is what rounded off, 1e22, and 2 to it infinite.
+            s = _read(student, place, V, float("-inf"), LAST)
+            t = _read(teacher, place, V, float("-inf"), LAST)
             q_max, q_sum = _add_exponentials(q_max, q_sum, s * to_base_2)
             p_max, p_sum = _add_exponentials(p_max, p_sum, t * to_base_2)
             if HARD:

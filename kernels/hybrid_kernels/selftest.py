@@ -5,7 +5,9 @@ test in the caller's own process could not hand over to torch. So a child runs `
 whatever becomes of it is a verdict.
 
 The processes of a machine share verdicts as files below ~/.cache (HYBRID_KERNELS_CACHE names
-another folder): the first one that needs a verdict has it made, the others wait for it. A verdict
+another folder). Each verdict has a lock of its own: the first process that needs it tests the kernel,
+others that need it wait, and those that need other verdicts go on. A process that waits for a lock
+holds none, so no two wait for each other. A verdict
 belongs to one version of torch, triton, CUDA, driver and kernels, and to one kind of device. That a
 kernel is right stays true; that it is not holds for `RETRY_AFTER`, long enough for all processes of
 a launch and short enough for a device that was full or has been repaired.
@@ -29,7 +31,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 import triton
@@ -95,41 +97,73 @@ def check_kernel(
 
 
 def check_kernels(trials: Sequence[Trial]) -> list[str | None]:
-    """Return the verdicts of several trials; those that nobody knows yet share one child
-    process."""
+    """Return the verdicts of several trials; those that nobody knows yet, and that no other process
+    is testing, share one child process."""
+    folder = None
     if any(trial not in _known for trial in trials):
-        with _shared_folder() as folder:
-            unknown = []
-            for trial in dict.fromkeys(trials):
-                if trial in _known:
-                    continue
-                verdict = _read(folder, trial)
-                if verdict is None:
-                    unknown.append(trial)
-                else:
-                    _known[trial] = verdict[0]
-            for trial, found in _try_all(unknown):
+        folder = _shared_folder()
+    while unknown := _unknown(trials, folder):
+        with contextlib.ExitStack() as locks:
+            locked = _lock_free_ones(unknown, folder, locks)
+            if not locked:
+                # Others are testing all of them. Wait for one, then look at its verdict.
+                locked = _wait_for_one(unknown, folder, locks)
+            # A process that has just ended may have left verdicts.
+            own = [trial for trial in _unknown(unknown, folder) if trial in locked]
+            for trial, found in _try_all(own, folder):
                 _known[trial] = found
                 _write(folder, trial, found)
+                # Processes that wait for this verdict need not wait for the next one.
+                locked[trial].close()
     return [_known[trial] for trial in trials]
 
 
-def _try_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, str | None]]:
-    """Yield each trial with its verdict. A child ends with the first kernel that is not right: an
-    illegal address would make all later ones look wrong."""
+def _unknown(trials: Sequence[Trial], folder: Path | None) -> list[Trial]:
+    """Return the trials without a verdict, each once, after reading those of other processes."""
+    unknown = []
+    for trial in dict.fromkeys(trials):
+        if trial in _known:
+            continue
+        verdict = _read(folder, trial)
+        if verdict is None:
+            unknown.append(trial)
+        else:
+            _known[trial] = verdict[0]
+    return unknown
+
+
+def _try_all(trials: Sequence[Trial], folder: Path | None) -> Iterator[tuple[Trial, str | None]]:
+    """Yield each trial with its verdict as soon as it is known. A child ends with the first kernel
+    that is not right: an illegal address would make all later ones look wrong."""
     remaining = list(trials)
     while remaining:
+        begin = time.monotonic()
+        kept = "are not kept: no folder can be written" if folder is None else f"stay in {folder}"
+        log.info("testing %s, once (verdicts %s)", _describe(remaining), kept)
+        tested = []
         try:
-            verdicts = _ask_child(remaining)
+            for found in _ask_child(remaining):
+                trial = remaining.pop(0)
+                tested.append(trial)
+                yield trial, found
         except NoChild as error:
             log.warning("kernels are tested in this process, where a crash would end it: %s", error)
-            verdicts = [_test_here(trial) for trial in remaining]
-        yield from zip(remaining, verdicts)
-        remaining = remaining[len(verdicts) :]
+            while remaining:
+                trial = remaining.pop(0)
+                tested.append(trial)
+                yield trial, _test_here(trial)
+        log.info("tested %s in %.0f s", _describe(tested), time.monotonic() - begin)
 
 
-def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
-    """Return the verdicts of the first trials, at least one, by a new child process.
+def _describe(trials: Sequence[Trial]) -> str:
+    """Name the kernels and the devices of trials."""
+    kernels = dict.fromkeys(trial.kernel for trial in trials)
+    devices = dict.fromkeys(trial.device for trial in trials)
+    return f"{', '.join(kernels)} on {', '.join(devices)}"
+
+
+def _ask_child(trials: Sequence[Trial]) -> Iterator[str | None]:
+    """Yield the verdicts of the first trials, at least one, as a new child process finds them.
 
     Raises NoChild if the child does not come as far as the first trial.
     """
@@ -161,18 +195,17 @@ def _ask_child(trials: Sequence[Trial]) -> list[str | None]:
         first = reader.next(START_LIMIT)
         if first != READY:
             raise NoChild(first or f"a child {_how_it_ended(child, START_LIMIT)}")
-        verdicts: list[str | None] = []
-        while len(verdicts) < len(trials):
-            trial = trials[len(verdicts)]
+        # Copied: the caller's list may shrink meanwhile.
+        for trial in tuple(trials):
             limit = TIME_LIMITS.get(trial.kernel, TIME_LIMIT)
             line = reader.next(limit)
             if line is None:
-                verdicts.append(f"on {trial.device} its test {_how_it_ended(child, limit)}")
-                break
-            verdicts.append(json.loads(line))
-            if verdicts[-1] is not None:
-                break
-        return verdicts
+                yield f"on {trial.device} its test {_how_it_ended(child, limit)}"
+                return
+            found = json.loads(line)
+            yield found
+            if found is not None:
+                return
     finally:
         # A hanging kernel cannot be interrupted in any other way.
         child.kill()
@@ -225,21 +258,88 @@ def _test_here(trial: Trial) -> str | None:
 # Shared verdicts
 
 
-@contextlib.contextmanager
-def _shared_folder() -> Iterator[Path | None]:
-    """Lock the folder of verdicts, alone on this machine; None where no file can be written."""
+def _shared_folder() -> Path | None:
+    """Return the folder of verdicts; None where it cannot be made."""
     base = os.environ.get("HYBRID_KERNELS_CACHE")
-    if base is None:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-kernels"
-    folder = Path(base)
-    with contextlib.ExitStack() as held:
+    try:
+        if base is None:
+            cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            base = Path(cache) / "hybrid-kernels"
+        folder = Path(base)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a full disk, or no home
+        return None
+    return folder
+
+
+class _Lock:
+    """The right to test one kernel, alone on this machine; without effect where nothing can be
+    locked."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: IO[str] | None = None
+        if path is not None:
+            # A disk that is full or may only be read: each process tests for itself.
+            with contextlib.suppress(OSError):
+                self._file = path.open("a")
+
+    def take(self, wait: bool) -> bool:
+        """Lock it; return False if another process holds it and ``wait`` is not set."""
+        if self._file is None:
+            return True
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((folder / f"{platform.node()}.lock").open("a"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except (OSError, RuntimeError):  # no home, a full disk, or a file system without locks
-            folder = None
-        yield folder
+            fcntl.flock(self._file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            # A file system without locks.
+            return True
+        return True
+
+    def close(self) -> None:
+        """Let others take it. Closing the file alone would not, if a fork of this process has it."""
+        if self._file is None or self._file.closed:
+            return
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+
+def _lock_free_ones(
+    trials: Sequence[Trial], folder: Path | None, locks: contextlib.ExitStack
+) -> dict[Trial, _Lock]:
+    """Lock the trials that no other process is testing, without waiting for any."""
+    locked: dict[Trial, _Lock] = {}
+    paths: set[Path] = set()
+    # In one order in all processes: the first one then gets all that it shares with the others.
+    for trial in sorted(trials, key=lambda trial: _lock_file(folder, trial) or Path()):
+        path = _lock_file(folder, trial)
+        # GPUs of one kind share a verdict: the second one reads it.
+        if path is not None and path in paths:
+            continue
+        lock = _Lock(path)
+        locks.callback(lock.close)
+        if lock.take(wait=False):
+            locked[trial] = lock
+            if path is not None:
+                paths.add(path)
+    return locked
+
+
+def _wait_for_one(
+    trials: Sequence[Trial], folder: Path | None, locks: contextlib.ExitStack
+) -> dict[Trial, _Lock]:
+    """Wait until another process has tested the first of the trials, or has ended."""
+    trial = trials[0]
+    log.info("another process is testing %s; waiting for its verdict", _describe([trial]))
+    lock = _Lock(_lock_file(folder, trial))
+    locks.callback(lock.close)
+    lock.take(wait=True)
+    return {trial: lock}
+
+
+def _lock_file(folder: Path | None, trial: Trial) -> Path | None:
+    return None if folder is None else _file(folder, trial).with_suffix(".lock")
 
 
 def _file(folder: Path, trial: Trial) -> Path:

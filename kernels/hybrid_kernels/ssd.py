@@ -70,7 +70,6 @@ from .ssd_tiles import (
     LARGEST_HEAD_DIM,
     LARGEST_STATE,
     Tile,
-    architecture_of,
     block_of,
     segments,
     tile_for,
@@ -124,25 +123,26 @@ def ssd(
         check_dtype("z_BLHP", z_BLHP, (x_BLHP.dtype,))
         check_device("z_BLHP", z_BLHP, x_BLHP)
     # Blocks of the state are independent: P is split freely, and y is a sum over blocks of N.
-    block = _largest_fp32_block(x_BLHP.device)
     # Each fp32 product is three on tensor cores and takes twice the registers, so that a large
     # state does not fit one program.
-    if x_BLHP.dtype == torch.float32 and max(x_BLHP.shape[-1], b_BLHN.shape[-1]) > block:
+    largest = max(x_BLHP.shape[-1], b_BLHN.shape[-1])
+    if x_BLHP.dtype == torch.float32 and largest > LARGEST_FP32_BLOCK:
         _check(*given, n_segments)
-        y, final = _in_blocks(block, *given, softplus, n_segments)
+        y, final = _in_blocks(*given, softplus, n_segments)
     else:
         y, final = _scan(*given, softplus, n_segments)
     return (y if z_BLHP is None else gate(y, z_BLHP)), final
 
 
 def _in_blocks(
-    block: int, x, a, b, c, D, state, seq_idx, softplus: bool, n_segments: int | None
+    x, a, b, c, D, state, seq_idx, softplus: bool, n_segments: int | None
 ) -> tuple[Tensor, Tensor]:
     """`ssd` block by block of the state, none of which enters another; y sums over N, so the skip
     comes last."""
 
     def blocks(size: int) -> list[slice]:
-        return [slice(first, first + block) for first in range(0, size, block)]
+        starts = range(0, size, LARGEST_FP32_BLOCK)
+        return [slice(start, start + LARGEST_FP32_BLOCK) for start in starts]
 
     def run(p: slice, n: slice) -> tuple[Tensor, Tensor]:
         before = None if state is None else state[:, :, p, n]
@@ -802,11 +802,6 @@ def _capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-@torch.compiler.assume_constant_result
-def _largest_fp32_block(device: torch.device) -> int:
-    return LARGEST_FP32_BLOCK[architecture_of(_capability(device))]
 
 
 def _segments_that_fill(device: torch.device, programs: int, n_chunks: int, resident: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if importlib.util.find_spec("fla") is None:
     pytest.skip("flash-linear-attention is not installed", allow_module_level=True)
 
-from hybrid_kernels import common, definitions, delta_rule, selftest
+from hybrid_kernels import common, definitions, delta_rule, known_bad, selftest
 from interpreted_fla import interpret, spoil_gradients
 
 from hybrid_distill.model import gated_delta, ssd
@@ -188,8 +190,64 @@ def test_it_is_tried_in_a_child_process(
     is_right = planted == "pass"
     for y in found:
         assert torch.equal(y, on_kernel if is_right else on_torch)
-    assert len(caplog.records) == (0 if is_right else 1)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == (0 if is_right else 1)
     assert not torch.equal(on_kernel, on_torch)
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "hip", "is_refused"),
+    [
+        ("3.6.0", (9, 0), None, True),
+        ("3.4.0", (9, 0), None, True),
+        ("3.7.0+git1234", (9, 0), None, True),
+        ("3.7.1", (9, 0), None, False),
+        ("3.10.0", (9, 0), None, False),
+        ("3.3.1", (9, 0), None, False),
+        ("3.6.0", (8, 0), None, False),
+        ("3.6.0", (10, 0), None, False),
+        ("3.6.0", (9, 0), "6.4", False),  # an MI200
+    ],
+)
+def test_what_the_package_refuses_is_not_tried(
+    triton: str,
+    capability: tuple[int, int],
+    hip: str | None,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=triton))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "tilelang" or None)
+    monkeypatch.setattr(selftest, "check_kernel", lambda *_, **__: None)
+    monkeypatch.setattr(known_bad, "known_bad", lambda *_: None)
+    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
+
+    reason = delta_rule.unusable()
+    assert (reason is not None) == is_refused
+    if reason is not None:
+        assert triton in reason
+        assert "\n" not in reason
+    # Its forward is right.
+    assert delta_rule.unusable(training=False) is None
+    for training in (True, False):
+        options = {"training": training, "packed": True}
+        chosen = ssd.implementation_of(
+            "auto", ssd.DELTA_RULE, torch.device("cuda"), torch.bfloat16, *SIZES, **options
+        )
+        assert (chosen == "triton") == (not is_refused or not training)
+
+
+def test_its_backward_on_tilelang_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "tilelang" or None)
+    assert delta_rule.unusable() is not None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert delta_rule.unusable() is None
 
 
 def test_a_verdict_belongs_to_a_version_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

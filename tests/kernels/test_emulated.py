@@ -270,6 +270,25 @@ def test_the_loss(capability: int, kind: str, prove) -> None:
     prove("distillation loss", f"sm_{capability} {kind}", run_loss, capability, kind)
 
 
+def run_short_loss(capability: int, temperature: float) -> float:
+    """A vocabulary shorter than a block: some lanes see nothing of a row."""
+    import test_loss_kernel as interpreted
+    from emulated_device import emulated
+
+    torch.manual_seed(0)
+    options = {"kind": "jsd", "temperature": temperature, "hard_weight": 0.25, "beta": 0.3}
+    case = interpreted.Case()
+    with emulated(capability):
+        ours = case.ours(impl="triton", **options)
+    return interpreted.close(ours, case.expected(**options), interpreted.TOLERANCE["triton", FP32])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_loss_of_a_row_shorter_than_a_block(temperature: float, prove) -> None:
+    options = named("sm_90", "short", f"{temperature=}")
+    prove("distillation loss", options, run_short_loss, 90, temperature)
+
+
 @pytest.mark.parametrize("one_by_one", [False, True] if PROVE else [False])
 def test_a_barrier_wait_or_fence_that_is_left_out_is_noticed(one_by_one: bool, prove) -> None:
     key = (BF16, 90, 16 if one_by_one or not PROVE else 64, 64)

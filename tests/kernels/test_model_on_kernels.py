@@ -33,10 +33,13 @@ pytestmark = pytest.mark.skipif(not common.RUNS_HERE, reason="needs TRITON_INTER
 @pytest.fixture
 def student(family_model) -> HybridForCausalLM:
     """Layers that keep one head and none."""
-    teacher = family_model("llama", **SHAPE)
-    torch.manual_seed(0)
-    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=8)
-    return student.eval()
+    # Built on a CPU: the check of the teacher's rows draws its tokens with a CPU's generator, which
+    # a default device of cuda refuses.
+    with torch.device("cpu"):
+        teacher = family_model("llama", **SHAPE)
+        torch.manual_seed(0)
+        student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=8)
+    return student.eval().to(torch.get_default_device())
 
 
 def gradients(

@@ -3,11 +3,15 @@ here."""
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
+KERNELS = Path(selftest.__file__).parents[1]
 PLANTED = """
 import os, signal, sys, time
 if "hybrid_kernels.selftest" in sys.orig_argv:
@@ -90,9 +95,140 @@ def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_
     for file in (planted.parent / "verdicts").glob("*.json"):
         record = json.loads(file.read_text())
         file.write_text(json.dumps({**record, "time": record["time"] - selftest.RETRY_AFTER}))
-    with selftest._shared_folder() as folder:
-        assert selftest._read(folder, right) == (None,)
-        assert selftest._read(folder, crash) is None
+    folder = selftest._shared_folder()
+    assert selftest._read(folder, right) == (None,)
+    assert selftest._read(folder, crash) is None
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Kernels of each child; nothing is tested, and all are right."""
+    monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
+    monkeypatch.setattr(selftest, "_known", {})
+    children: list[list[str]] = []
+
+    def find_right(trials):
+        children.append([trial.kernel for trial in trials])
+        yield from [None] * len(trials)
+
+    monkeypatch.setattr(selftest, "_ask_child", find_right)
+    return children
+
+
+def infos(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_a_child_logs_its_begin_and_its_end_and_known_verdicts_log_nothing(
+    tried: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    trials = [asked("recurrence"), asked("convolution")]
+    with caplog.at_level(logging.INFO, logger="hybrid_kernels"):
+        assert selftest.check_kernels(trials) == [None, None]
+        begin, end = infos(caplog)
+        for line in (begin, end):
+            assert "recurrence, convolution on cpu" in line
+            assert "\n" not in line
+        selftest.check_kernels(trials)
+        selftest._known.clear()
+        selftest.check_kernels(trials[::-1])
+    assert len(infos(caplog)) == 2
+    assert len(tried) == 1
+
+
+def held(trial: selftest.Trial) -> selftest._Lock:
+    """Lock a trial as another process does: a lock belongs to an open file."""
+    lock = selftest._Lock(selftest._lock_file(selftest._shared_folder(), trial))
+    assert lock.take(wait=False)
+    return lock
+
+
+def test_a_kernel_that_another_process_tests_stops_no_other_one(
+    tried: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, other, third = map(asked, ("gated delta rule", "recurrence", "convolution"))
+    lock = held(slow)
+    assert selftest.check_kernels([other]) == [None]
+    assert tried == [["recurrence"]]
+
+    # One that needs both tests its own first, then takes the verdict of the other process.
+    with ThreadPoolExecutor(1) as thread, caplog.at_level(logging.INFO, logger="hybrid_kernels"):
+        both = thread.submit(selftest.check_kernels, [slow, third])
+        while not any("waiting" in line for line in infos(caplog)):
+            assert not both.done()
+            time.sleep(0.01)
+        assert tried == [["recurrence"], ["convolution"]]
+        # While it waits, what it has tested is free.
+        held(third).close()
+        selftest._write(selftest._shared_folder(), slow, "it is off by 3")
+        lock.close()
+        assert both.result(timeout=60) == ["it is off by 3", None]
+    assert len(tried) == 2
+
+
+def test_a_process_that_ends_without_a_verdict_leaves_the_test_to_the_next_one(
+    tried: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = held(asked("recurrence"))
+    with ThreadPoolExecutor(1) as thread, caplog.at_level(logging.INFO, logger="hybrid_kernels"):
+        waiting = thread.submit(selftest.check_kernels, [asked("recurrence")])
+        while not infos(caplog):
+            assert not waiting.done()
+            time.sleep(0.01)
+        assert not tried
+        lock.close()
+        assert waiting.result(timeout=60) == [None]
+    assert tried == [["recurrence"]]
+
+
+@pytest.mark.launched
+def test_processes_with_overlapping_kernels_in_any_order_share_verdicts(planted: Path) -> None:
+    """None waits for another one forever, and no verdict is made twice."""
+    code = (
+        "import sys, torch\n"
+        "from hybrid_kernels import selftest\n"
+        "trials = []\n"
+        "for size in map(int, sys.argv[1:]):\n"
+        "    device, dtype = torch.device('cpu'), torch.float32\n"
+        "    trials.append(selftest.trial_of('distillation loss', device, dtype, size))\n"
+        "assert selftest.check_kernels(trials) == [None] * len(trials)\n"
+    )
+    processes = []
+    for sizes in ("123", "321", "231"):
+        processes.append(subprocess.Popen([sys.executable, "-c", code, *sizes], cwd=KERNELS))
+    assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
+    assert len(planted.read_text().split()) == 3
+
+
+@pytest.mark.parametrize("case", ["no folder", "no lock files", "no locks"])
+def test_where_nothing_can_be_locked_each_process_tests_for_itself(
+    case: str, tried: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = [asked("recurrence"), asked("convolution")]
+    if case == "no folder":
+        monkeypatch.setenv("HYBRID_KERNELS_CACHE", "/dev/null/nowhere")
+    elif case == "no lock files":
+        monkeypatch.setattr(selftest, "_lock_file", lambda *_: tmp_path)
+    else:
+
+        def refuse(*_):
+            raise OSError(errno.ENOLCK, "no locks")
+
+        monkeypatch.setattr(selftest.fcntl, "flock", refuse)
+    assert selftest.check_kernels(trials) == [None, None]
+    kernels = [kernel for child in tried for kernel in child]
+    assert sorted(kernels) == ["convolution", "recurrence"]
+
+
+def test_devices_of_one_kind_share_a_verdict(
+    tried: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lock is one too: a process must not wait for itself."""
+    monkeypatch.setattr(selftest, "_kind", lambda device: "a GPU")
+    first = asked("recurrence")
+    trials = [first._replace(device="cuda:0"), first._replace(device="cuda:1")]
+    assert selftest.check_kernels(trials) == [None, None]
+    assert tried == [["recurrence"]]
 
 
 @pytest.mark.launched
@@ -104,7 +240,7 @@ def test_a_hang_ends_and_torch_takes_over_with_one_line(planted: Path, monkeypat
     assert [
         ssd._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ()) for _ in range(2)
     ] == ["torch"] * 2
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "0.5 s" in record.message
     assert "\n" not in record.message
 

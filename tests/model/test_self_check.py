@@ -18,7 +18,7 @@ from students import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import decoder, packed_inputs, self_check
+from hybrid_distill.model import decoder, gated_delta, packed_inputs, self_check, ssd
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, check_teacher_rows
@@ -202,3 +202,32 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     checkpoint_activations(student)
     for gradient, expected in zip(gradients(), plain):
         close(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, monkeypatch) -> None:
+    """A child process for each of them would take long to start."""
+    student = mixed_student(make_family_model("llama"), recurrence=recurrence).to(dtype)
+    together: list[tuple[Any, ...]] = []
+    called: list[tuple[Any, ...]] = []
+    choose = ssd.choose
+
+    def note(device: torch.device, calls: list[ssd.KernelCall]) -> None:
+        for call in calls:
+            together.append((call.kernel, call.dtype, call.sizes, call.options))
+
+    def note_choice(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
+        # Torch's own path asks once more, without the gate.
+        if impl == "auto" and options.get("gated", True):
+            training = torch.is_grad_enabled()
+            called.append((kernel, x.dtype, sizes, {"training": training, **options}))
+        return choose(impl, kernel, x, *sizes, **options)
+
+    monkeypatch.setattr(self_check, "try_together", note)
+    monkeypatch.setattr(ssd, "choose", note_choice)
+    monkeypatch.setattr(gated_delta, "choose", note_choice)
+    self_check._checked.pop(student, None)
+    self_check.check_rows(student, "")
+    assert [call for call in called if call not in together] == []
+    assert [call for call in together if call not in called] == []

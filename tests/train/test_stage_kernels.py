@@ -47,6 +47,7 @@ def tried(monkeypatch) -> list[tuple]:
 
     monkeypatch.setattr(ssd, "_reason_against", reason)
     monkeypatch.setattr(fused_loss, "_reason_against", reason_of_loss)
+    monkeypatch.setattr(module, "try_together", lambda device, calls: None)
     return asked
 
 
@@ -56,7 +57,21 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     name: str, precision: str, tried, monkeypatch
 ) -> None:
     stage = stage_of(name, precision=precision)
+    together: list[tuple] = []
+
+    def note(device: torch.device, calls: list[ssd.KernelCall]) -> None:
+        for kernel, dtype, sizes, options in calls:
+            if kernel == "distillation loss":
+                together.append((kernel, dtype, options["kind"], options["from_head"]))
+                continue
+            others = {option: options[option] for option in options if option != "training"}
+            together.append((kernel, dtype, sizes, options["training"], others))
+
+    monkeypatch.setattr(module, "try_together", note)
     chosen = kernels_of(stage, GPU)
+    # One child process has tried all of them.
+    assert [trial for trial in tried if trial not in together] == []
+    assert len(together) == len(tried)
     assert chosen["recurrence"] == "triton"
     assert chosen["convolution"] == "torch (it is off by 3)"
     assert chosen.get("distillation loss") == (None if name == "align" else "triton")
