@@ -104,10 +104,16 @@ Triples = Iterator[tuple[str, Tensor, Tensor]]
 """Names, and what the kernel and the definition give."""
 
 
-def _recurrence(
+def _recurrence(draw: _Draw, head_dim: int, d_state: int, **options: bool) -> Triples:
+    """Test the kernels of `ssd`, for each size of the blocks that it cuts a large state into."""
+    for p, n in ssd.block_sizes(draw.dtype, head_dim, d_state):
+        yield from _block_of_recurrence(draw, p, n, **options)
+
+
+def _block_of_recurrence(
     draw: _Draw, head_dim: int, d_state: int, *, gated: bool, packed: bool, training: bool
 ) -> Triples:
-    """Test `ssd` in one part and without a state, then in two parts and with one."""
+    """Test in one part of the row and without a state, then in two parts and with one."""
     tokens = (1, LENGTH, N_HEADS)
     document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
     for n_segments in (1, 2):

@@ -42,6 +42,7 @@ segments."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -123,8 +124,6 @@ def ssd(
         check_dtype("z_BLHP", z_BLHP, (x_BLHP.dtype,))
         check_device("z_BLHP", z_BLHP, x_BLHP)
     # Blocks of the state are independent: P is split freely, and y is a sum over blocks of N.
-    # Each fp32 product is three on tensor cores and takes twice the registers, so that a large
-    # state does not fit one program.
     largest = max(x_BLHP.shape[-1], b_BLHN.shape[-1])
     if x_BLHP.dtype == torch.float32 and largest > LARGEST_FP32_BLOCK:
         _check(*given, n_segments)
@@ -140,23 +139,34 @@ def _in_blocks(
     """`ssd` block by block of the state, none of which enters another; y sums over N, so the skip
     comes last."""
 
-    def blocks(size: int) -> list[slice]:
-        starts = range(0, size, LARGEST_FP32_BLOCK)
-        return [slice(start, start + LARGEST_FP32_BLOCK) for start in starts]
-
     def run(p: slice, n: slice) -> tuple[Tensor, Tensor]:
         before = None if state is None else state[:, :, p, n]
         return _scan(
             x[..., p], a, b[..., n], c[..., n], None, before, seq_idx, softplus, n_segments
         )
 
-    runs = [[run(p, n) for n in blocks(b.shape[-1])] for p in blocks(x.shape[-1])]
+    runs = [[run(p, n) for n in _fp32_blocks(b.shape[-1])] for p in _fp32_blocks(x.shape[-1])]
     # A stack and a sum, not a running total: the order of the sum is the order of the blocks.
     y = torch.cat([torch.stack([y for y, _ in same_p]).sum(0) for same_p in runs], dim=-1)
     final = torch.cat(
         [torch.cat([final for _, final in same_p], dim=-1) for same_p in runs], dim=-2
     )
     return y if D is None else y + D.unsqueeze(-1) * x, final
+
+
+def _fp32_blocks(size: int) -> list[slice]:
+    """Cut N or P: each fp32 product is three on tensor cores and takes twice the registers, so that
+    a large state does not fit one program."""
+    starts = range(0, size, LARGEST_FP32_BLOCK)
+    return [slice(start, min(start + LARGEST_FP32_BLOCK, size)) for start in starts]
+
+
+def block_sizes(dtype: torch.dtype, head_dim: int, d_state: int) -> list[tuple[int, int]]:
+    """List the different P and N of the blocks that `ssd` runs a state in."""
+    if dtype != torch.float32:
+        return [(head_dim, d_state)]
+    sizes = itertools.product(_fp32_blocks(head_dim), _fp32_blocks(d_state))
+    return list(dict.fromkeys((p.stop - p.start, n.stop - n.start) for p, n in sizes))
 
 
 def _scan(

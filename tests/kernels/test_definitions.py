@@ -209,3 +209,10 @@ def test_kernels_named_on_an_old_triton_are_a_clear_error(
     if not usable:
         with pytest.raises(RuntimeError, match=f"triton is {version}"):
             ssd.check_implementation("triton")
+
+
+def test_a_large_float32_state_is_tested_in_the_blocks_that_it_runs_in() -> None:
+    assert kernels.block_sizes(FP32, 64, 63) == [(32, 32), (32, 31)]
+    assert kernels.block_sizes(BF16, 64, 63) == [(64, 63)]
+    options = {"gated": False, "packed": False, "training": False}
+    assert definitions.difference("recurrence", CPU, FP32, 40, 16, **options) is None
