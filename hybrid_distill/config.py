@@ -212,6 +212,9 @@ class RunConfig:
     """Minutes that processes wait for one another within a training step before the run ends in an error. Tokenizing,
     downloading, scoring, evaluating and exporting have no limit."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    control: Tunable[bool] = False
+    """Also train the teacher itself through the stages that train whole models, in ``control/``, and show it beside the
+    student in report and card: what the stages cost by themselves. Takes as long as they do."""
     export: Tunable[bool] = True
     """Write the student as a Hugging Face checkpoint."""
     resume: Tunable[Literal["auto", "never"]] = "auto"
@@ -248,9 +251,18 @@ class RunConfig:
             )
         for stage in self.head_stages:
             self._check_alignment(stage)
+        if self.control:
+            self._check_control()
+
+    @property
+    def is_control(self) -> bool:
+        """True for the run of the teacher itself through the stages."""
+        return self.control and self.plan.selection == "all"
 
     def is_idle(self, stage: StageConfig) -> bool:
-        """True for a stage that aligns recurrent heads alone, if the student has none."""
+        """True for a stage that trains what the student does not have: recurrent heads, or in a control any heads."""
+        if self.is_control and stage.is_alignment:
+            return True
         return isinstance(stage, Align) and stage.train == "ssm" and not self.student.d_state
 
     def without_idle_stages(self) -> RunConfig:
@@ -310,6 +322,21 @@ class RunConfig:
                 f"the stages are {' '.join(self.stage_names)}, but alignment trains on the teacher's own weights, "
                 f"which distillation changes; pass --stages {' '.join(stage.name for stage in ordered)}."
             )
+
+    def _check_control(self) -> None:
+        """Raise ValueError unless some stage trains whole models, and none that is left parts of them."""
+        if not self.student_stages:
+            raise ValueError(
+                f"control is set, but none of the stages ({' '.join(self.stage_names) or 'none'}) trains whole models; "
+                "list a Distill() in stages, or leave --control out."
+            )
+        for stage in self.student_stages:
+            train = getattr(stage, "train", "all")
+            if train != "all":
+                raise ValueError(
+                    f"control is set, and {stage.name}.train is {train!r}: a teacher has no such part; pass "
+                    f"--{stage.name}.train all, or leave --control out."
+                )
 
     def _check_alignment(self, stage: StageConfig) -> None:
         if not isinstance(stage, Align):

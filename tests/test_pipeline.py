@@ -17,10 +17,12 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig
 from hybrid_distill.export import ExportError, GateReport
 from hybrid_distill.export.check import Check
+from hybrid_distill.lab.reporting.record import read_run
+from hybrid_distill.lab.reporting.run import write_report
 from hybrid_distill.pipeline import RunInputs, building, checks, finished_run
 from hybrid_distill.pipeline import run as steps
 from hybrid_distill.pipeline.checks import check_teachers
-from hybrid_distill.pipeline.finished import training_record
+from hybrid_distill.pipeline.finished import trained_student, training_record
 from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepare, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.result import StageManifest
@@ -211,6 +213,51 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
         assert json.loads((out / name).read_text())["n_examples"] == 6, name
     assert weights(out) == trained
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+
+
+def test_a_control_is_the_teacher_through_the_same_distillation(finished, tmp_path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    student = weights(out)
+    controlled = small_run(
+        out, control=True, evaluation=replace(small_run().evaluation, n_pairs=(4, 8))
+    )
+    run(controlled)
+    trained = weights(out)
+    # Every head is attention: there is nothing to align.
+    assert set(trained) - set(student) == {"control/stages/1-distill"}
+    assert {name: trained[name] for name in student} == student
+    metrics = (out / "control/stages/1-distill/metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["step"] == DISTILL.steps
+    assert trained["control/stages/1-distill"] != student["stages/2-distill"]
+    record = read_run(out)
+    assert list(record.models.index) == ["teacher", "control", "student", "guessing"]
+    assert record.models.loc["control", "kv_choice_8"] >= 0
+    assert (
+        record.models.loc["control", "top1_agreement"]
+        > record.models.loc["student", "top1_agreement"]
+    )
+    write_report(out)
+    assert "| control | 48 of 48 |" in (out / "report.md").read_text()
+    student, plan = trained_student(finished_run(out / "control"))
+    assert plan.keeps_all
+    run(controlled)
+    assert weights(out) == trained
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ((ALIGN,), "none of the stages .align. trains whole models"),
+        (
+            (ALIGN, replace(DISTILL, train="mixer")),
+            "distill.train is 'mixer': a teacher has no such part",
+        ),
+    ],
+)
+def test_a_control_of_nothing_is_refused(stages, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        small_run(stages=stages, control=True)
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_before_a_teacher_is_loaded(

@@ -39,6 +39,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     config = config.without_idle_stages()
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     stages_text = f"stages {', '.join(config.stage_names)}" if config.stages else "without training"
+    if config.control:
+        stages_text += ", and those that train whole models again for the control"
     heading = f"{config.name}: {config.teacher.path} as a hybrid, {stages_text}; into {config.out}"
     check_name(config.teacher.path, RECIPE_FLAG)
     try:

@@ -49,7 +49,7 @@ def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:
             raise ValueError(f"{paths.out} contains several runs; pass one of {', '.join(below)}.")
         raise ValueError(f"{paths.out} does not hold a plan of heads yet; run it to its end first.")
     plan = HeadPlan.load(paths.plan)
-    if plan.keeps_all:
+    if plan.keeps_all and not inputs.config.is_control:
         student, _ = new_student(inputs, plan)
         return student, plan
     if inputs.stages:

@@ -50,6 +50,11 @@ class RunPaths:
         return RunPaths(self.out / "aligned")
 
     @property
+    def control(self) -> RunPaths:
+        """Folder of the run that trains the teacher itself through the same stages."""
+        return RunPaths(self.out / "control")
+
+    @property
     def build(self) -> Path:
         """Record of the built student; its weights are `built_weights`."""
         return self.out / "build.json"
@@ -103,6 +108,7 @@ class RunPaths:
             self.plan.name,
             "restoration-*.json",
             self.aligned.out.name,
+            self.control.out.name,
             self.build.name,
             self.built_weights.name,
             f"{self.stages.name}/*-*",

@@ -75,6 +75,8 @@ def run(config: RunConfig) -> Path:
         plan = choose_heads(inputs)
         student = train(inputs, plan)
         evaluate_run(inputs, student)
+        if config.control and not config.is_control:
+            run_control(inputs)
         if config.export:
             export(inputs, student, plan)
     return config.out
@@ -120,7 +122,7 @@ def prepare(inputs: RunInputs) -> None:
     obsolete = outdated(config)
     for check in checks_of(inputs):
         check()
-    trains = config.plan.selection != "all"
+    trains = config.plan.selection != "all" or config.is_control
     # All processes take part in asking for them.
     pins = inputs.pins if trains or config.fits_to_text else {}
 
@@ -310,7 +312,7 @@ def train(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
     The result has the teacher's dtype (`settle`); the float32 weights are in the last stage's folder.
     """
     student = build(inputs, plan)
-    if plan.keeps_all:
+    if plan.keeps_all and not inputs.config.is_control:
         log.info("every head is kept: the student is the teacher, and there is nothing to train")
         return student
     # By hash: a checkpoint is good only for the very weights that its stage started from.
@@ -440,7 +442,12 @@ def export(
     paths = inputs.paths
     license, base_model = origin(inputs.config.teacher.path)
     results = {}
-    for role, file in (("teacher", paths.teacher_evaluation), ("student", paths.evaluation)):
+    files = {
+        "teacher": paths.teacher_evaluation,
+        "control": paths.control.evaluation,
+        "student": paths.evaluation,
+    }
+    for role, file in files.items():
         if file.exists():
             results[role] = EvalResult.load(file)
     scores = HeadScores.load(paths.scores) if paths.scores.exists() else None
@@ -474,6 +481,20 @@ def export(
 # Runs beside one another
 
 
+def run_control(inputs: RunInputs) -> None:
+    """Train and measure the teacher itself in ``control/``; a finished control is kept."""
+    log.info("control: the teacher itself, through the same stages")
+    config = dataclasses.replace(
+        inputs.config,
+        out=inputs.paths.control.out,
+        plan=PlanConfig("all", k=0),
+        # The stages have their steps; without those that align, the others would get more.
+        tokens=None,
+        cache=None,
+    )
+    run_beside(inputs, config)
+
+
 def run_beside(shared: RunInputs, config: RunConfig) -> None:
     """Train and measure a student in a separate run that copies the teacher's evaluation from ``shared``.
 
@@ -488,7 +509,7 @@ def run_beside(shared: RunInputs, config: RunConfig) -> None:
         inputs.paths.teacher_evaluation.parent.mkdir(exist_ok=True)
         # The same teacher and questions: measuring it again would take as long as the student.
         write_text(inputs.paths.teacher_evaluation, measured)
-        if plan.keeps_all:
+        if plan.keeps_all and not config.is_control:
             write_text(inputs.paths.evaluation, measured)
 
     on_main_process(copy)

@@ -20,7 +20,7 @@ from ...scoring import HeadScores
 from ...train.metrics import METRICS
 
 T = TypeVar("T")
-TEACHER, STUDENT, GUESSING = "teacher", "student", "guessing"
+TEACHER, CONTROL, STUDENT, GUESSING = "teacher", "control", "student", "guessing"
 SHARED = "all heads, once for every student"
 
 
@@ -30,7 +30,8 @@ class RunRecord:
 
     title: str
     models: pd.DataFrame
-    """Figures of the teacher (if it was evaluated), the student, and guessing: one row each."""
+    """Figures of the teacher (if it was evaluated), the control (if there is one), the student, and guessing: one row
+    each."""
     errors: pd.DataFrame
     """Standard errors of ``models``, as far as there are any."""
     kept: Mapping[str, tuple[float, float] | None]
@@ -77,6 +78,10 @@ def read_run(folder: Path) -> RunRecord:
     if teacher is not None:
         models[TEACHER] = all_figures(teacher)
         errors[TEACHER] = teacher.standard_errors()
+    if paths.control.evaluation.exists():
+        control = _load(EvalResult.load, paths.control.evaluation, "the control's", missing)
+        models[CONTROL] = all_figures(control) if control else {}
+        errors[CONTROL] = control.standard_errors() if control else {}
     models[STUDENT] = all_figures(student) if student else {}
     errors[STUDENT] = student.standard_errors() if student else {}
     models[GUESSING] = teacher.chances() if teacher else {}

@@ -26,7 +26,7 @@ from .document import (
 from .figures import Look, Row, draw_lines, has_matplotlib, look, shades_of
 from .glance import draw_glance
 from .heads import score_map, score_table
-from .record import STUDENT, TEACHER, RunRecord, read_run
+from .record import CONTROL, STUDENT, TEACHER, RunRecord, read_run
 from .speed import speed_table
 
 NOTE = (
@@ -39,6 +39,10 @@ CACHE = (
     "The few inputs that the convolutions remember do not grow and stand beside it."
 )
 
+CONTROLLED = (
+    "Control: the teacher itself, trained through the stages that train whole models. What it loses, "
+    "the training costs, not the heads."
+)
 RELATIVE = (
     "(student - guessing) / (teacher - guessing): 100 % for a student as good as its teacher, 0 % "
     "for one that guesses. Absent where the teacher itself is not above guessing by two standard errors."
@@ -93,7 +97,7 @@ def _names(record: RunRecord) -> pd.DataFrame:
     kept = pd.Series(ABSENT, record.models.index)
     if record.plan is not None:
         n_heads = record.plan.n_layers * record.plan.n_heads
-        kept[kept.index == TEACHER] = f"{n_heads} of {n_heads}"
+        kept[kept.index.isin([TEACHER, CONTROL])] = f"{n_heads} of {n_heads}"
         kept[STUDENT] = f"{record.plan.k} of {n_heads}"
     return pd.DataFrame({("", "model"): kept.index, ("", "heads kept"): kept})
 
@@ -114,6 +118,8 @@ def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> l
         blocks.append(change_table(label, changing, ratios))
     if record.questions:
         blocks.append(record.questions)
+    if CONTROL in models.index:
+        blocks.append(CONTROLLED)
     return [*blocks, NOTE]
 
 
