@@ -41,6 +41,7 @@ class TimedRows:
     """Random rows that note the process's CPU time whenever a step begins."""
 
     fingerprint = "random"
+    seq_len = ROW
 
     def __init__(self) -> None:
         self.begins: list[float] = []

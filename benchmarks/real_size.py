@@ -40,8 +40,8 @@ ON_CPU = """
     """
 ON_GPU = """
     --data.seq-len 2048
-    --align.steps 16 --align.batch-size 8 --align.micro-batch-size 8
-    --distill.steps 16 --distill.batch-size 4 --distill.micro-batch-size 4
+    --align.steps 16 --align.batch-size 8 --align.micro-batch-size 8 --align.compile on
+    --distill.steps 16 --distill.batch-size 4 --distill.micro-batch-size 4 --distill.compile on
     """
 COLD = 6
 """Steps of a stage, at most, that compile and allocate: left out of its speed."""
@@ -138,13 +138,17 @@ def plan_of(recipe: list[str]) -> dict[str, float]:
     )
     planned = {}
     stage = ""
+    scale = 1.0
     for line in process.stdout.splitlines():
         title = re.match(r"  (\w+): micro-batches", line)
+        unit = re.fullmatch(r"    ([MG])B *", line)
         total = re.match(r"    total +([\d.]+)", line)
         if title:
             stage = title[1]
+        elif unit:
+            scale = {"M": 1e-3, "G": 1.0}[unit[1]]
         elif total:
-            planned[stage] = float(total[1])
+            planned[stage] = scale * float(total[1])
     return planned
 
 

@@ -80,6 +80,7 @@ class NotedRows:
 
     def __post_init__(self) -> None:
         self.fingerprint = self.rows.fingerprint
+        self.seq_len = self.rows.seq_len
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         batch = self.rows.batch(step, batch_size, rank, world)

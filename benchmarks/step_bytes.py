@@ -383,7 +383,7 @@ def count(case: Case, compile: str) -> dict[str, Any]:
             copies.refresh()
             with (
                 gpu_attention(),
-                compiled_layers(stage, torch.device("cpu")),
+                compiled_layers(stage, torch.device("cpu"), flops=0.0),
                 mode,
                 copies.in_place(adds=True),
             ):

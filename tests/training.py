@@ -177,6 +177,7 @@ class WrappedRows:
     def __init__(self, rows: PackedRows) -> None:
         self.rows = rows
         self.fingerprint = rows.fingerprint
+        self.seq_len = rows.seq_len
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         return self.rows.batch(step, batch_size, rank, world)

@@ -235,6 +235,7 @@ class CachedLogitsDataset:
     def __init__(self, rows: PackedRows, logits: LogitFolder) -> None:
         self.rows = rows
         self.logits = logits
+        self.seq_len = rows.seq_len
         self.fingerprint = hash_of([rows.fingerprint, logits.header.fingerprint])
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> TaughtBatch:

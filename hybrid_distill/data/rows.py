@@ -85,6 +85,8 @@ class Rows(Protocol):
     """Source of a training loop's batches: a pure function of the step."""
 
     fingerprint: str
+    seq_len: int
+    """Tokens per row."""
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
         """Return the share of process ``rank`` of ``world`` in the ``batch_size`` rows of a step."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .meter import PEAK_FLOPS, peak_flops
 from .stage import Stage
 
 log = logging.getLogger(__name__)
@@ -22,38 +23,79 @@ log = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 256
 """Programs of one function: layers that keep other heads need their own. With dynamo's default of 8,
 the other layers would run uncompiled."""
+WORTH_COMPILING = 600.0
+"""Seconds that a stage's remaining products must take for ``auto`` to compile.
+
+Counted savings are a quarter of a step (docs/performance.md, "A training step"): two to three minutes
+of a stage of this length. Compiling takes one to three. The products are counted at the speed of
+bfloat16 in any precision, because the savings are bytes, and float32 does not make them fewer.
+"""
+USUAL_MFU = 0.4
+"""Share of a GPU's peak that the products of a stage reach."""
 
 
 @contextmanager
-def compiled_layers(stage: Stage, device: torch.device) -> Iterator[None]:
+def compiled_layers(stage: Stage, device: torch.device, flops: float) -> Iterator[None]:
     """Compile the decoder layers of a stage while the context is open, if its config asks for it.
 
-    Logs how many are compiled, and why others are not.
+    ``flops`` are those of the matrix products that this process has yet to run in the stage: at
+    ``auto``, a GPU compiles if they take long enough (`WORTH_COMPILING`).
     """
-    choice = stage.config.compile
-    if choice == "off" or (choice == "auto" and device.type != "cuda"):
+    layers = _chosen_layers(stage, device, flops)
+    if not layers:
         yield
         return
-    layers = stage.whole_layers()
-    whole = [layer for layer in layers if not _is_sharded(layer)]
-    reason = ""
-    if not layers:
-        reason = " (they are compared in parts, or read rows of many lengths)"
-    elif len(whole) < len(layers):
-        reason = f" ({len(layers) - len(whole)} others are sharded and gather weights in between)"
-    log.info("%s: compile: %d decoder layers%s", stage.config.name, len(whole), reason)
+    config: Any = torch._dynamo.config
+    # Not restored: `compiled_flex_attention` raises it once per process, which may happen in here.
+    config.recompile_limit = max(RECOMPILE_LIMIT, config.recompile_limit)
     # At ``auto``, a layer that the compiler fails on runs as it is, after a warning.
-    settings: Any = torch._dynamo.config.patch(
-        recompile_limit=RECOMPILE_LIMIT, suppress_errors=choice == "auto"
-    )
+    settings = config.patch(suppress_errors=stage.config.compile == "auto")
     with settings, ExitStack() as undo:
-        for module in (*whole, stage):
+        for module in (*layers, stage):
             name = _compiled_method(module)
-            if name is not None and whole:
+            if name is not None:
                 # Rows do not change their length: symbolic shapes would only make slower kernels.
                 setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
                 undo.callback(delattr, module, name)
         yield
+
+
+def _chosen_layers(stage: Stage, device: torch.device, flops: float) -> list[nn.Module]:
+    """Return the layers to compile; log how many, or why none are."""
+    name = stage.config.name
+    choice = stage.config.compile
+    if choice == "off" or (choice == "auto" and device.type != "cuda"):
+        return []
+    layers = stage.whole_layers()
+    whole = [layer for layer in layers if not _is_sharded(layer)]
+    if not layers and choice == "on":
+        log.info("%s: compile: off, this stage does not run whole layers of one shape", name)
+    elif layers and not whole:
+        log.info("%s: compile: off, all layers are sharded and gather weights in between", name)
+    if not whole or (choice == "auto" and not _is_worth_it(name, flops, device)):
+        return []
+    others = ""
+    if len(whole) < len(layers):
+        others = f" ({len(layers) - len(whole)} others are sharded and gather weights in between)"
+    log.info("%s: compile: %d decoder layers%s", name, len(whole), others)
+    return whole
+
+
+def _is_worth_it(name: str, flops: float, device: torch.device) -> bool:
+    """Check if a stage's products take long enough; log if not. An unknown GPU counts as an H100."""
+    peak = peak_flops(device)
+    if not peak:
+        peak = PEAK_FLOPS["H100"]
+    seconds = flops / (USUAL_MFU * peak)
+    if seconds >= WORTH_COMPILING:
+        return True
+    log.info(
+        "%s: compile: off, its products take about %.0f s; --%s.compile on compiles anyway",
+        name,
+        seconds,
+        name,
+    )
+    return False
 
 
 def _compiled_method(module: nn.Module) -> str | None:

@@ -83,7 +83,8 @@ class StageConfig:
     """Recompute each layer in the backward pass, to save memory."""
     compile: Tunable[Literal["auto", "on", "off"]] = "auto"
     """Compile decoder layers with torch.compile, which moves fewer bytes for norms, activations and casts. ``auto``
-    compiles on a GPU. Layers that are sharded, aligned in parts (mixers, heads) or trained on policy are not."""
+    compiles on a GPU if the stage's remaining matrix products take about ten minutes or more; compiling takes one to
+    three. Layers that are sharded, aligned in parts (mixers, heads) or trained on policy are not compiled."""
     spike: Tunable[Positive] = 20.0
     """Multiple of the median of the last 64 losses above which a loss counts as diverged. A loss that is not finite
     always does."""

@@ -128,7 +128,9 @@ def train_stage(
     try:
         training.begin(snapshot, teacher_sharding, collective_timeout)
         with stop_requests() as stop_requested:
-            compiled = compiled_layers(training.strategy.stage, accelerator.device)
+            compiled = compiled_layers(
+                training.strategy.stage, accelerator.device, training.flops_left()
+            )
             with grouped_attention(), compiled:
                 training.run(stop_requested, progress, trace)
             manifest = training.finish()
@@ -240,6 +242,11 @@ class _Training:
             self.checkpoints.clear(after=self.step)
             cut_metrics(self.out, self.step)
         self.tracked.start(self.accelerator)
+
+    def flops_left(self) -> float:
+        """Count the FLOPs of the remaining steps' matrix products in this process."""
+        rows_left = (self.config.steps - self.step) * self.n_rows
+        return rows_left * self.rows.seq_len * self.flops
 
     def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
         """Run the remaining steps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,28 @@ import torch
 from conftest import make_family_model
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
-from training import SMALL, rows_of, small_config, small_rows, word_texts, word_tokenizer
+from training import (
+    SMALL,
+    StoppingRows,
+    rows_of,
+    small_config,
+    small_rows,
+    small_stage,
+    word_texts,
+    word_tokenizer,
+)
 
 from hybrid_distill.model import document_kernels, documents
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.student.build import build_student
+from hybrid_distill.train import loop
 from hybrid_distill.train.compiling import compiled_layers
 from hybrid_distill.train.config import Align, Distill, StageConfig
 from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.meter import flops_per_token
 from hybrid_distill.train.stage import Stage
 from hybrid_distill.train.stages import make_stage
+from hybrid_distill.train.stop import Interrupted
 
 CPU = torch.device("cpu")
 PLAN = HeadPlan(3, 4, 2, tuple(HeadId(0, head) for head in range(4)) + (HeadId(2, 1),))
@@ -65,7 +78,7 @@ def trained(stage: Stage, steps: int = 3, seq_len: int = 16) -> list[float]:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     losses = []
     stage.train()
-    with compiled_layers(stage, CPU):
+    with compiled_layers(stage, CPU, flops=0.0):
         for step in range(steps):
             loss = stage(rows.batch(step, 2)).total
             loss.backward()
@@ -77,6 +90,14 @@ def trained(stage: Stage, steps: int = 3, seq_len: int = 16) -> list[float]:
     assert counters["stats"]["unique_graphs"] == programs
     assert not counters["graph_break"]
     return losses
+
+
+def n_compiled(stage: Stage) -> int:
+    """Count the layers of student and teacher that are compiled now."""
+    layers = []
+    for model in (stage.student, *stage.teachers):
+        layers += list(model.model.layers)
+    return sum(bool({"forward", "backbone_forward"} & set(vars(layer))) for layer in layers)
 
 
 CONFIGS = {
@@ -126,10 +147,64 @@ def test_layers_that_cannot_or_need_not_be_compiled_run_as_they_are(config: Stag
     if type(config) is not Distill:
         config = replace(config, compile="on")
     stage = made_stage(config)
-    with compiled_layers(stage, CPU):
-        for model in (stage.student, *stage.teachers):
-            for layer in model.model.layers:
-                assert not {"forward", "backbone_forward"} & set(vars(layer))
+    with compiled_layers(stage, CPU, flops=0.0):
+        assert n_compiled(stage) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "seconds_at_peak", "choice", "n_layers"),
+    [
+        # At 40 % of its peak, a GPU takes two and a half times as long: 500 and 750 seconds.
+        ("NVIDIA B200", 200, "auto", 0),
+        ("NVIDIA B200", 300, "auto", 6),
+        ("NVIDIA B200", 300, "off", 0),
+        ("NVIDIA B200", 0, "on", 6),
+        ("NVIDIA H200", 200, "auto", 0),
+        ("NVIDIA H200", 300, "auto", 6),
+        # Its peak is unknown: H100's counts.
+        ("NVIDIA L4", 200, "auto", 0),
+        ("NVIDIA L4", 300, "auto", 6),
+    ],
+)
+def test_auto_compiles_a_stage_that_is_long_for_its_gpu(
+    gpu: str, seconds_at_peak: float, choice: Any, n_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    peak = 2250e12 if "B200" in gpu else 989e12
+    stage = made_stage(Distill(compile=choice))
+    with compiled_layers(stage, torch.device("cuda"), flops=seconds_at_peak * peak):
+        assert n_compiled(stage) == n_layers
+    assert n_compiled(stage) == 0
+
+
+def test_flops_left_are_those_of_the_steps_that_a_process_has_yet_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = []
+
+    def noted(stage: Stage, device: torch.device, flops: float) -> AbstractContextManager[None]:
+        left.append(flops)
+        return compiled_layers(stage, device, flops)
+
+    monkeypatch.setattr(loop, "compiled_layers", noted)
+    # Asked to stop in its fourth step, it resumes after that.
+    rows: Any = StoppingRows(small_rows(), 3)
+    config = small_config("distill", steps=5)
+    stage = small_stage(config)
+    of_step = flops_per_token(stage.student, stage.teachers, teacher_forced=False)
+    of_step *= config.batch_size * rows.seq_len
+    with pytest.raises(Interrupted):
+        train_stage(stage, rows, tmp_path, progress=False)
+    train_stage(small_stage(config), small_rows(), tmp_path, progress=False)
+    assert left == [5 * of_step, of_step]
+
+
+def test_flexattention_keeps_its_limit_of_programs_after_a_compiled_stage() -> None:
+    config: Any = torch._dynamo.config
+    with config.patch(recompile_limit=8):
+        with compiled_layers(made_stage(Distill(compile="on")), CPU, flops=0.0):
+            document_kernels.compiled_flex_attention.__wrapped__()
+        assert config.recompile_limit >= 64
 
 
 def test_a_compiled_stage_leaves_no_trace(tmp_path: Path, caplog) -> None:
@@ -139,6 +214,4 @@ def test_a_compiled_stage_leaves_no_trace(tmp_path: Path, caplog) -> None:
         train_stage(stage, small_rows(), tmp_path, progress=False)
     assert any("compile: 6 decoder layers" in record.message for record in caplog.records)
     assert counters["stats"]["unique_graphs"] == 4
-    for model in (stage.student, *stage.teachers):
-        for layer in model.model.layers:
-            assert not {"forward", "backbone_forward"} & set(vars(layer))
+    assert n_compiled(stage) == 0
