@@ -1,6 +1,6 @@
 """Everything that needs a GPU, as a user runs it, in one command and one table. Needs no pytest.
 
-    python benchmarks/gpu_check.py               # `make gpu-check`; about 10 minutes with 16 cores
+    python benchmarks/gpu_check.py               # `make gpu-check`; ten to twenty minutes
     python benchmarks/gpu_check.py --rehearse    # `make gpu-rehearsal`: every row, on a CPU
     python benchmarks/gpu_check.py --list        # the rows
     python benchmarks/gpu_check.py --only launch # rows whose name has this expression

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -74,11 +75,11 @@ def test_without_a_gpu_it_says_so_in_a_line(script, monkeypatch, capsys) -> None
 
 def test_rows_are_what_a_user_runs(script: ModuleType) -> None:
     names = [row.name for row in script.rows()]
-    runs = {"run tiny", "verify of run tiny", "run tiny in bfloat16"}
+    runs = {"run tiny", "run tiny in bfloat16", "run tiny, windows", "recipe at its real size"}
     launches = {f"launch/{name}" for name in LAUNCH_FILES}
     assert len(names) == len(set(names))
     assert LAUNCH_FILES
-    assert launches | runs | {"packed attention", "kernels"} <= set(names)
+    assert launches | runs | {"packed attention", "kernels", "kernel times"} <= set(names)
 
 
 def test_every_launch_file_takes_its_steps_on_two_gpus(
@@ -96,14 +97,43 @@ def test_every_launch_file_takes_its_steps_on_two_gpus(
 
 def test_what_cannot_run_is_skipped_with_a_reason(script, commands, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: None)
-    on_one = script.check(script.Setting(tmp_path / "one", False, 1), "launch/")
-    assert named(script, on_one, "ok") == ONE_PROCESS
-    on_two = script.check(script.Setting(tmp_path / "two", False, 2), "launch/")
-    assert named(script, on_two, "skipped") == {"zero2.yaml", "zero3.yaml"}
-    assert "deepspeed" in on_two["launch/zero2.yaml"].detail
+    outcomes = script.check(script.Setting(tmp_path, False, 2), "launch/")
+    assert named(script, outcomes, "skipped") == {"zero2.yaml", "zero3.yaml"}
+    assert "deepspeed" in outcomes["launch/zero2.yaml"].detail
 
 
-@pytest.mark.parametrize("row", ["launch/ddp.yaml", "run tiny", "verify of run tiny"])
+def test_every_launch_file_takes_its_steps_on_one_gpu(
+    script, commands, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(script, "find_spec", lambda name: object())
+    outcomes = script.check(script.Setting(tmp_path, False, 1), "launch/")
+    assert named(script, outcomes, "ok") == LAUNCH_FILES
+    counts = {words[words.index("--num_processes") + 1] for words in commands}
+    assert counts == {"1"}
+
+
+def test_rows_that_measure_time_run_alone_and_last(script, tmp_path, monkeypatch) -> None:
+    running: set[str] = set()
+    beside: dict[str, set[str]] = {}
+    together = threading.Barrier(2, timeout=30)
+
+    def run(setting: Any, name: str) -> Any:
+        running.add(name)
+        if not name.startswith("time"):
+            together.wait()
+        beside[name] = set(running)
+        running.discard(name)
+        return script.Outcome(script.OK)
+
+    names = ("time one", "check one", "check two", "time two")
+    rows = [script.Row(name, run, alone=name.startswith("time")) for name in names]
+    monkeypatch.setattr(script, "rows", lambda: rows)
+    script.check(script.Setting(tmp_path, False, 1))
+    assert list(beside)[2:] == ["time one", "time two"]
+    assert all(beside[name] == {name} for name in ("time one", "time two"))
+
+
+@pytest.mark.parametrize("row", ["launch/ddp.yaml", "run tiny"])
 def test_a_row_that_leaves_nothing_is_wrong(script, idle, tmp_path, row) -> None:
     outcomes = script.check(script.Setting(tmp_path, False, 2), f"^{row}$")
     assert outcomes[row].result == "WRONG"
