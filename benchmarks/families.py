@@ -54,7 +54,7 @@ PACKAGE = Path(hybrid_distill.__file__).parent
 VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, D_STATE = 128, 4, 4, 2, 16, 8, 8
 WIDTH = HEADS * HEAD_DIM
 LENGTHS = (5, 13, 21)  # of documents and prompts: below and above the window
-LIMIT = TOLERANCE[torch.float32]["order"]
+LIMIT = TOLERANCE[torch.float32]
 EXACT = 0.0
 # What is compared, relative to the largest logit, and the largest difference that passes.
 CHECKS = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..evaluation.evaluate import EvalResult
@@ -94,6 +95,9 @@ def export_checkpoint(
         if missing is not None:
             log.warning("%s was not checked: %s", path, missing)
             return GateReport()
+        # The record's float32 copy of the student: the gate's process needs that memory.
+        if student.device.type == "cuda":
+            torch.cuda.empty_cache()
         report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
         write_json(folder / "gate" / "report.json", report.to_dict())
         return report

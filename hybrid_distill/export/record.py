@@ -46,24 +46,27 @@ def write_record(
     """Write ``gate/``: the check program, and what ``student`` and ``tokenizer`` compute.
 
     The folder holds the model's files and nothing else yet. The record is computed as the gate
-    computes (`computing_as_exported`), on the student's device, where the gate runs. For other
-    devices it also holds the arithmetic it was made with and the effect of rounding on its logits
-    (`check.MARGIN`). ``kernels`` in the returned record holds the student's ``implementation`` and
-    how far its logits are from the recorded ones; it is None if the student computes as its export.
+    computes (`computing_as_exported`), in float32 (`check.COMPUTES`) and on the student's device,
+    where the gate runs. It also holds the arithmetic it was made with, and the effect of rounding
+    on its logits in float32 and in the student's dtype (`check.MARGIN`). ``kernels`` in the
+    returned record holds the student's ``implementation`` and how far its logits are from those
+    without kernels; it is None if the student computes as its export.
     """
     texts = []
     if tokenizer is not None:
         texts = [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
     tensors = FORMATS[export_format].tensors
     is_for_program = tensors is None
-    # Two programs round the same function differently; in float32 their results can be compared.
-    is_native = export_format in ("remote-code", "safetensors")
-    reference = student if is_native else copy.deepcopy(student).float()
+    reference = student
+    measured = [student]
+    if student.dtype != program.COMPUTES:
+        # Not .to(dtype), which would also round RoPE's frequencies.
+        reference = copy.deepcopy(student).float()
+        measured.append(reference)
     record = {
         "format": program.FORMAT,
         "form": export_format,
-        "dtype": str(student.dtype).removeprefix("torch."),
-        "computes": str(reference.dtype).removeprefix("torch."),
+        "dtype": program.dtype_name(student.dtype),
         "tied": dict(tied_weights(student)),
         "texts": texts,
         "tensors": {},
@@ -79,9 +82,12 @@ def write_record(
     with computing_as_exported(reference):
         prompts = record_prompts(reference, ids, past_ends=is_for_program)
         record["arithmetic"] = program.arithmetic(str(reference.device))
-        record["rounding"] = _effect_of_rounding(reference, prompts)
-    # Outside of `computing_as_exported`: here the student runs on its own kernels.
-    record["kernels"] = _difference_of_kernels(reference, prompts, record["rounding"])
+    record["rounding"] = {}
+    for model in measured:
+        effect = _effect_of_rounding(model, prompts)
+        record["rounding"][program.dtype_name(model.dtype)] = effect
+    limit = program.order_limit(student.dtype, record)
+    record["kernels"] = _difference_of_kernels(student, prompts, limit)
     _write_files(folder, record, prompts)
     return record
 
@@ -181,20 +187,26 @@ def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:
 
 
 def _effect_of_rounding(student: HybridForCausalLM, prompts: Prompts) -> float:
-    """Measure how far one extra rounding after every layer moves the recorded logits, relatively."""
+    """Measure how far one extra rounding after every layer moves the logits, relatively."""
     generator = torch.Generator().manual_seed(0)
-    with rounded_once_more(student, generator, torch.finfo(student.dtype).eps):
-        return _difference(student, prompts)
+    with computing_as_exported(student):
+        logits = _recorded_logits(student, prompts)
+        with rounded_once_more(student, generator, torch.finfo(student.dtype).eps):
+            rounded = _recorded_logits(student, prompts)
+    return program.largest_difference(rounded, logits) / prompts.scale
 
 
 def _difference_of_kernels(
-    student: HybridForCausalLM, prompts: Prompts, rounding: float
+    student: HybridForCausalLM, prompts: Prompts, limit: float
 ) -> Record | None:
-    """Compare the student's own logits with the recorded ones; None if they are the same."""
-    difference = _difference(student, prompts)
+    """Compare the student's own logits with its export's, in its dtype; None if they are the same."""
+    with computing_as_exported(student):
+        exported = _recorded_logits(student, prompts)
+    # Outside of `computing_as_exported`, the student runs on its own kernels.
+    own = _recorded_logits(student, prompts)
+    difference = program.largest_difference(own, exported) / prompts.scale
     if difference == 0.0:
         return None
-    limit = max(program.TOLERANCE[student.dtype]["order"], program.MARGIN * rounding)
     if not difference <= limit:  # a NaN is not within it
         log.warning(
             "the student's kernels compute logits that differ from plain torch by %.2g of the "
@@ -206,8 +218,7 @@ def _difference_of_kernels(
     return {"implementation": student.ssm_implementation, "difference": difference}
 
 
-def _difference(student: HybridForCausalLM, prompts: Prompts) -> float:
-    """Return the largest difference from the recorded logits, relative to the largest one."""
+def _recorded_logits(student: HybridForCausalLM, prompts: Prompts) -> list[Tensor]:
+    """Compute the columns [L, C] of each prompt's logits that a record holds."""
     with eval_mode(student):
-        logits = [logits_of_prompt(student, ids_L)[:, prompts.columns] for ids_L in prompts.ids]
-    return program.largest_difference(logits, prompts.logits) / prompts.scale
+        return [logits_of_prompt(student, ids_L)[:, prompts.columns] for ids_L in prompts.ids]

@@ -131,7 +131,7 @@ def test_a_program_that_computes_something_else_fails(
             return [(tokens_T + error).tolist() for tokens_T in prompts.generated]
 
     monkeypatch.setattr(check, "load_program", {"onnx": Answers}.get)
-    record = {"form": "onnx", "computes": "float32", "rounding": 0.0}
+    record = {"form": "onnx", "rounding": {"float32": 0.0}}
     checks = list(check.check_program(Path(), record, prompts))
     assert [one.ok for one in checks] == [fault != "logits", fault != "tokens"], table(checks)
 
