@@ -64,7 +64,7 @@ LR_SCALE = (1, 10, 1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOSSES = RESULTS / "smollm2_losses.json"
 LOGGED = ("loss", "tokens_per_s")
-"""Of a step's metrics, what the record of losses holds."""
+"""Fields of the metrics that the record of losses holds."""
 LAST = "niah_multikey_2 at 2048"
 
 
