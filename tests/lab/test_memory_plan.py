@@ -180,10 +180,10 @@ def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) ->
 
 def test_the_kernels_store_states_after_as_many_tokens_as_the_plan_says() -> None:
     pytest.importorskip("triton")
-    from hybrid_kernels.ssd_tiles import tile_for
+    from hybrid_kernels.ssd_tiles import LARGEST_FP32_BLOCK, tile_for
 
-    for dtype in (torch.bfloat16, torch.float32):
-        assert tile_for(90, dtype, 64, 64).chunk == KERNEL_CHUNK[dtype.itemsize]
+    for dtype, size in ((torch.bfloat16, 64), (torch.float32, LARGEST_FP32_BLOCK)):
+        assert tile_for(90, dtype, size, size).chunk == KERNEL_CHUNK[dtype.itemsize]
 
 
 @pytest.mark.launched
