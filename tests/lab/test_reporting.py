@@ -196,6 +196,24 @@ def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
     assert not list(run.out.glob("*.png"))
 
 
+def test_a_run_without_training_and_texts_within_its_window(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / "run")
+    run.out.mkdir()
+    TOP.save(run.plan)
+    # Of 16 pairs and more, the teacher itself answers none but by chance.
+    evaluation((0.9, 0.8, 0.07, 0.03)).save(run.evaluation)
+    run.teacher_evaluation.parent.mkdir()
+    evaluation((1.0, 0.9, 0.07, 0.03), kv_heads=24).save(run.teacher_evaluation)
+    settings = {"stages": [], "student": {"window": 300}, "evaluation": {"n_texts": 50}}
+    write_json(run.config, settings)
+    text = write_report(run.out).read_text()
+    assert "loss curves" not in text
+    assert "have 100 tokens on average, fewer than the window of 300" in text
+    assert "dictionaries of 8 pairs answered by generation" in text
+    write_json(run.config, {**settings, "student": {"window": 60}})
+    assert "fewer than the window" not in write_report(run.out).read_text()
+
+
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
     RunPaths(tmp_path).evaluation.write_text("{")
     text = write_report(tmp_path).read_text()

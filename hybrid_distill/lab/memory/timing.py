@@ -40,7 +40,10 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
     heading = (
         f"Time of training, from a second measured now on this machine ({device.type}{threads}): "
     )
-    return "\n".join([f"{heading}{duration(whole)}, besides scoring and evaluation", *lines])
+    besides = "scoring and evaluation"
+    if config.control:
+        besides += ", and the control, which takes as long as the stages that train whole models"
+    return "\n".join([f"{heading}{duration(whole)}, besides {besides}", *lines])
 
 
 def _seconds_of_steps(

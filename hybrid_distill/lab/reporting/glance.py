@@ -32,7 +32,11 @@ def draw_glance(record: RunRecord, path: Path) -> list[Figure]:
     kept = {task: score for task, score in record.kept.items() if score is not None}
     if not (kept and lengths and has_matplotlib()):
         return []
-    n_pairs = pairs_of(record.models, stated=None)
+    # The teacher's own score must be above guessing: of other sizes nobody can tell what was lost.
+    answered = [column for column in record.models if column in kept]
+    generated = [column for column in answered if str(column).startswith("kv_generation_")]
+    shown = record.models.loc[:, generated] if generated else record.models
+    n_pairs = pairs_of(shown, stated=None)
     with figure(path, 1, 2, size=SIZE) as grid:
         _draw_cache(grid[0, 0], record, n_pairs, lengths[-1])
         _draw_kept(grid[0, 1], kept)

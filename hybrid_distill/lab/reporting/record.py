@@ -44,6 +44,10 @@ class RunRecord:
     scores: HeadScores | None
     questions: str
     """Number of questions behind the accuracies; empty if the teacher was not evaluated."""
+    window: int
+    """Tokens of the windows of replaced heads; 0 if they have none, or if it is not known."""
+    text_length: float
+    """Mean tokens of a held-out text; 0 if none was measured."""
     missing: tuple[str, ...]
     """Files that could not be read."""
 
@@ -63,7 +67,8 @@ def read_run(folder: Path) -> RunRecord:
     student = _load(EvalResult.load, paths.evaluation, "the evaluation of 'student'", missing)
     plan = _load(HeadPlan.load, paths.plan, "the plan of 'student'", missing)
     losses = _losses(paths, STUDENT)
-    if losses.empty:
+    settings = _load(read_json, paths.config, "the settings", [])
+    if losses.empty and (settings is None or settings.get("stages")):
         pattern = f"{folder.name}/{paths.stages.name}/*/{METRICS}"
         missing.append(f"the loss curves of 'student' (`{pattern}`)")
     scores = _load(HeadScores.load, paths.scores, "head scores", missing)
@@ -97,8 +102,15 @@ def read_run(folder: Path) -> RunRecord:
         plan=plan,
         scores=scores,
         questions=_questions(teacher) if teacher else "",
+        window=(settings or {}).get("student", {}).get("window", 0),
+        text_length=_text_length(settings or {}, student),
         missing=tuple(missing),
     )
+
+
+def _text_length(settings: Record, student: EvalResult | None) -> float:
+    n_texts = settings.get("evaluation", {}).get("n_texts", 0)
+    return student.n_text_tokens / n_texts if student and n_texts else 0.0
 
 
 def _load(load: Callable[[Path], T], path: Path, what: str, missing: list[str]) -> T | None:

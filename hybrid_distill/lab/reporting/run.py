@@ -120,6 +120,12 @@ def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> l
         blocks.append(record.questions)
     if CONTROL in models.index:
         blocks.append(CONTROLLED)
+    if 0 < record.text_length < record.window:
+        blocks.append(
+            f"The held-out texts have {record.text_length:.0f} tokens on average, fewer than the window of "
+            f"{record.window}: what the student loses further back does not show here. "
+            "Longer ones: --evaluation.texts."
+        )
     return [*blocks, NOTE]
 
 
