@@ -238,6 +238,8 @@ def kernels(work: str, setting: Setting, name: str) -> Outcome:
     if setting.rehearse:
         path = setting.out / "rehearsed_kernels.json"
         words += ["--only", REHEARSED_KERNELS, "--out", str(path)]
+        if work == "checks":
+            words.append("--again")
     interpreted = str(int(setting.rehearse))
     outcome = program(setting, name, *words, limit=KERNELS_LIMIT, TRITON_INTERPRET=interpreted)
     if not path.exists():

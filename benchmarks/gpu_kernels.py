@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,9 +251,7 @@ def cases() -> dict[str, Callable[[], Result]]:
     checks["first use gated delta rule"] = check_delta_rule
     if DEVICE == "cuda":
         for d_state in (16, 64, 128):
-            checks[f"ssd 8 x 2,048, 32 heads, N={d_state}"] = lambda n=d_state: check_training_size(
-                n
-            )
+            checks[f"ssd 8 x 2,048, 32 heads, N={d_state}"] = partial(check_training_size, d_state)
     for case in ssd_cases():
         checks[case.name] = lambda case=case: check_ssd(case)
     return checks

@@ -324,17 +324,16 @@ class RunConfig:
             )
 
     def _check_control(self) -> None:
-        """Raise ValueError unless some stage trains whole models, and none that is left parts of them."""
+        """Raise ValueError unless some stage trains whole models, and none but alignment a part of them."""
         if not self.student_stages:
             raise ValueError(
                 f"control is set, but none of the stages ({' '.join(self.stage_names) or 'none'}) trains whole models; "
                 "list a Distill() in stages, or leave --control out."
             )
         for stage in self.student_stages:
-            train = getattr(stage, "train", "all")
-            if train != "all":
+            if stage.train != "all":
                 raise ValueError(
-                    f"control is set, and {stage.name}.train is {train!r}: a teacher has no such part; pass "
+                    f"control is set, and {stage.name}.train is {stage.train!r}: a teacher has no such part; pass "
                     f"--{stage.name}.train all, or leave --control out."
                 )
 

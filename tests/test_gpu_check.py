@@ -82,17 +82,18 @@ def test_rows_are_what_a_user_runs(script: ModuleType) -> None:
     assert launches | runs | {"packed attention", "kernels", "kernel times"} <= set(names)
 
 
-def test_every_launch_file_takes_its_steps_on_two_gpus(
-    script, commands, tmp_path, monkeypatch
+@pytest.mark.parametrize("n_gpus", [1, 2])
+def test_every_launch_file_takes_its_steps_on_the_gpus_there_are(
+    n_gpus, script, commands, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: object())
-    outcomes = script.check(script.Setting(tmp_path, False, 2), "launch/")
+    outcomes = script.check(script.Setting(tmp_path, False, n_gpus), "launch/")
     assert named(script, outcomes, "ok") == LAUNCH_FILES
     started = {}
     for words in commands:
         file = Path(words[words.index("--config_file") + 1]).name
         started[file] = int(words[words.index("--num_processes") + 1])
-    assert started == {file: 1 if file in ONE_PROCESS else 2 for file in LAUNCH_FILES}
+    assert started == {file: 1 if file in ONE_PROCESS else n_gpus for file in LAUNCH_FILES}
 
 
 def test_what_cannot_run_is_skipped_with_a_reason(script, commands, tmp_path, monkeypatch) -> None:
@@ -100,16 +101,6 @@ def test_what_cannot_run_is_skipped_with_a_reason(script, commands, tmp_path, mo
     outcomes = script.check(script.Setting(tmp_path, False, 2), "launch/")
     assert named(script, outcomes, "skipped") == {"zero2.yaml", "zero3.yaml"}
     assert "deepspeed" in outcomes["launch/zero2.yaml"].detail
-
-
-def test_every_launch_file_takes_its_steps_on_one_gpu(
-    script, commands, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setattr(script, "find_spec", lambda name: object())
-    outcomes = script.check(script.Setting(tmp_path, False, 1), "launch/")
-    assert named(script, outcomes, "ok") == LAUNCH_FILES
-    counts = {words[words.index("--num_processes") + 1] for words in commands}
-    assert counts == {"1"}
 
 
 def test_rows_that_measure_time_run_alone_and_last(script, tmp_path, monkeypatch) -> None:

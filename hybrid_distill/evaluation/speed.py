@@ -63,9 +63,8 @@ def measure_speed(
 def _measured(model: PreTrainedModel, length: int, n_new: int) -> Speed:
     generator = torch.Generator().manual_seed(0)
     vocab_size = text_config(model).vocab_size
-    ids_1L = torch.randint(vocab_size, (1, length), generator=generator, device="cpu").to(
-        model.device
-    )
+    ids_1L = torch.randint(vocab_size, (1, length), generator=generator, device="cpu")
+    ids_1L = ids_1L.to(model.device)
     step = _Step(model)
     # The first call of a shape allocates, tries kernels and compiles.
     step.read(ids_1L[:, : min(length, PIECE)])

@@ -17,7 +17,6 @@ from ..distributed import WorldError, compute_everywhere
 from ..model.recurrent_heads import SSMHeads
 from ..model.ssd import (
     DELTA_RULE,
-    KERNEL_WIDTHS,
     KernelCall,
     implementation_of,
     try_together,
@@ -71,13 +70,11 @@ def kernels_of(stage: Stage, device: torch.device) -> Chosen:
     chosen: Chosen = {}
     heads = next(iter(stage.student.recurrent_heads()), None)
     if heads is not None:
-        dtype = torch.bfloat16 if stage.bf16 else heads.D.dtype
+        dtype = _dtype_of_heads(stage, heads)
         chosen |= _of_heads(heads, device, dtype)
         if isinstance(stage, OnPolicy):
-            for kernel, of_step, sizes, options in heads.step_calls(dtype, masked=True):
-                chosen[kernel] = implementation_of(
-                    heads.impl, kernel, device, of_step, *sizes, **options
-                )
+            for call in heads.step_calls(dtype, masked=True):
+                chosen[call.kernel] = _of_call(heads, device, call)
     if isinstance(stage, EndToEnd):
         chosen["distillation loss"] = _of_loss(stage, device)
     return chosen
@@ -88,7 +85,7 @@ def calls_of(stage: Stage) -> list[KernelCall]:
     calls: list[KernelCall] = []
     heads = next(iter(stage.student.recurrent_heads()), None)
     if heads is not None and heads.impl == "auto":
-        dtype = torch.bfloat16 if stage.bf16 else heads.D.dtype
+        dtype = _dtype_of_heads(stage, heads)
         calls += heads.row_calls(dtype, training=True, packed=True)
         if isinstance(stage, OnPolicy):
             calls += heads.step_calls(dtype, masked=True)
@@ -108,40 +105,33 @@ def _dtype_of_loss(stage: EndToEnd) -> torch.dtype:
     return torch.bfloat16 if stage.bf16 else stage.student.lm_head.weight.dtype
 
 
+def _dtype_of_heads(stage: Stage, heads: SSMHeads) -> torch.dtype:
+    return torch.bfloat16 if stage.bf16 else heads.D.dtype
+
+
 def _of_heads(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chosen:
     """Return what the kernels of a training step run on; its rows are always packed."""
-    options = {"training": True, "packed": True}
-    sizes = heads.head_dim, heads.d_state
-    if heads.recurrence == "gdn":
-        chosen = _of_delta_rule(heads, device, dtype)
-    else:
-        recurrence = implementation_of(
-            heads.impl, "recurrence", device, dtype, *sizes, gated=True, **options
-        )
-        chosen = {"recurrence": recurrence}
-    width = heads.conv_width
-    chosen["convolution"] = "torch"  # also with mamba-ssm's scan
-    if heads.impl != "mamba_ssm" and width in KERNEL_WIDTHS:
-        chosen["convolution"] = implementation_of(
-            heads.impl, "convolution", device, dtype, width, **options
-        )
+    chosen: Chosen = {}
+    for call in heads.row_calls(dtype, training=True, packed=True):
+        chosen[call.kernel] = _of_call(heads, device, call)
+        if call.kernel == DELTA_RULE and chosen[DELTA_RULE] != "triton":
+            # Without its kernel, the recurrence follows torch's products.
+            options = {**call.options, "gated": False}
+            recurrence = KernelCall("recurrence", torch.float32, call.sizes, options)
+            chosen["recurrence"] = _of_call(heads, device, recurrence)
+    chosen.setdefault("convolution", "torch")
     return chosen
 
 
-def _of_delta_rule(heads: SSMHeads, device: torch.device, dtype: torch.dtype) -> Chosen:
-    """Return what the gated delta rule runs on; without its kernel, the recurrence follows torch's
-    products."""
-    options = {"training": True, "packed": True}
-    sizes = heads.head_dim, heads.d_state
-    delta_rule = "torch"  # also with kernels of the recurrence that were named
-    if heads.impl == "auto":
-        delta_rule = implementation_of(heads.impl, DELTA_RULE, device, dtype, *sizes, **options)
-    chosen = {DELTA_RULE: delta_rule}
-    if delta_rule != "triton":
-        chosen["recurrence"] = implementation_of(
-            heads.impl, "recurrence", device, torch.float32, *sizes, gated=False, **options
-        )
-    return chosen
+def _of_call(heads: SSMHeads, device: torch.device, call: KernelCall) -> str:
+    """Return what a call of these heads runs on."""
+    # The delta rule has a kernel at "auto" alone, and mamba-ssm's scan has none for the convolution.
+    if call.kernel == DELTA_RULE and heads.impl != "auto":
+        return "torch"
+    if call.kernel == "convolution" and heads.impl == "mamba_ssm":
+        return "torch"
+    kernel, dtype, sizes, options = call
+    return implementation_of(heads.impl, kernel, device, dtype, *sizes, **options)
 
 
 def _of_loss(stage: EndToEnd, device: torch.device) -> str:

@@ -33,8 +33,7 @@ pytestmark = pytest.mark.skipif(not common.RUNS_HERE, reason="needs TRITON_INTER
 @pytest.fixture
 def student(family_model) -> HybridForCausalLM:
     """Layers that keep one head and none."""
-    # Built on a CPU: the check of the teacher's rows draws its tokens with a CPU's generator, which
-    # a default device of cuda refuses.
+    # Built on a CPU: a seed draws other weights on a GPU, where these tests run too.
     with torch.device("cpu"):
         teacher = family_model("llama", **SHAPE)
         torch.manual_seed(0)

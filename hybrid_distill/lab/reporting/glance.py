@@ -33,9 +33,10 @@ def draw_glance(record: RunRecord, path: Path) -> list[Figure]:
     if not (kept and lengths and has_matplotlib()):
         return []
     # The teacher's own score must be above guessing: of other sizes nobody can tell what was lost.
-    answered = [column for column in record.models if column in kept]
-    generated = [column for column in answered if str(column).startswith("kv_generation_")]
-    shown = record.models.loc[:, generated] if generated else record.models
+    answered = record.models.columns.intersection(list(kept))
+    shown = record.models.loc[:, answered]
+    if not sizes(shown, "kv_generation"):
+        shown = record.models
     n_pairs = pairs_of(shown, stated=None)
     with figure(path, 1, 2, size=SIZE) as grid:
         _draw_cache(grid[0, 0], record, n_pairs, lengths[-1])

@@ -67,8 +67,8 @@ def read_run(folder: Path) -> RunRecord:
     student = _load(EvalResult.load, paths.evaluation, "the evaluation of 'student'", missing)
     plan = _load(HeadPlan.load, paths.plan, "the plan of 'student'", missing)
     losses = _losses(paths, STUDENT)
-    settings = _load(read_json, paths.config, "the settings", [])
-    if losses.empty and (settings is None or settings.get("stages")):
+    settings = _load(read_json, paths.config, "the settings", []) or {}
+    if losses.empty and settings.get("stages", True):
         pattern = f"{folder.name}/{paths.stages.name}/*/{METRICS}"
         missing.append(f"the loss curves of 'student' (`{pattern}`)")
     scores = _load(HeadScores.load, paths.scores, "head scores", missing)
@@ -102,8 +102,8 @@ def read_run(folder: Path) -> RunRecord:
         plan=plan,
         scores=scores,
         questions=_questions(teacher) if teacher else "",
-        window=(settings or {}).get("student", {}).get("window", 0),
-        text_length=_text_length(settings or {}, student),
+        window=settings.get("student", {}).get("window", 0),
+        text_length=_text_length(settings, student),
         missing=tuple(missing),
     )
 
