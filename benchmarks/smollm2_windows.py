@@ -161,6 +161,9 @@ EQUAL_BYTES = [
     Student("12 groups", d_state=16, align_share=0.9),
 ]
 TRAINED = [replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for student in EQUAL_BYTES]
+# Other orders of the text for the two that answer whether a state is worth its bytes.
+for seed in (1, 2):
+    TRAINED += [replace(student, tokens="0.3M", seed=seed) for student in EQUAL_BYTES[:2]]
 # Rows longer than the window: what is lost beyond it can be learned there alone.
 for heads, window in (("9 groups", 300), ("5 groups", 188)):
     for tokens in ("0.3M", "1M", "3M"):
