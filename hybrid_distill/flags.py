@@ -100,12 +100,6 @@ def short_help(
     return short.format_help()
 
 
-def usage(main: Callable[..., None], takes: str) -> str:
-    """Format the help of a command that passes its flags on."""
-    name = main.__module__.rpartition(".")[2].replace("_", "-")
-    return f"usage: hybrid-distill {name} {takes} [FLAGS]\n\n{inspect.getdoc(main)}"
-
-
 def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
     """Call tyro. Help is printed without None; an error becomes a ValueError of one line."""
     if not {"-h", "--help"}.isdisjoint(words):

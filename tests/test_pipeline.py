@@ -327,4 +327,19 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
         Mock(side_effect=AssertionError("trained again")),
     )
     run(config)
-    assert (out / "export" / "gate" / "report.json").is_file()
+    report = out / "export" / "gate" / "report.json"
+    assert report.is_file()
+
+    # A run that is repeated leaves its export alone; one that differs, or has changed, is made again.
+    written = report.stat().st_mtime_ns
+    run(config)
+    assert report.stat().st_mtime_ns == written
+    (out / "export" / "evaluation.json").write_text("{}")
+    run(config)
+    assert report.stat().st_mtime_ns > written
+    for file in ("ssd.py", "gate/check.py", "model.safetensors"):
+        written = report.stat().st_mtime_ns
+        with (out / "export" / file).open("ab") as changed:
+            changed.write(b" ")
+        run(config)
+        assert report.stat().st_mtime_ns > written

@@ -13,14 +13,13 @@ from ..config import RunConfig, config_of, on_asked_teacher
 from ..data import open_rows, write_logits
 from ..data.caching import SHARD_TOKENS
 from ..distributed import is_launched_main
-from ..flags import usage
 from ..pipeline import RunInputs
 from ..pipeline.checks import check_teachers
 from ..stage_flags import with_stage_flags, without_stage_flags
 from ..train.config import Distill
 from ..validation import Count, check_options
 from ..vocabulary import vocabulary_size
-from .recipes import load_recipe, override, recipe_of
+from .recipes import load_recipe, override, recipe_of, usage
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def main(words: list[str]) -> None:
     cache-logits ...` splits the rows between processes.
     """
     if words and words[0] in ("-h", "--help"):
-        print(usage(main, "RECIPE"))
+        print(usage(main))
         return
     path, flags = recipe_of(words, "cache-logits")
     config = on_asked_teacher(config_of(load_recipe(path)), flags)

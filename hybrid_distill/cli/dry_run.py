@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -89,7 +89,13 @@ def _problems(config: RunConfig) -> Iterator[str]:
         # The other checks would describe the same fault in their own words.
         yield str(error).strip()
         return
-    for check in (partial(outdated, config), *checks_of(inputs)):
+    try:
+        outdated(config)
+    except (OSError, ValueError) as error:
+        yield str(error).strip()
+        # The folder belongs to another run: its plan says nothing about this one.
+        inputs = RunInputs(replace(config, resume="never"))
+    for check in checks_of(inputs):
         try:
             check()
         except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..io import file_hash, write_json
+from ..io import file_hash, write_json, write_text
 from ..locking import locked
 from ..provenance import now, versions
 from ..student.teachers import check_teacher
@@ -35,7 +35,7 @@ def command(
     """Convert a GGUF file to a Hugging Face folder; the folder works as a teacher like any other.
 
     The folder holds safetensors, the config, the tokenizer with its chat template, the generation
-    config, and imported_from.json: the file's name and hash.
+    config, imported_from.json (the file's name and hash), and a card with the license that the file names.
 
     Args:
         file: A GGUF file of an architecture that transformers can read.
@@ -117,6 +117,18 @@ def _save(
             "date": now(),
         }
         write_json(out / IMPORTED, origin)
+        write_text(out / "README.md", _card(file))
+
+
+def _card(file: Path) -> str:
+    """Return a model card with the license that the file names, for the cards of its students."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(file).get_field("general.license")
+    header = ""
+    if field is not None:
+        header = f"---\nlicense: {field.contents()}\n---\n\n"
+    return f"{header}Imported from `{file.name}`.\n"
 
 
 def _unreadable(file: Path, error: Exception) -> ValueError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -53,11 +54,27 @@ def command(name: str | None = None, /) -> None:
     if name is not None:
         print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
         return
-    for short, path in sorted(shipped().items()):
+    for line in summaries(shipped()):
+        print(line)
+
+
+def summaries(recipes: Mapping[str, Path]) -> list[str]:
+    """Return a line for each recipe: its name and the first line of its docstring."""
+    lines = []
+    for short, path in sorted(recipes.items()):
         # Parsed, not imported: a recipe imports torch.
         recipe = ast.parse(path.read_text(encoding="utf-8"))
         summary, _, _ = (ast.get_docstring(recipe) or "").partition("\n")
-        print(f"{short:<16}{summary}")
+        lines.append(f"{short:<16}{summary}")
+    return lines
+
+
+def usage(main: Callable[..., None]) -> str:
+    """Format the help of a command that takes a recipe and its flags."""
+    name = main.__module__.rpartition(".")[2].replace("_", "-")
+    runs = {short: path for short, path in shipped().items() if not short.startswith("sweep_")}
+    listed = "\n".join(["Recipes: a file of your own with config(), or", *summaries(runs)])
+    return f"usage: hybrid-distill {name} RECIPE [FLAGS]\n\n{inspect.getdoc(main)}\n\n{listed}"
 
 
 def shipped() -> dict[str, Path]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..distributed import is_launched_main
-from ..flags import usage
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -21,11 +20,12 @@ def main(words: list[str]) -> None:
 
     RECIPE --help lists the flags. Resumes where it was stopped.
     """
+    from .recipes import load_recipe, recipe_of, usage
+
     if words and words[0] in ("-h", "--help"):
-        print(usage(main, "RECIPE"))
+        print(usage(main))
         return
     from ..config import config_of
-    from .recipes import load_recipe, recipe_of
 
     path, flags = recipe_of(words, "run")
     recipe = load_recipe(path)

@@ -5,3 +5,4 @@ from .checkpoint import export_checkpoint
 from .errors import ExportError
 from .formats import ExportFormat
 from .gate import GateReport, verify_export
+from .standing import is_exported

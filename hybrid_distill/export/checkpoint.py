@@ -113,11 +113,21 @@ def _write_measurements(
     if scores is not None:
         public = replace(scores, provenance=_without_paths(scores.provenance))
         public.save(folder / "head_scores.json")
+    for name, content in measurements(results, training).items():
+        write_json(folder / name, content)
+
+
+def measurements(
+    results: Mapping[str, EvalResult] | None, training: Sequence[Record] | None
+) -> dict[str, Record]:
+    """Return what an export's files hold of evaluations and stages, by file name."""
+    files = {}
     if results is not None:
         evaluations = {name: result.to_dict() for name, result in results.items()}
-        write_json(folder / "evaluation.json", _without_paths(evaluations))
+        files["evaluation.json"] = _without_paths(evaluations)
     if training is not None:
-        write_json(folder / "training.json", {"stages": list(training)})
+        files["training.json"] = {"stages": list(training)}
+    return files
 
 
 def _without_paths(value: Any) -> Any:

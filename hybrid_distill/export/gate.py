@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from ..io import Record, file_hash, read_json
 from ..progress import Phase
@@ -119,7 +120,10 @@ def check_unchanged(folder: Path) -> None:
     if record["form"] in program.PACKAGES:
         check = program.check_files(folder, record)
     else:
-        check = program.check_tensors_on_disk(folder, record)
+        try:
+            check = program.check_tensors_on_disk(folder, record)
+        except SafetensorError as error:
+            raise ExportError(f"{folder} has changed since its export: {error}.") from error
     if not check.ok:
         raise ExportError(
             f"{folder} has changed since its export: {check.name} {check.measured:g} "

@@ -30,7 +30,7 @@ from ..distributed import (
     own_device,
 )
 from ..evaluation.evaluate import EvalResult, evaluate
-from ..export import ExportError, GateReport, export_checkpoint, origin
+from ..export import ExportError, GateReport, export_checkpoint, is_exported, origin
 from ..io import Record, write_json, write_text
 from ..kernels import check_kernels
 from ..model.modeling_hybrid import HybridForCausalLM
@@ -57,6 +57,7 @@ from .checks import check_sizes, checks_of
 from .finished import last_stage, trained_student, training_record
 from .folder import outdated
 from .inputs import PROBE_SEEDS, RunInputs
+from .paths import RunPaths
 from .planning import make_plan
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def run(config: RunConfig) -> Path:
         if config.control and not config.is_control:
             run_control(inputs)
         if config.export:
-            export(inputs, student, plan)
+            export_once(inputs, student, plan)
     return config.out
 
 
@@ -426,6 +427,36 @@ def _evaluated(inputs: RunInputs, model: PreTrainedModel, path: Path, again: boo
 # Export
 
 
+def export_once(inputs: RunInputs, student: HybridForCausalLM, plan: HeadPlan) -> None:
+    """Export the student unless the run's folder holds the same export, checked and unchanged."""
+    paths = inputs.paths
+
+    def is_there() -> bool:
+        return is_exported(paths.export, student, measured(paths), training_record(inputs))
+
+    if from_main(is_there):
+        log.info(
+            "export: %s is there and unchanged; `hybrid-distill verify` checks it again",
+            paths.export,
+        )
+    else:
+        export(inputs, student, plan)
+
+
+def measured(paths: RunPaths) -> dict[str, EvalResult]:
+    """Return the run's evaluations by role: teacher, control and student, as far as there are any."""
+    files = {
+        "teacher": paths.teacher_evaluation,
+        "control": paths.control.evaluation,
+        "student": paths.evaluation,
+    }
+    results = {}
+    for role, file in files.items():
+        if file.exists():
+            results[role] = EvalResult.load(file)
+    return results
+
+
 def export(
     inputs: RunInputs,
     student: HybridForCausalLM,
@@ -441,15 +472,7 @@ def export(
     """
     paths = inputs.paths
     license, base_model = origin(inputs.config.teacher.path)
-    results = {}
-    files = {
-        "teacher": paths.teacher_evaluation,
-        "control": paths.control.evaluation,
-        "student": paths.evaluation,
-    }
-    for role, file in files.items():
-        if file.exists():
-            results[role] = EvalResult.load(file)
+    results = measured(paths)
     scores = HeadScores.load(paths.scores) if paths.scores.exists() else None
     reports: list[GateReport] = []
 

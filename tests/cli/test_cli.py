@@ -22,12 +22,15 @@ from hybrid_distill import provenance
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.cli.app import NAMES
+from hybrid_distill.cli.dry_run import describe
 from hybrid_distill.cli.recipes import FIRST, find_recipe
 from hybrid_distill.config import StudentConfig, from_json
 from hybrid_distill.data import DataConfig
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import prepare, run
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.teacher import load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 check_supported = provenance.check_supported.__wrapped__  # without its cache
@@ -289,6 +292,9 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
             assert f"\n  {name} " in helped.stdout
     for command in ("evaluate", "verify", "run"):
         assert ran(f"{command} --help").stdout.startswith(f"usage: hybrid-distill {command} ")
+    recipes = ran("run --help").stdout
+    assert "\nuntrained " in recipes
+    assert "\nsweep_tiny " not in recipes
     assert ran("--version").stdout == f"hybrid-distill {hybrid_distill.__version__}\n"
     assert ran("recipes").stdout.startswith("llama_1b ")
     wrong = ran("scores")
@@ -402,6 +408,19 @@ def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
     prepare(RunInputs(first.with_stage("align", micro_batch_size=1, log_every=7)))
     with pytest.raises(ValueError, match=r"holds a run with other settings: align\.steps"):
         prepare(RunInputs(other))
+
+
+def test_a_folder_of_another_run_is_the_only_reason_that_a_dry_run_gives(tmp_path: Path) -> None:
+    """Its plan is the other run's: a student of it might not fit into this one's cache."""
+    first = small_run(tmp_path / "run")
+    prepare(RunInputs(first))
+    HeadPlan.all(load_config("tiny")).save(tmp_path / "run" / "plan.json")
+    smaller = replace(first, cache="50%", stages=())
+    with pytest.raises(ValueError) as refused:
+        prepare(RunInputs(smaller))
+    with pytest.raises(ValueError) as described:
+        describe(smaller)
+    assert str(described.value) == f"the run would not start: {refused.value}"
 
 
 def test_a_dry_run_without_the_teacher_says_so_in_one_line(

@@ -11,6 +11,7 @@ from training import SMALL
 
 from hybrid_distill.cli import import_gguf as command
 from hybrid_distill.cli.app import main
+from hybrid_distill.export import origin
 from hybrid_distill.teacher import imported_from, load_teacher
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
@@ -58,6 +59,7 @@ def write_gguf(path: Path, arch: str = "qwen2") -> torch.nn.Module:
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(0)
     writer.add_chat_template(CHAT)
+    writer.add_license("mit")
     for name, tensor in model.state_dict().items():
         base, _, kind = name.rpartition(".")
         writer.add_tensor(NAMES[f"{base}.weight"].replace("weight", kind), tensor.numpy())
@@ -83,6 +85,7 @@ def test_a_folder_computes_what_the_file_holds(tmp_path, capsys):
     assert imported.dtype == torch.float32
     assert not hasattr(imported.config, "quantization_config")
     assert hashlib.sha256(file.read_bytes()).hexdigest() in str(imported_from(out))
+    assert origin(str(out)) == ("mit", "folder")
     names = {path.name for path in out.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors"} <= names
 

@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.export import ExportError, GateReport, export_checkpoint, origin, verify_export
+from hybrid_distill.export.card import model_card
 from hybrid_distill.export.check import Check, left_padded, run_checks, table, weight_files
 from hybrid_distill.export.native import checked_attention
 from hybrid_distill.export.versions import checked_transformers
@@ -214,6 +215,18 @@ def test_license_and_name_come_from_the_teachers_own_card(tmp_path, monkeypatch)
     (teacher / "README.md").write_text("---\nlicense: [llama3.2\n---\n")
     assert origin(str(teacher)) == ("unknown", "Some-1B"), "a card whose YAML is broken"
     assert origin("tiny") == ("apache-2.0", "")
+
+
+def test_the_card_says_distilled_only_of_a_student_that_was() -> None:
+    student, plan = tiny_student("llama")
+    distill = {"name": "distill", "steps": 1, "tokens": 8}
+    for training, is_distilled in (([], False), ([distill], True), (None, True)):
+        card = model_card(
+            student, plan, None, None, license="mit", base_model="a/b", training=training
+        )
+        tags = next(line for line in card.splitlines() if line.startswith("tags: "))
+        assert ("distillation, " in tags) == is_distilled
+        assert ("distilled from a/b" in card) == is_distilled
 
 
 def test_card_says_what_was_kept_measured_and_allowed(exports):

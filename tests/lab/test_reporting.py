@@ -188,7 +188,7 @@ def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("hybrid_distill.lab.reporting.figures.find_spec", lambda name: None)
     run = RunPaths(tmp_path / "run")
     write_student(run)
-    text = write_report(run.out).read_text()
+    text = write_report(run.out).with_suffix(".md").read_text()
     assert "- the teacher's evaluation (`teacher/evaluation.json`: not there)" in text
     assert "- head scores (`run/scores.json`: not there)" in text
     assert "- the figures: matplotlib" in text
@@ -206,17 +206,17 @@ def test_a_run_without_training_and_texts_within_its_window(tmp_path: Path) -> N
     evaluation((1.0, 0.9, 0.07, 0.03), kv_heads=24).save(run.teacher_evaluation)
     settings = {"stages": [], "student": {"window": 300}, "evaluation": {"n_texts": 50}}
     write_json(run.config, settings)
-    text = write_report(run.out).read_text()
+    text = write_report(run.out).with_suffix(".md").read_text()
     assert "loss curves" not in text
     assert "have 100 tokens on average, fewer than the window of 300" in text
     assert "dictionaries of 8 pairs answered by generation" in text
     write_json(run.config, {**settings, "student": {"window": 60}})
-    assert "fewer than the window" not in write_report(run.out).read_text()
+    assert "fewer than the window" not in write_report(run.out).with_suffix(".md").read_text()
 
 
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
     RunPaths(tmp_path).evaluation.write_text("{")
-    text = write_report(tmp_path).read_text()
+    text = write_report(tmp_path).with_suffix(".md").read_text()
     missing = text.split("## Missing")[1]
     for file in ("evaluation.json", "plan.json", "scores.json", "stages/*/metrics.jsonl"):
         assert f"`{tmp_path.name}/{file}" in missing

@@ -140,7 +140,7 @@ def test_numbers_of_the_report(tmp_path: Path, no_figures: None) -> None:
         if row["cell"] in ("top4-n16-s0", "top4-n16-s1", "top4-n16-s2"):
             row["kv_generation_8"] = shares_of_teacher[int(str(row["seed"]))]
             row["kv_generation_16"] = 0.98
-    text = write_sweep_report(write(tmp_path, rows)).read_text()
+    text = write_sweep_report(write(tmp_path, rows)).with_suffix(".md").read_text()
     margin = 4.303 * math.sqrt((22.867**2 + 6.533**2 + 16.333**2) / 2 / 3)
     assert f"| 71.9 ± {margin:.1f} | 98.0 ± 0.0 |" in text, (
         "values, with half of Student's interval"
@@ -255,7 +255,7 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
         assert line in missing
 
     nothing = unfinished(rows, *[str(row["cell"]) for row in rows], state="waiting")
-    text = write_sweep_report(write(tmp_path, nothing)).read_text()
+    text = write_sweep_report(write(tmp_path, nothing)).with_suffix(".md").read_text()
     assert "0 of 48 cells" in text
     assert "the teacher's evaluation" in text
 
@@ -270,7 +270,7 @@ def test_a_sweep_in_which_only_the_teacher_is_finished_has_a_report(
         "command": "r.py",
     }
     (write(tmp_path, rows) / "sweep.json").write_text(json.dumps(record))
-    text = write_sweep_report(tmp_path).read_text()
+    text = write_sweep_report(tmp_path).with_suffix(".md").read_text()
     assert "3 of 3 cells are finished" in text
     assert "`hybrid-distill sweep r.py --heads all --seeds 3 --no-share`" in text
 
@@ -286,11 +286,8 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
             }
     # The first row has all columns.
     rows.sort(key=lambda row: row["selection"] != "top")
-    section = (
-        write_sweep_report(write(tmp_path, rows))
-        .read_text()
-        .partition("## Without the recurrence")[2]
-    )
+    report = write_sweep_report(write(tmp_path, rows)).with_suffix(".md")
+    section = report.read_text().partition("## Without the recurrence")[2]
     assert "| 2 | top | 16 | 90.0 → 5.0 | used |" in section
     assert "| 4 | top | 16 | 90.0 → 5.0 | NOT USED |" in section
 
@@ -302,7 +299,11 @@ def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figur
         "knowledge_chance": 0.25,
         "n_text_tokens": 12808,
     }
-    text = write_sweep_report(write(tmp_path, [row | sample for row in cells()])).read_text()
+    text = (
+        write_sweep_report(write(tmp_path, [row | sample for row in cells()]))
+        .with_suffix(".md")
+        .read_text()
+    )
     assert re.search(
         r"\| questions a seed \|.*\| 40 \| 100 \| 100 \| 100 \| 12,808 \| 12,808 \|", text
     )

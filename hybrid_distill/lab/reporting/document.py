@@ -110,10 +110,10 @@ def render(title: str, sections: Sequence[Section], markup: Literal["md", "html"
 
 
 def write_report_files(folder: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write report.md and report.html; return the path of report.md."""
+    """Write report.md and report.html; return the path of report.html, the one to open."""
     write_text(folder / "report.html", render(title, sections, "html"))
     write_text(folder / "report.md", render(title, sections))
-    return folder / "report.md"
+    return folder / "report.html"
 
 
 def _kind(block: Block) -> str:

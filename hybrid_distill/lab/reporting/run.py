@@ -52,7 +52,7 @@ RELATIVE = (
 def write_report(directory: str | Path) -> Path:
     """Write ``report.md`` with its PNG files, and ``report.html``, into a run's directory.
 
-    Returns the path of report.md. The report lists what is missing. Raises as `read_run` does.
+    Returns the path of report.html. The report lists what is missing. Raises as `read_run` does.
     """
     folder = Path(directory)
     record = read_run(folder)

@@ -57,7 +57,7 @@ def write_sweep_report(
     """Write report.md with its PNG figures, report.html and the table into ``to`` (by default the
     sweep's folder).
 
-    Returns the path of report.md. Raises as `SweepResults.read` does.
+    Returns the path of report.html. Raises as `SweepResults.read` does.
     """
     results = SweepResults.read(out, context)
     source = SweepPaths(Path(out))

@@ -1,0 +1,55 @@
+"""Recognition of an export that stands: a run that has ended does not write and check it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..evaluation.evaluate import EvalResult
+from ..io import Record, file_hash, read_json
+from ..model import HybridForCausalLM
+from ..safe_loading import foreign_code
+from . import check as program
+from .checkpoint import measurements
+from .errors import ExportError
+from .formats import FORMATS
+from .gate import check_unchanged
+from .record import program_files
+
+
+def is_exported(
+    folder: Path,
+    student: HybridForCausalLM,
+    results: Mapping[str, EvalResult],
+    training: Sequence[Record],
+) -> bool:
+    """Check for an export of this student, with these results, by this version's code, that passed its gate and has
+    not changed since."""
+    report = folder / "gate" / "report.json"
+    if not report.is_file() or not read_json(report).get("ok"):
+        return False
+    try:
+        check_unchanged(folder)
+    except (ExportError, ValueError):
+        return False
+    record = program.read_record(folder / "gate")
+    if _code_differs(folder, record["form"]):
+        return False
+    for name, content in measurements(results, training).items():
+        file = folder / name
+        if not file.is_file() or read_json(file) != content:
+            return False
+    tensors = FORMATS[record["form"]].tensors
+    if tensors is None:
+        return False
+    hashes = {name: program.tensor_hash(tensor) for name, tensor in tensors(student).items()}
+    return hashes == record["tensors"]
+
+
+def _code_differs(folder: Path, export_format: str) -> bool:
+    """Check whether the folder's model or check program is another version's."""
+    if foreign_code(folder):
+        return True
+    own = {file.name: file_hash(file) for file in program_files(export_format)}
+    stored = {name: file_hash(folder / "gate" / name) for name in own}
+    return stored != own
