@@ -49,4 +49,4 @@ def with_interval(values: pd.Series) -> str:
 
 def rounded(row: pd.Series) -> dict[str, float]:
     """Return a row whose columns have two levels, such as a figure and its mean."""
-    return {" ".join(name): round(value, 4) for name, value in row.items()}
+    return {" ".join(name): round(value, 4) for name, value in row.to_dict().items()}

@@ -18,14 +18,16 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
 from records import RESULTS, ROOT, about, environment, parser_of, write
+from torch import nn
 from window_speed import N_LAYERS, make_models
 
 from hybrid_distill.lab.reporting import text_table
+from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.train.config import Distill
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
@@ -91,10 +93,13 @@ def main() -> None:
     write(options.out, {**record, **about("a distillation step on a CPU", threads=1)})
 
 
-def train(n_layers: int, n_steps: int, compile_layers: str) -> list[float]:
+def train(n_layers: int, n_steps: int, compile_layers: Literal["on", "off"]) -> list[float]:
     """Return the CPU seconds of each step."""
     models = make_models(n_layers, [WINDOW])
-    teacher = models["teacher"].to(torch.bfloat16)
+    teacher = models["teacher"]
+    student = models[WINDOW]
+    assert isinstance(student, HybridForCausalLM)
+    nn.Module.to(teacher, torch.bfloat16)
     config = Distill(
         steps=UNTIMED + n_steps + 1,
         batch_size=N_ROWS,
@@ -104,7 +109,7 @@ def train(n_layers: int, n_steps: int, compile_layers: str) -> list[float]:
     )
     rows = TimedRows()
     with tempfile.TemporaryDirectory() as out:
-        stage = make_stage(config, models[WINDOW], teacher)
+        stage = make_stage(config, student, teacher)
         train_stage(stage, rows, Path(out) / "stage", progress=False)
     return [end - begin for begin, end in zip(rows.begins, rows.begins[1:])]
 

@@ -36,7 +36,13 @@ import transformers
 from records import device_name, parser_of, read, write
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    dynamic_module_utils,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hybrid_distill
@@ -418,7 +424,8 @@ def measure_all(model_types: list[str], done: Callable[[str, list[dict[str, Any]
     """Measure every shape of each model type; ``done`` gets the rows of one at a time."""
     bar = tqdm(model_types, desc="model types", file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:
-        transformers.dynamic_module_utils.HF_MODULES_CACHE = f"{name}/modules"
+        modules: Any = dynamic_module_utils
+        modules.HF_MODULES_CACHE = f"{name}/modules"
         for model_type in bar:
             bar.set_postfix_str(model_type)
             rows = [measure(model_type, "", Path(name))]

@@ -141,7 +141,7 @@ def draw_loss() -> list[Tensor]:
     return drawn
 
 
-def our_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, **options: Tensor) -> Tensor:
+def our_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
     from hybrid_kernels.ssd import ssd
 
     return ssd(x, raw, b, c, **options)[0]
@@ -161,7 +161,9 @@ def mamba_ssm_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def fla_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor) -> Tensor:
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return chunk_simple_gla(q=c, k=b, v=x, g=log_decay(raw), scale=1.0)[0]
+    # Decorated in a way that hides its parameters from type checkers.
+    scan: Any = chunk_simple_gla
+    return scan(q=c, k=b, v=x, g=log_decay(raw), scale=1.0)[0]
 
 
 def our_delta(x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor) -> Tensor:
@@ -232,7 +234,8 @@ def time_step(function: Function, inputs: list[Tensor], **options: Tensor) -> fl
     try:
         for _ in range(3):  # compiles, and lets autotuners choose, which a graph cannot hold
             step()
-        return do_bench_cudagraph(step, return_mode="median")
+        milliseconds: Any = do_bench_cudagraph(step, return_mode="median")
+        return milliseconds
     except Exception as error:  # it belongs into the table
         return reason_of(error)
     finally:

@@ -30,7 +30,7 @@ from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import score_heads
 from hybrid_distill.student.build import build_student
 from hybrid_distill.student.grafting import graft_recurrent_heads
-from hybrid_distill.student.init import INITS
+from hybrid_distill.student.init import INITS, Init
 from hybrid_distill.teacher import fingerprint, load_teacher
 from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import Align, Distill
@@ -73,9 +73,9 @@ class Teacher(NamedTuple):
 class Trial:
     """One way to start, with the text of one seed."""
 
-    def __init__(self, teacher: Teacher, init: str, seed: int, settings: Settings) -> None:
+    def __init__(self, teacher: Teacher, init: Init, seed: int, settings: Settings) -> None:
         self.teacher = teacher
-        self.init = init
+        self.init: Init = init
         self.seed = seed
         self.settings = settings
         data = DataConfig(sources=("tiny",), seq_len=ROW, seed=seed)

@@ -108,7 +108,7 @@ class Case(NamedTuple):
         if self.window:
             words.append(f"window {self.window}")
         trained_part = getattr(config, "train", "")
-        if trained_part and trained_part != type(config)().train:
+        if trained_part and trained_part != getattr(type(config)(), "train", ""):
             words.append(f"train {trained_part}")
         if not getattr(config, "fused", True):
             words.append("unfused")

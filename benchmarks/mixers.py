@@ -10,7 +10,7 @@ the same heads. About two hours of one core.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 from by_seed import FIGURES, RETRIEVAL, differences, rounded
@@ -64,7 +64,8 @@ def compared(students: pd.DataFrame) -> dict[str, Any]:
     """Return means by recurrence and heads, and differences to ``discrete``; print both."""
     means = students.groupby(["recurrence", "heads"])[list(FIGURES)].agg(["mean", "std", "count"])
     by_student = {}
-    for (recurrence, heads), row in means.iterrows():
+    for student, row in means.iterrows():
+        recurrence, heads = cast(tuple[str, int], student)
         by_student[f"{recurrence}, {heads} heads"] = rounded(row)
     less_discrete = differences(students, "recurrence", "discrete", ["heads"])
     print(means.round(3).to_string())

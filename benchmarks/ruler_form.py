@@ -171,7 +171,8 @@ def generated(
     ids_BL, mask_BL = left_pad(tokenize(tokenizer, texts), model.device)
     n_words = len(documents[0].questions[0].answers)
     with eval_mode(model):
-        output_BL = model.generate(
+        generate: Any = model.generate
+        output_BL = generate(
             ids_BL,
             attention_mask=mask_BL,
             max_new_tokens=2 * n_words + 1,  # a number is two tokens
@@ -226,9 +227,12 @@ class Lessons:
         wordings = [draw_wording(task, rng, is_varied=self.is_varied) for _ in range(n)]
         documents = [self.writer.write(task, words, length, rng) for words in wordings]
         rows = as_rows(tokenizer, documents, rng)
+        padding: Any = tokenizer.pad_token_id
         # The loss of a token is that of predicting the next one.
-        mask = rows.inside.roll(-1, 1) if self.on_answers else rows.ids != tokenizer.pad_token_id
-        return {"input_ids": rows.ids, "seq_idx": torch.zeros_like(rows.ids), "mask": mask}
+        mask_BL = rows.inside.roll(-1, 1)
+        if not self.on_answers:
+            mask_BL = rows.ids != padding
+        return {"input_ids": rows.ids, "seq_idx": torch.zeros_like(rows.ids), "mask": mask_BL}
 
 
 class Students:
@@ -341,7 +345,8 @@ class Answers:
         by_kept = pd.DataFrame(rows).groupby("kept")
         self.teacher = pd.Series(teacher[wording])
         self.n_seeds = by_kept.size()
-        self.means = by_kept.mean()
+        # By plan, a column for each task and length.
+        self.means: pd.DataFrame = by_kept.mean()  # pyright: ignore[reportAttributeAccessIssue]
         self.deviations = by_kept.std().fillna(0)
 
     def as_text(self) -> dict[str, dict[str, str]]:
@@ -350,7 +355,7 @@ class Answers:
         for kept, means in self.means.iterrows():
             deviations = self.deviations.loc[kept]
             texts[str(kept)] = {
-                task: f"{means[task]:.3f} ± {deviations[task]:.3f}" for task in means.index
+                str(task): f"{means[task]:.3f} ± {deviations[task]:.3f}" for task in means.index
             }
         return texts
 

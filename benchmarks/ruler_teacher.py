@@ -18,7 +18,7 @@ import torch.distributed as dist
 from records import ROOT
 from ruler_tasks import LENGTHS, TASKS, Rows, Writer, as_rows, draw_wording
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy, one_hot
 from transformers import LlamaForCausalLM
 

@@ -183,6 +183,7 @@ def agreement(race: HeadScores, full: HeadScores, n_examples: int) -> Measured:
 
 def counts(scores: HeadScores) -> dict[str, int]:
     """Return how many heads were tried on how many examples."""
+    assert scores.n_examples_LH is not None
     tried = scores.n_examples_LH.flatten().tolist()
     return {str(n): tried.count(n) for n in sorted(set(tried) - {0})}
 

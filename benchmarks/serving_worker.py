@@ -55,7 +55,7 @@ class Transformers(Program):
     def begin(self, prompts: Tokens, every: bool = False) -> np.ndarray:
         ids, mask = PROGRAMS["left_padded"](prompts)
         self.mask = self.torch.tensor(mask)
-        self.cache = None
+        self.cache: Any = None
         return self._read(self.torch.tensor(ids), 0 if every else 1)
 
     def step(self, tokens: Sequence[int]) -> np.ndarray:
@@ -141,7 +141,7 @@ def peak_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("prompts", type=Path)

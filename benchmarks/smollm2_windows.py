@@ -276,14 +276,15 @@ def train_control(options: argparse.Namespace, student: Student) -> None:
     vocab_size = vocabulary_size(inputs.tokenizer)
     training = make_stage(stage, model, inputs.teacher, vocab_size=vocab_size)
     train_stage(training, inputs.rows(stage), out / "stage")
-    model.to(torch.bfloat16).save_pretrained(out / "trained")
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(out / "trained")
 
 
 def measure_all(options: argparse.Namespace, names: list[str]) -> None:
     """Measure every named row that can be, one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
     teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16).eval()
-    teacher.to(DEVICE)
+    torch.nn.Module.to(teacher, DEVICE)
     measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
     scores = HeadScores.load(SCORES)
     for name in names:
@@ -293,8 +294,9 @@ def measure_all(options: argparse.Namespace, names: list[str]) -> None:
             student = STUDENTS[name]
             if not student.tokens:
                 plan = plan_of(student.heads, scores)
-                shape = {"d_state": 0, "window": student.window, "sinks": SINKS}
-                model, _ = build_student(teacher, plan, **shape)
+                model, _ = build_student(
+                    teacher, plan, d_state=0, window=student.window, sinks=SINKS
+                )
             elif (folder / "trained").exists():
                 model = HybridForCausalLM.from_pretrained(folder / "trained")
             elif not (folder / "evaluation.json").exists():
@@ -304,7 +306,8 @@ def measure_all(options: argparse.Namespace, names: list[str]) -> None:
                 model, _ = trained_student(finished_run(folder))
                 torch.nn.Module.to(model, torch.bfloat16)
         folder.mkdir(parents=True, exist_ok=True)
-        measure_one(model.to(DEVICE).eval(), measures, folder / "measured.json")
+        torch.nn.Module.to(model, DEVICE)
+        measure_one(model.eval(), measures, folder / "measured.json")
 
 
 def report(out: Path) -> None:

@@ -20,8 +20,7 @@ recomputes.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from counting import H100, CountOperators, Counts, kind_of
 from hybrid_kernels import common
 from hybrid_kernels import loss as fused_loss
 from memory_plan import SHAPES, Case, large_cases, make_teacher
@@ -50,15 +50,12 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.library import custom_op
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, register_flop_formula
-from traffic import Device, loss
+from torch.utils.flop_counter import register_flop_formula
+from traffic import loss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_distill.model import document_kernels, documents, local_attention
 from hybrid_distill.model.document_mask import DocumentMask
-from hybrid_distill.model.gated_delta import delta_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import empty_student
 from hybrid_distill.train.compiling import compiled_layers
@@ -69,118 +66,7 @@ from hybrid_distill.train.stages import make_stage
 
 RECORD = RESULTS / "step_bytes.json"
 PACKAGES = ("torch", "transformers")
-H100 = Device(2.5e12, 600e12)
-"""Assumed rates of large products and of passes over memory."""
 SHAPES["two layers"] = SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 2}
-WORTH_NAMING = 5e7
-"""Bytes of an operator in a step."""
-KERNELS = "hybrid_kernels"
-LOSS = "hybrid_kernels.distillation_loss"
-"""Operators of the loss, which benchmarks/traffic.py counts chunk by chunk."""
-
-
-def n_bytes(tensors: Iterable[Tensor]) -> int:
-    """Sum the bytes of distinct tensors; expanded dimensions take none."""
-    distinct = {id(tensor): tensor for tensor in tensors}
-    total = 0
-    for tensor in distinct.values():
-        elements = 1
-        for size, stride in zip(tensor.shape, tensor.stride()):
-            if stride:
-                elements *= size
-        total += elements * tensor.itemsize
-    return total
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def is_view(operator: Any) -> bool:
-    """Return True if an operator only returns other views of its inputs."""
-    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace == "prim":
-        return True
-    returns = operator._schema.returns
-    is_alias = bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
-    return is_alias or operator is torch.ops.aten._unsafe_view.default
-
-
-class Counts:
-    """Seconds and bytes by kind of operator, and the bytes of each name."""
-
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.names: Counter[str] = Counter()
-
-    def add(self, kind: str, name: str, moved: int, flops: int = 0) -> None:
-        self.bytes[kind] += moved
-        self.names[name] += moved
-        self.seconds[kind] += max(moved / H100.bandwidth, flops / H100.flops)
-
-    def add_operator(self, operator: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Count an operator that runs by itself."""
-        name = str(operator)
-        if name.startswith(LOSS):
-            return
-        flops = 0
-        packet = operator._overloadpacket
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=outputs)
-        # What is written into is an argument too.
-        read = {key: value for key, value in kwargs.items() if key != "out"}
-        inputs = tensors_in((args, read))
-        written = tensors_in(outputs)
-        if operator is torch.ops.aten.embedding.default:
-            # It reads the rows that it returns, not the whole weight.
-            inputs = written
-        self.add(kind_of(operator), name, n_bytes(inputs) + n_bytes(written), flops)
-
-    def record(self) -> dict[str, Any]:
-        milliseconds = {kind: round(1e3 * s, 1) for kind, s in self.seconds.items()}
-        gigabytes = {kind: round(moved / 1e9, 1) for kind, moved in self.bytes.items()}
-        parts = {}
-        for name, moved in self.names.most_common():
-            if moved >= WORTH_NAMING:
-                parts[name] = round(moved / 1e9, 2)
-        total = round(1e3 * sum(self.seconds.values()), 1)
-        return {"total_ms": total, "ms": milliseconds, "gb": gigabytes, "parts_gb": parts}
-
-
-def kind_of(operator: Any) -> str:
-    if operator.namespace == KERNELS:
-        return "kernels"
-    if operator._overloadpacket in flop_registry or "scaled_dot_product" in str(operator):
-        return "products"
-    return "other"
-
-
-class CountOperators(TorchDispatchMode):
-    """Count each operator that runs, except within compiled programs."""
-
-    def __init__(self, counts: Counts) -> None:
-        super().__init__()
-        self.counts = counts
-        self.is_paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        outputs = func(*args, **kwargs)
-        if not self.is_paused and not is_view(func):
-            self.counts.add_operator(func, args, kwargs, outputs)
-        return outputs
 
 
 class Pass(NamedTuple):
@@ -375,9 +261,7 @@ def count(case: Case, compile: str) -> dict[str, Any]:
         # Later micro-batches of a step add to a gradient that is there.
         for parameter in trainable(stage).values():
             parameter.grad = torch.zeros_like(parameter)
-        torch.compile = partial(
-            compile_with, backend=counting_compiler(mode, partial(Pass.name, case=case))
-        )
+        torch.compile = partial(compile_with, backend=counting_compiler(mode, case))
         try:
             copies = Bf16Copies(stage)
             copies.refresh()
@@ -403,24 +287,6 @@ def count(case: Case, compile: str) -> dict[str, Any]:
     # Read in fp32, written in bf16.
     record["copies_ms"] = round(1e3 * 6 * copies.n_weights() / H100.bandwidth, 1)
     return record
-
-
-def count_delta_rule(batch: int, length: int, heads: int, head_dim: int, d_state: int) -> int:
-    """Return the bytes of a forward and backward of the gated delta rule on torch and our recurrence, in bf16."""
-    common.INTERPRETED = True
-    mode = CountOperators(Counts())
-    tokens = batch, length, heads
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        x, k, c = (
-            torch.zeros(*tokens, size, dtype=torch.bfloat16, requires_grad=True)
-            for size in (head_dim, d_state, d_state)
-        )
-        log_a, write = (torch.zeros(tokens, requires_grad=True) for _ in range(2))
-        upstream = torch.zeros_like(x)
-        with mode:
-            y, _ = delta_scan(x, log_a, write, k, c, impl="triton")
-            torch.autograd.grad(y, [x, log_a, write, k, c], upstream)
-    return mode.counts.bytes.total()
 
 
 def counted_cases(model: str) -> Iterator[tuple[Case, str]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -85,9 +85,9 @@ def compare_students(folder: Path) -> dict[str, Any]:
         seeds=SEEDS,
         selection="top,random",
     )
-    shared, shared_seconds = cpu_time(
-        lambda: sweep(job, SimpleNamespace(config=config, __file__=__file__))
-    )
+    recipe = ModuleType("sweep_sharing")
+    vars(recipe).update(config=config, __file__=__file__)
+    shared, shared_seconds = cpu_time(lambda: sweep(job, recipe))
     independent_seconds = 0.0
     rows: dict[str, dict[str, list[float]]] = {}
     for cell in shared.cells:

@@ -17,7 +17,7 @@ A second table holds the other kernels: the convolution (peer: causal-conv1d, on
 layer (peer: causal_conv1d_update, softplus and exp, selective_state_update, skip and gate, each on its own) and the
 distillation loss (peer: Liger 0.8.5's fused_linear_jsd, about eleven passes over fp32 logits; plain torch in fp32).
 Without fla, the gated delta rule is torch's operators, then our recurrence in fp32: counted operator by operator
-(`step_bytes.py`), on tensors that hold nothing.
+(`counting.py`), on tensors that hold nothing.
 
 Times are bytes over bandwidth or operations over the tensor cores' rate, whichever is longer: predictions, not
 measurements.
@@ -29,7 +29,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from counting import CountOperators, Counts, Device
+from hybrid_kernels import common
 from records import RESULTS, parser_of, write
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hybrid_distill.model.gated_delta import delta_scan
 
 RECORD = RESULTS / "traffic.json"
 # Bytes of an element.
@@ -79,13 +85,6 @@ class Shape(NamedTuple):
     def scores(self, chunk: int) -> int:
         """C B^T of every chunk, fp32."""
         return self.B * self.L * self.G * chunk * FP32
-
-
-class Device(NamedTuple):
-    """Bytes and floating-point operations a second that a good kernel reaches."""
-
-    bandwidth: float
-    flops: float
 
 
 DEVICES = {
@@ -331,11 +330,21 @@ def fla_delta_rule(s: Shape) -> int:
 
 
 def delta_rule_in_torch(s: Shape) -> int:
-    """Count the bytes of torch's operators and of our recurrence."""
-    # It reads this file.
-    import step_bytes
-
-    return step_bytes.count_delta_rule(s.B, s.L, s.H, s.P, s.N)
+    """Count the bytes of torch's operators and of our recurrence, forward and backward, in bf16."""
+    common.INTERPRETED = True
+    mode = CountOperators(Counts())
+    tokens = s.B, s.L, s.H
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, k, c = (
+            torch.zeros(*tokens, size, dtype=torch.bfloat16, requires_grad=True)
+            for size in (s.P, s.N, s.N)
+        )
+        log_a, write = (torch.zeros(tokens, requires_grad=True) for _ in range(2))
+        upstream = torch.zeros_like(x)
+        with mode:
+            y, _ = delta_scan(x, log_a, write, k, c, impl="triton")
+            torch.autograd.grad(y, [x, log_a, write, k, c], upstream)
+    return mode.counts.bytes.total()
 
 
 def delta_rule(s: Shape) -> Edge:

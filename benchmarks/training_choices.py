@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -147,7 +148,8 @@ def answered(teacher: Path) -> Iterator[dict[str, str]]:
     model, tokenizer = load_teacher(str(teacher))
     for prompts in chunked(sorted(last_questions(), key=len), 64):
         ids_BL, mask_BL = left_pad(tokenizer(prompts)["input_ids"], model.device)
-        generated_BL = model.generate(
+        generate: Any = model.generate
+        generated_BL = generate(
             ids_BL,
             attention_mask=mask_BL,
             max_new_tokens=4,

@@ -30,7 +30,8 @@ import versions_worker
 from records import RESULTS, ROOT, device_name, parser_of, read, write
 from tqdm.auto import tqdm
 
-from hybrid_distill.export import export_checkpoint, gate
+from hybrid_distill.export import export_checkpoint
+from hybrid_distill.export import record as gate_record
 from hybrid_distill.model.field_rules import release
 
 sys.path.append(str(ROOT / "tests"))
@@ -109,8 +110,8 @@ def summary(checks: list[list[Any]] | None, last_words: str) -> Result:
 def make_exports(scratch: Path, only: Sequence[str]) -> Exports:
     """Export tiny students, of which nothing says how old a transformers may be."""
     # More would take hours, over all families and versions.
-    gate.PROMPT_LENGTHS = (5, 24)
-    gate.NEW_TOKENS = 8
+    gate_record.PROMPT_LENGTHS = (5, 24)
+    gate_record.NEW_TOKENS = 8
     exports: Exports = {form: [] for form in (OWN_FORM, *FORMS)}
     for model_type in tqdm(only or supported_types(), desc="exports"):
         teacher = families.tiny_teacher(model_type)

@@ -21,12 +21,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tiny_world
 import torch
 import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from hybrid_distill.assets.dictionaries import NOUNS, QUESTION, probe_document
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -109,7 +115,10 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast
     )
 
 
-def make_model(run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def make_model(run: TeacherRun, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    special: dict[str, Any] = {
+        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+    }
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=run.width,
@@ -119,9 +128,7 @@ def make_model(run: TeacherRun, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         num_key_value_heads=run.n_kv_heads,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        **special,
     )
     return LlamaForCausalLM(config)
 
@@ -130,7 +137,7 @@ class Batches:
     """Seeded batches of the three kinds of training rows: copying, dictionaries, text."""
 
     def __init__(
-        self, run: TeacherRun, tokenizer: PreTrainedTokenizerFast, helpers: Sequence[HeadId] = ()
+        self, run: TeacherRun, tokenizer: PreTrainedTokenizerBase, helpers: Sequence[HeadId] = ()
     ) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.helpers = helpers
@@ -227,7 +234,7 @@ class Trainer:
     def close_head(self, head: HeadId) -> None:
         """Disconnect a head: set its output columns to zero, and keep them zero while this trainer runs."""
         head_dim = self.run.width // self.run.n_heads
-        weight = self.model.model.layers[head.layer].self_attn.o_proj.weight
+        weight = output_projection(self.model, head.layer)
         mask = self.closed.setdefault(weight, torch.ones_like(weight))
         mask[:, head.head * head_dim : (head.head + 1) * head_dim] = 0
         weight *= mask
@@ -251,7 +258,7 @@ class Trainer:
         self.steps += 1
 
 
-def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def learn(run: TeacherRun, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     started = time.time()
 
     def log(phase: str, step: int, **figures: float) -> None:
@@ -365,13 +372,18 @@ def concentrate(
 def closed_heads(model: LlamaForCausalLM) -> list[HeadId]:
     """List the heads that `concentrate` disconnected."""
     width = model.config.hidden_size // model.config.num_attention_heads
-    return [
-        head
-        for head in HeadPlan.all(model).kept
-        if not model.model.layers[head.layer]
-        .self_attn.o_proj.weight[:, head.head * width :][:, :width]
-        .any()
-    ]
+    closed = []
+    for head in HeadPlan.all(model).kept:
+        weight = output_projection(model, head.layer)
+        if not weight[:, head.head * width :][:, :width].any():
+            closed.append(head)
+    return closed
+
+
+def output_projection(model: LlamaForCausalLM, layer: int) -> torch.nn.Parameter:
+    """Return the weight of a layer's output projection, [width, heads * head_dim]."""
+    attention: Any = model.model.layers[layer]
+    return attention.self_attn.o_proj.weight
 
 
 def mixture(
@@ -457,10 +469,11 @@ def write_corpus(run: TeacherRun) -> None:
 
 
 def write_teacher(
-    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write a Hugging Face folder in half precision that every supported version of transformers reads alike."""
-    model.to(torch.float16).save_pretrained(folder)
+    torch.nn.Module.to(model, torch.float16)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, changes in (
         ("config.json", {"rope_theta": 10000.0, "torch_dtype": "float16"}),
