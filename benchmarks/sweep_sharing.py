@@ -28,9 +28,10 @@ from hybrid_distill.config import RunConfig
 from hybrid_distill.data import open_rows
 from hybrid_distill.evaluation.evaluate import EvalResult
 from hybrid_distill.lab.sweep.cells import cell_config
+from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Cell
-from hybrid_distill.lab.sweep.job import SweepJob, sweep
+from hybrid_distill.lab.sweep.job import sweep
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import choose_heads, evaluate_run, prepare, train
 from hybrid_distill.plan import HeadPlan

@@ -6,7 +6,8 @@ import sys
 
 import tyro
 
-from ..lab.sweep.job import SweepFailed, SweepJob, dry_run, sweep
+from ..lab.sweep.flags import SweepJob
+from ..lab.sweep.job import SweepFailed, dry_run, sweep
 from ..lab.sweep.paths import SweepPaths
 from ..lab.sweep.report import pareto_front, write_sweep_report
 from ..lab.sweep.status import status

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import conv, delta_rule, loss_torch, loss_triton, ssd, step
-from .loss import Options, Tokens
+from .loss_types import Options, Tokens
 
 # Tokens: at least two chunks and a ragged end.
 LENGTH = 150

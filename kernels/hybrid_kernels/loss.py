@@ -27,61 +27,16 @@ from torch import Tensor
 from torch.library import custom_op
 
 from . import unusable
+from .loss_types import IGNORE, KINDS, Options, TeacherHead, TeacherTopK, Tokens
 
 log = logging.getLogger(__name__)
 
-IGNORE = -100
-"""The label of a token that cross-entropy leaves out."""
-
-KINDS = ("forward_kl", "reverse_kl", "jsd")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 CHUNK_LOGITS = {"triton": 2**29, "torch": 2**25}  # 4,096 tokens of 128k words on a GPU
 LARGE_DEVICE = 60 * 10**9  # bytes; chunks are half as long on a smaller GPU
 # Elements a row of logits starts at a multiple of: for others triton does not compile wide loads
 ALIGNED = 16
-
-
-class TeacherHead(NamedTuple):
-    """A teacher as its final hidden states and its output head, of any width and vocabulary
-    padding."""
-
-    hidden_BLE: Tensor
-    head_WE: Tensor
-
-
-class TeacherTopK(NamedTuple):
-    """A teacher as the ids, distinct, and log-probabilities of its K likeliest tokens.
-
-    The log-probabilities are over the real vocabulary and at the temperature of the loss. What they
-    leave over is the probability of one more outcome, "any other token", for teacher and student
-    alike."""
-
-    ids_BLK: Tensor
-    log_probs_BLK: Tensor
-
-
-class Options(NamedTuple):
-    """Divergence and its settings."""
-
-    kind: str
-    temperature: float
-    beta: float
-    hard_weight: float
-
-
-class Tokens(NamedTuple):
-    """Labels, weights and teacher of each token of a chunk."""
-
-    soft_M: Tensor
-    """Factor of the divergence."""
-    hard_M: Tensor
-    """Factor of the cross-entropy: 0 without a label."""
-    labels_M: Tensor
-    """0 without a label."""
-    kept_M: Tensor
-    """False where the weight is 0: what such a token holds, be it NaN, reaches neither value nor
-    gradient."""
 
 
 def distillation_loss(

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .loss import Options, Tokens
+from .loss_types import Options, Tokens
 
 CACHED_LOGITS = 2**18
 """Logits whose passes a CPU does one after the other; a few buffers of 1 MiB stay in its cache."""

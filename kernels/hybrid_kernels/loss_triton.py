@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from .common import INTERPRETED, Compilation, check_device, dot_mode, narrow
 from .loss_torch import compare_outcomes
-
-if TYPE_CHECKING:
-    from .loss import Options, Tokens
+from .loss_types import Options, Tokens
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))

@@ -24,9 +24,10 @@ from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import PlanConfig, RunConfig, from_json
 from hybrid_distill.lab.sweep import cells
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
+from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
-from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob, base_config, sweep
+from hybrid_distill.lab.sweep.job import SweepFailed, base_config, sweep
 from hybrid_distill.lab.sweep.jobs import run_tasks
 from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task

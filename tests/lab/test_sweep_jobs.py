@@ -15,9 +15,10 @@ import torch
 from training import small_run
 
 from hybrid_distill.cli.app import main
+from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Grid
-from hybrid_distill.lab.sweep.job import JOBS, SweepJob, _defaults, dry_run, sweep
+from hybrid_distill.lab.sweep.job import JOBS, _defaults, dry_run, sweep
 from hybrid_distill.lab.sweep.jobs import (
     Command,
     Jobs,

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.sweep.job import SweepFailed, SweepJob
+from hybrid_distill.lab.sweep.flags import SweepJob
+from hybrid_distill.lab.sweep.job import SweepFailed
 from hybrid_distill.lab.sweep.measured import SweepResults, without
 from hybrid_distill.lab.sweep.report import write_sweep_report
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes

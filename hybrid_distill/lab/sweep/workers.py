@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ...validation import COUNT, COUNT_OR_NONE
 from .cells import perform
+from .flags import SweepJob
 from .jobs import Here, Jobs, executor, job_options, visible_gpus
-
-if TYPE_CHECKING:
-    from .job import SweepJob
 
 JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
 """Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's
