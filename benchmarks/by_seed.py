@@ -23,12 +23,14 @@ def differences(
     by: str,
     standard: str,
     fixed: Sequence[str] = (),
+    figures: Sequence[str] = FIGURES,
 ) -> dict[str, dict[str, str]]:
     """Return mean differences to the ``standard`` student of the same seed, with 95 % intervals (Student's t).
 
-    There is a row for every other value of column ``by`` and every value of the ``fixed`` columns.
+    There is a row for every other value of column ``by`` and every value of the ``fixed`` columns. A seed counts
+    if both students have it; an interval needs two.
     """
-    by_setting = students.set_index([by, *fixed, "seed"])[list(FIGURES)]
+    by_setting = students.set_index([by, *fixed, "seed"])[list(figures)]
     names = set(students[by]) - {standard}
     rows = {}
     for name in sorted(names):
@@ -38,7 +40,7 @@ def differences(
             words = [name]
             for value, column in zip(values, fixed):
                 words.append(f"{value} {column}")
-            rows[", ".join(words)] = {figure: with_interval(of_group[figure]) for figure in FIGURES}
+            rows[", ".join(words)] = {figure: with_interval(of_group[figure]) for figure in figures}
     return rows
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from by_seed import differences
 from leaderboard import enter_measured, page
 from records import RESULTS, ROOT, about, environment, read, write
 from smollm2_measures import Measures, measure_one
@@ -66,6 +67,9 @@ LOSSES = RESULTS / "smollm2_losses.json"
 LOGGED = ("loss", "tokens_per_s")
 """Fields of the metrics that the record of losses holds."""
 LAST = "niah_multikey_2 at 2048"
+SEEDS = (0, 1, 2)
+OF_TEXT = ("kl", "agreement", "perplexity", "perplexity to 128", "perplexity to 2048")
+"""Figures of held-out text that students of several seeds are compared by."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,9 @@ EQUAL_BYTES = [
 ]
 TRAINED = [replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for student in EQUAL_BYTES]
 # Other orders of the text for the two that answer whether a state is worth its bytes.
-for seed in (1, 2):
-    TRAINED += [replace(student, tokens="0.3M", seed=seed) for student in EQUAL_BYTES[:2]]
+WHOLE_WINDOW, WITH_STATE = (replace(student, tokens="0.3M") for student in EQUAL_BYTES[:2])
+for seed in SEEDS[1:]:
+    TRAINED += [replace(student, seed=seed) for student in (WHOLE_WINDOW, WITH_STATE)]
 # Rows longer than the window: what is lost beyond it can be learned there alone.
 for heads, window in (("9 groups", 300), ("5 groups", 188)):
     for tokens in ("0.3M", "1M", "3M"):
@@ -175,7 +180,7 @@ ON_GPU = [
     Student("5 groups", 188, seq_len=2048),
 ]
 LARGE_STEP = {"step_tokens": 16_384, "learning_rate": 2e-4}
-for seed in (0, 1, 2):
+for seed in SEEDS:
     TRAINED += [replace(student, tokens="3M", seed=seed, **LARGE_STEP) for student in ON_GPU]
 for rate in (1e-4, 4e-4):
     faster = {**LARGE_STEP, "learning_rate": rate}
@@ -317,9 +322,15 @@ def report(out: Path) -> None:
         record = read(out / name / "measured.json")
         if record:
             rows[name] = record
+    adds = added_by_state(rows)
+    print(pd.DataFrame(adds).to_string())
     write(
         RESULTS / "smollm2_windows.json",
-        {"rows": rows, **about("students of SmolLM2 with windows", threads=1)},
+        {
+            "rows": rows,
+            f"{WITH_STATE.name} less {WHOLE_WINDOW.name}, same seed": adds,
+            **about("students of SmolLM2 with windows", threads=1),
+        },
     )
     table = pd.json_normalize(list(rows.values())).set_index(pd.Index(rows, name="row"))
     print(text_table(table.T.round(3).reset_index()))
@@ -333,6 +344,19 @@ def report(out: Path) -> None:
             entry = STUDENTS[name].entry
         enter_measured(name, record, entry)
     page()
+
+
+def added_by_state(rows: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return what half a window and a state add to the whole window, over the seeds that both have."""
+    measured = []
+    for student in (WHOLE_WINDOW, WITH_STATE):
+        for seed in SEEDS:
+            record = rows.get(replace(student, seed=seed).name)
+            if record:
+                figures = {name: record["text"][name] for name in OF_TEXT}
+                measured.append({"student": student.name, "seed": seed, **figures})
+    students = pd.DataFrame(measured)
+    return differences(students, "student", WHOLE_WINDOW.name, figures=OF_TEXT)
 
 
 def losses(out: Path) -> None:
