@@ -379,8 +379,9 @@ def cache_bytes(
     number of recurrent heads, P the head dim, N the state size, b the bytes per element, and s the
     bytes per element of a state (published tables use 2). H_ring is the number of KV heads that no
     kept head stores whole, where replaced heads have a ``window`` W and ``sinks`` S; each slot of a
-    layer's ring also has an index of 4 bytes. A layer with a window of its own (``windows``,
-    `layer_windows`) stores the latest tokens that fit in it, but for the current one.
+    layer's ring also has an index of 4 bytes, and a shorter text has fewer slots. A layer with a
+    window of its own (``windows``, `layer_windows`) stores the latest tokens that fit in it, but for
+    the current one.
     """
     if windows is None:
         windows = [None] * plan.n_layers
@@ -393,7 +394,9 @@ def cache_bytes(
         n_stored = length if limit is None else min(length, limit - 1)
         kv_tokens += n_stored_heads * n_stored
         if window and plan.replaced_in(layer):
-            n_slots = sinks + (window if limit is None else min(window, limit))
+            n_slots = sinks + min(window, length)
+            if limit is not None:
+                n_slots = min(n_slots, sinks + limit)
             ring_tokens += (plan.n_kv_heads - n_stored_heads) * n_slots
             ring_indices += n_slots
     # Without a state, replaced heads have no convolution either.

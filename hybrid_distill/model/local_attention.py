@@ -49,7 +49,7 @@ class Reach(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """Tokens before a row, from a ring: the last W - 1 in order, the first S, and their number."""
+    """Tokens before a row, from a ring: at most the last W - 1 in order, the first S, and their number."""
 
     near_keys: Tensor
     near_values: Tensor
@@ -91,17 +91,19 @@ def attend_locally(
             scoring.softcap,
         )
     length = query_BHLP.shape[2]
-    n_past = reach.window - 1
     size = min(BLOCK, length)
     n_blocks = -(-length // size)
     padding = n_blocks * size - length
 
-    # Indices count from the first of W - 1 earlier tokens, real or not: query i is token n_past + i.
+    # Indices count from the first of n_past earlier tokens, real or not: query i is token n_past + i.
     if earlier is None:
+        # The last block has no more tokens before it.
+        n_past = min(reach.window - 1, (n_blocks - 1) * size)
         key_BGTP = F.pad(key_BGLP, (0, 0, n_past, padding))
         value_BGTP = F.pad(value_BGLP, (0, 0, n_past, padding))
         begin_BL = begin_BL + n_past
     else:
+        n_past = earlier.near_keys.shape[2]
         key_BGTP = torch.cat([earlier.near_keys, key_BGLP], dim=2)
         value_BGTP = torch.cat([earlier.near_values, value_BGLP], dim=2)
         key_BGTP = F.pad(key_BGTP, (0, 0, 0, padding))
@@ -112,7 +114,7 @@ def attend_locally(
 
     key_BNGKP = _near_blocks(key_BGTP, n_past + size, size)
     value_BNGKP = _near_blocks(value_BGTP, n_past + size, size)
-    seen_BNQK = _seen_near(begin_BNQ, reach)
+    seen_BNQK = _seen_near(begin_BNQ, reach, n_past)
     if reach.sinks and (n_blocks > 1 or earlier is not None):
         # Only one document can have sinks before a block's near keys: that of its first query.
         sink_keys = None if earlier is None else earlier.sink_keys
@@ -122,7 +124,7 @@ def attend_locally(
         value_BNGSP = _sinks(value_BGTP, begin_BN, reach.sinks, sink_values)
         key_BNGKP = torch.cat([key_BNGSP, key_BNGKP], dim=3)
         value_BNGKP = torch.cat([value_BNGSP, value_BNGKP], dim=3)
-        seen_BNQK = torch.cat([_seen_sinks(begin_BNQ, reach), seen_BNQK], dim=3)
+        seen_BNQK = torch.cat([_seen_sinks(begin_BNQ, reach, n_past), seen_BNQK], dim=3)
 
     query_BHTP = F.pad(query_BHLP, (0, 0, 0, padding))
     query_BNHQP = query_BHTP.unflatten(2, (n_blocks, size)).transpose(1, 2)
@@ -213,10 +215,9 @@ def _near_blocks(t_BGTP: Tensor, n_keys: int, step: int) -> Tensor:
     return blocks_BGNPK.permute(0, 2, 1, 4, 3)
 
 
-def _seen_near(begin_BNQ: Tensor, reach: Reach) -> Tensor:
-    """Return which near keys each query sees."""
+def _seen_near(begin_BNQ: Tensor, reach: Reach, n_past: int) -> Tensor:
+    """Return which near keys each query sees, of ``n_past`` before its block and those within."""
     _, n_blocks, size = begin_BNQ.shape
-    n_past = reach.window - 1
     device = begin_BNQ.device
     in_block_K = torch.arange(n_past + size, device=device)
     query_Q = n_past + torch.arange(size, device=device)
@@ -241,7 +242,7 @@ def _sinks(t_BGTP: Tensor, begin_BN: Tensor, n_sinks: int, stored_BGSP: Tensor |
     return torch.where(is_stored_BN1S1, stored_BGSP.unsqueeze(1), sinks_BNGSP)
 
 
-def _seen_sinks(begin_BNQ: Tensor, reach: Reach) -> Tensor:
+def _seen_sinks(begin_BNQ: Tensor, reach: Reach, n_past: int) -> Tensor:
     """Return which sinks of a block each query sees: those of its own document before the near keys."""
     _, n_blocks, size = begin_BNQ.shape
     device = begin_BNQ.device
@@ -252,7 +253,7 @@ def _seen_sinks(begin_BNQ: Tensor, reach: Reach) -> Tensor:
     is_same_BNQ = begin_BNQ == begin_BN.unsqueeze(2)
     seen_BNQS = is_same_BNQ.unsqueeze(3) & is_before_BNS.unsqueeze(2)
     if reach.limit is not None:
-        query_NQ = reach.window - 1 + first_key_N.unsqueeze(1) + torch.arange(size, device=device)
+        query_NQ = n_past + first_key_N.unsqueeze(1) + torch.arange(size, device=device)
         distance_BNQS = query_NQ.unsqueeze(2) - index_BNS.unsqueeze(2)
         seen_BNQS = seen_BNQS & (distance_BNQS < reach.limit)
     return seen_BNQS

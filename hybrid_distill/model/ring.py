@@ -6,6 +6,7 @@ Shapes: B batch, L length, G KV heads, P head dim, W window, S sinks, R = S + W 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .rows import pick_tokens, static
@@ -16,7 +17,8 @@ class TokenRing:
 
     Slot m < S holds the token at place m, slot S + r the latest token whose place is r modulo W. Places
     count the tokens of a row from 0, without padding, so that rows of a padded batch differ in their
-    number of tokens but not in the shape of their rings.
+    number of tokens but not in the shape of their rings. Until a row has W columns, there are as many
+    slots of the window as columns; a static ring has all of them from the start.
     """
 
     def __init__(self, window: int, sinks: int, is_static: bool = False) -> None:
@@ -29,6 +31,12 @@ class TokenRing:
         """Column of each slot's token among all columns of the row so far, padding included."""
         self.n_tokens_B: Tensor | None = None
 
+    @property
+    def n_near(self) -> int:
+        """Number of slots of the window."""
+        assert self.column_BR is not None
+        return self.column_BR.shape[1] - self.sinks
+
     def places_BR(self) -> Tensor:
         """Return the place of the token in each slot; negative for an empty slot of the window.
 
@@ -38,38 +46,100 @@ class TokenRing:
         device = self.n_tokens_B.device
         last_B1 = self.n_tokens_B.unsqueeze(1) - 1
         # The largest place up to the last one that is r modulo W.
-        near_BW = last_B1 - (last_B1 - torch.arange(self.window, device=device)) % self.window
+        near_BW = last_B1 - (last_B1 - torch.arange(self.n_near, device=device)) % self.window
         sink_S = torch.arange(self.sinks, device=device)
         return torch.cat([sink_S.expand(len(last_B1), -1), near_BW], dim=1)
 
     def write(
+        self,
+        key_BGLP: Tensor,
+        value_BGLP: Tensor,
+        column_BL: Tensor,
+        n_new_B: Tensor,
+        n_columns: int,
+    ) -> None:
+        """Store the first ``n_new_B`` tokens of each row; what follows them is padding.
+
+        ``n_columns`` counts the columns of all rows so far, these included.
+        """
+        if self.n_tokens_B is None:
+            self._allocate(key_BGLP, value_BGLP, n_new_B, n_columns)
+        self._grow(n_columns)
+        assert self.n_tokens_B is not None
+        self._set("n_tokens_B", self.n_tokens_B + n_new_B)
+        if column_BL.shape[1] == 1:
+            self._write_one(key_BGLP, value_BGLP, column_BL, n_new_B > 0)
+        else:
+            self._write_many(key_BGLP, value_BGLP, column_BL, n_new_B)
+
+    def _write_many(
         self, key_BGLP: Tensor, value_BGLP: Tensor, column_BL: Tensor, n_new_B: Tensor
     ) -> None:
-        """Store the first ``n_new_B`` tokens of each row; what follows them is padding."""
-        if self.n_tokens_B is None:
-            self._allocate(key_BGLP, value_BGLP, n_new_B)
+        """Let each slot pick its token of the row, if it has one there."""
         assert self.n_tokens_B is not None and self.column_BR is not None
         assert self.keys is not None and self.values is not None
-        self._set("n_tokens_B", self.n_tokens_B + n_new_B)
         # Taken after counting: a static ring counts in place.
         n_before_B = self.n_tokens_B - n_new_B
         source_BR = self.places_BR() - n_before_B.unsqueeze(1)
         is_new_BR = (source_BR >= 0) & (source_BR < n_new_B.unsqueeze(1))
-        # While a model decodes, every slot would pick the same token: it is broadcast instead.
-        if column_BL.shape[1] > 1:
-            source_BR = source_BR.clamp(0, column_BL.shape[1] - 1)
-            column_BL = column_BL.gather(1, source_BR)
-            key_BGLP = pick_tokens(key_BGLP, source_BR)
-            value_BGLP = pick_tokens(value_BGLP, source_BR)
+        source_BR = source_BR.clamp(0, column_BL.shape[1] - 1)
         is_new_B1R1 = is_new_BR[:, None, :, None]
-        columns = column_BL.to(self.column_BR.dtype)
-        self._set("column_BR", torch.where(is_new_BR, columns, self.column_BR))
-        self._set("keys", torch.where(is_new_B1R1, key_BGLP.to(self.keys.dtype), self.keys))
-        self._set("values", torch.where(is_new_B1R1, value_BGLP.to(self.values.dtype), self.values))
+        columns_BR = column_BL.gather(1, source_BR).to(self.column_BR.dtype)
+        keys = pick_tokens(key_BGLP, source_BR).to(self.keys.dtype)
+        values = pick_tokens(value_BGLP, source_BR).to(self.values.dtype)
+        self._set("column_BR", torch.where(is_new_BR, columns_BR, self.column_BR))
+        self._set("keys", torch.where(is_new_B1R1, keys, self.keys))
+        self._set("values", torch.where(is_new_B1R1, values, self.values))
 
-    def _allocate(self, key_BGLP: Tensor, value_BGLP: Tensor, n_new_B: Tensor) -> None:
+    def _write_one(
+        self, key_BG1P: Tensor, value_BG1P: Tensor, column_B1: Tensor, is_new_B: Tensor
+    ) -> None:
+        """Write one token a row into its slots alone: a decoding model would else copy the ring for each token."""
+        assert self.n_tokens_B is not None and self.column_BR is not None
+        assert self.keys is not None and self.values is not None
+        place_B = (self.n_tokens_B - 1).clamp_min(0)
+        slots = [(self.sinks + place_B % self.window, is_new_B)]
+        if self.sinks:
+            slots.append((place_B.clamp_max(self.sinks - 1), is_new_B & (place_B < self.sinks)))
+        row_B = torch.arange(len(place_B), device=place_B.device)
+        # Autograd may need what an attention has read before.
+        copies = torch.is_grad_enabled() and not self.is_static
+        for name, new in (("keys", key_BG1P), ("values", value_BG1P)):
+            tensor_BGRP = getattr(self, name)
+            if copies:
+                tensor_BGRP = tensor_BGRP.clone()
+            new_BGP = new[:, :, 0].to(tensor_BGRP.dtype)
+            for slot_B, is_written_B in slots:
+                old_BGP = tensor_BGRP[row_B, :, slot_B]
+                # Not scatter_, which takes a hundred times as long on a CPU.
+                tensor_BGRP[row_B, :, slot_B] = torch.where(
+                    is_written_B[:, None, None], new_BGP, old_BGP
+                )
+            setattr(self, name, tensor_BGRP)
+        new_B = column_B1[:, 0].to(self.column_BR.dtype)
+        for slot_B, is_written_B in slots:
+            old_B = self.column_BR[row_B, slot_B]
+            self.column_BR[row_B, slot_B] = torch.where(is_written_B, new_B, old_B)
+
+    def _n_slots(self, n_columns: int) -> int:
+        if self.is_static:
+            return self.sinks + self.window
+        return self.sinks + min(self.window, n_columns)
+
+    def _grow(self, n_columns: int) -> None:
+        """Add slots for tokens up to this number of columns."""
+        assert self.keys is not None and self.values is not None and self.column_BR is not None
+        n_more = self._n_slots(n_columns) - self.keys.shape[2]
+        if n_more > 0:
+            self.keys = F.pad(self.keys, (0, 0, 0, n_more))
+            self.values = F.pad(self.values, (0, 0, 0, n_more))
+            self.column_BR = F.pad(self.column_BR, (0, n_more))
+
+    def _allocate(
+        self, key_BGLP: Tensor, value_BGLP: Tensor, n_new_B: Tensor, n_columns: int
+    ) -> None:
         batch, n_groups, _, width = key_BGLP.shape
-        n_slots = self.sinks + self.window
+        n_slots = self._n_slots(n_columns)
         shape = (batch, n_groups, n_slots, width)
         self.keys = self._owned(key_BGLP.new_zeros(shape))
         self.values = self._owned(value_BGLP.new_zeros(shape))

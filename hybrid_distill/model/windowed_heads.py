@@ -301,7 +301,10 @@ class HeadCall:
                 n_new_B = torch.full((batch,), n_tokens, device=device)
             else:
                 n_new_B = (token_mask_BL[:, :n_tokens] != 0).sum(dim=1)
-            layer.ring_of(ring.window, ring.sinks).write(key_BGLP, value_BGLP, column_BL, n_new_B)
+            n_columns = layer.get_seq_length() + n_tokens
+            layer.ring_of(ring.window, ring.sinks).write(
+                key_BGLP, value_BGLP, column_BL, n_new_B, n_columns
+            )
 
         write(self.cache, length)
         self.cache.on_replay(write)
@@ -329,15 +332,16 @@ class HeadCall:
         dtype = ring.keys.dtype if full is None else full.keys.dtype
         key_BHRP, value_BHRP = self._ring_keys(ring, full, dtype)
         n_tokens_B1 = ring.n_tokens_B.unsqueeze(1)
-        n_near = ring.window - 1
+        n_near = min(ring.window - 1, ring.n_near)
         place_BN = n_tokens_B1 - n_near + torch.arange(n_near, device=n_tokens_B1.device)
-        slot_BN = ring.sinks + place_BN % ring.window
+        # Places before the row's first token are not seen, and may have no slot.
+        slot_BN = ring.sinks + place_BN.clamp_min(0) % ring.window
         return Earlier(
             near_keys=pick_tokens(key_BHRP, slot_BN),
             near_values=pick_tokens(value_BHRP, slot_BN),
-            sink_keys=key_BHRP[:, :, : ring.sinks],
-            sink_values=value_BHRP[:, :, : ring.sinks],
-            # A copy: a static ring counts on in place.
+            # Copies: a static ring is written and counts on in place.
+            sink_keys=key_BHRP[:, :, : ring.sinks].clone(),
+            sink_values=value_BHRP[:, :, : ring.sinks].clone(),
             n_tokens_B=ring.n_tokens_B.clone(),
         )
 
@@ -359,9 +363,12 @@ class HeadCall:
             values.append(pick_tokens(full.values, index_BR))
             groups += heads.kept_groups
         order = [groups.index(group) for group in heads.window_groups]
-        ring_keys = pick_heads(torch.cat(keys, dim=1), order)
-        ring_values = pick_heads(torch.cat(values, dim=1), order)
-        return ring_keys, ring_values
+        return pick_heads(_joined(keys), order), pick_heads(_joined(values), order)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenate heads; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _reordered(t_BHLP: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:

@@ -199,6 +199,42 @@ def test_generation_of_a_padded_batch_and_with_a_static_cache() -> None:
     assert again.tolist() == batch.tolist()
 
 
+def test_a_ring_has_a_slot_a_token_up_to_its_window_and_is_then_written_in_place() -> None:
+    teacher = make_family_model("llama")
+    student = opened(windowed_student(teacher, HeadPlan.none(teacher), window=9, sinks=2))
+    ids = ids_of(student, length=24)
+    with torch.no_grad():
+        whole = student(ids, use_cache=False).logits
+    cache = student.new_cache()
+    ring = cache.layer(0).ring_of(9, 2)
+    n_seen = 0
+    # Shorter than the window, beyond it at once, then token by token.
+    for n_tokens in (3, 1, 4, 6, *[1] * 10):
+        before = None if ring.keys is None else ring.keys.data_ptr()
+        piece = ids[:, n_seen : n_seen + n_tokens]
+        with torch.no_grad():
+            logits = student(piece, past_key_values=cache).logits
+        n_seen += n_tokens
+        assert_close(logits[:, -1], whole[:, n_seen - 1])
+        assert ring.keys.shape[2] == 2 + min(9, n_seen)
+        if n_tokens == 1 and n_seen > 9:
+            assert ring.keys.data_ptr() == before
+    assert n_seen == 24
+
+
+def test_gradients_go_through_a_cache_token_by_token() -> None:
+    """A ring that was written in place would have lost what the last token's attention has read."""
+    teacher = make_family_model("llama")
+    student = opened(windowed_student(teacher, HeadPlan.none(teacher), window=4, sinks=1))
+    ids = ids_of(student, n_rows=1, length=9)
+    weight = student.get_input_embeddings().weight
+    (expected,) = torch.autograd.grad(student(ids, use_cache=False).logits.square().sum(), weight)
+    cache = student.new_cache()
+    steps = [student(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9)]
+    (gradient,) = torch.autograd.grad(torch.cat(steps, 1).square().sum(), weight)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_beams_take_their_rings_along() -> None:
     teacher = make_family_model("llama")
