@@ -181,7 +181,19 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
         cache = make_cache(decoder.config)
     row[cache_name] = cache
     _mask_documents(decoder, row, backbone_packs)
+    if _marks_nothing(row["token_mask"]):
+        row["token_mask"] = None
     return row
+
+
+def _marks_nothing(token_mask_BL: Tensor | None) -> bool:
+    """Return True for a mask without padding, with which every layer would reorder tokens for nothing.
+
+    Only a CPU is asked: a look at the mask would wait for a GPU.
+    """
+    if token_mask_BL is None or torch.compiler.is_compiling():
+        return False
+    return token_mask_BL.device.type == "cpu" and bool(token_mask_BL.all())
 
 
 def _hybrid_cache(arguments: Mapping[str, Any]) -> HybridCache | None:

@@ -5,6 +5,8 @@ Shapes: B batch, L length, G KV heads, P head dim, W window, S sinks, R = S + W 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,8 +59,9 @@ class TokenRing:
         column_BL: Tensor,
         n_new_B: Tensor,
         n_columns: int,
+        is_padded: bool,
     ) -> None:
-        """Store the first ``n_new_B`` tokens of each row; what follows them is padding.
+        """Store the first ``n_new_B`` tokens of each row; what follows them is padding, if the row ``is_padded``.
 
         ``n_columns`` counts the columns of all rows so far, these included.
         """
@@ -67,8 +70,10 @@ class TokenRing:
         self._grow(n_columns)
         assert self.n_tokens_B is not None
         self._set("n_tokens_B", self.n_tokens_B + n_new_B)
-        if column_BL.shape[1] == 1:
-            self._write_one(key_BGLP, value_BGLP, column_BL, n_new_B > 0)
+        # Autograd may need what an attention has read before, and cannot know that two slots hold one token.
+        needs_grad = key_BGLP.requires_grad or (self.keys is not None and self.keys.requires_grad)
+        if column_BL.shape[1] == 1 and not needs_grad:
+            self._write_one(key_BGLP, value_BGLP, column_BL, n_new_B > 0 if is_padded else None)
         else:
             self._write_many(key_BGLP, value_BGLP, column_BL, n_new_B)
 
@@ -92,34 +97,39 @@ class TokenRing:
         self._set("values", torch.where(is_new_B1R1, values, self.values))
 
     def _write_one(
-        self, key_BG1P: Tensor, value_BG1P: Tensor, column_B1: Tensor, is_new_B: Tensor
+        self,
+        key_BG1P: Tensor,
+        value_BG1P: Tensor,
+        column_B1: Tensor,
+        is_new_B: Tensor | None,
     ) -> None:
-        """Write one token a row into its slots alone: a decoding model would else copy the ring for each token."""
-        assert self.n_tokens_B is not None and self.column_BR is not None
-        assert self.keys is not None and self.values is not None
-        place_B = (self.n_tokens_B - 1).clamp_min(0)
-        slots = [(self.sinks + place_B % self.window, is_new_B)]
+        """Write one token a row into its slots alone: a decoding model would else copy the ring for each token.
+
+        Rows whose token is padding are not ``is_new_B``; None if there are none.
+        """
+        assert self.n_tokens_B is not None
+        # A row of padding alone has no token yet.
+        place_B1 = (self.n_tokens_B.unsqueeze(1) - 1).clamp_min(0)
+        slot_BX = self.sinks + place_B1 % self.window
         if self.sinks:
-            slots.append((place_B.clamp_max(self.sinks - 1), is_new_B & (place_B < self.sinks)))
-        row_B = torch.arange(len(place_B), device=place_B.device)
-        # Autograd may need what an attention has read before.
-        copies = torch.is_grad_enabled() and not self.is_static
-        for name, new in (("keys", key_BG1P), ("values", value_BG1P)):
-            tensor_BGRP = getattr(self, name)
-            if copies:
-                tensor_BGRP = tensor_BGRP.clone()
-            new_BGP = new[:, :, 0].to(tensor_BGRP.dtype)
-            for slot_B, is_written_B in slots:
-                old_BGP = tensor_BGRP[row_B, :, slot_B]
-                # Not scatter_, which takes a hundred times as long on a CPU.
-                tensor_BGRP[row_B, :, slot_B] = torch.where(
-                    is_written_B[:, None, None], new_BGP, old_BGP
-                )
-            setattr(self, name, tensor_BGRP)
-        new_B = column_B1[:, 0].to(self.column_BR.dtype)
-        for slot_B, is_written_B in slots:
-            old_B = self.column_BR[row_B, slot_B]
-            self.column_BR[row_B, slot_B] = torch.where(is_written_B, new_B, old_B)
+            # A token that is no sink is written twice into the same slot: fewer steps than to ask.
+            sink_B1 = torch.where(place_B1 < self.sinks, place_B1, slot_BX)
+            slot_BX = torch.cat([sink_B1, slot_BX], dim=1)
+        row_B1 = torch.arange(len(place_B1), device=place_B1.device).unsqueeze(1)
+        slots = (row_B1, slot_BX)
+        heads = slice(None)
+        self._put("column_BR", slots, column_B1, is_new_B)
+        self._put("keys", (row_B1, heads, slot_BX), key_BG1P.transpose(1, 2), is_new_B)
+        self._put("values", (row_B1, heads, slot_BX), value_BG1P.transpose(1, 2), is_new_B)
+
+    def _put(self, name: str, slots: Any, new: Tensor, is_new_B: Tensor | None) -> None:
+        """Write ``new`` [B, 1, ...] into the ``slots`` of a tensor."""
+        held = getattr(self, name)
+        new = new.to(held.dtype)
+        if is_new_B is not None:
+            new = torch.where(is_new_B.view(-1, *[1] * (new.dim() - 1)), new, held[slots])
+        # Not scatter_, which takes a hundred times as long on a CPU.
+        held[slots] = new
 
     def _n_slots(self, n_columns: int) -> int:
         if self.is_static:

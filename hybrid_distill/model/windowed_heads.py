@@ -303,7 +303,12 @@ class HeadCall:
                 n_new_B = (token_mask_BL[:, :n_tokens] != 0).sum(dim=1)
             n_columns = layer.get_seq_length() + n_tokens
             layer.ring_of(ring.window, ring.sinks).write(
-                key_BGLP, value_BGLP, column_BL, n_new_B, n_columns
+                key_BGLP,
+                value_BGLP,
+                column_BL,
+                n_new_B,
+                n_columns,
+                is_padded=token_mask_BL is not None,
             )
 
         write(self.cache, length)
