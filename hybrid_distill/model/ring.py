@@ -112,7 +112,7 @@ class TokenRing:
         place_B1 = (self.n_tokens_B.unsqueeze(1) - 1).clamp_min(0)
         slot_BX = self.sinks + place_B1 % self.window
         if self.sinks:
-            # A token that is no sink is written twice into the same slot: fewer steps than to ask.
+            # A token beyond the sinks is written into the same slot twice: fewer steps than to ask.
             sink_B1 = torch.where(place_B1 < self.sinks, place_B1, slot_BX)
             slot_BX = torch.cat([sink_B1, slot_BX], dim=1)
         row_B1 = torch.arange(len(place_B1), device=place_B1.device).unsqueeze(1)
