@@ -394,9 +394,10 @@ def cache_bytes(
         n_stored = length if limit is None else min(length, limit - 1)
         kv_tokens += n_stored_heads * n_stored
         if window and plan.replaced_in(layer):
-            n_slots = sinks + min(window, length)
+            n_near = min(window, length)
             if limit is not None:
-                n_slots = min(n_slots, sinks + limit)
+                n_near = min(n_near, limit)
+            n_slots = sinks + n_near
             ring_tokens += (plan.n_kv_heads - n_stored_heads) * n_slots
             ring_indices += n_slots
     # Without a state, replaced heads have no convolution either.

@@ -28,17 +28,18 @@ def is_exported(
     report = folder / "gate" / "report.json"
     if not report.is_file() or not read_json(report).get("ok"):
         return False
-    try:
-        check_unchanged(folder)
-    except (ExportError, ValueError):
-        return False
-    record = program.read_record(folder / "gate")
-    if _code_differs(folder, record["form"]):
-        return False
+    # What is cheap to compare comes before the hashes of all weights.
     for name, content in measurements(results, training).items():
         file = folder / name
         if not file.is_file() or read_json(file) != content:
             return False
+    try:
+        record = program.read_record(folder / "gate")
+        if _code_differs(folder, record["form"]):
+            return False
+        check_unchanged(folder)
+    except (ExportError, OSError, ValueError):
+        return False
     tensors = FORMATS[record["form"]].tensors
     if tensors is None:
         return False
@@ -51,5 +52,5 @@ def _code_differs(folder: Path, export_format: str) -> bool:
     if foreign_code(folder):
         return True
     own = {file.name: file_hash(file) for file in program_files(export_format)}
-    stored = {name: file_hash(folder / "gate" / name) for name in own}
+    stored = {file.name: file_hash(file) for file in (folder / "gate").glob("*.py")}
     return stored != own

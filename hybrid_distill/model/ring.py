@@ -67,11 +67,12 @@ class TokenRing:
         """
         if self.n_tokens_B is None:
             self._allocate(key_BGLP, value_BGLP, n_new_B, n_columns)
-        self._grow(n_columns)
-        assert self.n_tokens_B is not None
+        else:
+            self._grow(n_columns)
+        assert self.n_tokens_B is not None and self.keys is not None
         self._set("n_tokens_B", self.n_tokens_B + n_new_B)
         # Autograd may need what an attention has read before, and cannot know that two slots hold one token.
-        needs_grad = key_BGLP.requires_grad or (self.keys is not None and self.keys.requires_grad)
+        needs_grad = key_BGLP.requires_grad or self.keys.requires_grad
         if column_BL.shape[1] == 1 and not needs_grad:
             self._write_one(key_BGLP, value_BGLP, column_BL, n_new_B > 0 if is_padded else None)
         else:
@@ -107,7 +108,8 @@ class TokenRing:
 
         Rows whose token is padding are not ``is_new_B``; None if there are none.
         """
-        assert self.n_tokens_B is not None
+        assert self.n_tokens_B is not None and self.column_BR is not None
+        assert self.keys is not None and self.values is not None
         # A row of padding alone has no token yet.
         place_B1 = (self.n_tokens_B.unsqueeze(1) - 1).clamp_min(0)
         slot_BX = self.sinks + place_B1 % self.window
@@ -116,20 +118,10 @@ class TokenRing:
             sink_B1 = torch.where(place_B1 < self.sinks, place_B1, slot_BX)
             slot_BX = torch.cat([sink_B1, slot_BX], dim=1)
         row_B1 = torch.arange(len(place_B1), device=place_B1.device).unsqueeze(1)
-        slots = (row_B1, slot_BX)
-        heads = slice(None)
-        self._put("column_BR", slots, column_B1, is_new_B)
-        self._put("keys", (row_B1, heads, slot_BX), key_BG1P.transpose(1, 2), is_new_B)
-        self._put("values", (row_B1, heads, slot_BX), value_BG1P.transpose(1, 2), is_new_B)
-
-    def _put(self, name: str, slots: Any, new: Tensor, is_new_B: Tensor | None) -> None:
-        """Write ``new`` [B, 1, ...] into the ``slots`` of a tensor."""
-        held = getattr(self, name)
-        new = new.to(held.dtype)
-        if is_new_B is not None:
-            new = torch.where(is_new_B.view(-1, *[1] * (new.dim() - 1)), new, held[slots])
-        # Not scatter_, which takes a hundred times as long on a CPU.
-        held[slots] = new
+        of_heads = (row_B1, slice(None), slot_BX)
+        _put(self.column_BR, (row_B1, slot_BX), column_B1, is_new_B)
+        _put(self.keys, of_heads, key_BG1P.transpose(1, 2), is_new_B)
+        _put(self.values, of_heads, value_BG1P.transpose(1, 2), is_new_B)
 
     def _n_slots(self, n_columns: int) -> int:
         if self.is_static:
@@ -186,3 +178,12 @@ class TokenRing:
         """Count the bytes of keys, values and columns."""
         tensors = (self.keys, self.values, self.column_BR)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _put(held: Tensor, slots: Any, new: Tensor, is_new_B: Tensor | None) -> None:
+    """Write ``new`` [B, 1, ...] into the ``slots`` of a tensor, in rows that are new."""
+    new = new.to(held.dtype)
+    if is_new_B is not None:
+        new = torch.where(is_new_B.view(-1, *[1] * (new.dim() - 1)), new, held[slots])
+    # Not scatter_, which takes a hundred times as long on a CPU.
+    held[slots] = new

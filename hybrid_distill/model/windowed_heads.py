@@ -301,7 +301,8 @@ class HeadCall:
                 n_new_B = torch.full((batch,), n_tokens, device=device)
             else:
                 n_new_B = (token_mask_BL[:, :n_tokens] != 0).sum(dim=1)
-            n_columns = layer.get_seq_length() + n_tokens
+            # Not get_seq_length: a static layer's is on the device, and its ring has all slots.
+            n_columns = layer.seen + n_tokens
             layer.ring_of(ring.window, ring.sinks).write(
                 key_BGLP,
                 value_BGLP,
