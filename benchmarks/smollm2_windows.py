@@ -5,7 +5,12 @@
     python benchmarks/smollm2_windows.py report --out runs/windows
     python benchmarks/smollm2_windows.py losses --out runs/windows
 
-``--teacher`` is the folder that `hybrid-distill import-gguf` made, ``--text`` that of benchmarks/debian_text.py.
+``--teacher`` is the folder that `hybrid-distill import-gguf` made, ``--text`` that of benchmarks/debian_text.py. Rows
+called ``self`` also read ``TEXT/self``, conversations that the teacher wrote:
+
+    hybrid-distill generate-data --model smollm2 --tokens 80K --form chat --dtype bfloat16 --batch-size 64 \\
+        --shard-tokens 8192 --out text/self
+
 ``train`` trains one student after the other and resumes where it was stopped; ``measure`` measures the teacher, the
 students without training and those whose training has ended, and skips what a measured.json holds; ``report`` writes
 the record and prints the tables, ``losses`` the record of training losses by tokens. Each process has one thread; on a
@@ -88,6 +93,8 @@ class Student:
     step_tokens: int = TOKENS_PER_STEP
     """Tokens of an optimizer step."""
     learning_rate: float = LEARNING_RATE
+    own_share: float = 0.0
+    """Share of the tokens that are conversations and lookups written by the teacher; the others are Debian's text."""
     seed: int = 0
 
     @property
@@ -106,6 +113,8 @@ class Student:
             parts.append(f"step{self.step_tokens}")
         if self.learning_rate != LEARNING_RATE:
             parts.append(f"rate{self.learning_rate:g}")
+        if self.own_share:
+            parts.append(f"self{self.own_share:g}")
         if self.seed:
             parts.append(f"seed{self.seed}")
         return "-".join(parts)
@@ -173,6 +182,9 @@ for seed in SEEDS[1:]:
 for heads, window in (("9 groups", 300), ("5 groups", 188)):
     for tokens in ("0.3M", "1M", "3M"):
         TRAINED.append(Student(heads, window, tokens=tokens, seq_len=2048))
+# The better data of two: text alone, and half of it what the teacher wrote.
+for heads, window, seq_len in (("9 groups", 300, 2048), ("12 groups", 44, 512)):
+    TRAINED.append(Student(heads, window, tokens="0.3M", seq_len=seq_len, own_share=0.5))
 # On a GPU: a step of eight times as many tokens, at twice the rate.
 ON_GPU = [
     *EQUAL_BYTES[:4],
@@ -230,10 +242,14 @@ def train(options: argparse.Namespace, student: Student) -> None:
     """Train one student, or go on where it was stopped."""
     n_rows = student.step_tokens // student.seq_len
     micro_batch = n_rows if DEVICE == "cpu" else min(n_rows, MICRO_BATCH_TOKENS // student.seq_len)
+    sources = f"--data.sources {options.text / 'train.jsonl'}"
+    if student.own_share:
+        shares = f"{1 - student.own_share} {student.own_share}"
+        sources += f" {options.text / 'self'} --data.weights {shares}"
     flags = f"""
         --teacher {options.teacher} --teacher.dtype bfloat16
         --scoring.file {SCORES} --scoring.prompt-format plain
-        --data.sources {options.text / "train.jsonl"} --data.no-chat --data.seq-len {student.seq_len}
+        {sources} --data.no-chat --data.seq-len {student.seq_len}
         {PLANS[student.heads]}
         --student.window {student.window} --student.sinks {SINKS if student.window else 0}
         --student.d-state {student.d_state} --student.recurrence {student.recurrence}

@@ -135,13 +135,7 @@ class HeadPlan:
 
     def check_fits(self, shape_of: object) -> None:
         """Raise ValueError unless the plan was made for a teacher of this shape."""
-        planned = _shape(self)
-        actual = _shape(shape_of)
-        if actual != planned:
-            raise ValueError(
-                f"the plan was made for another teacher: it expects {_named(planned)}, the model "
-                f"has {_named(actual)}; score this teacher and make a new plan."
-            )
+        check_same_shape(self, shape_of, "the plan")
 
     @classmethod
     def top_k(
@@ -310,6 +304,17 @@ def _first_in_each_layer(ranked: Sequence[tuple[int, int]], k: int) -> list[tupl
 def _warn_once(text: str) -> None:
     """Log a warning only once: a run makes its plan twice, first to check it, then to use it."""
     log.warning(text)
+
+
+def check_same_shape(made_for: object, shape_of: object, name: str) -> None:
+    """Raise ValueError unless a plan or scores, called ``name`` in the error, describe a teacher of this shape."""
+    expected = _shape(made_for)
+    actual = _shape(shape_of)
+    if actual != expected:
+        raise ValueError(
+            f"{name} was made for another teacher: it describes {_named(expected)}, the model has {_named(actual)}; "
+            "score this teacher and make a new plan."
+        )
 
 
 def _shape(source: object) -> tuple[int, int, int]:

@@ -9,7 +9,9 @@ import tyro
 
 from .config import RunConfig
 
-CHOICE = "Stages of the recipe to run, in this order; by default all."
+CHOICE = (
+    "Stages of the recipe to run, in this order; by default all. Without a name: none, no training."
+)
 
 
 def with_stage_flags(config: RunConfig) -> RunConfig:

@@ -9,12 +9,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 import transformers
+from head_tables import some_scores
 from students import gate_in_this_process, lose_caches, only_error
 from training import ALIGN, DISTILL, small_run
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.config import PlanConfig, StudentConfig, TeacherConfig
+from hybrid_distill.config import PlanConfig, ScoringConfig, StudentConfig, TeacherConfig
 from hybrid_distill.export import ExportError, GateReport
 from hybrid_distill.export.check import Check
 from hybrid_distill.lab.reporting.record import read_run
@@ -23,6 +25,7 @@ from hybrid_distill.pipeline import RunInputs, building, checks, finished_run
 from hybrid_distill.pipeline import run as steps
 from hybrid_distill.pipeline.checks import check_teachers
 from hybrid_distill.pipeline.finished import trained_student, training_record
+from hybrid_distill.pipeline.planning import known_plan
 from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepare, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.result import StageManifest
@@ -286,6 +289,21 @@ def test_attention_that_cannot_pack_is_refused_before_anything_is_scored(
     with pytest.raises(ValueError, match=implementation):
         check_teachers(inputs)
     assert not inputs.paths.out.exists()
+
+
+def test_scores_of_another_shape_are_refused_before_they_are_ranked(tmp_path, caplog) -> None:
+    scores = some_scores(torch.zeros(3, 8), n_kv_heads=8)
+    scores.save(tmp_path / "scores.json")
+    config = replace(
+        small_run(tmp_path / "run"),
+        scoring=ScoringConfig(file=tmp_path / "scores.json"),
+        plan=PlanConfig(selection="top", k=2),
+    )
+    inputs = RunInputs(config)
+    with pytest.raises(ValueError, match="describes 3 layers, 8 heads, 8 KV heads"):
+        known_plan(inputs, inputs.teacher)
+    # All heads tie, which says nothing about this teacher.
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []])

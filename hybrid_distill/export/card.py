@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from huggingface_hub import ModelCard
+from huggingface_hub.constants import REPO_ID_SEPARATOR
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..evaluation.evaluate import EvalResult
@@ -108,9 +109,16 @@ def origin(teacher: str) -> tuple[str, str]:
     folder = Path(teacher).expanduser()
     if folder.is_dir():
         license, _ = on_card(folder / "README.md")
-        return license, folder.resolve().name
+        return license, _hub_id(folder.resolve()) or folder.resolve().name
     license, _ = on_card(teacher)
     return license, teacher
+
+
+def _hub_id(folder: Path) -> str:
+    """Return the identifier of a snapshot in the hub's cache (models--ORG--NAME/snapshots/COMMIT); else ""."""
+    kind, _, name = folder.parent.parent.name.partition(REPO_ID_SEPARATOR)
+    is_snapshot = folder.parent.name == "snapshots" and kind == "models"
+    return name.replace(REPO_ID_SEPARATOR, "/", 1) if is_snapshot else ""
 
 
 def on_card(card: str | Path) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig
-from ..plan import HeadPlan, Unit
+from ..plan import HeadPlan, Unit, check_same_shape
 from ..scoring import HeadScores
 from ..teacher import fingerprint
 from .inputs import RunInputs
@@ -56,9 +56,19 @@ def known_plan(
         HeadPlan.check_k(teacher, options.k, "--plan.k", _unit_of(options))
     if options.selection == "restoration" or (options.selection == "top" and scores is None):
         return None
-    plan = make_plan(options, teacher, partial(HeadScores.load, scores or Path()), by_shape=True)
+    plan = make_plan(
+        options, teacher, partial(_scores_for, teacher, scores or Path()), by_shape=True
+    )
     plan.check_fits(teacher)
     return plan
+
+
+def _scores_for(teacher: PreTrainedModel, path: Path) -> HeadScores:
+    """Load scores and check that they rank the heads of a teacher of this shape."""
+    scores = HeadScores.load(path)
+    # Before a plan is made of them: its ties say nothing about another model.
+    check_same_shape(scores, teacher, str(path))
+    return scores
 
 
 def unranked_plan(teacher: PreTrainedModel, options: PlanConfig) -> HeadPlan:

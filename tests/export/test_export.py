@@ -217,6 +217,12 @@ def test_license_and_name_come_from_the_teachers_own_card(tmp_path, monkeypatch)
     assert origin("tiny") == ("apache-2.0", "")
 
 
+def test_the_origin_of_a_snapshot_in_the_hubs_cache_is_its_identifier(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--Some-Org--Some--1B" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    assert origin(str(snapshot)) == ("unknown", "Some-Org/Some--1B")
+
+
 def test_the_card_says_distilled_only_of_a_student_that_was() -> None:
     student, plan = tiny_student("llama")
     distill = {"name": "distill", "steps": 1, "tokens": 8}
