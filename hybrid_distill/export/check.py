@@ -14,7 +14,7 @@ prompts. It checks that
 - the reloaded model's logits match the record (on another device than the record's: within what
   rounding does to these logits, which the record knows);
 - logits with a cache, and in a left-padded batch, match those of each prompt alone;
-- greedy tokens match the record: with a cache, without one, and in the batch;
+- greedy tokens match the record: with a cache, in the batch and, for the longest prompt, without a cache;
 - in the exported dtype, the logits match too, within what rounding to it does to them.
 
 All of these but the last compute in float32, whatever the export's dtype.
@@ -115,6 +115,16 @@ class Prompts:
     def scale(self) -> float:
         """Largest absolute logit; differences are relative to it."""
         return max(float(logits_LC.abs().max()) for logits_LC in self.logits)
+
+    def only(self, number: int) -> Prompts:
+        """Return one of the prompts."""
+        return Prompts(
+            self.columns,
+            [self.ids[number]],
+            [self.logits[number]],
+            [self.generated[number]],
+            [self.leads[number]],
+        )
 
 
 def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
@@ -387,15 +397,16 @@ def check_outputs(model: Model, prompts: Prompts, limits: Limits) -> Iterator[Ch
     """
     new_tokens = len(prompts.generated[0])
     cached = yield from check_ways(model, prompts, limits)
-    limit = max(limits)
-    yield check_tokens("cached", cached, prompts, limit)
-    uncached = []
-    for ids_L in prompts.ids:
-        continued = greedy(model, ids_L[None], None, new_tokens, use_cache=False)
-        uncached.append(continued.tokens_BT[0])
-    yield check_tokens("uncached", uncached, prompts, limit)
+    margin = margin_of(max(limits), prompts)
+    yield check_tokens("cached", cached, prompts, margin)
+    # Without a cache each token takes a whole forward. One prompt suffices: `check_ways` has
+    # compared the forwards of all.
+    longest = max(range(len(prompts.ids)), key=lambda number: len(prompts.ids[number]))
+    ids_1L = prompts.ids[longest].unsqueeze(0)
+    uncached = greedy(model, ids_1L, None, new_tokens, use_cache=False)
+    yield check_tokens("uncached", uncached.tokens_BT, prompts.only(longest), margin)
     in_batch = greedy(model, *left_padded(prompts.ids), new_tokens)
-    yield check_tokens("left-padded batch", in_batch.tokens_BT, prompts, limit)
+    yield check_tokens("left-padded batch", in_batch.tokens_BT, prompts, margin)
 
 
 @torch.no_grad()
@@ -437,16 +448,21 @@ def check_ways(
     return generated
 
 
+def margin_of(limit: float, prompts: Prompts) -> float:
+    """Return the lead, in logits, that a token needs so that rounding cannot choose another."""
+    # Twice: the best token may fall by the limit while the second best rises by it.
+    return 2 * limit * prompts.scale
+
+
 def check_tokens(
-    way: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, limit: float
+    way: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, margin: float
 ) -> Check:
-    """Compare greedy tokens with the record, up to the first that rounding may change."""
+    """Compare greedy tokens with the record, up to the first whose lead is at most ``margin``."""
     n_different = 0
     n_compared = 0
     recorded = zip(prompts.generated, prompts.leads)
     for tokens_T, (expected_T, leads_T) in zip(generated, recorded, strict=True):
-        # Twice: the best token may fall by the limit while the second best rises by it.
-        is_clear_T = leads_T > 2 * limit * prompts.scale
+        is_clear_T = leads_T > margin
         # After a token that rounding may change, the texts differ.
         compared_T = is_clear_T.cumprod(0).bool()
         n_different += int((tokens_T != expected_T)[compared_T].sum())
@@ -577,7 +593,7 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
         name = f"{package} = exported model"
         yield check_logits(name, logits, prompts.logits, limit, scale=prompts.scale)
     generated = [torch.tensor(tokens) for tokens in program.generate(ids, new_tokens)]
-    yield check_tokens(package, generated, prompts, limit)
+    yield check_tokens(package, generated, prompts, margin_of(limit, prompts))
 
 
 def load_program(export_format: str) -> Callable[[Path, int], Model]:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -170,6 +171,18 @@ def test_perplexity_and_agreement_by_hand() -> None:
     assert result["top1_agreement"] == pytest.approx(torch.stack(same).double().mean().item())
     kl = torch.stack(divergences).mean().item()
     assert result["kl_to_teacher"] == pytest.approx(kl, rel=1e-4)
+
+
+def test_a_teacher_reads_the_texts_once_and_agrees_with_itself() -> None:
+    words = "one two three four five"
+    tokenizer = word_tokenizer([words])
+    teacher = make_family_model("llama", vocab_size=len(tokenizer))
+    batches = list(text_batches(teacher, tokenizer, [words], max_tokens=6, batch_size=2))
+    with patch.object(teacher, "forward", wraps=teacher.forward) as forward:
+        itself = compare_on_text(teacher, teacher, batches)
+    alone = compare_on_text(teacher, None, batches)
+    assert forward.call_count == len(batches)
+    assert itself == {**alone, "top1_agreement": 1.0, "kl_to_teacher": 0.0}
 
 
 def test_vocabularies_padded_differently_are_compared_on_what_they_share() -> None:
