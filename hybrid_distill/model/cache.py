@@ -34,6 +34,17 @@ class LayerSnapshot(NamedTuple):
 
     n_tokens: Any
     tensors: dict[str, Tensor]
+    ring: tuple[int, int] | None = None
+    """Window and sinks of the layer's ring, if it has one."""
+    forwards: tuple[Forward, ...] = ()
+    """Records of the forward passes before, which `crop` may still undo."""
+
+
+class CacheSnapshot(NamedTuple):
+    """State of a cache: of each layer, and the prompt that it holds."""
+
+    layers: list[LayerSnapshot]
+    prefix: Prefix | None
 
 
 class Forward(NamedTuple):
@@ -96,7 +107,9 @@ class HybridLayerCache(DynamicLayer):
     def begin(self, n_tokens: int) -> None:
         """Announce new tokens: call once per forward pass, before any head has used the layer."""
         if self.record_past:
-            self.forwards.append(Forward(self.snapshot(), n_tokens, []))
+            # Without the earlier records, which the list holds anyway.
+            before = self.snapshot()._replace(forwards=())
+            self.forwards.append(Forward(before, n_tokens, []))
 
     def on_replay(self, replay: Callable[[HybridLayerCache, int], None]) -> None:
         """Add how a part of the layer reads the first n tokens of this forward pass again, if it is recorded."""
@@ -190,7 +203,8 @@ class HybridLayerCache(DynamicLayer):
         for name, tensor in self.tensors().items():
             # Kernels update states in place.
             tensors[name] = tensor if name in ("keys", "values") else tensor.clone()
-        return LayerSnapshot(self.seen, tensors)
+        ring = None if self.ring is None else (self.ring.window, self.ring.sinks)
+        return LayerSnapshot(self.seen, tensors, ring, tuple(self.forwards))
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Go back to a snapshot, which may be used again."""
@@ -198,10 +212,15 @@ class HybridLayerCache(DynamicLayer):
             setattr(self, name, None)
         if self.ring is not None:
             self.ring.clear()
+        if snapshot.ring is not None:
+            # A layer that was reset has none.
+            self.ring_of(*snapshot.ring)
         for name, tensor in snapshot.tensors.items():
             self._put(name, tensor if name in ("keys", "values") else tensor.clone())
         self.seen = snapshot.n_tokens
         self.is_initialized = self.seen > 0
+        # Not those of now, whose tokens are undone.
+        self.forwards = list(snapshot.forwards) if self.record_past else []
 
     def _put(self, name: str, tensor: Tensor) -> None:
         if name.startswith(RING):
@@ -265,6 +284,8 @@ class HybridLayerCache(DynamicLayer):
         }
 
     def _map(self, fn: Any) -> None:
+        """Change the rows of all tensors. Records of earlier forward passes hold the old rows, and are dropped."""
+        self.forwards = []
         for name, tensor in self.tensors().items():
             self._put(name, fn(tensor))
 
@@ -349,6 +370,7 @@ class StaticLayerCache(HybridLayerCache):
         for name, tensor in self.tensors().items():
             if name not in ("keys", "values"):
                 tensors[name] = tensor.clone()
+        # Its ring goes back in place, and it records nothing.
         return LayerSnapshot(0 if self.n_seen is None else self.n_seen.clone(), tensors)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -396,17 +418,18 @@ class HybridCache(Cache):
         repeated.batch_repeat_interleave(n)
         return repeated
 
-    def snapshot(self) -> list[LayerSnapshot]:
+    def snapshot(self) -> CacheSnapshot:
         """Return what the cache holds now, for `restore`; costs a copy of the states and no copy of the keys.
 
         After tokens that are not to stay, ``restore`` goes back to it, as often as needed.
         """
-        return [layer.snapshot() for layer in self._layers()]
+        return CacheSnapshot([layer.snapshot() for layer in self._layers()], self.prefix)
 
-    def restore(self, snapshot: Sequence[LayerSnapshot]) -> None:
+    def restore(self, snapshot: CacheSnapshot) -> None:
         """Go back to a snapshot of this cache."""
-        for layer, before in zip(self._layers(), snapshot, strict=True):
+        for layer, before in zip(self._layers(), snapshot.layers, strict=True):
             layer.restore(before)
+        self.prefix = snapshot.prefix
 
     def save(self, path: str | Path) -> None:
         """Write the cache that ``model.prefill`` returned to a safetensors file, for ``model.load_cache``.

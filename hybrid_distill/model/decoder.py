@@ -28,7 +28,7 @@ from .documents import (
     seq_idx_of_positions,
 )
 from .layout import CACHE_NAMES, attention_name, cache_argument, given_cache
-from .mixer import ROW_ARGUMENTS, HybridMixer
+from .mixer import ROW_ARGUMENTS, HybridMixer, current_row
 from .windows import layer_windows
 
 
@@ -37,7 +37,7 @@ def put_mixers(decoder: Any, config: HybridConfig) -> None:
     for index, layer in enumerate(decoder.layers):
         name = attention_name(layer)
         setattr(layer, name, HybridMixer(getattr(layer, name), config, index))
-        layer.__class__ = _layer_class(type(layer), name)
+        layer.__class__ = _layer_class(type(layer))
     decoder.__class__ = _decoder_class(type(decoder))
     # The backbone's plans for several devices name projections that a mixer has elsewhere, or not at all.
     decoder._tp_plan = {}
@@ -45,6 +45,8 @@ def put_mixers(decoder: Any, config: HybridConfig) -> None:
     decoder._ep_plan = {}
     # Stored, because wrappers (FSDP, torch.compile) put other modules in the place of the layers.
     decoder.layers_with_attention = [bool(heads) for heads in config.kept]
+    decoder.layers_with_maps = [bool(heads) or config.window > 0 for heads in config.kept]
+    decoder.replaces_heads = any(map(config.replaced_in, range(len(config.kept))))
     decoder.has_windows = config.window > 0
 
 
@@ -68,11 +70,32 @@ def _decoder_class(decoder_class: type[nn.Module]) -> type[nn.Module]:
     @wraps(decoder_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(names, args)) | kwargs
-        return decoder_class.forward(self, **row_arguments(self, cache_name, arguments))
+        outputs = decoder_class.forward(self, **row_arguments(self, cache_name, arguments))
+        _align_maps(self, outputs)
+        return outputs
 
     subclass: Any = _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
     subclass.save_pretrained = _refuse_to_save
     return subclass
+
+
+def _align_maps(decoder: Any, outputs: Any) -> None:
+    """Give layers without an attention module maps of no head, [B, 0, L, L].
+
+    transformers records maps by the modules that it finds: without these, others would move to wrong layers.
+    """
+    recorded = getattr(outputs, "attentions", None)
+    if not recorded or len(recorded) != sum(decoder.layers_with_maps):
+        return
+    batch, _, length, _ = recorded[0].shape
+    remaining = iter(recorded)
+    aligned = []
+    for has_maps in decoder.layers_with_maps:
+        if has_maps:
+            aligned.append(next(remaining))
+        else:
+            aligned.append(recorded[0].new_zeros((batch, 0, length, length)))
+    outputs.attentions = tuple(aligned)
 
 
 def _refuse_to_save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> NoReturn:
@@ -83,24 +106,23 @@ def _refuse_to_save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> NoRetur
 
 
 @lru_cache
-def _layer_class(layer_class: type[nn.Module], attention: str) -> type[nn.Module]:
+def _layer_class(layer_class: type[nn.Module]) -> type[nn.Module]:
     """Subclass a decoder layer to pass `ROW_ARGUMENTS` directly to its mixer: some layers (Nemotron's) drop arguments.
 
     They travel as arguments of the layer, because gradient checkpointing runs a layer again when its decoder is done.
     ``backbone_forward`` can be compiled: it runs within gradient checkpointing, which some transformers versions wrap
-    around ``forward``, and past which no compiler traces an attribute that is set (``row``).
+    around ``forward``, and past which no compiler traces an attribute that is set (`current_row`).
     """
 
     @wraps(layer_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mixer = getattr(self, attention)
-        mixer.row = {name: kwargs.get(name) for name in ROW_ARGUMENTS}
+        current_row.arguments = {name: kwargs.get(name) for name in ROW_ARGUMENTS}
         try:
             return self.backbone_forward(*args, **kwargs)
         finally:
-            mixer.row = {}
+            current_row.arguments = {}
 
-    subclass: Any = _subclass(layer_class, forward, _layer_class, (layer_class, attention))
+    subclass: Any = _subclass(layer_class, forward, _layer_class, (layer_class,))
     subclass.backbone_forward = layer_class.forward
     return subclass
 
@@ -171,6 +193,8 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     if row["seq_idx"] is None:
         if row["token_mask"] is not None:
             _refuse_padding_in_windows(decoder, cast(Tensor, attention_mask))
+        elif isinstance(attention_mask, Tensor) and length > 1 and decoder.replaces_heads:
+            _refuse_hidden_tokens(attention_mask)
     elif cache is not None or row["use_cache"]:
         raise ValueError(CACHE_WITH_PACKING)
     else:
@@ -250,6 +274,20 @@ def _mask_documents(decoder: Any, row: dict[str, Any], backbone_packs: bool) -> 
             row["position_ids"] = packed["position_ids"]
     elif row["position_ids"] is None and decoder.has_windows:
         row["position_ids"] = positions_in_documents(seq_idx_BL)
+
+
+def _refuse_hidden_tokens(mask_BHLS: Tensor) -> None:
+    """Raise ValueError for a 4-D mask that hides earlier tokens: replaced heads would read them."""
+    if torch.compiler.is_compiling():
+        return
+    length, source_length = mask_BHLS.shape[-2:]
+    is_seen_BHLS = mask_BHLS if mask_BHLS.dtype == torch.bool else mask_BHLS == 0
+    causal_LS = torch.ones_like(is_seen_BHLS[0, 0]).tril(source_length - length)
+    if (is_seen_BHLS != causal_LS).any():
+        raise ValueError(
+            f"attention_mask is {mask_BHLS.ndim}-D and not only causal. Replaced heads need to know which tokens are "
+            "padding, and which documents: pass a 2-D mask, or seq_idx for packed documents."
+        )
 
 
 def _refuse_padding_in_windows(decoder: Any, attention_mask_BS: Tensor) -> None:

@@ -6,6 +6,7 @@ Shapes: B batch, L length, S source length, H heads, P head dim, D model width, 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,9 @@ from .windowed_heads import WindowedAttention
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")
 """Arguments of mixers that attention modules do not accept."""
+# Not an attribute of the mixer: servers run one model in many threads.
+current_row = threading.local()
+"""``arguments``: `ROW_ARGUMENTS` of the decoder layer that this thread runs."""
 HeadPart = Literal["recurrence", "window"]
 """Parts that a replaced head sums."""
 
@@ -97,8 +101,6 @@ class HybridMixer(nn.Module):
         self._cache_argument = cache_argument(attention.forward)
         # Stored KV head of each kept head; None if the backbone repeats KV heads itself.
         self.kv_index: list[int] | None = None
-        self.row: dict[str, Any] = {}
-        """`ROW_ARGUMENTS` that the decoder layer received, while it runs."""
         self.silenced: frozenset[HeadPart] = frozenset()
         """Parts of replaced heads that are left out (`silence`)."""
         self.windowed: WindowedAttention | None = None
@@ -193,10 +195,11 @@ class HybridMixer(nn.Module):
         if cache is None:
             cache = given_cache(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        row = getattr(current_row, "arguments", {})
         if token_mask is None:
-            token_mask = self.row.get("token_mask")
+            token_mask = row.get("token_mask")
         if seq_idx is None:
-            seq_idx = self.row.get("seq_idx")
+            seq_idx = row.get("seq_idx")
         layer_cache = None if cache is None else cache.layer(self.layer)
         if layer_cache is not None:
             layer_cache.begin(hidden_states.shape[1])

@@ -116,11 +116,12 @@ class HybridPreTrainedModel(PreTrainedModel):
         found["missing"] = [name for name in found["missing"] if name not in cls._own_tensors]
         if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
             where = path or "this checkpoint"
-            if kwargs.get("tie_word_embeddings") is False and found["missing"] == [
-                "lm_head.weight"
-            ]:
+            # AutoModel puts the argument into the config.
+            is_untied = model.config.tie_word_embeddings is False
+            if is_untied and found["missing"] == ["lm_head.weight"]:
                 raise ValueError(
-                    f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out."
+                    f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out. If nobody "
+                    "passed it, the folder is damaged: copy it again."
                 )
             raise ValueError(
                 f"the tensors of {where} do not match this model under transformers {__version__} "
@@ -503,7 +504,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 cache=cache,
             )
         ids = input_ids if before is None else torch.cat([before.ids_BL, input_ids], dim=1)
-        cache.prefix = Prefix(ids, given, fingerprint(self), str(self.dtype))
+        cache.prefix = Prefix(ids, given, fingerprint(self, ids, given), str(self.dtype))
         return cache
 
     def load_cache(
@@ -514,14 +515,23 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         Raises ValueError for a damaged file, another prompt or mask, another student or another dtype.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        prefix = Prefix(input_ids, mask, fingerprint(self), str(self.dtype))
+        prefix = Prefix(input_ids, mask, fingerprint(self, input_ids, mask), str(self.dtype))
         cache = self.new_cache()
         tensors = read_prefix(Path(path), prefix)
         for mixer in self.mixers_with("window"):
             assert mixer.windowed is not None
             reach = mixer.windowed.reach
             cache.layer(mixer.layer).ring_of(reach.window, reach.sinks)
-        cache.fill(prefix, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        mixers = self.mixers()
+        on_device = {}
+        for name, tensor in tensors.items():
+            layer, _, _ = name.partition(".")
+            device = next(mixers[int(layer)].parameters()).device
+            if device.type == "meta":
+                # An offloaded layer runs where its input is.
+                device = input_ids.device
+            on_device[name] = tensor.to(device)
+        cache.fill(prefix, on_device)
         return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -548,12 +558,14 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Compute next-token logits.
 
-        ``attention_mask`` [B, S] is 0 at padding. ``seq_idx`` [B, L] numbers the documents packed in a row, ascending:
+        ``attention_mask`` [B, S] is 0 at padding. A 4-D mask may only be causal, unless the row's documents are given
+        too: replaced heads do not read it. ``seq_idx`` [B, L] numbers the documents packed in a row, ascending:
         positions restart and nothing leaks from one document to the next. The conventions of transformers also work:
         ``position_ids`` that restart within a row, or ``cu_seq_lens_q``, the document boundaries in all rows
         concatenated. ``use_cache`` defaults to True, except in training and with packed documents.
         ``past_key_values`` is what transformers before 5.24 calls the ``cache``. Raises ValueError for a cache of
-        another class, or a cache with packed documents.
+        another class, a cache with packed documents, or a 4-D mask that hides tokens. Maps (``output_attentions``) are
+        [B, heads, L, S] of the heads that attend, kept ones first.
         """
         if cache is None:
             cache = past_key_values

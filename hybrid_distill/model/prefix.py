@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FORMAT = "hybrid-distill prefix 1"
 SAMPLES_PER_TENSOR = 16
@@ -55,24 +58,61 @@ class Prefix(NamedTuple):
         }
 
 
-def fingerprint(model: Any) -> str:
-    """Hash a student's config, and the names, shapes, dtypes and some elements of its weights."""
+@torch.no_grad()
+def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
+    """Hash what decides the state after a prompt: a student's settings, its weights, the embeddings of the tokens.
+
+    Of each weight, only some elements are read. Wherever a weight is, on a device or offloaded, the hash is the same.
+    """
     config = model.config
     fields = ("kept", "d_state", "conv_width", "conv_bias", "recurrence", "window", "sinks")
     own = {name: getattr(config, name) for name in fields}
     described = json.dumps([own, config.backbone], sort_keys=True, default=str)
     digest = hashlib.sha256(described.encode())
-    samples = []
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        # An offloaded weight is elsewhere until its module runs.
-        if weight.device.type != "meta":
-            stride = max(1, weight.numel() // SAMPLES_PER_TENSOR)
-            sample = weight.detach().flatten()[::stride][:SAMPLES_PER_TENSOR]
-            samples.append(sample.to(model.device, torch.float32))
+    # Training may change the embeddings of a few tokens alone, which a sample would not notice.
+    token_T = ids_BL[mask_BL != 0].unique()
+    token_T = token_T[token_T < config.vocab_size]
+    samples = [model.get_input_embeddings()(token_T).float().flatten()]
+    for description, sample in _sampled_weights(model.model):
+        digest.update(description.encode())
+        samples.append(sample.to(ids_BL.device, torch.float32))
     # One transfer: every read from the device costs a sync.
     digest.update(_bytes(torch.cat(samples).cpu()))
     return digest.hexdigest()
+
+
+def _sampled_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names, shapes and dtypes of all weights, and some of their elements."""
+    for path, module in model.named_modules():
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        with _in_memory(module):
+            for name in names:
+                weight = getattr(module, name)
+                for part in _plain_parts(weight.detach()):
+                    stride = max(1, part.numel() // SAMPLES_PER_TENSOR)
+                    sample = part.flatten()[::stride][:SAMPLES_PER_TENSOR]
+                    yield f"{path}.{name} {tuple(part.shape)} {part.dtype}", sample
+
+
+def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
+    """Load a module's offloaded weights while the context is open."""
+    is_offloaded = any(p.device.type == "meta" for p in module.parameters(recurse=False))
+    if not is_offloaded:
+        return nullcontext()
+    # Not at the top: only accelerate offloads weights.
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module, "cpu")
+
+
+def _plain_parts(weight: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors of a weight: a quantized one consists of several."""
+    if not is_traceable_wrapper_subclass(weight):
+        yield weight
+        return
+    names, _ = weight.__tensor_flatten__()
+    for name in names:
+        yield from _plain_parts(getattr(weight, name))
 
 
 def write_prefix(path: Path, prefix: Prefix, tensors: dict[str, Tensor]) -> None:
@@ -114,8 +154,9 @@ def _check_facts(path: Path, facts: dict[str, str], expected: dict[str, str]) ->
         )
     owners = {
         "dtype": f"a student in {facts.get('dtype')}, not {expected['dtype']}",
-        "student": "another student, or of this one with other weights or settings",
+        # Before the student, whose hash holds the embeddings of the prompt's tokens.
         "prompt": "another prompt, or of this one with another attention_mask",
+        "student": "another student, or of this one with other weights or settings",
     }
     for name, owner in owners.items():
         if facts.get(name) != expected[name]:

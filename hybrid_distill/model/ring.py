@@ -72,8 +72,10 @@ class TokenRing:
         assert self.n_tokens_B is not None and self.keys is not None
         self._set("n_tokens_B", self.n_tokens_B + n_new_B)
         # Autograd may need what an attention has read before, and cannot know that two slots hold one token.
-        needs_grad = key_BGLP.requires_grad or self.keys.requires_grad
-        if column_BL.shape[1] == 1 and not needs_grad:
+        is_fixed = key_BGLP.requires_grad or self.keys.requires_grad
+        # Tensors of inference mode can only be written there.
+        is_fixed |= self.keys.is_inference() and not torch.is_inference_mode_enabled()
+        if column_BL.shape[1] == 1 and not is_fixed:
             self._write_one(key_BGLP, value_BGLP, column_BL, n_new_B > 0 if is_padded else None)
         else:
             self._write_many(key_BGLP, value_BGLP, column_BL, n_new_B)

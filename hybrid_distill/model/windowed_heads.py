@@ -182,7 +182,8 @@ class HeadCall:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the kept heads, if they run, then the replaced ones, [B, L, H, P].
 
-        Also returns their maps [B, H, L, S], where eager attention evaluates a row without a cache.
+        With eager attention, also returns the maps of the kept heads and, where a row is evaluated without a cache,
+        of the replaced ones after them, [B, H, L, S].
         """
         self._was_used = True
         heads = self.heads
@@ -209,11 +210,15 @@ class HeadCall:
         query = pick_heads(query_BHLP, heads.replaced)
         near_BHLP = self._attend_near(query, key_BGLP, value_BGLP, full, scoring)
         outputs.append(near_BHLP.transpose(1, 2))
-        is_eager = heads.backbone_config._attn_implementation == "eager"
-        if is_eager and self.cache is None and not attention.training:
+        output_BLHP = torch.cat(outputs, dim=2)
+        if heads.backbone_config._attn_implementation != "eager":
+            return output_BLHP, None
+        if self.cache is None and not attention.training:
             maps.append(self._near_maps(query, key_BGLP, scoring))
-            return torch.cat(outputs, dim=2), torch.cat(maps, dim=1)
-        return torch.cat(outputs, dim=2), None
+        if not maps:
+            batch, _, length, _ = query_BHLP.shape
+            maps.append(query_BHLP.new_zeros((batch, 0, length, length)))
+        return output_BLHP, torch.cat(maps, dim=1)
 
     def _full_keys(self, key_BGLP: Tensor, value_BGLP: Tensor) -> FullKeys | None:
         """Return what the kept heads read, and store it; None if there are none, or nobody reads it."""
@@ -260,7 +265,7 @@ class HeadCall:
                 if length == 1:
                     self._store(ring, key_BGLP, value_BGLP, rows)
                     return self._attend_ring(ring, query_BHLP, full, scoring)
-                earlier = self._earlier(ring, full)
+                earlier = self._earlier(ring, full, key_BGLP.dtype)
             self._store(ring, key_BGLP, value_BGLP, rows)
         near_keys = pick_heads(key_BGLP, heads.window_groups)
         near_values = pick_heads(value_BGLP, heads.window_groups)
@@ -332,10 +337,9 @@ class HeadCall:
             query_BH1P, key_BHRP, value_BHRP, place_BR, last_place_B, self.heads.reach, scoring
         )
 
-    def _earlier(self, ring: TokenRing, full: FullKeys | None) -> Earlier:
-        """Return the tokens before a row of several tokens, in their order."""
-        assert ring.n_tokens_B is not None and ring.keys is not None
-        dtype = ring.keys.dtype if full is None else full.keys.dtype
+    def _earlier(self, ring: TokenRing, full: FullKeys | None, dtype: torch.dtype) -> Earlier:
+        """Return the tokens before a row of several tokens, in their order and in its ``dtype``."""
+        assert ring.n_tokens_B is not None
         key_BHRP, value_BHRP = self._ring_keys(ring, full, dtype)
         n_tokens_B1 = ring.n_tokens_B.unsqueeze(1)
         n_near = min(ring.window - 1, ring.n_near)

@@ -166,6 +166,7 @@ def test_attentions_are_those_of_the_kept_heads(student: HybridForCausalLM) -> N
     for output in (student(ids), student.model(ids)):
         assert [tuple(maps.shape) for maps in output.attentions] == [
             (2, 3, 9, 9),
+            (2, 0, 9, 9),
             (2, 7, 9, 9),
         ]
 

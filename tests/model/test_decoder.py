@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from students import (
 from torch import Tensor
 from transformers import DynamicCache
 
-from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model import HybridForCausalLM, layer_windows
 from hybrid_distill.model.layout import cache_of
 
 FAMILIES = ("llama", "gpt_neox", "nemotron", "gemma2")
@@ -108,3 +109,54 @@ def test_a_copy_is_the_same_model(way: str, recurrence: str) -> None:
     copied.config.output_hidden_states = True
     assert copied.model(ids).hidden_states is not None
     assert student.model(ids).hidden_states is None
+
+
+def test_threads_read_their_own_padding(student: HybridForCausalLM) -> None:
+    """One thread stands between a layer and its mixer while another runs a padded batch there."""
+    ids = tokens(2, 11)
+    padded, mask = left_padded([tokens(5), tokens(11)])
+    expected = logits(student, ids, use_cache=False)
+    is_inside = threading.Event()
+    is_done = threading.Event()
+    other = threading.Thread(
+        target=lambda: logits(student, padded, attention_mask=mask, use_cache=False)
+    )
+
+    def before_mixer(*_: object) -> None:
+        if threading.current_thread() is other:
+            is_inside.set()
+            is_done.wait(20)
+        elif other.ident is None:
+            other.start()
+            is_inside.wait(20)
+
+    def after_mixer(*_: object) -> None:
+        if threading.current_thread() is not other:
+            is_done.set()
+
+    layer = student.model.layers[0]
+    hooks = [layer.input_layernorm.register_forward_hook(before_mixer)]
+    hooks.append(student.mixers()[0].register_forward_hook(after_mixer))
+    actual = logits(student, ids, use_cache=False)
+    other.join()
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(actual, expected)
+
+
+@torch.no_grad()
+def test_a_mask_that_replaced_heads_cannot_follow_is_refused(student: HybridForCausalLM) -> None:
+    ids, mask = left_padded([tokens(5), tokens(11)])
+    causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    hides = causal & mask[:, None, None, :].bool()
+    additive = torch.zeros(hides.shape).masked_fill(~hides, torch.finfo(torch.float32).min)
+    for hiding in (hides, additive):
+        with pytest.raises(ValueError, match="2-D"):
+            student(ids, attention_mask=hiding, use_cache=False)
+    # Where nothing is hidden, or the documents are known, it is read; by layers with windows, as it is.
+    causally = logits(student, ids, attention_mask=causal, use_cache=False)
+    if not any(layer_windows(student.model.config)):
+        close(causally, logits(student, ids, use_cache=False))
+    seq_idx = torch.tensor([[0] * 4 + [1] * 7] * 2)
+    of_documents = causal & (seq_idx[:, None, :, None] == seq_idx[:, None, None, :])
+    student(ids, attention_mask=of_documents, seq_idx=seq_idx)

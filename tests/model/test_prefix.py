@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from conftest import FAMILIES, make_family_model
 from safetensors.torch import load_file, save_file
 from students import HARD, keep, left_padded, logits, mixed_student, tokens
@@ -192,6 +193,89 @@ def test_the_state_of_something_else_is_refused(llama_student, tmp_path: Path) -
         llama_student.recurrent_heads()[0].x_proj.weight[0, 0] += 1
     with pytest.raises(ValueError, match="another student"):
         llama_student.load_cache(path, ids, mask)
+
+
+def test_an_embedding_that_alone_was_trained_makes_another_student(llama_student, tmp_path) -> None:
+    ids = tokens(1, 9)
+    path = tmp_path / "prompt"
+    llama_student.prefill(ids).save(path)
+    embedding = llama_student.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[ids[0, 4]] += 1
+    with pytest.raises(ValueError, match="another student"):
+        llama_student.load_cache(path, ids)
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1"], ids=["whole", "one layer"])
+def test_an_offloaded_student_reads_the_same_prefix(part: str, tmp_path: Path) -> None:
+    student = windowed()
+    ids = tokens(1, 9)
+    student.prefill(ids).save(tmp_path / "prompt")
+    more = tokens(1, 3)
+    expected = logits(student, more, cache=student.prefill(ids))
+    cpu_offload(student.get_submodule(part), execution_device=torch.device("cpu"))
+    for cache in (student.prefill(ids), student.load_cache(tmp_path / "prompt", ids)):
+        same_logits(logits(student, more, cache=cache), expected)
+
+
+def test_a_quantized_student_reads_and_loads_a_prefix(llama_student, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(llama_student, quantization.Int8WeightOnlyConfig())
+    ids = tokens(1, 9)
+    cache = llama_student.prefill(ids)
+    cache.save(tmp_path / "prompt")
+    more = tokens(1, 3)
+    loaded = llama_student.load_cache(tmp_path / "prompt", ids)
+    step = logits(llama_student, more, cache=loaded)
+    assert torch.equal(step, logits(llama_student, more, cache=cache))
+
+
+def test_a_cache_that_goes_back_holds_the_prompt_of_then(llama_student, tmp_path: Path) -> None:
+    ids = tokens(1, 9)
+    cache = llama_student.new_cache()
+    empty = cache.snapshot()
+    llama_student.prefill(ids[:, :6], cache=cache)
+    snapshot = cache.snapshot()
+    llama_student.prefill(ids[:, 6:], cache=cache)
+    cache.restore(snapshot)
+    # Another continuation of the first six tokens.
+    text = torch.cat([ids[:, :6], tokens(1, 5)], dim=1)
+    assert torch.equal(
+        continued(llama_student, cache.copy(), text), llama_student.generate(text, **GREEDY)
+    )
+    logits(llama_student, tokens(1, 3), cache=cache)
+    with pytest.raises(ValueError, match="prefill"):
+        cache.save(tmp_path / "prompt")
+    cache.restore(empty)
+    other = tokens(1, 4)
+    llama_student.prefill(other, cache=cache)
+    text = torch.cat([other, tokens(1, 1)], dim=1)
+    assert torch.equal(
+        continued(llama_student, cache, text), llama_student.generate(text, **GREEDY)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_inference_mode_is_continued_outside(kind: str) -> None:
+    student = student_of_kind(kind)
+    ids = tokens(1, 9)
+    with torch.inference_mode():
+        cache = student.prefill(ids)
+    step = torch.cat([logits(student, ids[:, :1], cache=cache) for _ in range(2)], dim=1)
+    whole = torch.cat([ids, ids[:, :1], ids[:, :1]], dim=1)
+    same_logits(step, logits(student, whole, use_cache=False)[:, -2:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+def test_a_cache_of_another_dtype_is_read_in_pieces(kv_dtype: torch.dtype) -> None:
+    student = windowed(d_state=0).to(torch.bfloat16)
+    ids = tokens(1, 9)
+    cache = student.new_cache(kv_dtype)
+    pieces = [logits(student, ids[:, start : start + 3], cache=cache) for start in (0, 3, 6)]
+    # Sums of bfloat16 in another order.
+    difference = torch.cat(pieces, dim=1) - logits(student, ids, use_cache=False)
+    assert difference.abs().max() < 0.1
 
 
 def test_a_damaged_file_is_refused(llama_student, tmp_path: Path) -> None:

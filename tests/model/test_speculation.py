@@ -142,6 +142,58 @@ def test_a_snapshot_is_gone_back_to_as_often_as_needed(student, max_length) -> N
         assert int(cache.get_seq_length()) == 9
 
 
+@torch.no_grad()
+def test_tokens_after_a_snapshot_that_was_gone_back_to_are_cropped_as_they_were_read(
+    student,
+) -> None:
+    prompt = tokens(1, 5)
+    undone = tokens(1, 4)
+    kept = tokens(1, 4)
+    more = tokens(1, 3)
+    cache = student.new_cache()
+    cache.activate_past_recording()
+    logits(student, prompt, cache=cache)
+    snapshot = cache.snapshot()
+    logits(student, undone, cache=cache)
+    cache.restore(snapshot)
+    logits(student, kept, cache=cache)
+    cache.crop(-2)
+    whole = torch.cat([prompt, kept[:, :2], more], dim=1)
+    step = logits(student, more, cache=cache)
+    same_logits(step, logits(student, whole, use_cache=False)[:, -3:])
+
+
+@torch.no_grad()
+def test_a_snapshot_fills_a_cache_that_was_reset(student) -> None:
+    ids = tokens(2, 9)
+    cache = student.new_cache()
+    logits(student, ids, cache=cache)
+    snapshot = cache.snapshot()
+    cache.reset()
+    cache.restore(snapshot)
+    more = tokens(2, 3)
+    step = logits(student, more, cache=cache)
+    whole = torch.cat([ids, more], dim=1)
+    same_logits(step, logits(student, whole, use_cache=False)[:, -3:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "repeat"])
+def test_records_of_other_rows_are_not_cropped_to(llama_student, change) -> None:
+    cache = llama_student.new_cache()
+    cache.activate_past_recording()
+    logits(llama_student, tokens(2, 9), cache=cache)
+    if change == "repeat":
+        cache = cache.repeat(2)
+    else:
+        getattr(cache, change)(torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="record"):
+        cache.crop(-2)
+    logits(llama_student, tokens(len(cache.layer(0).keys), 2), cache=cache)
+    cache.crop(-1)
+    assert cache.get_seq_length() == 10
+
+
 @pytest.mark.parametrize("as_assistant", [False, True], ids=["of a student", "by a student"])
 def test_an_assistant_gives_the_text_of_greedy_decoding(student, as_assistant) -> None:
     teacher: Any = make_family_model("llama", seed=1)
@@ -242,7 +294,7 @@ def test_what_cannot_be_taken_back_is_refused(llama_student) -> None:
     with pytest.raises(ValueError, match="record"):
         cache.crop(-3)
     cache.crop(-2)
-    for layer, held in zip(cache.layers, before, strict=True):
+    for layer, held in zip(cache.layers, before.layers, strict=True):
         for name, tensor in layer.tensors().items():
             assert torch.equal(tensor, held.tensors[name])
     with pytest.raises(ValueError, match="static"):
