@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from conftest import make_family_model
+from transformers import LlamaConfig
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.pipeline import RunInputs
-from hybrid_distill.pipeline.budget import SINKS, SMALLEST_WINDOW, within_cache
+from hybrid_distill.pipeline.budget import (
+    SINKS,
+    SMALLEST_WINDOW,
+    allowed_bytes,
+    student_cache,
+    within_cache,
+)
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.train.config import Align, Distill
@@ -46,6 +55,42 @@ def test_a_student_holds_no_more_than_the_cache_that_was_asked_for(teacher, shar
     assert held[0] <= share / 100 * whole < held[1]
     assert run.student.window >= SMALLEST_WINDOW and run.student.sinks == SINKS
     assert (run.plan.unit, run.student.d_state) == ("kv-group", 0)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "n_heads", "n_kv_heads", "share"),
+    [
+        (30, 9, 3, 48),
+        (30, 9, 3, 74),
+        (24, 14, 2, 22),
+        (24, 14, 2, 61),
+        (6, 8, 4, 25),
+        (6, 8, 1, 50),
+    ],
+)
+def test_wherever_the_groups_are_they_fit(
+    n_layers: int, n_heads: int, n_kv_heads: int, share: int
+) -> None:
+    """Which groups are kept is known after scoring only, which must not end in a refusal."""
+    length = 4096
+    teacher = LlamaConfig(
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv_heads,
+        hidden_size=64 * n_heads,
+    )
+    run = within_cache(replace(run_of(cache=f"{share}%"), context=length), teacher)
+    spread = HeadPlan.spread(teacher, run.plan.k, "kv-group")
+    largest = student_cache(spread, teacher, run.student, length)
+    group_size = n_heads // n_kv_heads
+    groups = list(product(range(n_layers), range(n_kv_heads)))
+    for seed in range(8):
+        heads = []
+        for layer, group in Random(seed).sample(groups, run.plan.k):
+            heads += [(layer, group * group_size + place) for place in range(group_size)]
+        plan = HeadPlan.from_pairs(teacher, heads)
+        largest = max(largest, student_cache(plan, teacher, run.student, length))
+    assert largest <= allowed_bytes(run, teacher)
 
 
 def _held(student) -> int:

@@ -17,11 +17,12 @@ from training import ALIGN, DISTILL, small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, ScoringConfig, StudentConfig, TeacherConfig
+from hybrid_distill.evaluation import EvalResult
 from hybrid_distill.export import ExportError, GateReport
 from hybrid_distill.export.check import Check
 from hybrid_distill.lab.reporting.record import read_run
 from hybrid_distill.lab.reporting.run import write_report
-from hybrid_distill.pipeline import RunInputs, building, checks, finished_run
+from hybrid_distill.pipeline import RunInputs, building, checks, finished_run, last_stage
 from hybrid_distill.pipeline import run as steps
 from hybrid_distill.pipeline.checks import check_teachers
 from hybrid_distill.pipeline.finished import trained_student, training_record
@@ -29,6 +30,7 @@ from hybrid_distill.pipeline.planning import known_plan
 from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepare, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.train.result import StageManifest
+from hybrid_distill.train.weights import weights_hash
 
 
 def weights(out: Path) -> dict[str, str]:
@@ -216,6 +218,35 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
         assert json.loads((out / name).read_text())["n_examples"] == 6, name
     assert weights(out) == trained
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+
+
+def test_other_stages_in_the_same_folder_make_another_student(tmp_path: Path) -> None:
+    """Both are loaded and measured as the last run left them, whatever folders of stages there are."""
+    base = small_run(tmp_path / "run")
+    align, distill = base.stages
+    perplexities = []
+    for stages in ((align,), (align, distill), (align,), (align, distill), (distill,)):
+        inputs = RunInputs(replace(base, stages=stages))
+        run(inputs.config)
+        student, _ = trained_student(finished_run(inputs.config.out))
+        last = inputs.paths.stage_folders(stages)[-1]
+        manifest = StageManifest.read(last)
+        assert manifest is not None and weights_hash(student) == manifest.weights
+        perplexities.append(EvalResult.load(inputs.paths.evaluation).perplexity)
+    assert perplexities[2:4] == perplexities[:2]
+    assert len(set(perplexities)) == 3
+
+
+def test_the_last_of_many_stages_is_not_the_last_by_name(tmp_path: Path) -> None:
+    base = small_run(tmp_path / "run")
+    align, distill = base.stages
+    stages = [align]
+    for number in range(10):
+        stages.append(replace(distill, name=f"distill{number}", steps=1))
+    config = replace(base, stages=tuple(stages))
+    paths = RunInputs(config).paths
+    run(config)
+    assert last_stage(paths) == paths.stages / "11-distill9"
 
 
 def test_a_control_is_the_teacher_through_the_same_distillation(finished, tmp_path) -> None:

@@ -79,13 +79,24 @@ def within_cache(config: RunConfig, teacher: PretrainedConfig) -> RunConfig:
 
 
 def _largest(teacher: PretrainedConfig, k: int) -> HeadPlan:
-    """Keep ``k`` KV groups where they take most cache: in layers that see everything, if there are any."""
+    """Keep ``k`` KV groups where they take most cache: in layers that see everything, if there are any.
+
+    A layer whose groups are all kept needs no ring, so these come last.
+    """
     none = HeadPlan.none(teacher)
-    group_size = none.n_heads // none.n_kv_heads
     windows = layer_windows(teacher)
-    layers = sorted(range(none.n_layers), key=lambda layer: -(windows[layer] or math.inf))
-    heads = list(product(layers, range(none.n_heads)))
-    return HeadPlan.from_pairs(teacher, heads[: k * group_size])
+
+    def cheapness(group: tuple[int, int]) -> tuple[float, bool]:
+        layer, place = group
+        return -(windows[layer] or math.inf), place == none.n_kv_heads - 1
+
+    groups = sorted(product(range(none.n_layers), range(none.n_kv_heads)), key=cheapness)
+    group_size = none.n_heads // none.n_kv_heads
+    heads = []
+    for layer, group in groups[:k]:
+        first = group * group_size
+        heads += [(layer, head) for head in range(first, first + group_size)]
+    return HeadPlan.from_pairs(teacher, heads)
 
 
 def _longest(config: RunConfig) -> int:

@@ -29,8 +29,10 @@ def finished_run(folder: Path) -> RunInputs:
 
 
 def last_stage(paths: RunPaths) -> Path:
-    """Return the folder of the last finished stage. Raises ValueError if none is finished."""
-    finished = [folder for folder in sorted(paths.stages.glob("*-*")) if StageManifest.read(folder)]
+    """Return the folder of the run's last finished stage. Raises ValueError if none is finished."""
+    # By the config, not by what is there: an earlier run of other stages may have left its own.
+    folders = paths.stage_folders(finished_run(paths.out).stages)
+    finished = [folder for folder in folders if StageManifest.read(folder)]
     if not finished:
         raise ValueError(f"{paths.out} does not hold a finished stage; run it to its end first.")
     return finished[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import RunConfig, from_json
@@ -36,7 +37,7 @@ def has_result(folder: Path) -> bool:
 
 def outdated(config: RunConfig) -> list[Path]:
     """List the files in a run's directory that the run must not read: with ``resume`` "never", all results of an
-    earlier run; if only ``evaluation`` has changed, the measurements.
+    earlier run; if only ``evaluation`` has changed, the measurements; those of the student alone if its stages have.
 
     Raises ValueError if the directory holds a run with other settings, naming the fields, or if its config.json is
     not a run's.
@@ -57,14 +58,21 @@ def outdated(config: RunConfig) -> list[Path]:
     changed = differences(
         fixed_fields(before.evaluation), fixed_fields(config.evaluation), prefix="evaluation."
     )
-    if not changed:
+    measured = [paths.evaluation, paths.report]
+    if changed:
+        log.info("teacher and student are measured again: %s", ", ".join(changed))
+        measured.append(paths.teacher_evaluation)
+    elif config.stage_names == before.stage_names:
         return []
-    log.info("teacher and student are measured again: %s", ", ".join(changed))
-    measured = [paths.teacher_evaluation, paths.evaluation, paths.report]
+    elif paths.evaluation.exists():
+        log.info(
+            "the student is measured again: its stages were %s",
+            " ".join(before.stage_names) or "none",
+        )
     return [path for path in measured if path.exists()]
 
 
-def settings(config: RunConfig, stages: tuple[str, ...]) -> Record:
+def settings(config: RunConfig, stages: Sequence[str]) -> Record:
     """Return as JSON values what may not change when a run resumes: all but evaluation and `Tunable` fields.
 
     Of its stages, only those named in ``stages`` count.
@@ -79,8 +87,11 @@ def settings(config: RunConfig, stages: tuple[str, ...]) -> Record:
 
 def _check_same(config: RunConfig, before: RunConfig) -> None:
     """Raise ValueError unless ``before`` is this run's config. Settings may differ for the evaluation, and for stages
-    that are not run or have not started."""
-    begun = tuple(name for name in config.stage_names if _has_begun(config.out, name))
+    that are not run or have not started. `train_stage` compares those that ``before`` left out."""
+    begun = []
+    for name in config.stage_names:
+        if name in before.stage_names and _has_begun(config.out, name):
+            begun.append(name)
     changed = differences(settings(before, begun), settings(config, begun))
     if changed:
         raise ValueError(

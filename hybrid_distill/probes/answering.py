@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.layout import cache_argument, cache_of
 from ..progress import track
-from ..teacher import eval_mode, generated
+from ..teacher import eval_mode, generated, may_cache
 from . import Example, check_counts
 from .encoding import EncodedExample, Tokens, encode_example, tokenize
 
@@ -55,7 +55,7 @@ class ChoiceBatch:
 
     One forward pass over the prompts reads the first tokens after the shared prefix of each
     example's choices. Where choices have more tokens, each context (`EncodedExample.contexts`)
-    extends the prompts' cache.
+    extends the prompts' cache; of a model that may not cache, the prompt is read again.
     """
 
     def __init__(self, encoded: Sequence[EncodedExample], device: torch.device) -> None:
@@ -93,21 +93,22 @@ class ChoiceBatch:
         """Compute each example's `EncodedExample.reads`, running each prompt once."""
         # In float64: choices add up several of them.
         logprob_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
+        caches = bool(self.contexts) and may_cache(model)
         output = forward(
             model,
             self.input_ids_BL,
             self.mask_BL,
             logits_to_keep=self.n_logits,
-            use_cache=bool(self.contexts),
+            use_cache=caches,
         )
         self._read(output.logits, logprob_A, in_contexts=False)
         if self.contexts:
-            logits_RTV = self._context_logits(model, cache_of(output))
+            logits_RTV = self._context_logits(model, cache_of(output) if caches else None)
             self._read(logits_RTV, logprob_A, in_contexts=True)
         return logprob_A.split([len(example.reads) for example in self.encoded])
 
-    def _context_logits(self, model: PreTrainedModel, cache: Cache) -> Tensor:
-        """Run the contexts on the prompts' cache, one row each."""
+    def _context_logits(self, model: PreTrainedModel, cache: Cache | None) -> Tensor:
+        """Run the contexts, one row each, on the prompts' cache or after the prompts."""
         device = self.mask_BL.device
         example_R = torch.tensor([index for index, _ in self.contexts], device=device)
         tails = [
@@ -116,6 +117,9 @@ class ChoiceBatch:
         # Right padding needs no mask: no position that is read comes after it.
         ids_RT = pad_sequence(tails, batch_first=True).to(device)
         mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
+        if cache is None:
+            ids_RL = torch.cat([self.input_ids_BL[example_R], ids_RT], dim=1)
+            return forward(model, ids_RL, mask_RL, logits_to_keep=ids_RT.shape[1]).logits
         # Each context extends a copy of its prompt's keys and values.
         cache.batch_select_indices(example_R)
         return forward(model, ids_RT, mask_RL, cache=cache, use_cache=True).logits

@@ -26,7 +26,13 @@ from ..plan import HeadId
 from ..probes import Probe
 from ..probes.answering import ChoiceResult, answer_choices
 from ..progress import track
-from ..teacher import AttentionSite, attention_sites, check_exists, replaced_forward
+from ..teacher import (
+    AttentionSite,
+    attention_sites,
+    check_exists,
+    replaced_forward,
+    without_cache,
+)
 from .head_scores import HeadScores, describe_run, heads_of
 
 
@@ -46,6 +52,7 @@ def restore_heads(
         check_exists(student, student_sites, HeadId(layer, head))
         by_layer.setdefault(layer, []).append(head)
     with ExitStack() as hooks:
+        hooks.enter_context(without_cache(student))
         for layer, restored in by_layer.items():
             hooks.enter_context(
                 _swapped_heads(student_sites[layer], teacher_sites[layer], restored)

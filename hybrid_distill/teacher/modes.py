@@ -23,6 +23,24 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Let probes and `generate` read a model without a cache; restore its settings afterwards."""
+    settings = model.generation_config
+    assert settings is not None
+    own = settings.use_cache
+    settings.use_cache = False
+    try:
+        yield
+    finally:
+        settings.use_cache = own
+
+
+def may_cache(model: PreTrainedModel) -> bool:
+    """Return False where a model's settings for `generate`, or `without_cache`, rule a cache out."""
+    return getattr(model.generation_config, "use_cache", None) is not False
+
+
+@contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch to eager attention, the only one that returns attention maps; restore afterwards."""
     own = model.config._attn_implementation or "eager"

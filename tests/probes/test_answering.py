@@ -19,7 +19,7 @@ from hybrid_distill.probes.answering import (
 )
 from hybrid_distill.probes.encoding import EncodedExample, encode_example, tokenize
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.teacher import eval_mode
+from hybrid_distill.teacher import eval_mode, without_cache
 
 # Numbers are one token, or one token a digit.
 WHOLE = r"\n|:|'|\p{N}+"
@@ -114,6 +114,20 @@ def test_prompts_run_once_however_many_choices(monkeypatch) -> None:
     _, contexts = shapes
     assert contexts[0] <= 10, "ten first digits at most"
     assert contexts[1] == 1, "one token each"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_without_a_cache_the_answers_are_the_same(family: str) -> None:
+    tokenizer = word_tokenizer(probe_texts(), DIGITS)
+    model = sharp(make_family_model(family, vocab_size=len(tokenizer)))
+    examples = KVRetrieval((1, 12), keys=KEYS).examples(6)
+    cached = answer_choices(model, tokenizer, examples, batch_size=4)
+    written = generate_greedily(model, tokenizer, examples)
+    with without_cache(model):
+        uncached = answer_choices(model, tokenizer, examples, batch_size=4)
+        assert generate_greedily(model, tokenizer, examples) == written
+    torch.testing.assert_close(uncached.answer_logprob_E, cached.answer_logprob_E)
+    assert model.generation_config.use_cache
 
 
 def test_models_that_compute_all_logits_give_the_same(planted, monkeypatch) -> None:

@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 from conftest import make_family_model
-from planted import AGGREGATE, KEYS, PLANTED, planted_teacher
+from planted import AGGREGATE, KEYS, PLANTED, planted_teacher, probe_texts, word_tokenizer
 from transformers import PreTrainedModel
 
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring.restoration import (
     greedy_restoration,
@@ -69,6 +70,20 @@ def test_the_missing_head_of_the_planted_circuit_comes_first(missing: HeadId) ->
     )
     assert scores.ranking()[0] == missing
     assert all(scores.accuracy_drop_LH[head] == 0 for head in others)
+
+
+def test_choices_of_several_tokens_are_answered_by_a_student_with_restored_heads() -> None:
+    """Numbers are one token a digit, as in most tokenizers; a cache would answer their second digits."""
+    tokenizer = word_tokenizer(probe_texts(), r"\n|:|'|\p{N}", "isolated")
+    teacher = make_family_model("llama", vocab_size=len(tokenizer))
+    student = recurrent_student(teacher)
+    examples = PROBE.examples(6)
+    with restore_heads(student, teacher, EVERY_HEAD):
+        restored = answer_choices(student, tokenizer, examples)
+    expected = answer_choices(teacher, tokenizer, examples)
+    torch.testing.assert_close(
+        restored.answer_logprob_E, expected.answer_logprob_E, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_greedy_restoration_takes_each_head_once_and_finds_the_aggregate_head() -> None:
