@@ -79,7 +79,8 @@ def test_wherever_the_groups_are_they_fit(
         num_key_value_heads=n_kv_heads,
         hidden_size=64 * n_heads,
     )
-    run = within_cache(replace(run_of(cache=f"{share}%"), context=length), teacher)
+    options = {"context": length, "data": DataConfig(seq_len=512)}
+    run = within_cache(replace(run_of(cache=f"{share}%"), **options), teacher)
     spread = HeadPlan.spread(teacher, run.plan.k, "kv-group")
     largest = student_cache(spread, teacher, run.student, length)
     group_size = n_heads // n_kv_heads
