@@ -10,7 +10,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 T = TypeVar("T")
 TOKEN_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -61,7 +70,7 @@ Share = Annotated[float, SHARE]
 
 
 def check_options(options: object, prefix: str) -> None:
-    """Raise ValueError for a dataclass field outside its declared `Limits` or Literal.
+    """Raise ValueError for a dataclass field of another type, or outside its declared `Limits` or Literal.
 
     The message names it by ``prefix`` and field name. Every entry of a tuple is checked; None
     always passes.
@@ -75,6 +84,10 @@ def check_options(options: object, prefix: str) -> None:
 
 def check_value(name: str, hint: object, value: object) -> None:
     """Check one value declared as ``hint``, as `check_options` does."""
+    kinds = tuple(_kinds(hint))
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise ValueError(f"{name} is {value!r}, a {type(value).__name__}; pass a {names}.")
     entries = value if isinstance(value, tuple) else (value,)
     for rule in _rules(hint):
         for entry in entries:
@@ -90,6 +103,23 @@ def check_value(name: str, hint: object, value: object) -> None:
 @cache
 def _hints_of(kind: type) -> dict[str, object]:
     return get_type_hints(kind, include_extras=True)
+
+
+def _kinds(hint: object) -> Iterator[type]:
+    """Yield the classes that a type hint allows. Numbers are left to `Limits`."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        yield from _kinds(get_args(hint)[0])
+    elif origin in (Union, UnionType):
+        for choice in get_args(hint):
+            yield from _kinds(choice)
+    elif isinstance(origin, type):
+        # tuple[str, ...], Callable[...]
+        yield origin
+    elif isinstance(hint, type) and hint not in (int, float):
+        yield hint
+    else:
+        yield object
 
 
 def _rules(hint: object) -> Iterator[Limits | tuple[object, ...]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_distill.config import RunConfig, StudentConfig
+from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.train.config import Align, Distill
 from hybrid_distill.validation import number_of_tokens
@@ -71,3 +71,21 @@ def test_numbers_of_tokens(text: str, number: int) -> None:
 def test_bad_windows_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="student"):
         StudentConfig(**options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "expected"),
+    [
+        (RunConfig, {"out": "runs/x"}, r"^out .*Path"),
+        (RunConfig, {"teacher": "tiny"}, r"^teacher .*TeacherConfig"),
+        (RunConfig, {"export": "yes"}, r"^export .*bool"),
+        # Read letter by letter otherwise.
+        (DataConfig, {"sources": "tiny"}, r"^data\.sources .*tuple"),
+        (DataConfig, {"sources": ["tiny"]}, r"^data\.sources .*tuple"),
+        (PlanConfig, {"file": "plan.json"}, r"^plan\.file .*Path"),
+    ],
+)
+def test_values_of_another_type_are_refused(config: type, options: dict, expected: str) -> None:
+    """A config in Python is not read by a command line, which would convert them."""
+    with pytest.raises(ValueError, match=expected):
+        config(**options)

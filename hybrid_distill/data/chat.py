@@ -49,25 +49,45 @@ def _turns(columns: Record) -> Sequence[object] | None:
     for name in MESSAGES:
         if isinstance(columns.get(name), (list, tuple)):
             return columns[name]
-    for question, answer in PAIRS:
-        if isinstance(columns.get(question), str) and isinstance(columns.get(answer), str):
+    for names in PAIRS:
+        question, answer = (columns.get(name) for name in names)
+        if isinstance(question, str) and isinstance(answer, str):
             return [
-                {"role": "user", "content": columns[question]},
-                {"role": "assistant", "content": columns[answer]},
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
             ]
+        # TRL's conversational form.
+        if isinstance(question, (list, tuple)) and isinstance(answer, (list, tuple)):
+            return [*question, *answer]
     return None
 
 
 def _message(message: object, place: str) -> Record:
     fields: Record = message if isinstance(message, dict) else {}
     role = fields.get("role", fields.get("from"))
-    content = fields.get("content", fields.get("value"))
-    if not isinstance(role, str) or not isinstance(content, str):
+    content = _text_of(fields)
+    if not isinstance(role, str) or content is None:
         raise ValueError(
             f"{place} holds the message {message!r}; give it a role and a content, both text."
         )
     # Other fields stay: templates read tool calls and names.
     return {**fields, "role": _ROLES.get(role, role), "content": content}
+
+
+def _text_of(message: Record) -> str | None:
+    """Return a message's text; "" for a call of tools without any, None if it holds something else."""
+    content = message.get("content", message.get("value"))
+    if content is None and message.get("tool_calls"):
+        return ""
+    if not isinstance(content, (list, tuple)):
+        return content if isinstance(content, str) else None
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
+    return "".join(texts)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,13 +130,15 @@ def encode_conversation(
             f"{conversation[:60]} ...; leave such conversations out, or change the template."
         ) from error
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    is_answer = [_is_within(start, spans) for start, _ in encoded["offset_mapping"]]
+    is_answer = [_is_within(token, spans) for token in encoded["offset_mapping"]]
     # The mask stands at the token that predicts: one before the token of the answer.
     return encoded["input_ids"], [*is_answer[1:], False]
 
 
-def _is_within(place: int, spans: list[Span]) -> bool:
-    return any(begin <= place < end for begin, end in spans)
+def _is_within(token: Span, spans: list[Span]) -> bool:
+    """Check whether a token begins in an answer, or holds its beginning: that of `` No`` may be the space before."""
+    start, stop = token
+    return any(start < end and (start >= begin or stop > begin) for begin, end in spans)
 
 
 def _rendered_with_answers(

@@ -186,7 +186,7 @@ class Distill(StageConfig):
     """``all`` parameters; ``mixer``: kept and recurrent heads, output projection; ``ssm``: only recurrent heads."""
     lr_scale: tuple[Factor, Factor, Factor] | None = None
     """Learning rate multipliers for kept attention, recurrent heads and all other weights (output projections, MLPs,
-    norms, embeddings). With ``1 1 0.1``, attention learns ten times as fast as the MLPs. By default 1 1 1."""
+    norms, embeddings). With ``1 1 0.1``, attention learns ten times as fast as MLPs; 0 freezes. By default 1 1 1."""
     fused: bool = True
     """Never hold the logits of all tokens in memory, where the models allow it (see `EndToEnd`)."""
     segment_len: Count | None = None

@@ -17,6 +17,7 @@ from ..student.sharing import unshare_weights
 from ..teacher import decoder_blocks
 from .config import Distill
 from .losses import distillation_loss, next_token_labels
+from .optimizer import learning_rate_scales
 from .stage import Stage, StageLoss, Totals, mixer_parameters, teacher_hidden
 
 # transformers renames gradient to activation checkpointing: version 6 drops the old name, 5.2 lacks the new one.
@@ -77,6 +78,10 @@ class EndToEnd(Stage[Distill]):
             chosen = dict(student.named_parameters())
         else:
             chosen = mixer_parameters(student, config.train)
+        if config.lr_scale is not None:
+            scales = learning_rate_scales(student, *config.lr_scale)
+            # Frozen, else the gradients of weights that do not move would count when gradients are clipped.
+            chosen = {name: weight for name, weight in chosen.items() if scales[weight]}
         self.train_only(chosen)
         if config.gradient_checkpointing:
             checkpoint_activations(student)

@@ -46,7 +46,7 @@ def make_adamw(
     """
     if lr_scale is None:
         lr_scale = (1.0, 1.0, 1.0)
-    scales = _scales(module, *lr_scale)
+    scales = learning_rate_scales(module, *lr_scale)
     members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in trainable(module).items():
         decays = _decays(name, parameter)
@@ -78,7 +78,7 @@ def make_adamw(
     )
 
 
-def _scales(
+def learning_rate_scales(
     module: nn.Module,
     attention: float,
     recurrent: float,

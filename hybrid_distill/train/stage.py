@@ -153,7 +153,8 @@ class Stage(nn.Module, ABC, Generic[Config]):
         if not chosen:
             raise ValueError(
                 "the student has nothing to train: its plan keeps every head, or its replaced heads have a window "
-                f"alone and {self.config.name}.train is 'ssm'; pass --{self.config.name}.train mixer."
+                f"alone and {self.config.name}.train is 'ssm', or {self.config.name}.lr-scale freezes all that it has; "
+                f"pass --{self.config.name}.train mixer, or other multipliers."
             )
         # Everything first: the student may share chosen parameters with what is frozen.
         for model in (self.student, *self.teachers):

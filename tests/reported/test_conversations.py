@@ -4,8 +4,10 @@ import json
 
 import pytest
 from test_post import MARKED, PLAIN, chat_tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from hybrid_distill.data.chat import encode_conversation
+from hybrid_distill.data.chat import conversation_of, encode_conversation
 
 WITH_SYSTEM = "{% if messages[0].role != 'system' %}<user> w90 <end> {% endif %}" + PLAIN
 """Template that writes a default system message, and needs messages to render anything."""
@@ -45,3 +47,61 @@ def test_a_template_that_hides_where_the_first_answer_begins_is_refused():
         "w3",
         "<end>",
     ]
+
+
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} "
+    "{% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        VICUNA + "{% if add_generation_prompt %}ASSISTANT: {% endif %}",
+        VICUNA.replace(
+            "{{ m.content }}</s>", "{% generation %}{{ m.content }}</s>{% endgeneration %}"
+        ),
+    ],
+    ids=["by prefixes", "marked"],
+)
+def test_a_first_word_that_holds_the_space_before_it_is_learned(template: str) -> None:
+    """As in byte-level tokenizers, whose offsets begin at the space."""
+    words = ["USER", ":", " go", " ASSISTANT", " No", " way", "</s>", "[unk]"]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</s>| ?\w+|:"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+    for answer, expected in (("No", [" No"]), ("No way", [" No", " way"])):
+        messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}]
+        ids, learned = encode_conversation(json.dumps(messages), tokenizer)
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        assert [after for after, counts in zip(tokens[1:], learned) if counts] == [
+            *expected,
+            "</s>",
+        ]
+
+
+def test_forms_of_conversations_that_others_write_are_read() -> None:
+    question = {"role": "user", "content": "w1"}
+    answer = {"role": "assistant", "content": "w2"}
+    plain = json.loads(conversation_of({"messages": [question, answer]}, "line 1"))
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "w"}, {"type": "text", "text": "1"}],
+    }
+    for record in (
+        {"prompt": [question], "completion": [answer]},
+        {"prompt": "w1", "completion": "w2"},
+        {"messages": [parts, answer]},
+    ):
+        assert json.loads(conversation_of(record, "line 1")) == plain
+    # OpenAI's form: a call of tools without text.
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
+    messages = json.loads(conversation_of({"messages": [question, call]}, "line 1"))
+    assert messages[1] == {**call, "content": ""}
+    picture = {"role": "user", "content": [{"type": "image", "url": "w"}]}
+    for wrong in (picture, {"role": "user", "content": None}, {"content": "w1"}):
+        with pytest.raises(ValueError, match="line 1"):
+            conversation_of({"messages": [wrong, answer]}, "line 1")

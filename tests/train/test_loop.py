@@ -489,6 +489,23 @@ def test_attention_recurrent_heads_and_the_rest_have_learning_rates_of_their_own
         assert all(torch.equal(after[name], by_default[name]) for name in after)
 
 
+def test_frozen_weights_do_not_count_when_gradients_are_clipped(tmp_path: Path) -> None:
+    """A scale of 0 for all but the recurrent heads is the same as training these alone."""
+    results = {}
+    for name, options in {
+        "scaled": {"lr_scale": (0.0, 1.0, 0.0)},
+        "alone": {"lr_scale": None, "train": "ssm"},
+    }.items():
+        teacher = make_family_model("llama", num_hidden_layers=2)
+        student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=4)
+        config = small_config("distill", steps=2, clip=1e-3, **options)
+        stage = make_stage(config, student, teacher, vocab_size=99)
+        train_stage(stage, small_rows(), tmp_path / name, progress=False)
+        results[name] = dict(stage.student.named_parameters())
+    for name, parameter in results["alone"].items():
+        assert torch.equal(parameter, results["scaled"][name]), name
+
+
 Weights = dict[str, torch.Tensor]
 
 
