@@ -102,7 +102,7 @@ def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
     # Not at the top: only accelerate offloads weights.
     from accelerate.utils import align_module_device
 
-    return align_module_device(module, "cpu")
+    return align_module_device(module, torch.device("cpu"))
 
 
 def _plain_parts(weight: Tensor) -> Iterator[Tensor]:
