@@ -67,8 +67,8 @@ class ScoringConfig:
     restoration_examples: Count = 32
     """Questions per head in each round of greedy restoration, which compares log-probabilities."""
     min_accuracy: Share | None = None
-    """Lowest accuracy accepted from a teacher: a task that it fails cannot rank its heads. By default halfway between
-    guessing and always right."""
+    """Lowest accuracy accepted from a teacher: a task that it fails cannot rank its heads. By default a third
+    of the way from guessing to always right."""
     file: Path | None = None
     """Path to an existing scores.json; skips scoring."""
     other_weights: bool = False

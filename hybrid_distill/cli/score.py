@@ -69,7 +69,7 @@ class ScoreJob:
     """Plain texts that reveal heads which matter for any text."""
     min_accuracy: Share | None = None
     """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default
-    halfway between guessing and always right."""
+    a third of the way from guessing to always right."""
     batch_size: Count | None = None
     """Rows per forward pass; by default as many as fit and run fast."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

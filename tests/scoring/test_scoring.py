@@ -221,7 +221,7 @@ def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
     with (
         ablate_heads(model, [AGGREGATE]),
-        pytest.raises(ValueError, match=r"12\.5%.* 56\.2%"),
+        pytest.raises(ValueError, match=r"12\.5%.* 41\.7%"),
     ):
         score(model, tokenizer, PROBE, n_examples=16)
 

@@ -232,7 +232,7 @@ class HybridHeadRanking(ModelExperiment):
     """Numbers of heads to remove."""
     min_accuracy: float | None = None
     """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default
-    halfway between guessing and always right."""
+    a third of the way from guessing to always right."""
     n_control_texts: int = 16
     """Plain texts that reveal heads which matter for any text."""
 
