@@ -116,12 +116,11 @@ class HybridPreTrainedModel(PreTrainedModel):
         found["missing"] = [name for name in found["missing"] if name not in cls._own_tensors]
         if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
             where = path or "this checkpoint"
-            # AutoModel puts the argument into the config.
-            is_untied = model.config.tie_word_embeddings is False
-            if is_untied and found["missing"] == ["lm_head.weight"]:
+            if kwargs.get("tie_word_embeddings") is False and found["missing"] == [
+                "lm_head.weight"
+            ]:
                 raise ValueError(
-                    f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out. If nobody "
-                    "passed it, the folder is damaged: copy it again."
+                    f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out."
                 )
             raise ValueError(
                 f"the tensors of {where} do not match this model under transformers {__version__} "

