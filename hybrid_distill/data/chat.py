@@ -49,8 +49,9 @@ def _turns(columns: Record) -> Sequence[object] | None:
     for name in MESSAGES:
         if isinstance(columns.get(name), (list, tuple)):
             return columns[name]
-    for names in PAIRS:
-        question, answer = (columns.get(name) for name in names)
+    for question_column, answer_column in PAIRS:
+        question = columns.get(question_column)
+        answer = columns.get(answer_column)
         if isinstance(question, str) and isinstance(answer, str):
             return [
                 {"role": "user", "content": question},

@@ -109,7 +109,8 @@ def origin(teacher: str) -> tuple[str, str]:
     folder = Path(teacher).expanduser()
     if folder.is_dir():
         license, _ = on_card(folder / "README.md")
-        return license, _hub_id(folder.resolve()) or folder.resolve().name
+        folder = folder.resolve()
+        return license, _hub_id(folder) or folder.name
     license, _ = on_card(teacher)
     return license, teacher
 

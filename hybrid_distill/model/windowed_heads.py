@@ -218,7 +218,7 @@ class HeadCall:
         if not maps:
             batch, _, length, _ = query_BHLP.shape
             maps.append(query_BHLP.new_zeros((batch, 0, length, length)))
-        return output_BLHP, torch.cat(maps, dim=1)
+        return output_BLHP, _joined(maps)
 
     def _full_keys(self, key_BGLP: Tensor, value_BGLP: Tensor) -> FullKeys | None:
         """Return what the kept heads read, and store it; None if there are none, or nobody reads it."""

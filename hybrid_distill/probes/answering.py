@@ -103,7 +103,10 @@ class ChoiceBatch:
         )
         self._read(output.logits, logprob_A, in_contexts=False)
         if self.contexts:
-            logits_RTV = self._context_logits(model, cache_of(output) if caches else None)
+            cache = None
+            if caches:
+                cache = cache_of(output)
+            logits_RTV = self._context_logits(model, cache)
             self._read(logits_RTV, logprob_A, in_contexts=True)
         return logprob_A.split([len(example.reads) for example in self.encoded])
 
