@@ -57,7 +57,12 @@ from hybrid_distill.validation import number_of_tokens
 from hybrid_distill.vocabulary import vocabulary_size
 
 RECIPE = ROOT / "recipes" / "hybrid_smollm2_135m.py"
-SCORES = atlas_path("smollm2-135m-instruct")
+SCORES = {
+    "ablation": atlas_path("smollm2-135m-instruct"),
+    "attribution": atlas_path("smollm2-135m-instruct-window300"),
+}
+FAR = "far groups"
+"""KV groups that see farthest: ranked by attribution, those of other rows by ablation."""
 TEACHER = "teacher"
 ALL = "all heads"
 SINKS = 4
@@ -137,17 +142,24 @@ PLANS = {
     "top 27": "--plan.k 27",
     "14 random": "--plan.selection random --plan.k 14 --plan.seed 1",
     **{f"{k} groups": f"--plan.unit kv-group --plan.k {k}" for k in (5, 7, 8, 9, 12, 14, 39)},
+    **{f"{k} {FAR}": f"--plan.unit kv-group --plan.k {k}" for k in (3, 5, 6, 9, 12)},
 }
 
 
-def plan_of(heads: str, scores: HeadScores) -> HeadPlan:
+def scores_of(heads: str) -> Path:
+    """Return the file of scores that these heads are the first of."""
+    return SCORES["attribution" if heads.endswith(FAR) else "ablation"]
+
+
+def plan_of(heads: str) -> HeadPlan:
     """Return the plan that the flags of `PLANS` make."""
+    scores = HeadScores.load(scores_of(heads))
     kind, _, rest = heads.partition(" ")
     if heads == "no head":
         return HeadPlan.none(scores)
     if kind == "top":
         return HeadPlan.top_k(scores, int(rest))
-    if rest == "groups":
+    if rest in ("groups", FAR):
         return HeadPlan.top_k(scores, int(kind), unit="kv-group")
     return HeadPlan.random(scores, int(kind), seed=1)
 
@@ -161,6 +173,8 @@ UNTRAINED.append(Student("39 groups", 44))
 # The same cache in few groups and long windows, or in many and short ones: 17 % of the teacher's, then 10 %.
 UNTRAINED += [Student("9 groups", 300), Student("14 groups", 60)]
 UNTRAINED += [Student("5 groups", 188), Student("7 groups", 92), Student("8 groups", 44)]
+UNTRAINED += [Student(f"12 {FAR}", 128), Student(f"9 {FAR}", 300), Student(f"6 {FAR}", 440)]
+UNTRAINED += [Student(f"5 {FAR}", 188), Student(f"3 {FAR}", 280)]
 # Equal constant bytes: 44 + 4 positions, a state of 16, or 20 + 4 positions and a state of 8.
 EQUAL_BYTES = [
     Student("12 groups", window=44),
@@ -179,7 +193,13 @@ WHOLE_WINDOW, WITH_STATE = (replace(student, tokens="0.3M") for student in EQUAL
 for seed in SEEDS[1:]:
     TRAINED += [replace(student, seed=seed) for student in (WHOLE_WINDOW, WITH_STATE)]
 # Rows longer than the window: what is lost beyond it can be learned there alone.
-for heads, window in (("9 groups", 300), ("5 groups", 188)):
+for heads, window in (
+    ("9 groups", 300),
+    ("5 groups", 188),
+    (f"9 {FAR}", 300),
+    (f"6 {FAR}", 440),
+    (f"5 {FAR}", 188),
+):
     for tokens in ("0.3M", "1M", "3M"):
         TRAINED.append(Student(heads, window, tokens=tokens, seq_len=2048))
 # The better data of two: text alone, and half of it what the teacher wrote.
@@ -248,7 +268,7 @@ def train(options: argparse.Namespace, student: Student) -> None:
         sources += f" {options.text / 'self'} --data.weights {shares}"
     flags = f"""
         --teacher {options.teacher} --teacher.dtype bfloat16
-        --scoring.file {SCORES} --scoring.prompt-format plain
+        --scoring.file {scores_of(student.heads)} --scoring.prompt-format plain
         {sources} --data.no-chat --data.seq-len {student.seq_len}
         {PLANS[student.heads]}
         --student.window {student.window} --student.sinks {SINKS if student.window else 0}
@@ -307,14 +327,13 @@ def measure_all(options: argparse.Namespace, names: list[str]) -> None:
     teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16).eval()
     torch.nn.Module.to(teacher, DEVICE)
     measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
-    scores = HeadScores.load(SCORES)
     for name in names:
         folder = options.out / name
         model: PreTrainedModel = teacher
         if name in STUDENTS:
             student = STUDENTS[name]
             if not student.tokens:
-                plan = plan_of(student.heads, scores)
+                plan = plan_of(student.heads)
                 model, _ = build_student(
                     teacher, plan, d_state=0, window=student.window, sinks=SINKS
                 )

@@ -48,15 +48,21 @@ Selection = Literal["top", "restoration", "random", "layers", "all", "none", "pa
 
 @dataclass(frozen=True)
 class ScoringConfig:
-    """Head ranking, by the KV-retrieval accuracy lost when a head is ablated."""
+    """Head ranking, by the KV retrieval lost when a head is ablated or confined to the student's window."""
 
+    method: Literal["auto", "ablation", "attribution"] = "auto"
+    """``ablation``: zero one head at a time. ``attribution``: each head's share of what the student's windows lose,
+    asked from farther away than they reach. By default ``attribution`` for a student with a window."""
     n_pairs: Count = 16
     """Key-value pairs in each dictionary."""
     n_examples: Count | None = None
-    """Dictionaries (prompts) for each head; by default 24 of 8 questions, 128 of one."""
+    """Dictionaries (prompts) for each head; by default 24 of 8 questions, 128 of one, 32 for ``attribution``."""
     n_queries: Count | None = None
-    """Questions about each dictionary; by default 8, or one for each pair of smaller ones, and one for a ``plan`` by
-    ``restoration``."""
+    """Questions about each dictionary; by default 8, or one for each pair of smaller ones, and one for
+    ``attribution`` and for a ``plan`` by ``restoration``."""
+    distance: Count | None = None
+    """Words of other text between dictionary and question for ``attribution``; by default as many as
+    ``student.window``."""
     prompt_format: str = "plain"
     """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first) or ``chat`` (the
     tokenizer's template). `hybrid-distill score` prints what the teacher answers in each."""
@@ -253,6 +259,18 @@ class RunConfig:
             self._check_alignment(stage)
         if self.control:
             self._check_control()
+        if self.scoring.method == "attribution" and not self.student.window:
+            raise ValueError(
+                "scoring.method is 'attribution', which ranks heads by what a window takes from them, and "
+                "student.window is 0; pass --student.window, or 'ablation'."
+            )
+
+    @property
+    def attributes(self) -> bool:
+        """True if heads are ranked by attribution."""
+        if self.scoring.method == "auto":
+            return self.student.window > 0 and self.plan.selection != "restoration"
+        return self.scoring.method == "attribution"
 
     @property
     def is_control(self) -> bool:

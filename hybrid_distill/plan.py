@@ -54,6 +54,7 @@ class Scored(Protocol):
     def n_kv_heads(self) -> int: ...
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
+    def unit_ranking(self, unit_size: int, by: str = "retrieval") -> list[tuple[int, int]]: ...
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
 
 
@@ -148,7 +149,8 @@ class HeadPlan:
         """Keep the ``k`` highest-ranked units over all layers.
 
         ``by`` is a ranking of `HeadScores.value_LH`; "retrieval_minus_control" and "ratio" rank
-        heads lower that matter for any text. A unit ranks as its best head does. ``unit`` is
+        heads lower that matter for any text. A unit ranks as its best head does, or by the sum of its heads' shares
+        (`HeadScores.unit_ranking`). ``unit`` is
 
         - "head";
         - "kv-group": all query heads that read one KV head. Once a KV head is stored for one of
@@ -162,12 +164,10 @@ class HeadPlan:
         and if ``k`` exceeds the scored units.
         """
         cls.check_k(scores, k, unit=unit)
-        ranking = scores.ranking(by)
         if unit == "head":
-            return cls.from_pairs(scores, _first_heads(scores, ranking, k, by))
+            return cls.from_pairs(scores, _first_heads(scores, scores.ranking(by), k, by))
         unit_size = _unit_size(scores, unit)
-        # A dict keeps the order of the ranking: each unit stands where its best head does.
-        ranked = list(dict.fromkeys((head.layer, head.head // unit_size) for head in ranking))
+        ranked = scores.unit_ranking(unit_size, by)
         chosen = _first_in_each_layer(ranked, k) if unit == "container" else ranked[:k]
         return cls.from_pairs(scores, _heads_of(chosen, unit_size))
 

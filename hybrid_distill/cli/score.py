@@ -21,14 +21,18 @@ from ..model import HybridConfig
 from ..probes import default_prompts, default_queries, queries_of
 from ..probes.checks import check_answerable
 from ..probes.prompt_formats import (
+    CHAT,
     N_TRIED,
     PLAIN,
+    TRIED,
     accuracy_by_prompt_format,
     check_prompt_format,
     with_prompt_format,
 )
 from ..probes.registry import make_probe
-from ..scoring import HeadScores, score_heads
+from ..scoring import HeadScores, attribute_heads, score_heads
+from ..scoring.attribution import N_EXAMPLES as N_ATTRIBUTED
+from ..student.confined import confined
 from ..student.teachers import check_teacher
 from ..teacher import TINY, head_sites, load_on_own_device, longest_context, read_teacher
 from ..validation import Count, CountOrZero, Share, check_options, numbers
@@ -51,22 +55,32 @@ class ScoreJob:
     pairs: str = "16"
     """Dictionary sizes of kv; several alternate (``10,25,50``)."""
     queries: Count | None = None
-    """Questions per prompt of kv; by default 8, or one for each pair of smaller dictionaries."""
+    """Questions per prompt of kv; by default 8, or one for each pair of smaller dictionaries; one
+    with a ``window``."""
     length: Count = 512
     """Largest length of a RULER question, in tokens."""
     facts: Path | None = None
     """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     examples: Count | None = None
-    """Largest number of prompts per head; by default 24 of 8 questions, 128 of one."""
+    """Largest number of prompts per head; by default 24 of 8 questions, 128 of one, 32 with a
+    ``window``."""
+    window: CountOrZero = 0
+    """Rank heads for a student with this window: by each head's share of what all windows together
+    lose, all heads in one backward pass. 0 ablates one head at a time."""
+    sinks: CountOrZero = 4
+    """First tokens that heads see beside the ``window``."""
+    distance: CountOrZero | None = None
+    """Words of plain sentences between dictionary and question of kv; by default as many as the
+    ``window`` has tokens."""
     k: Count = 20
     """Heads that you will keep: racing and the warning about ties apply to the top k."""
     exhaustive: bool = False
     """Score every head on every prompt, instead of dropping those that are clearly not in the
-    top k."""
+    top k. Not with a ``window``."""
     control_texts: str = TINY
     """Where those texts come from: ``tiny`` or a file."""
     n_control_texts: CountOrZero = 16
-    """Plain texts that reveal heads which matter for any text."""
+    """Plain texts that reveal heads which matter for any text. Not with a ``window``."""
     min_accuracy: Share | None = None
     """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default
     a third of the way from guessing to always right."""
@@ -99,7 +113,9 @@ class ScoreJob:
         sizes = tuple(numbers("pairs", self.pairs, least=1))
         return {
             "pairs": sizes,
-            "n_queries": self.queries or default_queries(sizes),
+            "n_queries": self.queries or (1 if self.window else default_queries(sizes)),
+            # A word has a token or more: a window never reaches the dictionary.
+            "distance": self.window if self.distance is None else self.distance,
             "n_tokens": self.length,
             "facts": self.facts,
             "seed": self.seed,
@@ -128,22 +144,38 @@ def run_score(job: ScoreJob) -> HeadScores:
         probe = with_prompt_format(plain, job.prompt_format, tokenizer)
         # A recurrent model has no longest context.
         limit = longest_context(model.config) or sys.maxsize
-        n_prompts = job.examples or default_prompts(queries_of(probe))
+        default = N_ATTRIBUTED if job.window else default_prompts(queries_of(probe))
+        n_prompts = job.examples or default
         questions = probe.examples(n_prompts * queries_of(probe))
         check_answerable(questions, tokenizer, limit)
-        accuracies = agree_on(partial(accuracy_by_prompt_format, model, tokenizer, plain))
+        # Solved examples are as long as the question: from far away, they would take minutes.
+        tried = (PLAIN, CHAT) if job.window else TRIED
+        measure = partial(accuracy_by_prompt_format, model, tokenizer, plain, tried)
+        accuracies = agree_on(measure)
         _log_accuracies(accuracies, plain.chance)
-        scores = score_heads(
-            model,
-            tokenizer,
-            probe,
-            n_examples=n_prompts,
-            batch_size=job.batch_size,
-            control_texts=controls,
-            min_accuracy=job.min_accuracy,
-            race_k=None if job.exhaustive else job.k,
-            resume_path=partial_path,
-        )
+        if job.window:
+            scores = attribute_heads(
+                confined(model, job.window, job.sinks),
+                model,
+                tokenizer,
+                probe,
+                n_examples=n_prompts,
+                batch_size=job.batch_size,
+                min_accuracy=job.min_accuracy,
+                resume_path=partial_path,
+            )
+        else:
+            scores = score_heads(
+                model,
+                tokenizer,
+                probe,
+                n_examples=n_prompts,
+                batch_size=job.batch_size,
+                control_texts=controls,
+                min_accuracy=job.min_accuracy,
+                race_k=None if job.exhaustive else job.k,
+                resume_path=partial_path,
+            )
         provenance = {**scores.provenance, "prompt_formats": accuracies}
         scores = replace(scores, provenance=provenance)
         # The measurements go last: without them, a stop in between would cost the whole scoring.
@@ -195,8 +227,9 @@ def table(scores: HeadScores, k: int) -> str:
     """Format the top heads, the loss without each, and how reliable the order is."""
     ranking = scores.ranking()
     method = scores.provenance.get("method", "")
+    loss = "share of what windows lose" if scores.is_additive else "lost without the head"
     lines = [
-        f"{method}: lost without the head, ± one standard error",
+        f"{method}: {loss}, ± one standard error",
         text_table(score_table(scores, top=SHOWN, kept=ranking[:k])),
     ]
     for key, by in {"overlap": "", "overlap_by_logprob": " by log-probability"}.items():

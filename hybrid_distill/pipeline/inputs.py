@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
 from functools import cached_property
 
 from torch import nn
@@ -182,6 +183,15 @@ class RunInputs:
     def scoring_probe(self) -> Probe:
         """Return the probe whose prompts heads are ranked on."""
         return with_prompt_format(self.plain_probe, self.prompt_format, self.tokenizer)
+
+    def far_probe(self) -> Probe:
+        """Return the probe for `attribute_heads`: its questions are out of reach of the student's windows."""
+        scoring = self.config.scoring
+        # A word has a token or more: the window never reaches the dictionary.
+        distance = scoring.distance or self.config.student.window
+        # Several questions about a dictionary lose alike: more dictionaries tell more.
+        probe = replace(self.plain_probe, n_queries=scoring.n_queries or 1, distance=distance)
+        return with_prompt_format(probe, self.prompt_format, self.tokenizer)
 
     @property
     def plain_probe(self) -> KVRetrieval:

@@ -38,9 +38,11 @@ from ..model.ssd import check_implementation
 from ..plan import HeadPlan
 from ..probes import default_prompts, queries_of
 from ..progress import Phase
-from ..scoring import HeadScores, score_heads
+from ..scoring import HeadScores, attribute_heads, score_heads
+from ..scoring.attribution import N_EXAMPLES as ATTRIBUTED
 from ..scoring.restoration import greedy_restoration
 from ..student.build import check_plan, check_teacher_rows
+from ..student.confined import confined
 from ..student.dtypes import settle
 from ..student.sharing import unshare_weights
 from ..teacher import fingerprint
@@ -181,12 +183,26 @@ def score(inputs: RunInputs) -> HeadScores:
 
 def measure_heads(inputs: RunInputs) -> None:
     """Score the teacher's heads; all processes share the work."""
-    options = inputs.config.scoring
     # Otherwise `build_student` refuses the teacher, after hours of scoring.
     check_teacher_rows(inputs.teacher)
     nn.Module.to(inputs.teacher, connect().device)
+    scores = attributed_scores(inputs) if inputs.config.attributes else None
+    if scores is None:
+        scores = ablated_scores(inputs)
+
+    def save() -> None:
+        scores.save(inputs.paths.scores)
+        # After the scores are written: a process killed in between measures nothing twice.
+        inputs.paths.partial_scores.unlink(missing_ok=True)
+
+    on_main_process(save)
+
+
+def ablated_scores(inputs: RunInputs) -> HeadScores:
+    """Score heads by removing one at a time."""
+    options = inputs.config.scoring
     probe = inputs.scoring_probe()
-    scores = score_heads(
+    return score_heads(
         inputs.teacher,
         inputs.tokenizer,
         probe,
@@ -197,12 +213,30 @@ def measure_heads(inputs: RunInputs) -> None:
         resume_path=inputs.paths.partial_scores,
     )
 
-    def save() -> None:
-        scores.save(inputs.paths.scores)
-        # After the scores are written: a process killed in between measures nothing twice.
-        inputs.paths.partial_scores.unlink(missing_ok=True)
 
-    on_main_process(save)
+def attributed_scores(inputs: RunInputs) -> HeadScores | None:
+    """Score heads by what the student's windows take from them.
+
+    Returns None if the teacher cannot answer from that far and the method was not asked for.
+    """
+    options = inputs.config.scoring
+    student = inputs.config.student
+    try:
+        return attribute_heads(
+            confined(inputs.teacher, student.window, student.sinks),
+            inputs.teacher,
+            inputs.tokenizer,
+            inputs.far_probe(),
+            n_examples=options.n_examples or ATTRIBUTED,
+            batch_size=options.batch_size,
+            min_accuracy=options.min_accuracy,
+            resume_path=inputs.paths.partial_scores,
+        )
+    except ValueError as error:
+        if options.method == "attribution":
+            raise
+        log.info("heads are ranked by ablation, not by what windows take from them: %s", error)
+        return None
 
 
 # Plan

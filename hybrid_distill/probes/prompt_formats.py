@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
@@ -121,15 +122,16 @@ def accuracy_by_prompt_format(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     probe: Probe,
+    tried: Sequence[str] = TRIED,
 ) -> dict[str, float]:
-    """Return the model's accuracy on the first 32 prompts in each of the formats `TRIED`.
+    """Return the model's accuracy on the first 32 prompts in each of the formats ``tried``.
 
     Leaves out formats longer than the model's context, and chat without a template.
     """
     # Recurrent models have none.
     limit = longest_context(model.config) or sys.maxsize
     accuracies = {}
-    for prompt_format in TRIED:
+    for prompt_format in tried:
         if prompt_format == CHAT and not tokenizer.chat_template:
             continue
         examples = with_prompt_format(probe, prompt_format, tokenizer).examples(N_TRIED)

@@ -26,9 +26,12 @@ def make_probe(name: str, **options: object) -> Probe:
     return make(**{option: value for option, value in options.items() if option in known})
 
 
-def _kv(pairs: int | Sequence[int] = 16, seed: int = 0, n_queries: int = 1) -> KVRetrieval:
+def _kv(
+    pairs: int | Sequence[int] = 16, seed: int = 0, n_queries: int = 1, distance: int = 0
+) -> KVRetrieval:
     sizes = as_tuple("pairs", pairs)
-    return KVRetrieval(sizes[0] if len(sizes) == 1 else sizes, seed, n_queries=n_queries)
+    n_pairs = sizes[0] if len(sizes) == 1 else sizes
+    return KVRetrieval(n_pairs, seed, n_queries=n_queries, distance=distance)
 
 
 PROBES: dict[str, Callable[..., Probe]] = {"kv": _kv, "letters": LetterChoice.from_file}

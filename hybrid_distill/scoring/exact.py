@@ -123,7 +123,7 @@ def score_heads(
             with Phase("measuring the model with all its heads", hidden=not progress):
                 forwards = fastest_exact(model, sites, BatchSizer(model, batch_size), run.samples())
                 run.baseline(forwards)
-            _check_accuracy(run.right_E.mean().item(), min_accuracy, probe)
+            check_accuracy(run.right_E.mean().item(), min_accuracy, probe)
             run.ablate(forwards, ResumeLog(resume_path, provenance), progress)
     return run.scores(sites, probe.chance, provenance)
 
@@ -183,7 +183,8 @@ def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
     return sorted([int(layer), int(head)] for layer, head in heads)
 
 
-def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
+def check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
+    """Raise ValueError for a model that answers less of the probe than ``min_accuracy``, by default `ENOUGH`."""
     # A drop in accuracy shows nothing if the model guesses already.
     if min_accuracy is None:
         min_accuracy = probe.chance + ENOUGH * (1 - probe.chance)
@@ -193,6 +194,6 @@ def _check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -
     raise ValueError(
         f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
         f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for "
-        "ablation to be informative. Take an easier probe (fewer pairs), another teacher, or "
+        "a ranking to be informative. Take an easier probe (fewer pairs), another teacher, or "
         "lower --min-accuracy."
     )

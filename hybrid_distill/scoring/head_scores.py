@@ -42,7 +42,7 @@ class HeadScores:
     ``accuracy_drop_LH`` is a share of examples (-1 to 1), ``logprob_drop_LH`` the drop in the
     answer's log-probability in nats, ``control_drop_LH`` the rise in next-token loss on plain text
     in nats per token (None without texts). Standard errors are for paired differences: the same
-    examples with and without the head.
+    examples with and without the head. Scores by attribution (`is_additive`) have no accuracy.
 
     Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the
     number of examples each head was tried on (int64); ``agreement`` between disjoint halves of the
@@ -51,10 +51,10 @@ class HeadScores:
     """
 
     n_kv_heads: int
-    accuracy_drop_LH: Tensor
+    accuracy_drop_LH: Tensor | None
     logprob_drop_LH: Tensor
     control_drop_LH: Tensor | None
-    accuracy_se_LH: Tensor
+    accuracy_se_LH: Tensor | None
     logprob_se_LH: Tensor
     control_se_LH: Tensor | None
     baseline: Record = field(default_factory=dict)
@@ -67,11 +67,16 @@ class HeadScores:
 
     @property
     def n_layers(self) -> int:
-        return self.accuracy_drop_LH.shape[0]
+        return self.logprob_drop_LH.shape[0]
 
     @property
     def n_heads(self) -> int:
-        return self.accuracy_drop_LH.shape[1]
+        return self.logprob_drop_LH.shape[1]
+
+    @property
+    def is_additive(self) -> bool:
+        """True for shares of one gain (`attribute_heads`): those of several heads add up."""
+        return self.accuracy_drop_LH is None
 
     def of_teacher(self, fingerprint: str) -> HeadScores:
         """Return the scores as those of another copy of the model, such as one that is not quantized.
@@ -91,7 +96,8 @@ class HeadScores:
     def value_LH(self, by: str = "retrieval") -> Tensor:
         """Return each head's value by one criterion: higher is better, NaN means no score.
 
-        "retrieval": the accuracy drop. "logprob": the answer's log-probability drop.
+        "retrieval": the accuracy drop, where it was not measured the log-probability drop.
+        "logprob": the answer's log-probability drop.
         "retrieval_minus_control": the log-probability drop (nats per answer) minus the control drop
         (nats per token). "ratio": the first divided by the second, with control drops below 0.01
         nats raised to 0.01. The last two rank heads that matter for all text lower. Raises
@@ -99,9 +105,9 @@ class HeadScores:
         """
         if by not in WAYS:
             raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, WAYS))}.")
-        if by == "retrieval":
+        if by == "retrieval" and self.accuracy_drop_LH is not None:
             return self.accuracy_drop_LH
-        if by == "logprob":
+        if by in ("retrieval", "logprob"):
             return self.logprob_drop_LH
         if self.control_drop_LH is None:
             raise ValueError(
@@ -121,6 +127,22 @@ class HeadScores:
         for layer, head in scored_LH.nonzero().tolist():
             best_first[HeadId(layer, head)] = (-keys_LH2[layer, head]).tolist()
         return sorted(best_first, key=lambda head: (best_first[head], head))
+
+    def unit_ranking(self, unit_size: int, by: str = "retrieval") -> list[tuple[int, int]]:
+        """List units of ``unit_size`` neighboring heads as (layer, number), best first.
+
+        Shares of one gain add up. Drops of heads that were ablated one by one do not, so a unit ranks as its best head
+        does.
+        """
+        ranking = self.ranking(by)
+        # A dict keeps the order of the ranking: each unit stands where its best head does.
+        units = list(dict.fromkeys((head.layer, head.head // unit_size) for head in ranking))
+        if not self.is_additive:
+            return units
+        # A layer with fewer heads has NaN for the others.
+        share_LUH = self.value_LH(by).nan_to_num().unflatten(1, (-1, unit_size))
+        share_LU = share_LUH.sum(2)
+        return sorted(units, key=lambda unit: -share_LU[unit].item())
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
         """Return a warning if the scores cannot separate the ``k``-th head from the next, else
@@ -176,11 +198,11 @@ class HeadScores:
         """Average the differences of each head over the examples, with the standard error of the
         mean.
 
-        ``differences`` maps accuracy, logprob and, if measured, control to a table [H, E], one row
-        for each of ``heads``; NaN marks an example that a head was not tried on. All other heads
-        get NaN.
+        ``differences`` maps logprob and, if measured, accuracy and control to a table [H, E], one
+        row for each of ``heads``; NaN marks an example that a head was not tried on. All other
+        heads get NaN.
         """
-        tables: dict[str, Tensor | None] = {"control_drop_LH": None, "control_se_LH": None}
+        tables: dict[str, Tensor | None] = dict.fromkeys((*DROPS, *ERRORS))
         for name, difference_HE in differences.items():
             mean_H1 = difference_HE.nanmean(1, keepdim=True)
             n_H = (~difference_HE.isnan()).sum(1)

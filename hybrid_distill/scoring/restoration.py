@@ -10,7 +10,7 @@ Shapes: H query head, E example.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -54,19 +54,26 @@ def restore_heads(
     with ExitStack() as hooks:
         hooks.enter_context(without_cache(student))
         for layer, restored in by_layer.items():
-            hooks.enter_context(
-                _swapped_heads(student_sites[layer], teacher_sites[layer], restored)
-            )
+            merge = partial(_swapped, restored)
+            hooks.enter_context(merged_heads(student_sites[layer], teacher_sites[layer], merge))
         yield
 
 
-@contextmanager
-def _swapped_heads(
-    student: AttentionSite, teacher: AttentionSite, heads: list[int]
-) -> Iterator[None]:
-    """Run the teacher's attention before the student's mixer.
+def _swapped(heads: list[int], own_BLHP: Tensor, teacher_BLHP: Tensor) -> Tensor:
+    # A copy: the mixer may still hold its own output.
+    swapped_BLHP = own_BLHP.clone()
+    swapped_BLHP[:, :, heads] = teacher_BLHP[:, :, heads]
+    return swapped_BLHP
 
-    Swap its heads in before the output projection.
+
+@contextmanager
+def merged_heads(
+    student: AttentionSite, teacher: AttentionSite, merge: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[None]:
+    """Run the teacher's attention on the student's inputs before the student's mixer.
+
+    ``merge`` makes one output of both, [B, L, H, P], before the output projection. Raises ValueError for a forward
+    with a cache.
     """
     teacher_heads: list[Tensor] = []
 
@@ -82,15 +89,13 @@ def _swapped_heads(
         with teacher.o_proj.register_forward_pre_hook(record):
             teacher.module(*args, **_known_to_teachers(kwargs))
 
-    def swap(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # A copy: the mixer may still hold its own output.
-        x_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim)).clone()
-        x_BLHP[:, :, heads] = teacher_heads[0][:, :, heads]
-        return (x_BLHP.flatten(-2), *args[1:])
+    def merge_both(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        own_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim))
+        return (merge(own_BLHP, teacher_heads[0]).flatten(-2), *args[1:])
 
     with (
         student.module.register_forward_pre_hook(run_teacher, with_kwargs=True),
-        student.o_proj.register_forward_pre_hook(swap),
+        student.o_proj.register_forward_pre_hook(merge_both),
     ):
         yield
 

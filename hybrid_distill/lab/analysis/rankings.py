@@ -50,7 +50,7 @@ def compare_rankings(
     if (
         isinstance(a, HeadScores)
         and isinstance(b, HeadScores)
-        and a.accuracy_drop_LH.shape != b.accuracy_drop_LH.shape
+        and a.logprob_drop_LH.shape != b.logprob_drop_LH.shape
     ):
         raise ValueError(
             f"the scores are of models with {a.n_layers} x {a.n_heads} and {b.n_layers} x "

@@ -85,12 +85,13 @@ def score_map(
     """
     if not has_matplotlib():
         return []
-    panels = [measure for measure in (ACCURACY, CONTROL) if measure.is_in(scores)]
+    worth = LOGPROB if scores.is_additive else ACCURACY
+    panels = [measure for measure in (worth, CONTROL) if measure.is_in(scores)]
     cell = _cell_size(scores)
     size = (len(panels) * (scores.n_heads * cell + 1.3), scores.n_layers * cell + 1.3)
     notes = [f"outlined: {label}"] if kept else []
     caption = "; ".join(["What each head is worth, for KV retrieval and for plain text", *notes])
-    if scores.accuracy_drop_LH.isnan().any():
+    if scores.value_LH().isnan().any():
         notes.append("grey: no attention head")
     with figure(path, 1, len(panels), size=size) as grid:
         for axes, measure in zip(grid[0], panels):
