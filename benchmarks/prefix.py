@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from records import RESULTS, ROOT, about, cpu_time, parser_of, write
-from smollm2_windows import SCORES, SINKS, plan_of
+from smollm2_windows import SINKS, plan_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybrid_distill.scoring import HeadScores
 from hybrid_distill.student.build import build_student
 
 WINDOW = 44
@@ -45,7 +44,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
     teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.float32).eval()
-    plan = plan_of("12 groups", HeadScores.load(SCORES))
+    plan = plan_of("12 groups")
     student, _ = build_student(teacher, plan, d_state=0, window=WINDOW, sinks=SINKS)
     student.eval()
     page = (ROOT / "docs" / "training.md").read_text()

@@ -252,7 +252,7 @@ def measure_seed(seed: int, n_examples: int) -> Measured:
         "same": race.ranking()[:3] == ranking[:3],
         "planted": set(ranking[:3]) == CIRCUIT.heads,
         "baseline": full.baseline["accuracy"],
-        "drops": [round(full.accuracy_drop_LH[head].item(), 4) for head in ranking[:5]],
+        "drops": [round(full.value_LH()[head].item(), 4) for head in ranking[:5]],
         "examples_per_head": counts(race),
         "cpu_seconds": [round(race_seconds, 1), round(full_seconds, 1)],
     }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .pipeline.run import run
     from .plan import HeadPlan
     from .probes.kv_retrieval import KVRetrieval
-    from .scoring import HeadScores, score_heads
+    from .scoring import HeadScores, attribute_heads, score_heads
     from .student.build import build_student
     from .teacher import load_teacher
 
@@ -34,6 +34,7 @@ __all__ = [
     "KVRetrieval",
     "RunConfig",
     "__version__",
+    "attribute_heads",
     "build_student",
     "evaluate",
     "export_checkpoint",
@@ -49,6 +50,7 @@ _HOMES = {
     "HybridForCausalLM": "model",
     "KVRetrieval": "probes.kv_retrieval",
     "RunConfig": "config",
+    "attribute_heads": "scoring",
     "build_student": "student.build",
     "evaluate": "evaluation.evaluate",
     "export_checkpoint": "export",

@@ -62,7 +62,7 @@ class ScoringConfig:
     ``attribution`` and for a ``plan`` by ``restoration``."""
     distance: Count | None = None
     """Words of other text between dictionary and question for ``attribution``; by default as many as
-    ``student.window``."""
+    ``student.window``, at most 512: heads are ranked for no longer window."""
     prompt_format: str = "plain"
     """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first) or ``chat`` (the
     tokenizer's template). `hybrid-distill score` prints what the teacher answers in each."""

@@ -16,7 +16,7 @@ from students import gate_in_this_process, lose_caches, only_error
 from training import ALIGN, DISTILL, small_run
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.config import PlanConfig, ScoringConfig, StudentConfig, TeacherConfig
+from hybrid_distill.config import PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
 from hybrid_distill.evaluation import EvalResult
 from hybrid_distill.export import ExportError, GateReport
 from hybrid_distill.export.check import Check
@@ -29,6 +29,7 @@ from hybrid_distill.pipeline.finished import trained_student, training_record
 from hybrid_distill.pipeline.planning import known_plan
 from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepare, run
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.scoring import HeadScores
 from hybrid_distill.train.result import StageManifest
 from hybrid_distill.train.weights import weights_hash
 
@@ -392,3 +393,47 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
             changed.write(b" ")
         run(config)
         assert report.stat().st_mtime_ns > written
+
+
+def windowed_run(out: Path, **scoring: Any) -> RunConfig:
+    """A run of windows alone, whose heads the embedded teacher can rank from 12 words away."""
+    base = small_run(out)
+    options = {"n_pairs": 4, "n_examples": 4, "n_queries": None, "min_accuracy": None, **scoring}
+    return replace(
+        base,
+        plan=PlanConfig("top", unit="kv-group", k=2),
+        student=replace(base.student, d_state=0, window=12, sinks=2),
+        scoring=replace(base.scoring, **options),
+        stages=(),
+    )
+
+
+def test_heads_of_a_student_with_windows_are_ranked_by_what_these_take(tmp_path: Path) -> None:
+    inputs = RunInputs(windowed_run(tmp_path / "far"))
+    plan = choose_heads(inputs)
+    scores = HeadScores.load(inputs.paths.scores)
+    assert scores.is_additive
+    assert scores.provenance["probe"]["distance"] == 12
+    assert scores.provenance["student"]["window"] == 12
+    assert HeadPlan.top_k(scores, 2, unit="kv-group").kept == plan.kept
+    assert not inputs.paths.partial_scores.exists()
+    ablated = RunInputs(windowed_run(tmp_path / "ablated", method="ablation"))
+    choose_heads(ablated)
+    assert not HeadScores.load(ablated.paths.scores).is_additive
+
+
+def test_a_teacher_that_cannot_answer_from_afar_is_ranked_by_ablation(tmp_path: Path) -> None:
+    settings = {"n_pairs": 16, "distance": 300}
+    inputs = RunInputs(windowed_run(tmp_path / "auto", **settings))
+    choose_heads(inputs)
+    assert not HeadScores.load(inputs.paths.scores).is_additive
+    asked_for = RunInputs(windowed_run(tmp_path / "asked", method="attribution", **settings))
+    with pytest.raises(ValueError, match="too low"):
+        choose_heads(asked_for)
+    assert not asked_for.paths.scores.exists()
+
+
+def test_attribution_without_a_window_is_refused(tmp_path: Path) -> None:
+    base = small_run(tmp_path)
+    with pytest.raises(ValueError, match=r"student\.window is 0"):
+        replace(base, scoring=replace(base.scoring, method="attribution"))

@@ -70,7 +70,7 @@ class ScoreJob:
     sinks: CountOrZero = 4
     """First tokens that heads see beside the ``window``."""
     distance: CountOrZero | None = None
-    """Words of plain sentences between dictionary and question of kv; by default as many as the
+    """Words of other text between dictionary and question of kv; by default as many as the
     ``window`` has tokens."""
     k: Count = 20
     """Heads that you will keep: racing and the warning about ties apply to the top k."""

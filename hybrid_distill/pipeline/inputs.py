@@ -37,6 +37,8 @@ from .paths import RunPaths
 log = logging.getLogger(__name__)
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+LONGEST_SCORED = 512
+"""Longest window that heads are ranked for: those that see beyond it are those that see beyond a longer one."""
 GENERAL = "general"
 """Name of the shipped questions of general knowledge."""
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}
@@ -184,11 +186,16 @@ class RunInputs:
         """Return the probe whose prompts heads are ranked on."""
         return with_prompt_format(self.plain_probe, self.prompt_format, self.tokenizer)
 
+    @property
+    def scoring_window(self) -> int:
+        """Window that heads are ranked for: the student's, or a shorter one that keeps questions short."""
+        return min(self.config.student.window, LONGEST_SCORED)
+
     def far_probe(self) -> Probe:
-        """Return the probe for `attribute_heads`: its questions are out of reach of the student's windows."""
+        """Return the probe for `attribute_heads`: its questions are out of reach of the windows."""
         scoring = self.config.scoring
         # A word has a token or more: the window never reaches the dictionary.
-        distance = scoring.distance or self.config.student.window
+        distance = scoring.distance or self.scoring_window
         # Several questions about a dictionary lose alike: more dictionaries tell more.
         probe = replace(self.plain_probe, n_queries=scoring.n_queries or 1, distance=distance)
         return with_prompt_format(probe, self.prompt_format, self.tokenizer)

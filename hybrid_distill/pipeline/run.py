@@ -220,10 +220,10 @@ def attributed_scores(inputs: RunInputs) -> HeadScores | None:
     Returns None if the teacher cannot answer from that far and the method was not asked for.
     """
     options = inputs.config.scoring
-    student = inputs.config.student
+    sinks = inputs.config.student.sinks
     try:
         return attribute_heads(
-            confined(inputs.teacher, student.window, student.sinks),
+            confined(inputs.teacher, inputs.scoring_window, sinks),
             inputs.teacher,
             inputs.tokenizer,
             inputs.far_probe(),

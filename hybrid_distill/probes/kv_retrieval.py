@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, NamedTuple
 
+from ..assets import general_statements
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
-from ..assets.filler import filler_sentences
 from ..validation import Count, CountOrZero, Limits
 from . import Example, SeededProbe, as_tuple, check_queries, checked_words
 
@@ -41,7 +41,7 @@ class KVRetrieval(SeededProbe):
     yields ``n_queries`` consecutive examples that ask for different keys. ``seed`` determines the
     keys, the values, their order and the keys asked for. ``keys`` replaces the default nouns, for a
     model that knows few words; ``wording`` replaces the text around them. ``distance`` puts that
-    many words of plain sentences between dictionary and question, so that a window of as many
+    many words of general knowledge between dictionary and question, so that a window of as many
     tokens does not see both. Raises ValueError for repeated or too few keys, and for more queries
     than pairs.
     """
@@ -88,8 +88,8 @@ class KVRetrieval(SeededProbe):
         ]
         question = question.format(key=keys[asked])
         if self.distance:
-            lines.append(f"\n{_sentences(rng, self.distance)}\n")
-            # Without it, SmolLM2 goes on with the sentences: it answers 17 % of 8 pairs instead of 52.
+            lines.append(f"\n{_statements(rng, self.distance)}\n")
+            # Without it, models go on with the statements (docs/scores.md).
             question = f"{REMINDER} {question}"
         lines.append(question)
         choices = tuple(f" {value}" for value in values)
@@ -107,16 +107,19 @@ class KVRetrieval(SeededProbe):
         return settings
 
 
-def _sentences(rng: random.Random, n_words: int) -> str:
-    """Return whole sentences of at least ``n_words`` words in all, from a random place on."""
-    sentences = filler_sentences()
-    place = rng.randrange(len(sentences))
+def _statements(rng: random.Random, n_words: int) -> str:
+    """Return random statements of at least ``n_words`` words in all.
+
+    Text that repeats itself, as generated sentences do, would also rank heads that look for repetitions.
+    """
+    statements = general_statements()
     chosen: list[str] = []
     n_chosen = 0
     while n_chosen < n_words:
-        # Longer than all sentences together: they repeat.
-        sentence = sentences[place % len(sentences)]
-        chosen.append(sentence)
-        n_chosen += len(sentence.split())
-        place += 1
+        # Only a distance of more than a thousand words takes all of them, and some twice.
+        for statement in rng.sample(statements, len(statements)):
+            chosen.append(statement)
+            n_chosen += len(statement.split())
+            if n_chosen >= n_words:
+                break
     return " ".join(chosen)

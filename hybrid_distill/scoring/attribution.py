@@ -117,7 +117,10 @@ def attribute_heads(
     resume_log = ResumeLog(resume_path, provenance)
     sites = attention_sites(teacher)
     steps = []
-    with _gated(student, teacher) as gates, Phase("attributing heads", hidden=not progress) as phase:
+    with (
+        _gated(student, teacher) as gates,
+        Phase("attributing heads", hidden=not progress) as phase,
+    ):
         phase.total = n_examples
         for numbers in _rounds(n_examples, batch_size):
             measure = partial(_measure_round, gates, encoded, numbers, n_steps)
@@ -145,8 +148,9 @@ class _Gates:
         tokens = [row.prompt + answer for row, answer in zip(rows, answers)]
         ids_BL, mask_BL = left_pad(tokens, device)
         longest = max(map(len, answers))
+        output = forward(self.student, ids_BL, mask_BL, logits_to_keep=longest + 1)
         # The last token predicts nothing that is asked for.
-        logits_BTV = forward(self.student, ids_BL, mask_BL, logits_to_keep=longest + 1).logits[:, :-1]
+        logits_BTV = output.logits[:, :-1]
         next_BT1 = ids_BL[:, -longest:, None]
         logprob_BT = logits_BTV.float().log_softmax(-1).gather(-1, next_BT1)[..., 0]
         # Left-padded: an answer is the last tokens of its row.
@@ -156,7 +160,8 @@ class _Gates:
         return (logprob_BT * is_answer_BT).sum(1)
 
     def constant(self, n_rows: int, value: float) -> Tensor:
-        return torch.full((n_rows, *self.shape), value, dtype=torch.float32, device=self.student.device)
+        value_BLH = torch.full((n_rows, *self.shape), value, dtype=torch.float32)
+        return value_BLH.to(self.student.device)
 
 
 @contextmanager

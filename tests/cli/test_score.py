@@ -101,3 +101,26 @@ def test_questions_share_prompts_unless_told_otherwise(
     probe = make_probe("kv", **ScoreJob(**options).probe_options)
     assert queries_of(probe) == n_queries
     assert default_prompts(n_queries) == n_prompts
+
+
+def test_with_a_window_heads_are_ranked_by_their_shares(tmp_path: Path) -> None:
+    out = tmp_path / "far.json"
+    run("--out", out, "--window", 16, "--pairs", 4, "--examples", 6, "--k", 4)
+    scores = HeadScores.load(out)
+    assert scores.is_additive
+    assert scores.provenance["probe"]["distance"] == 16
+    assert scores.provenance["probe"]["name"] == "kv_retrieval"
+    assert scores.ranking()[0] == HeadId(5, 5), "of its circuit, the head that reads far"
+    assert str(scores.ranking()[0]) in table(scores, 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"far.json", "far.map.png"}
+
+
+def test_a_question_within_the_window_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "far.json"
+    with pytest.raises(SystemExit) as exit:
+        run("--out", out, "--window", 64, "--distance", 0, "--pairs", 4, "--examples", 2)
+    assert exit.value.code == 2
+    assert "window of 64" in capsys.readouterr().err
+    assert not out.exists()

@@ -324,7 +324,7 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
     for kind, of_kind in scores.items():
         sites = {site.layer: site for site in head_sites(model, as_head_kind(kind))}
         for head in of_kind.ranking():
-            accuracy = 100 * of_kind.accuracy_drop_LH[head].item()
+            accuracy = 100 * of_kind.value_LH()[head].item()
             logprob = of_kind.logprob_drop_LH[head].item()
             control = math.nan
             if of_kind.control_drop_LH is not None:
