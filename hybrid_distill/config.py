@@ -90,15 +90,14 @@ class PlanConfig:
     """Choice of the heads that stay attention."""
 
     selection: Selection = "top"
-    """``top``: heads whose ablation, one at a time, costs the teacher most. ``restoration``: heads that recover most
-    when added one by one to an aligned student without attention; the run first aligns all heads once, in
-    ``aligned/``."""
+    """``top``: heads with the highest scores (``scoring.method``). ``restoration``: heads that recover most when added
+    one by one to an aligned student without attention; the run first aligns all heads once, in ``aligned/``."""
     k: CountOrZero = 6
     """Number of units to keep, over all layers, for ``top``; of heads for ``restoration`` and ``random``."""
     unit: Unit = "head"
-    """Part that ``top`` keeps whole, ranked by its best head: ``head``; ``kv-group``, the query heads of one KV head,
-    which take no more cache than one of them; ``layer``; ``container``, ``k`` KV groups in each layer, for an export
-    as a Falcon-H1 (docs/export.md)."""
+    """Part that ``top`` keeps whole, ranked by its best head, by ``attribution`` by the sum of its heads: ``head``;
+    ``kv-group``, the query heads of one KV head, which take no more cache than one of them; ``layer``; ``container``,
+    ``k`` KV groups in each layer, for an export as a Falcon-H1 (docs/export.md)."""
     seed: CountOrZero = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()

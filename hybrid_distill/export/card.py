@@ -89,6 +89,7 @@ def model_card(
         ),
         n_parameters=student.num_parameters(),
         missed=_best_heads(scores, plan) if scores else [],
+        is_share=scores is not None and scores.is_additive,
         training=training,
         kernels=kernels,
         results=results or {},
@@ -144,10 +145,12 @@ def _size_shown(results: Mapping[str, EvalResult]) -> int:
 def _best_heads(scores: HeadScores, plan: HeadPlan) -> list[str]:
     """List the heads with the highest scores; mark those not kept."""
     value_LH = scores.value_LH()
+    # Shares in nats, as parts of their sum; drops of accuracy as they are.
+    whole = value_LH.nansum().item() if scores.is_additive else 1.0
     lines = []
     for head in scores.ranking()[:N_BEST_HEADS]:
         mark = "" if head in plan.kept else " (not kept)"
-        lines.append(f"{head} {100 * value_LH[head.layer, head.head].item():.1f}{mark}")
+        lines.append(f"{head} {100 * value_LH[head].item() / whole:.1f}{mark}")
     return lines
 
 

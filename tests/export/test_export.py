@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from conftest import make_family_model
+from head_tables import some_scores
 from safetensors.torch import load_file, save_file
 from students import byte_tokenizer, lose_caches, tiny_student
 from transformers import AutoModelForCausalLM
@@ -233,6 +234,18 @@ def test_the_card_says_distilled_only_of_a_student_that_was() -> None:
         tags = next(line for line in card.splitlines() if line.startswith("tags: "))
         assert ("distillation, " in tags) == is_distilled
         assert ("distilled from a/b" in card) == is_distilled
+
+
+def test_the_card_gives_shares_of_heads_that_were_ranked_by_attribution() -> None:
+    student, plan = tiny_student("llama")
+    share_LH = torch.zeros(plan.n_layers, plan.n_heads)
+    share_LH[0, 1] = 3.0
+    share_LH[1, 2] = 1.0
+    scores = some_scores(share_LH, logprob=share_LH, accuracy_drop_LH=None, accuracy_se_LH=None)
+    card = model_card(student, plan, None, scores, license="mit", base_model="a/b")
+    assert "L0H1 75.0" in card
+    assert "L1H2 25.0" in card
+    assert "points of accuracy" not in card
 
 
 def test_card_says_what_was_kept_measured_and_allowed(exports):
