@@ -33,7 +33,7 @@ from ..probes.answering import answer_choices, forward, left_pad
 from ..probes.checks import check_answerable
 from ..probes.encoding import EncodedExample, encode_example
 from ..progress import Phase
-from ..teacher import AttentionSite, attention_sites, eval_mode, longest_context
+from ..teacher import attention_sites, eval_mode, longest_context
 from .exact import check_accuracy
 from .head_scores import HeadScores, describe_run, heads_of, spread
 from .measure import AGREEMENT_AT
@@ -43,8 +43,10 @@ from .uncertainty import bootstrap_interval, split_half
 
 METHOD = "integrated gradients from the student's heads to the teacher's"
 N_EXAMPLES = 32
+ROUND = 8
+"""Examples between two saves, of all processes together: a call may resume on another number of them."""
 ON_CPU = 1
-ON_GPU = 8
+ON_GPU = ROUND
 """Rows per pass: a CPU gains nothing from several."""
 INEXACT = 0.2
 """Share of the gain that the steps may miss before a warning."""
@@ -77,9 +79,9 @@ def attribute_heads(
     Args:
         student: Student whose heads are replaced: with windows, with a recurrence, or both.
         n_steps: Points of the integral (midpoint rule); each costs a forward and a backward pass.
-        batch_size: Rows per pass; None: 1 on a CPU, 8 on a GPU.
+        batch_size: Rows per pass, at most 8; None: 1 on a CPU, 8 on a GPU.
         min_accuracy: Accuracy required of the teacher. None: `exact.ENOUGH`.
-        resume_path: File that saves the measurements after each round of batches.
+        resume_path: File that saves the measurements after every 8 examples.
 
     Raises ValueError for questions within the student's window, for a teacher below ``min_accuracy``, and if the
     student loses nothing.
@@ -92,44 +94,56 @@ def attribute_heads(
     # A recurrent model has no longest context.
     check_answerable(examples, tokenizer, longest_context(teacher.config) or sys.maxsize)
     encoded = [encode_example(tokenizer, example) for example in examples]
-    config = student.config
-    longest = max(len(row.prompt) for row in encoded)
-    if longest <= config.window:
-        raise ValueError(
-            f"the questions have at most {longest} tokens, all within the window of {config.window}; ask from "
-            "farther away (--distance), or take a shorter window."
-        )
+    _check_distance(encoded, student.config.window)
     answered = answer_choices(teacher, tokenizer, examples, batch_size=batch_size)
     check_accuracy(answered.accuracy, min_accuracy, probe)
+
     provenance = {
         "method": METHOD,
         "probe": probe.describe(),
         "n_examples": n_examples,
         "n_steps": n_steps,
-        "student": {
-            "window": config.window,
-            "sinks": config.sinks,
-            "d_state": config.d_state,
-            "kept": sum(len(heads) for heads in config.kept),
-        },
+        "student": _describe_student(student),
         **describe_run(teacher),
     }
     resume_log = ResumeLog(resume_path, provenance)
-    sites = attention_sites(teacher)
-    steps = []
+    gains: list[float] = []
+    shares: list[list[list[float]]] = []
     with (
         _gated(student, teacher) as gates,
         Phase("attributing heads", hidden=not progress) as phase,
     ):
         phase.total = n_examples
-        for numbers in _rounds(n_examples, batch_size):
-            measure = partial(_measure_round, gates, encoded, numbers, n_steps)
-            steps.append(resume_log.next(measure))
-            phase.update(len(numbers))
-    gain_E = torch.tensor([gain for step in steps for gain in step["gain"]]).double()
-    share_ELH = torch.tensor([share for step in steps for share in step["share"]]).double()
-    _check_gain(gain_E.mean().item(), share_ELH.sum((1, 2)).mean().item(), probe, student)
-    return _scores(teacher, sites, share_ELH, gain_E, provenance)
+        for first in range(0, n_examples, ROUND):
+            numbers = range(first, min(first + ROUND, n_examples))
+            measure = partial(_measure_round, gates, encoded, numbers, n_steps, batch_size, phase)
+            step = resume_log.next(measure)
+            gains += step["gain"]
+            shares += step["share"]
+            phase.update(numbers.stop - phase.done)  # includes rounds read from the file
+    scores = _scores(teacher, torch.tensor(shares).double(), torch.tensor(gains), provenance)
+    scores.baseline.update(accuracy=answered.accuracy, chance=probe.chance)
+    _check_gain(scores.baseline, probe, student)
+    return scores
+
+
+def _check_distance(encoded: Sequence[EncodedExample], window: int) -> None:
+    longest = max(len(row.prompt) for row in encoded)
+    if longest <= window:
+        raise ValueError(
+            f"the questions have at most {longest} tokens, all within the window of {window}; ask from "
+            "farther away (--distance), or take a shorter window."
+        )
+
+
+def _describe_student(student: HybridForCausalLM) -> Record:
+    config = student.config
+    return {
+        "window": config.window,
+        "sinks": config.sinks,
+        "d_state": config.d_state,
+        "kept": sum(len(heads) for heads in config.kept),
+    }
 
 
 @dataclass
@@ -201,24 +215,26 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _rounds(n_examples: int, batch_size: int) -> Iterator[range]:
-    """Split the examples into rounds: a batch for every process."""
-    size = batch_size * rank_and_world()[1]
-    for first in range(0, n_examples, size):
-        yield range(first, min(first + size, n_examples))
-
-
 def _measure_round(
-    gates: _Gates, encoded: Sequence[EncodedExample], numbers: range, n_steps: int
+    gates: _Gates,
+    encoded: Sequence[EncodedExample],
+    numbers: range,
+    n_steps: int,
+    batch_size: int,
+    phase: Phase,
 ) -> Record:
     """Attribute the gain on these examples, this process's share of them here; return all, as JSON."""
 
     def measure_own() -> list[tuple[int, float, list[list[float]]]]:
         own = own_share(numbers)
-        if not own:
-            return []
-        gain_B, share_BLH = _attribute(gates, [encoded[number] for number in own], n_steps)
-        return list(zip(own, gain_B.tolist(), share_BLH.tolist()))
+        outcomes: list[tuple[int, float, list[list[float]]]] = []
+        for first in range(0, len(own), batch_size):
+            batch = own[first : first + batch_size]
+            gain_B, share_BLH = _attribute(gates, [encoded[number] for number in batch], n_steps)
+            outcomes += zip(batch, gain_B.tolist(), share_BLH.tolist())
+            # All processes have about the same share, so all advance at this one's pace.
+            phase.update(len(batch) * rank_and_world()[1])
+        return outcomes
 
     outcomes = []
     for part in compute_everywhere(measure_own):
@@ -247,7 +263,9 @@ def _attribute(
     return with_teacher_B - with_student_B, share_BLH
 
 
-def _check_gain(gain: float, attributed: float, probe: Probe, student: HybridForCausalLM) -> None:
+def _check_gain(baseline: Record, probe: Probe, student: HybridForCausalLM) -> None:
+    gain = baseline["gain"]
+    attributed = baseline["attributed"]
     if gain <= 0:
         raise ValueError(
             f"the student loses nothing on these questions ({probe.describe()}): the answer's "
@@ -263,12 +281,9 @@ def _check_gain(gain: float, attributed: float, probe: Probe, student: HybridFor
 
 
 def _scores(
-    teacher: PreTrainedModel,
-    sites: Sequence[AttentionSite],
-    share_ELH: Tensor,
-    gain_E: Tensor,
-    provenance: Record,
+    teacher: PreTrainedModel, share_ELH: Tensor, gain_E: Tensor, provenance: Record
 ) -> HeadScores:
+    sites = attention_sites(teacher)
     heads = heads_of(sites)
     # Sites of fewer heads have gates that nothing read.
     places = {site.layer: place for place, site in enumerate(sites)}

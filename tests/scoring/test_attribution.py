@@ -132,21 +132,21 @@ def test_the_file_has_no_accuracy_and_gives_back_the_ranking(tmp_path: Path) -> 
 
 def test_a_stopped_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "partial.json"
-    whole = attributed(n_examples=4)
+    whole = attributed(n_examples=12)
     original = attribution._attribute
     measured: list[int] = []
 
     def stop_at_third(*args: object) -> object:
         measured.append(1)
-        if len(measured) == 3:
+        if len(measured) == 10:
             raise KeyboardInterrupt
         return original(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attribution, "_attribute", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
-        attributed(n_examples=4, resume_path=path)
-    resumed = attributed(n_examples=4, resume_path=path)
-    assert len(measured) == 5, "two of four examples are read from the file"
+        attributed(resume_path=path)
+    resumed = attributed(resume_path=path)
+    assert len(measured) == 14, "eight of twelve examples are read from the file"
     assert torch.equal(resumed.logprob_drop_LH, whole.logprob_drop_LH)
 
 

@@ -23,9 +23,10 @@ from hybrid_distill.distributed import (
     rank_and_world,
 )
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring import HeadScores, score_heads
+from hybrid_distill.scoring import HeadScores, attribute_heads, score_heads
 from hybrid_distill.scoring.forwards import Forwards
 from hybrid_distill.scoring.head_scores import TABLES
+from hybrid_distill.student.confined import confined
 
 TEXTS = [f"{KEYS[0]} : 5 \n {KEYS[1]} {KEYS[0]}"]
 PROBE = KVRetrieval(6, keys=KEYS)
@@ -44,12 +45,21 @@ def race(resume_path: Path | None = None) -> HeadScores:
     )
 
 
+def attributed() -> HeadScores:
+    """Attribute what windows lose; 11 examples are not shared evenly, and are two rounds."""
+    teacher, tokenizer = planted_teacher(0.008)
+    student = confined(teacher, window=6, sinks=0)
+    probe = KVRetrieval(8, keys=KEYS)
+    return attribute_heads(student, teacher, tokenizer, probe, n_examples=11, progress=False)
+
+
 def main() -> None:
     """Score twice: once well, once with a second process that fails."""
     out = Path(sys.argv[1])
     state = connect()
     scores = race(out / "partial.json")
     scores.save(out / f"scores-{state.process_index}.json")
+    attributed().save(out / f"attributed-{state.process_index}.json")
     original = Forwards.without
 
     def failing(self, batch, layer, heads):
@@ -92,6 +102,8 @@ def test_two_processes_give_the_scores_of_one(tmp_path) -> None:
                 msg=name,
             )
         assert set(scores.ranking()[:3]) == PLANTED
+        shares = HeadScores.load(tmp_path / f"attributed-{rank}.json").logprob_drop_LH
+        torch.testing.assert_close(shares, attributed().logprob_drop_LH, rtol=1e-4, atol=1e-5)
     assert (tmp_path / "error-0.txt").read_text().startswith("OtherProcessError: process 1 of 2")
     assert (tmp_path / "error-1.txt").read_text() == "ValueError: the second process is broken"
 
