@@ -56,7 +56,7 @@ class ScoringConfig:
     n_pairs: Count = 16
     """Key-value pairs in each dictionary."""
     n_examples: Count | None = None
-    """Dictionaries (prompts) for each head; by default 24 of 8 questions, 128 of one, 32 for ``attribution``."""
+    """Dictionaries (prompts) for each head; by default 24 of 8 questions, 128 of one, 24 for ``attribution``."""
     n_queries: Count | None = None
     """Questions about each dictionary; by default 8, or one for each pair of smaller ones, and one for
     ``attribution`` and for a ``plan`` by ``restoration``."""

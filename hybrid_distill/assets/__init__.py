@@ -42,7 +42,8 @@ def general_statements() -> list[str]:
 
 
 def atlas_path(model: str) -> Path:
-    """Locate the head scores of a real model: ``smollm2-135m-instruct`` or ``gemma-3-270m``."""
+    """Locate the head scores of a real model: ``smollm2-135m-instruct`` or ``gemma-3-270m``, by ablation;
+    ``smollm2-135m-instruct-window300``, by what windows take from each head."""
     return _HERE / "atlas" / f"{model}.json"
 
 

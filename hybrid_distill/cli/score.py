@@ -62,7 +62,7 @@ class ScoreJob:
     facts: Path | None = None
     """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
     examples: Count | None = None
-    """Largest number of prompts per head; by default 24 of 8 questions, 128 of one, 32 with a
+    """Largest number of prompts per head; by default 24 of 8 questions, 128 of one, 24 with a
     ``window``."""
     window: CountOrZero = 0
     """Rank heads for a student with this window: by each head's share of what all windows together

@@ -42,7 +42,7 @@ from .resume_log import ResumeLog
 from .uncertainty import bootstrap_interval, split_half
 
 METHOD = "integrated gradients from the student's heads to the teacher's"
-N_EXAMPLES = 32
+N_EXAMPLES = 24
 ROUND = 8
 """Examples between two saves, of all processes together: a call may resume on another number of them."""
 ON_CPU = 1
