@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -29,16 +28,6 @@ def facts_path() -> Path:
 def general_facts_path() -> Path:
     """Locate questions of general knowledge, in the format of `facts_path`."""
     return _HERE / "general_facts.jsonl"
-
-
-@cache
-def general_statements() -> list[str]:
-    """List sentences of general knowledge: plain text that no two of are alike."""
-    statements = []
-    for line in general_facts_path().read_text(encoding="utf-8").splitlines():
-        fact = json.loads(line)
-        statements.append(f"{fact['prompt']}{fact['answer']}.")
-    return statements
 
 
 def atlas_path(model: str) -> Path:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, ClassVar, NamedTuple
 
-from ..assets import general_statements
+from ..assets import general_facts_path
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
 from ..validation import Count, CountOrZero, Limits
 from . import Example, SeededProbe, as_tuple, check_queries, checked_words
+from .knowledge import Knowledge
 
 Pairs = Annotated[int, Limits(1, N_VALUES, whole=True)]
 """Number of entries in a dictionary; limited because values are distinct."""
@@ -112,14 +114,22 @@ def _statements(rng: random.Random, n_words: int) -> str:
 
     Text that repeats itself, as generated sentences do, would also rank heads that look for repetitions.
     """
-    statements = general_statements()
+    statements = _general_statements()
+    shuffled: list[str] = []
     chosen: list[str] = []
     n_chosen = 0
     while n_chosen < n_words:
         # Only a distance of more than a thousand words takes all of them, and some twice.
-        for statement in rng.sample(statements, len(statements)):
-            chosen.append(statement)
-            n_chosen += len(statement.split())
-            if n_chosen >= n_words:
-                break
+        if not shuffled:
+            shuffled = rng.sample(statements, len(statements))
+        statement = shuffled.pop(0)
+        chosen.append(statement)
+        n_chosen += len(statement.split())
     return " ".join(chosen)
+
+
+@cache
+def _general_statements() -> list[str]:
+    """List the shipped facts as sentences, once a process: each prompt with a distance asks for them."""
+    facts = Knowledge(general_facts_path()).examples()
+    return [f"{fact.prompt}{fact.answer}." for fact in facts]

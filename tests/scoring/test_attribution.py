@@ -136,13 +136,13 @@ def test_a_stopped_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     original = attribution._attribute
     measured: list[int] = []
 
-    def stop_at_third(*args: object) -> object:
+    def stop_at_tenth(*args: object) -> object:
         measured.append(1)
         if len(measured) == 10:
             raise KeyboardInterrupt
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attribution, "_attribute", stop_at_third)
+    monkeypatch.setattr(attribution, "_attribute", stop_at_tenth)
     with pytest.raises(KeyboardInterrupt):
         attributed(resume_path=path)
     resumed = attributed(resume_path=path)
