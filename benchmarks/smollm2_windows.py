@@ -70,8 +70,8 @@ TOKENS_PER_STEP = 2048
 MICRO_BATCH_TOKENS = 16_384
 """Tokens of a GPU's micro-batch, at most."""
 LEARNING_RATE = 1e-4
-LR_SCALE = (1, 10, 1)
-"""Multipliers of the rate for kept attention, recurrent heads and the rest."""
+STATE_RATE = 1e-3
+"""Rate of recurrent heads, at least: ten times that of the other weights, more where theirs is small."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOSSES = RESULTS / "smollm2_losses.json"
 LOGGED = ("loss", "tokens_per_s")
@@ -123,6 +123,11 @@ class Student:
         if self.seed:
             parts.append(f"seed{self.seed}")
         return "-".join(parts)
+
+    @property
+    def lr_scale(self) -> tuple[float, float, float]:
+        """Multipliers of the rate for kept attention, recurrent heads and the rest."""
+        return 1, max(10, STATE_RATE / self.learning_rate), 1
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -202,8 +207,13 @@ for heads, window in (
 ):
     for tokens in ("0.3M", "1M", "3M"):
         TRAINED.append(Student(heads, window, tokens=tokens, seq_len=2048))
-# What a student that has lost little learns at a smaller rate.
-TRAINED.append(Student(f"6 {FAR}", 440, tokens="0.1M", seq_len=2048, learning_rate=2e-5))
+# What students that have lost little learn at a smaller rate, and whether a state is worth its bytes beside far groups.
+NEAR = {"seq_len": 2048, "learning_rate": 2e-5}
+for tokens in ("0.1M", "0.3M", "1M", "3M"):
+    for seed in SEEDS:
+        TRAINED.append(Student(f"6 {FAR}", 440, tokens=tokens, seed=seed, **NEAR))
+        TRAINED.append(Student(f"5 {FAR}", 188, tokens=tokens, seed=seed, **NEAR))
+        TRAINED.append(Student(f"5 {FAR}", 140, d_state=16, tokens=tokens, seed=seed, **NEAR))
 # The better data of two: text alone, and half of it what the teacher wrote.
 for heads, window, seq_len in (("9 groups", 300, 2048), ("12 groups", 44, 512)):
     TRAINED.append(Student(heads, window, tokens="0.3M", seq_len=seq_len, own_share=0.5))
@@ -278,7 +288,7 @@ def train(options: argparse.Namespace, student: Student) -> None:
         --tokens {student.tokens} --align-share {student.align_share}
         --align.target head --align.batch-size {n_rows} --align.micro-batch-size {micro_batch}
         --distill.batch-size {n_rows} --distill.micro-batch-size {micro_batch}
-        --distill.learning-rate {student.learning_rate} --distill.lr-scale {" ".join(map(str, LR_SCALE))}
+        --distill.learning-rate {student.learning_rate} --distill.lr-scale {" ".join(map(str, student.lr_scale))}
         --distill.compile {options.compile} --seed {student.seed} --data.seed {student.seed}
         --out {options.out / student.name}
         """.split()
@@ -305,7 +315,7 @@ def train_control(options: argparse.Namespace, student: Student) -> None:
         batch_size=n_rows,
         micro_batch_size=n_rows,
         learning_rate=LEARNING_RATE,
-        lr_scale=LR_SCALE,
+        lr_scale=student.lr_scale,
         precision="bf16",
         compile="on",
         checkpoint_every=25,
