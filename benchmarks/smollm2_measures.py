@@ -74,7 +74,7 @@ class Measures:
             )
             measures[f"{size} pairs, chat"] = self._generation(chat)
             measures[f"{size} pairs before filler"] = self._choice(
-                [self._apart(e) for e in examples], batch_size=4
+                [self.apart(e) for e in examples], batch_size=4
             )
         for name, examples in self._needles().items():
             measures[name] = self._choice(examples, batch_size=4)
@@ -98,7 +98,7 @@ class Measures:
                 needles[name] = [Example(*question) for question in questions]
         return needles
 
-    def _apart(self, example: Example) -> Example:
+    def apart(self, example: Example) -> Example:
         """Return the question with filler between its dictionary and its last line."""
         dictionary, _, question = example.prompt.rpartition("\n")
         return replace(example, prompt=f"{dictionary}\n\n{self.filler}\n\n{question}")

@@ -340,26 +340,33 @@ def measure_all(options: argparse.Namespace, names: list[str]) -> None:
     torch.nn.Module.to(teacher, DEVICE)
     measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
     for name in names:
+        model = model_of(name, options.out, teacher)
+        if model is None:
+            print(f"{name}: not trained yet")
+            continue
         folder = options.out / name
-        model: PreTrainedModel = teacher
-        if name in STUDENTS:
-            student = STUDENTS[name]
-            if not student.tokens:
-                plan = plan_of(student.heads)
-                model, _ = build_student(
-                    teacher, plan, d_state=0, window=student.window, sinks=SINKS
-                )
-            elif (folder / "trained").exists():
-                model = HybridForCausalLM.from_pretrained(folder / "trained")
-            elif not (folder / "evaluation.json").exists():
-                print(f"{name}: not trained yet")
-                continue
-            else:
-                model, _ = trained_student(finished_run(folder))
-                torch.nn.Module.to(model, torch.bfloat16)
         folder.mkdir(parents=True, exist_ok=True)
-        torch.nn.Module.to(model, DEVICE)
-        measure_one(model.eval(), measures, folder / "measured.json")
+        measure_one(model, measures, folder / "measured.json")
+
+
+def model_of(name: str, out: Path, teacher: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a row's model, in bfloat16 on the device. None if its training has not ended."""
+    folder = out / name
+    model: PreTrainedModel = teacher
+    if name in STUDENTS:
+        student = STUDENTS[name]
+        if not student.tokens:
+            plan = plan_of(student.heads)
+            model, _ = build_student(teacher, plan, d_state=0, window=student.window, sinks=SINKS)
+        elif (folder / "trained").exists():
+            model = HybridForCausalLM.from_pretrained(folder / "trained")
+        elif not (folder / "evaluation.json").exists():
+            return None
+        else:
+            model, _ = trained_student(finished_run(folder))
+            torch.nn.Module.to(model, torch.bfloat16)
+    torch.nn.Module.to(model, DEVICE)
+    return model.eval()
 
 
 def report(out: Path) -> None:

@@ -200,14 +200,15 @@ class RunConfig:
     """Stages to run, in this order. Each has a name of its own, under which flags set its options: --align.steps. One
     that aligns recurrent heads alone is skipped where a student has none (``student.d_state`` 0)."""
     tokens: str | None = None
-    """Training tokens of the whole run, such as ``3M``: sets the ``steps`` of every stage, from its batch and row size.
-    By default each stage's own steps count."""
+    """Training tokens of the whole run, such as ``3M``: sets the ``steps`` of every stage, from its batch and row size,
+    when the run starts. By default each stage's own steps count."""
     align_share: Share = 0.1
     """Share of ``tokens`` for the stages that align heads; the others get the rest. Without a stage to align, all."""
     cache: str | None = None
-    """Largest cache of one sequence of ``context`` tokens in bf16, such as ``15MB``, or ``16%`` of the teacher's. It
-    decides ``plan.unit``, ``plan.k``, ``student.window``, ``student.sinks`` and ``student.d_state``, unless they are
-    set too; ``--dry-run`` tells how."""
+    """Largest cache of one sequence of ``context`` tokens in bf16, such as ``15MB``, or ``16%`` of the teacher's. As a
+    flag it decides ``plan.selection``, ``plan.unit``, ``plan.k``, ``student.window``, ``student.sinks`` and
+    ``student.d_state``, unless they are set too; ``--dry-run`` tells how. In Python it is a limit alone, and
+    `pipeline.budget.within_cache` decides."""
     context: Count = 4096
     """Length in tokens at which ``cache`` holds."""
     teacher_sharding: Tunable[Literal["replicated", "sharded"]] = "replicated"
@@ -247,8 +248,7 @@ class RunConfig:
         if self.cache is not None:
             number_of_bytes("cache", self.cache, whole=100)
         if self.tokens is not None:
-            budget = number_of_tokens("tokens", self.tokens)
-            object.__setattr__(self, "stages", self._stages_within(budget))
+            number_of_tokens("tokens", self.tokens)
         if self.plan.selection == "restoration" and not self.head_stages:
             raise ValueError(
                 "plan.selection is 'restoration', which first aligns every head, and no stage aligns; list an Align() "
@@ -282,29 +282,32 @@ class RunConfig:
             return True
         return isinstance(stage, Align) and stage.train == "ssm" and not self.student.d_state
 
-    def without_idle_stages(self) -> RunConfig:
-        """Return the run with the stages that have something to train."""
-        stages = tuple(stage for stage in self.stages if not self.is_idle(stage))
-        return self if stages == self.stages else replace(self, stages=stages)
+    def resolved(self) -> RunConfig:
+        """Return the run with the stages that have something to train, their steps from ``tokens``, which is then None.
 
-    def _stages_within(self, budget: int) -> tuple[StageConfig, ...]:
-        """Return the stages with steps for ``budget`` tokens in all.
+        Raises ValueError if a stage gets less than one step.
+        """
+        stages = tuple(stage for stage in self.stages if not self.is_idle(stage))
+        if self.tokens is not None:
+            stages = self._within_tokens(stages)
+        return replace(self, stages=stages, tokens=None)
+
+    def _within_tokens(self, given: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+        """Return stages with steps for ``tokens`` in all.
 
         Stages of one kind share their part in proportion to the tokens that they had.
         """
+        assert self.tokens is not None
+        budget = number_of_tokens("tokens", self.tokens)
         tokens_of_kind = {True: 0, False: 0}
-        for stage in self.stages:
-            if not self.is_idle(stage):
-                tokens_of_kind[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
+        for stage in given:
+            tokens_of_kind[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
         share_of_kind = {True: self.align_share, False: 1 - self.align_share}
         for kind, n_tokens in tokens_of_kind.items():
             if not n_tokens:
                 share_of_kind[not kind] = 1.0
         stages = []
-        for stage in self.stages:
-            if self.is_idle(stage):
-                stages.append(stage)
-                continue
+        for stage in given:
             kind = stage.is_alignment
             before = stage.steps * self.tokens_per_step(stage)
             own_tokens = budget * share_of_kind[kind] * before / tokens_of_kind[kind]
@@ -454,8 +457,12 @@ def _scaled_down(stage: StageConfig) -> StageConfig:
 
 def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
     """Scale a run down to the embedded teacher if the flags ask for it."""
-    text = " ".join(words).replace("=", " ").replace("--teacher.path", "--teacher")
-    return on_embedded_teacher(config) if f"--teacher {TINY} " in f"{text} " else config
+    asked = None
+    for word, following in zip(words, [*words[1:], ""]):
+        name, joined, value = word.partition("=")
+        if name in ("--teacher", "--teacher.path"):
+            asked = value if joined else following
+    return on_embedded_teacher(config) if asked == TINY else config
 
 
 def config_of(recipe: ModuleType) -> RunConfig:

@@ -156,10 +156,9 @@ def test_stages_without_anything_to_align_are_left_out() -> None:
     stages = (Align(), Align(name="mixers", train="mixer"), Distill())
     windows = StudentConfig(d_state=0, window=8)
     run = RunConfig(stages=stages, student=windows, plan=PlanConfig(k=2), tokens="10M")
-    steps = {stage.name: stage.steps for stage in run.stages}
+    steps = {stage.name: stage.steps for stage in RunInputs(run).config.stages}
     # Their share of the tokens goes to the others.
-    assert steps["align"] == Align().steps
     assert steps["mixers"] + steps["distill"] == pytest.approx(
         1e7 / run.tokens_per_step(stages[0]), abs=2
     )
-    assert RunInputs(run).config.stage_names == ("mixers", "distill")
+    assert list(steps) == ["mixers", "distill"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
+from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, from_record, to_json
 from hybrid_distill.data import DataConfig
 from hybrid_distill.train.config import Align, Distill
 from hybrid_distill.validation import number_of_tokens
@@ -24,20 +24,29 @@ def steps(config: RunConfig) -> list[int]:
 
 def test_tokens_set_the_steps_of_both_kinds_of_stages() -> None:
     config = run(Align(batch_size=4), Distill(batch_size=8), tokens="3M", align_share=0.1)
-    assert steps(config) == [round(3e5 / 2048), round(2.7e6 / 4096)]
-    # Changing something else computes the same steps again.
-    assert replace(config, name="other").stages == config.stages
+    assert steps(config.resolved()) == [round(3e5 / 2048), round(2.7e6 / 4096)]
+    # Until the run starts, changes count: without alignment, the other stage gets everything.
+    assert steps(replace(config, stages=config.student_stages).resolved()) == [round(3e6 / 4096)]
+
+
+def test_steps_from_tokens_are_final() -> None:
+    """Parts of a started run, such as an alignment in a folder of its own, keep their steps."""
+    stages = (Align(batch_size=4), Distill(steps=1000), Distill(name="post", steps=700))
+    started = run(*stages, tokens="363K").resolved()
+    assert from_record(to_json(started)).resolved() == started
+    alone = replace(started, stages=started.head_stages)
+    assert alone.resolved().stages == started.head_stages
 
 
 def test_stages_of_one_kind_share_in_proportion() -> None:
     long = Distill(name="long", steps=100, batch_size=1, seq_len=2048)
     config = run(Distill(steps=300, batch_size=4), long, tokens="4M")
-    assert steps(config) == [round(3e6 / 2048), round(1e6 / 2048)]
+    assert steps(config.resolved()) == [round(3e6 / 2048), round(1e6 / 2048)]
 
 
 def test_a_run_without_alignment_gives_all_tokens_to_distillation() -> None:
-    assert steps(run(Distill(batch_size=4), tokens="2M")) == [round(2e6 / 2048)]
-    assert steps(run(Align(batch_size=4), tokens="2M")) == [round(2e6 / 2048)]
+    assert steps(run(Distill(batch_size=4), tokens="2M").resolved()) == [round(2e6 / 2048)]
+    assert steps(run(Align(batch_size=4), tokens="2M").resolved()) == [round(2e6 / 2048)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,7 @@ def test_a_run_without_alignment_gives_all_tokens_to_distillation() -> None:
 )
 def test_bad_budgets_are_refused(options: dict[str, object], name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        run(Align(batch_size=4), Distill(batch_size=4), **options)
+        run(Align(batch_size=4), Distill(batch_size=4), **options).resolved()
 
 
 @pytest.mark.parametrize(("text", "number"), [("20000", 20000), ("20K", 20000), ("2.5m", 2500000)])

@@ -19,7 +19,7 @@ from ..stage_flags import with_stage_flags, without_stage_flags
 from ..train.config import Distill
 from ..validation import Count, check_options
 from ..vocabulary import vocabulary_size
-from .recipes import load_recipe, override, recipe_of, usage
+from .recipes import fitted_flags, load_recipe, override, recipe_of, usage
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def cache_logits(job: CacheJob) -> str:
 
     Raises ValueError for a teacher or data that cannot be loaded, and as `write_logits` does.
     """
+    job = replace(job, run=job.run.resolved())
     config = job.config
     # Asked for first: a run that names no folder is refused before a model is loaded.
     folder = job.folder
@@ -104,13 +105,16 @@ def main(words: list[str]) -> None:
     shown_in_help = [f"--{field.name.replace('_', '-')}" for field in fields(CacheJob)]
     for stage in config.student_stages:
         shown_in_help.append(f"--{stage.name}.teacher-logits")
-    job = override(
-        CacheJob(with_stage_flags(config)),
-        flags,
-        f"hybrid-distill cache-logits {path}",
-        CacheJob.__doc__,
-        shown_in_help,
-    )
-    summary = cache_logits(replace(job, run=without_stage_flags(job.run)))
+
+    def parsed(default: RunConfig) -> CacheJob:
+        prog = f"hybrid-distill cache-logits {path}"
+        job = override(CacheJob(default), flags, prog, CacheJob.__doc__, shown_in_help)
+        return replace(job, run=without_stage_flags(job.run))
+
+    default = with_stage_flags(config)
+    job = parsed(default)
+    if job.run.cache is not None:
+        job = parsed(fitted_flags(default, job.run))
+    summary = cache_logits(job)
     if is_launched_main():
         print(summary)

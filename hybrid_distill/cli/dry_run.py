@@ -36,7 +36,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     config is read; if a name on the hub has none that can be read here, one line reports that.
     Raises ValueError, with all reasons, for a run that would not start.
     """
-    config = config.without_idle_stages()
+    config = config.resolved()
     record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     stages_text = f"stages {', '.join(config.stage_names)}" if config.stages else "without training"
     if config.control:

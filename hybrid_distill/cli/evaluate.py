@@ -45,6 +45,10 @@ def command(
     """
     if speed and run_dir is None:
         raise ValueError("--speed needs RUN_DIR; pass the folder of a run.")
+    if speed and not (n_examples is None and prompt_format is None):
+        raise ValueError(
+            "--n-examples and --prompt-format are for questions, which --speed does not ask; pass one or the other."
+        )
     if run_dir is not None and speed:
         _check_run_flags(run_dir, job)
         _measure_speed(run_dir, job)

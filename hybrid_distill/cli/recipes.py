@@ -7,11 +7,15 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..flags import flags_of, parse_as, short_help
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
 
 T = TypeVar("T")
 
@@ -25,11 +29,14 @@ FIRST = (
     "--dry-run",
     "--gpus",
     "--gpu-memory",
+    "--tokens",
+    "--cache",
     "--scoring.file",
     "--scoring.n-pairs",
     "--plan.selection",
     "--plan.k",
     "--student.d-state",
+    "--student.window",
     "--student.init",
     "--data.sources",
     "--data.weights",
@@ -132,6 +139,20 @@ def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
             f"no recipe given; pass its name or file first: `hybrid-distill {command} tiny ...`."
         )
     return Path(words[0]), list(words[1:])
+
+
+def fitted_flags(flags: RunConfig, config: RunConfig) -> RunConfig:
+    """Return flags whose defaults are the plan and student that fit ``config.cache``.
+
+    For a second parse: what words set by hand stands over what the cache decides.
+    """
+    # The command line answers before transformers is imported.
+    from ..pipeline.budget import within_cache
+    from ..teacher import load_config
+
+    teacher = load_config(config.teacher.path, config.teacher.revision)
+    fitting = within_cache(config, teacher)
+    return replace(flags, plan=fitting.plan, student=fitting.student)
 
 
 def override(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..distributed import is_launched_main
@@ -43,19 +42,15 @@ def run_with_flags(
     """Run a recipe's config, overridden by flags; write its report."""
     from ..config import checked_config, on_asked_teacher
     from ..lab.reporting.run import write_report
-    from ..pipeline.budget import within_cache
     from ..pipeline.run import run
     from ..stage_flags import with_stage_flags, without_stage_flags
-    from ..teacher import load_config
-    from .recipes import override
+    from .recipes import fitted_flags, override
 
     base = on_asked_teacher(checked_config(default, recipe), words)
     flags = with_stage_flags(base)
     config = without_stage_flags(override(flags, words, prog, description))
     if config.cache is not None:
-        # Parsed again, because what flags set by hand stands over what the cache decides.
-        fitting = within_cache(config, load_config(config.teacher.path, config.teacher.revision))
-        flags = replace(flags, plan=fitting.plan, student=fitting.student)
+        flags = fitted_flags(flags, config)
         config = without_stage_flags(override(flags, words, prog, description))
     if config.dry_run:
         from .dry_run import describe

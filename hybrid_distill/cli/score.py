@@ -78,7 +78,7 @@ class ScoreJob:
     """Score every head on every prompt, instead of dropping those that are clearly not in the
     top k. Not with a ``window``."""
     control_texts: str = TINY
-    """Where those texts come from: ``tiny`` or a file."""
+    """Where the control texts come from: ``tiny`` or a file."""
     n_control_texts: CountOrZero = 16
     """Plain texts that reveal heads which matter for any text. Not with a ``window``."""
     min_accuracy: Share | None = None
@@ -98,6 +98,8 @@ class ScoreJob:
     def __post_init__(self) -> None:
         check_options(self, "--")
         check_prompt_format("--prompt-format", self.prompt_format)
+        if self.window:
+            self._check_ablates_nothing()
         if "," in self.probe:
             raise ValueError(
                 f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for "
@@ -106,6 +108,16 @@ class ScoreJob:
         if self.out.is_dir():
             path = self.out / "scores.json"
             raise ValueError(f"--out is {self.out}, a folder; pass a file, such as {path}.")
+
+    def _check_ablates_nothing(self) -> None:
+        """Raise ValueError for options of ablation, which a ``window`` replaces."""
+        for name in ("exhaustive", "control_texts", "n_control_texts"):
+            if getattr(self, name) != getattr(ScoreJob, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"{flag} is {getattr(self, name)!r}, an option of ablation, and --window {self.window} ranks "
+                    f"heads without it; leave out {flag}, or --window."
+                )
 
     @property
     def probe_options(self) -> dict[str, object]:

@@ -225,8 +225,8 @@ def _filled(rng: random.Random, template: str, slots: dict[str, str]) -> str:
     for kind, index in _SLOT.findall(template):
         choices = [str(rng.randint(2, 9800))] if kind == "number" else words[kind]
         unused = [word for word in choices if word not in slots.values()]
-        # Drawn even if the slot is filled already: the next draw depends on it.
-        word = rng.choice(unused)
+        # Drawn even if the slot is filled already: the next draw depends on it. A number may come again.
+        word = rng.choice(unused or choices)
         slots.setdefault(kind + index, word)
     text = template.format(**slots)
     return _ARTICLE.sub(r"\1n ", text)

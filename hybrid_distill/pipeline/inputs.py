@@ -51,7 +51,7 @@ class RunInputs:
     def __init__(
         self, config: RunConfig, teacher: Loaded | None = None, pins: Pins | None = None
     ) -> None:
-        self.config = config.without_idle_stages()
+        self.config = config.resolved()
         self.paths = RunPaths(config.out)
         self.given_teacher = teacher
         self._given_pins = pins

@@ -117,7 +117,7 @@ class RunPaths:
             self.speed.name,
             self.export.name,
             ".export.*.tmp",
-            self.report.name,
+            f"{self.report.stem}.*",
             f"{PROJECT}/events.out.tfevents.*",
         )
         existing: list[Path] = []

@@ -37,6 +37,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..model.ssd import check_implementation
 from ..plan import HeadPlan
 from ..probes import default_prompts, queries_of
+from ..probes.checks import CannotAnswer
 from ..progress import Phase
 from ..scoring import HeadScores, attribute_heads, score_heads
 from ..scoring.attribution import N_EXAMPLES as ATTRIBUTED
@@ -220,10 +221,10 @@ def attributed_scores(inputs: RunInputs) -> HeadScores | None:
     Returns None if the teacher cannot answer from that far and the method was not asked for.
     """
     options = inputs.config.scoring
-    sinks = inputs.config.student.sinks
+    student = confined(inputs.teacher, inputs.scoring_window, inputs.config.student.sinks)
     try:
         return attribute_heads(
-            confined(inputs.teacher, inputs.scoring_window, sinks),
+            student,
             inputs.teacher,
             inputs.tokenizer,
             inputs.far_probe(),
@@ -232,7 +233,7 @@ def attributed_scores(inputs: RunInputs) -> HeadScores | None:
             min_accuracy=options.min_accuracy,
             resume_path=inputs.paths.partial_scores,
         )
-    except ValueError as error:
+    except CannotAnswer as error:
         if options.method == "attribution":
             raise
         log.info("heads are ranked by ablation, not by what windows take from them: %s", error)
@@ -417,7 +418,7 @@ def evaluate_run(
     is_new = again or not is_there(path)
     result = _evaluated(inputs, student, path, is_new)
     if is_new and inputs.config.trackers:
-        steps = sum(stage.steps for stage in inputs.config.stages)
+        steps = sum(stage.steps for stage in inputs.stages)
         log_figures(inputs.config.trackers, _tracked(inputs, steps), result.figures())
     return result
 
@@ -545,8 +546,6 @@ def run_control(inputs: RunInputs) -> None:
         inputs.config,
         out=inputs.paths.control.out,
         plan=PlanConfig("all", k=0),
-        # The stages have their steps; without those that align, the others would get more.
-        tokens=None,
         cache=None,
     )
     run_beside(inputs, config)

@@ -15,10 +15,14 @@ WORD = re.compile(r"\w+|[^\w\s]|\n")
 NAMED = 8
 
 
+class CannotAnswer(ValueError):
+    """A model cannot read a probe's questions, or answers too few of them."""
+
+
 def check_answerable(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
-    """Raise ValueError for examples that a model cannot read: words without tokens, or too long for
+    """Raise CannotAnswer for examples that a model cannot read: words without tokens, or too long for
     its context.
 
     ``max_length`` is the model's context length in tokens (`longest_context`); each prompt must fit
@@ -31,7 +35,7 @@ def check_answerable(
     if missing:
         named = ", ".join(map(repr, missing[:NAMED]))
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        raise ValueError(
+        raise CannotAnswer(
             f"this tokenizer has no token for {named}{more}, so the model cannot distinguish "
             "these words; give the probe words that it knows (keys, words, facts or filler), or "
             "take another probe."
@@ -41,10 +45,10 @@ def check_answerable(
     longest = max(lengths, default=0)
     if longest > max_length:
         n_too_long = sum(length > max_length for length in lengths)
-        raise ValueError(
+        raise CannotAnswer(
             f"{n_too_long} of {len(examples)} examples are longer than the model's context of "
             f"{max_length} tokens; example {lengths.index(longest)} is the longest, with "
-            f"{longest}: take fewer pairs (--pairs), a shorter filler (--lengths) or shorter "
+            f"{longest}: take fewer pairs (--pairs), less text in between (--distance) or shorter "
             "questions (--length)."
         )
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..io import Record
 from ..plan import HeadId
 from ..probes import Probe, check_counts, queries_of
+from ..probes.checks import CannotAnswer
 from ..probes.encoding import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
@@ -184,14 +185,14 @@ def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
 
 
 def check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
-    """Raise ValueError for a model that answers less of the probe than ``min_accuracy``, by default `ENOUGH`."""
+    """Raise CannotAnswer for a model that answers less of the probe than ``min_accuracy``, by default `ENOUGH`."""
     # A drop in accuracy shows nothing if the model guesses already.
     if min_accuracy is None:
         min_accuracy = probe.chance + ENOUGH * (1 - probe.chance)
     if accuracy >= min_accuracy:
         return
     settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
-    raise ValueError(
+    raise CannotAnswer(
         f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
         f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for "
         "a ranking to be informative. Take an easier probe (fewer pairs), another teacher, or "

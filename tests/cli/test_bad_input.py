@@ -21,11 +21,14 @@ CASES = """
     score --probe sudoku: 'sudoku'
     score --probe kv,needle: --probe is 'kv,needle'
     score --model ./nosuch: --model './nosuch'
+    score --window 100 --exhaustive: --exhaustive
+    score --window 100 --n-control-texts 3: --n-control-texts
     export --out x: --model PATH
     evaluate: RUN_DIR
     evaluate {}: --suite paper --model {}
     evaluate nowhere --suite kv: --suite
     evaluate nowhere --limit 3: --limit
+    evaluate nowhere --speed --n-examples 3: --n-examples
     evaluate --suite kv --model tiny --prompt-format plain: --prompt-format
     evaluate nowhere: nowhere
     evaluate --suite kv: --model
@@ -56,6 +59,7 @@ CASES = """
     sweep --trackers mlflow: mlflow
     sweep README.md: README.md
     report nowhere: nowhere
+    report nowhere --context 4096: --context
     analyze prune-layers --last-layer 6: layers 0..5
     analyze prune-layers --tasks sudoku: 'sudoku'
     analyze keep-heads --keep 5:8: L5H8

@@ -25,6 +25,7 @@ from training import (
     word_tokenizer,
 )
 
+from hybrid_distill.cli.app import main
 from hybrid_distill.cli.cache_logits import CacheJob, cache_logits
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, TeacherConfig
 from hybrid_distill.data import (
@@ -96,6 +97,31 @@ def changed(job: CacheJob, part: str, **changes: Any) -> CacheJob:
     if part in job.run.stage_names:
         return replace(job, run=job.run.with_stage(part, **changes))
     return replace(job, run=replace(job.run, **{part: replace(getattr(job.run, part), **changes)}))
+
+
+def test_a_budget_means_the_rows_that_a_run_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`--cache` decides that nothing is aligned, so that all `--tokens` go to distillation."""
+    jobs: list[CacheJob] = []
+    runs: list[RunConfig] = []
+
+    def described(config: RunConfig, _command: str) -> str:
+        runs.append(config)
+        return ""
+
+    def cached(job: CacheJob) -> str:
+        jobs.append(job)
+        return ""
+
+    monkeypatch.setattr("hybrid_distill.cli.dry_run.describe", described)
+    monkeypatch.setattr("hybrid_distill.cli.cache_logits.cache_logits", cached)
+    words = ["tiny", "--cache", "1MB", "--tokens", "2M", "--dry-run"]
+    main(["run", *words])
+    main(["cache-logits", *words, "--distill.teacher-logits", str(tmp_path)])
+    asked = runs[0].resolved()
+    assert asked.stage_names == ("distill",)
+    assert jobs[0].run.resolved().stage("distill").steps == asked.stage("distill").steps
 
 
 def contents(folder: Path) -> dict[str, bytes]:

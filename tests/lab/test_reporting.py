@@ -24,6 +24,8 @@ from hybrid_distill.lab.reporting import (
     text_table,
     with_error,
 )
+from hybrid_distill.lab.reporting.document import Figure
+from hybrid_distill.lab.reporting.figures import Row
 from hybrid_distill.lab.reporting.heads import score_map
 from hybrid_distill.lab.reporting.record import SHARED, STUDENT, read_run
 from hybrid_distill.lab.reporting.run import write_report
@@ -160,6 +162,24 @@ def test_nothing_is_missing_and_both_alignments_are_shown(run: RunPaths) -> None
     assert record.missing == ()
     assert "## Missing" not in run.report.read_text()
     assert list(record.losses.panel.unique()) == [SHARED, STUDENT]
+
+
+def test_every_stage_has_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunPaths(tmp_path / "run")
+    write_student(run)
+    write_stage(run.stages / "3-post")
+    drawn: dict[str, list[str]] = {}
+
+    def draw(
+        path: Path, _caption: str, rows: list[Row], *_: object, **_options: object
+    ) -> list[Figure]:
+        drawn[path.name] = [name for row in rows for name in row.points.panel.unique()]
+        return []
+
+    monkeypatch.setattr("hybrid_distill.lab.reporting.run.draw_lines", draw)
+    write_report(run.out)
+    assert drawn["alignment_loss.png"] == ["student"]
+    assert drawn["distillation_loss.png"] == ["student, 2-distill", "student, 3-post"]
 
 
 def test_figures_are_there_readable_in_print_and_named_in_the_report(run: RunPaths) -> None:

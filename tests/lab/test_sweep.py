@@ -27,7 +27,7 @@ from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
-from hybrid_distill.lab.sweep.job import SweepFailed, base_config, sweep
+from hybrid_distill.lab.sweep.job import SweepFailed, base_config, checked, sweep
 from hybrid_distill.lab.sweep.jobs import run_tasks
 from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task
@@ -84,6 +84,29 @@ def test_windows_are_an_axis_and_stand_alone_with_state_0() -> None:
     ]
     with pytest.raises(ValueError, match="window"):
         grid("0", "0").cells(SHAPE)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_states_are_aligned_though_the_recipe_has_none(tmp_path: Path, share: bool) -> None:
+    windows = replace(small_run().student, d_state=0, window=8, sinks=2)
+    job = SweepJob(out=tmp_path, heads="0", d_state="0,4", window="0,8", seeds=1, selection="top")
+    request = checked(job, recipe(student=windows, tokens="64K", align_share=0.5))
+    opened = Sweep.open(request.base, request.grid, request.cells, share=share)
+    assert [stage.name for stage in opened.own_stages] == ["align", "distill"][share:]
+    alignments = [task for task in opened.tasks.values() if task.d_state and not task.cell]
+    assert len(alignments) == (2 if share else 0)
+    # Whatever has nothing to align gets all tokens for the rest.
+    by_name = {cell.name: cell for cell in opened.cells}
+    alone = cell_config(opened, by_name["none-n0-w8-s0"])
+    assert steps_of(alone) == {"distill": 64_000 // alone.tokens_per_step(alone.stages[0])}
+    if not share:
+        both = cell_config(opened, by_name["none-n4-w8-s0"])
+        assert list(steps_of(both)) == ["align", "distill"]
+        assert both.stages[1].steps == alone.stages[0].steps // 2
+
+
+def steps_of(config: RunConfig) -> dict[str, int]:
+    return {stage.name: stage.steps for stage in config.stages}
 
 
 def test_fields_of_the_recipe_can_be_changed() -> None:

@@ -184,9 +184,9 @@ def _head_blocks(record: RunRecord, folder: Path) -> list[Block]:
 
 
 def _training(losses: pd.DataFrame, folder: Path) -> list[Figure]:
-    """Draw the losses of alignment by layer, and the loss of distillation."""
+    """Draw the losses of alignment by layer and those of distillation, in a panel for each stage."""
     is_total = losses.line == "loss"
-    by_layer = losses.loc[losses.stage.str.contains("align") & ~is_total]
+    by_layer = _by_stage(losses.loc[~is_total])
     layers = sorted(by_layer.line.unique(), key=lambda name: int(name.rpartition(".")[2]))
     alignment = draw_lines(
         folder / "alignment_loss.png",
@@ -197,17 +197,24 @@ def _training(losses: pd.DataFrame, folder: Path) -> list[Figure]:
         even=False,
         log=True,
     )
-    total = losses.loc[losses.stage.str.contains("distill") & is_total]
+    total = _by_stage(losses.loc[is_total & ~losses.stage.isin(by_layer.stage)])
     distillation = draw_lines(
         folder / "distillation_loss.png",
         "End-to-end distillation: loss against the teacher's predictions (running mean).",
-        [Row(total.assign(line=STUDENT, panel=""), "distillation loss")],
+        [Row(total.assign(line=STUDENT), "distillation loss")],
         {STUDENT: look(STUDENT)._replace(marker="")},
         "optimizer step",
         even=False,
         log=True,
     )
     return [*alignment, *distillation]
+
+
+def _by_stage(losses: pd.DataFrame) -> pd.DataFrame:
+    """Give each stage a panel, with its name if there are several."""
+    if losses.stage.nunique() > 1:
+        return losses.assign(panel=losses.panel + ", " + losses.stage)
+    return losses
 
 
 def _cache(record: RunRecord, folder: Path) -> list[Block]:

@@ -14,7 +14,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from ...config import PlanConfig, RunConfig, StudentConfig
+from ...config import PlanConfig, RunConfig
 from ...distributed import alone_in, connect, on_main_process
 from ...pipeline import RunInputs, RunPaths, last_stage
 from ...pipeline.run import (
@@ -27,7 +27,7 @@ from ...pipeline.run import (
 )
 from ...scoring import HeadScores
 from ...train.stop import Interrupted
-from .folder import Sweep
+from .folder import Sweep, with_student
 from .grid import Cell
 from .jobs import PATIENCE
 from .tasks import Task
@@ -95,14 +95,14 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
     )
     if cell.d_state is None:
         return base
-    student = _student(base, cell.d_state, cell.window)
+    cell_run = with_student(base, cell.d_state, cell.window).resolved()
     # A window alone has no recurrent heads to share.
     if not sweep.share or not cell.d_state:
-        return replace(base, student=student)
+        return cell_run
     alignment = _alignment_run(sweep, cell.seed, cell.d_state, cell.window)
     aligned = last_stage(alignment.paths.aligned)
     student = replace(alignment.config.student, aligned=aligned)
-    return replace(base, student=student, stages=base.student_stages)
+    return replace(cell_run, student=student, stages=cell_run.student_stages)
 
 
 def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) -> RunConfig:
@@ -118,19 +118,12 @@ def restored_plan(inputs: RunInputs, k: int) -> PlanConfig:
     return PlanConfig("file", k=k, file=inputs.paths.restoration_plan(k))
 
 
-def _student(config: RunConfig, d_state: int, window: int) -> StudentConfig:
-    """Return the recipe's student with another state and window; without a window, it has no sinks."""
-    sinks = min(config.student.sinks, window)
-    return replace(config.student, d_state=d_state, window=window, sinks=sinks)
-
-
 def _alignment_run(sweep: Sweep, seed: int, d_state: int, window: int) -> RunInputs:
     """Return the run in whose folder ``aligned`` is trained and restoration plans are made."""
     of_seed = _seeded(sweep, seed)
     out = sweep.paths.alignment(d_state, window, seed).out
     config = variant_config(of_seed, f"shared-{out.name}", out, of_seed.plan)
-    student = _student(config, d_state, window)
-    return RunInputs(replace(config, student=student), sweep.teacher, sweep.pins)
+    return RunInputs(with_student(config, d_state, window), sweep.teacher, sweep.pins)
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:

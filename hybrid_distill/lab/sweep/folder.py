@@ -111,16 +111,22 @@ class Sweep:
         for."""
         return read_pins(self.paths.sources)
 
+    @cached_property
+    def _cell_run(self) -> RunConfig:
+        """Run of a cell with the largest state: if any cell has a stage, this one has."""
+        grid = self.record["grid"]
+        return with_student(self.base, max(grid["d_state"]), max(grid["window"])).resolved()
+
     @property
     def own_stages(self) -> tuple[StageConfig, ...]:
         """Stages that every cell runs by itself."""
-        return self.base.student_stages if self.share else self.base.stages
+        return self._cell_run.student_stages if self.share else self._cell_run.stages
 
     @cached_property
     def tasks(self) -> dict[str, Task]:
         """Tasks by name, each after those that it needs."""
         own_steps = sum(stage.steps for stage in self.own_stages)
-        every_step = sum(stage.steps for stage in self.base.stages)
+        every_step = sum(stage.steps for stage in self._cell_run.stages)
         return tasks_of(
             self.paths,
             self.cells,
@@ -128,6 +134,13 @@ class Sweep:
             own_steps=own_steps,
             shared_steps=every_step - own_steps,
         )
+
+
+def with_student(run: RunConfig, d_state: int, window: int) -> RunConfig:
+    """Return a run whose student has another state and window; without a window, it has no sinks."""
+    sinks = min(run.student.sinks, window)
+    student = replace(run.student, d_state=d_state, window=window, sinks=sinks)
+    return replace(run, student=student)
 
 
 def _settings(base: RunConfig, record: Record) -> Record:

@@ -23,7 +23,7 @@ from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted
 from ...train.tracking import check_trackers
 from .flags import SweepJob
-from .folder import Sweep
+from .folder import Sweep, with_student
 from .grid import Cell, Grid
 from .jobs import run_tasks
 from .paths import SweepPaths
@@ -49,8 +49,10 @@ class SweepFailed(Exception):
 class Request(NamedTuple):
     """Sweep that was asked for, checked."""
 
+    base: RunConfig
+    """Run that the recipe describes; cells change its student."""
     inputs: RunInputs
-    """Inputs of the recipe's run, checked."""
+    """Inputs of the cell with the largest state and window, checked."""
     grid: Grid
     cells: list[Cell]
     workers: WorkerOptions
@@ -70,7 +72,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
         if flag is not None:
             axes[name] = flag
     grid = Grid.parse(**axes, first_seed=base.seed)
-    inputs = RunInputs(base)
+    inputs = RunInputs(with_student(base, max(grid.d_state), max(grid.window)))
     check_teachers(inputs)
     check_data(inputs)
     check_evaluation(inputs)
@@ -78,7 +80,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     # Of the teacher, only its config has been read so far.
     cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
     options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
-    return Request(inputs, grid, cells, options)
+    return Request(base, inputs, grid, cells, options)
 
 
 def dry_run(job: SweepJob, recipe: ModuleType) -> str:
@@ -91,7 +93,7 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
     # submitit makes its folder at once.
     with TemporaryDirectory() as folder:
         workers = request.workers.workers(Path(folder))
-    title = f"{request.inputs.config.name}: {len(request.cells)} cells"
+    title = f"{request.base.name}: {len(request.cells)} cells"
     return f"{title}, into {job.out}: {names}\n{workers.described()}"
 
 
@@ -109,7 +111,7 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
         words += ["--set", *job.set]
     with locked(job.out):
         this = Sweep.open(
-            request.inputs.config,
+            request.base,
             request.grid,
             request.cells,
             share=job.share,
