@@ -7,12 +7,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
@@ -22,7 +18,6 @@ from .model.field_rules import check_windows
 from .plan import Unit
 from .probes.prompt_formats import check_prompt_format
 from .student.init import Init
-from .teacher import TINY
 from .train.config import (
     COLLECTIVE_TIMEOUT,
     STAGE_KINDS,
@@ -109,6 +104,11 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "plan.")
+
+    @property
+    def restores(self) -> bool:
+        """True if heads are chosen by what they restore to the aligned student."""
+        return self.selection == "restoration"
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class RunConfig:
             number_of_bytes("cache", self.cache, whole=100)
         if self.tokens is not None:
             number_of_tokens("tokens", self.tokens)
-        if self.plan.selection == "restoration" and not self.head_stages:
+        if self.plan.restores and not self.head_stages:
             raise ValueError(
                 "plan.selection is 'restoration', which first aligns every head, and no stage aligns; list an Align() "
                 "in stages."
@@ -268,7 +268,7 @@ class RunConfig:
     def attributes(self) -> bool:
         """True if heads are ranked by attribution."""
         if self.scoring.method == "auto":
-            return self.student.window > 0 and self.plan.selection != "restoration"
+            return self.student.window > 0 and not self.plan.restores
         return self.scoring.method == "attribution"
 
     @property
@@ -360,7 +360,7 @@ class RunConfig:
     def _check_alignment(self, stage: StageConfig) -> None:
         if not isinstance(stage, Align):
             return
-        if self.plan.selection == "restoration" and stage.train != "ssm":
+        if self.plan.restores and stage.train != "ssm":
             raise ValueError(
                 f"{stage.name}.train is {stage.train!r} and plan.selection 'restoration', which aligns recurrent "
                 f"heads alone, so that any of them can give way to attention; use --{stage.name}.train ssm."
@@ -419,85 +419,6 @@ class RunConfig:
         if isinstance(stage, Distill) and stage.teacher is not None:
             return replace(self.teacher, path=stage.teacher, revision=None)
         return self.teacher
-
-
-def on_embedded_teacher(config: RunConfig) -> RunConfig:
-    """Return the run on the embedded teacher and corpus, scaled down to fit them and a laptop."""
-    return replace(
-        config,
-        gpus=1,
-        teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
-        scoring=replace(config.scoring, file=None, other_weights=False),
-        plan=replace(config.plan, k=min(config.plan.k, 48)),
-        student=replace(config.student, window=min(config.student.window, 16)),
-        data=replace(
-            config.data,
-            sources=(TINY,),
-            weights=(),
-            chat=False,
-            seq_len=min(config.data.seq_len, 256),
-        ),
-        stages=tuple(map(_scaled_down, config.stages)),
-        evaluation=replace(config.evaluation, knowledge=TINY),
-    )
-
-
-def _scaled_down(stage: StageConfig) -> StageConfig:
-    """Scale a stage down to the embedded teacher and corpus, which has neither conversations nor a larger teacher."""
-    small = replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
-    if small.data is not None:
-        small = replace(small, data=DataConfig(seq_len=min(small.data.seq_len, 256)))
-    if small.seq_len is not None:
-        small = replace(small, seq_len=min(small.seq_len, 512))
-    if isinstance(small, Distill):
-        segment_len = None if small.segment_len is None else min(small.segment_len, 256)
-        small = replace(small, teacher=None, segment_len=segment_len)
-    return small
-
-
-def on_asked_teacher(config: RunConfig, words: Sequence[str]) -> RunConfig:
-    """Scale a run down to the embedded teacher if the flags ask for it."""
-    asked = None
-    for word, following in zip(words, [*words[1:], ""]):
-        name, joined, value = word.partition("=")
-        if name in ("--teacher", "--teacher.path"):
-            asked = value if joined else following
-    return on_embedded_teacher(config) if asked == TINY else config
-
-
-def config_of(recipe: ModuleType) -> RunConfig:
-    """Return the config of a recipe module. Raises ValueError if config() fails or returns something else."""
-    return checked_config(ask_recipe(recipe, "config"), f"config() of {recipe.__file__}")
-
-
-def checked_config(config: object, source: str) -> RunConfig:
-    """Return ``config``. Raises ValueError for another type: the command line would silently use its own defaults."""
-    if not isinstance(config, RunConfig):
-        raise ValueError(
-            f"{source} is {type(config).__name__} {str(config)[:60]!r}; return a RunConfig."
-        )
-    return config
-
-
-def ask_recipe(recipe: ModuleType, name: str) -> Any:
-    """Call a function of a recipe module. Raises ValueError, naming the line, if it fails."""
-    with in_recipe(str(recipe.__file__)):
-        return getattr(recipe, name)()
-
-
-@contextmanager
-def in_recipe(file: str) -> Iterator[None]:
-    """Turn any error in a recipe's code into a one-line ValueError that names the recipe and the line."""
-    try:
-        yield
-    except Exception as error:
-        frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
-        ]
-        where = f"{file}, line {frames[-1].lineno}" if frames else file
-        raise ValueError(
-            f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
 
 
 def to_json(config: RunConfig) -> Record:

@@ -24,6 +24,7 @@ from typing import (
 T = TypeVar("T")
 TOKEN_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+MB = BYTE_UNITS["MB"]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main
 from hybrid_distill.cli.prepare_data import command as prepare_data
 from hybrid_distill.cli.recipes import load_recipe
-from hybrid_distill.config import config_of
 from hybrid_distill.flags import flags_of
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.recipe import config_of
 from hybrid_distill.student.build import empty_student
 from hybrid_distill.train.meter import PEAK_FLOPS, flops_per_token
 

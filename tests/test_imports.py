@@ -32,7 +32,7 @@ LAYERS = (
     ("scoring", "train"),
     ("evaluation",),
     ("export",),
-    ("config", "flags", "stage_flags", "pipeline"),
+    ("config", "recipe", "flags", "stage_flags", "pipeline"),
     ("lab",),
     ("cli", "__main__"),
 )

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import tyro
 
-from ..config import RunConfig, config_of, on_asked_teacher
+from ..config import RunConfig
 from ..data import open_rows, write_logits
 from ..data.caching import SHARD_TOKENS
 from ..distributed import is_launched_main
 from ..pipeline import RunInputs
 from ..pipeline.checks import check_teachers
+from ..recipe import config_of, on_asked_teacher
 from ..stage_flags import with_stage_flags, without_stage_flags
 from ..train.config import Distill
 from ..validation import Count, check_options

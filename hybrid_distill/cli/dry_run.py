@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..config import RunConfig, to_json
 from ..data import preparations, prepared_sources
+from ..evaluation.evaluate import CACHE_LENGTHS
 from ..lab.memory.timing import training_time
 from ..pipeline import RunInputs, RunPaths
 from ..pipeline.budget import student_cache
@@ -22,10 +23,9 @@ from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..teacher import load_config
 from ..teacher.location import RECIPE_FLAG, check_name
-from ..validation import first_line
-from .launch_plan import MB, launch_command, memory_tables, plan_stage
+from ..validation import MB, first_line
+from .launch_plan import launch_command, memory_tables, plan_stage
 
-LENGTHS = (128, 2048, 4096)
 NO_PLAN = "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
 
 
@@ -153,7 +153,7 @@ def _sizes(config: RunConfig, teacher: PreTrainedModel, plan: HeadPlan) -> str:
         if mixer.ssm:
             n_recurrent += sum(parameter.numel() for parameter in mixer.ssm.parameters())
     caches = []
-    lengths_in_tokens = sorted({*LENGTHS, config.context})
+    lengths_in_tokens = sorted({*CACHE_LENGTHS, config.context})
     for name, kept in {"teacher": HeadPlan.all(plan), "student": plan}.items():
         sizes = []
         for length in lengths_in_tokens:

@@ -25,9 +25,8 @@ from ..plan import HeadId, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..student.teachers import check_teacher
 from ..teacher import head_dim_of, load_config
-from ..validation import CountOrZero, numbers
+from ..validation import MB, CountOrZero, numbers
 
-MB = 1e6
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 SETTING = ["kept", "kv_heads", "d_state", "window"]
 COLUMNS = [*SETTING, "length", "kv_bytes", "window_bytes", "ssm_bytes", "conv_bytes"]

@@ -115,7 +115,7 @@ def find_recipe(path: Path) -> Path:
 def load_recipe(path: Path) -> ModuleType:
     """Import a recipe: a file, or the name of a shipped one. Raises ValueError for anything
     else."""
-    from ..config import in_recipe
+    from ..recipe import in_recipe
 
     path = find_recipe(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -24,7 +24,7 @@ def main(words: list[str]) -> None:
     if words and words[0] in ("-h", "--help"):
         print(usage(main))
         return
-    from ..config import config_of
+    from ..recipe import config_of
 
     path, flags = recipe_of(words, "run")
     recipe = load_recipe(path)
@@ -40,9 +40,9 @@ def run_with_flags(
     prog: str | None = None,
 ) -> None:
     """Run a recipe's config, overridden by flags; write its report."""
-    from ..config import checked_config, on_asked_teacher
     from ..lab.reporting.run import write_report
     from ..pipeline.run import run
+    from ..recipe import checked_config, on_asked_teacher
     from ..stage_flags import with_stage_flags, without_stage_flags
     from .recipes import fitted_flags, override
 

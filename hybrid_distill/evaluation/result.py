@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from ..io import Record, refused, write_json
 FORMAT = "hybrid-distill/evaluation/1"
 BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
 ACCURACIES = ("kv_choice", "kv_generation", "knowledge")
+DEFAULT_PAIRS = 16
 FIGURES = (*ACCURACIES, "perplexity", "top1_agreement", "kl_to_teacher")
 
 
@@ -110,6 +111,14 @@ class EvalResult:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as an evaluation: {error}") from error
+
+
+def size_shown(measured: Iterable[int]) -> int:
+    """Return the dictionary size that one figure stands for: 16 pairs, else the largest."""
+    sizes = set(measured)
+    if DEFAULT_PAIRS in sizes:
+        return DEFAULT_PAIRS
+    return max(sizes, default=DEFAULT_PAIRS)
 
 
 def flatten(fields: Record, names: Sequence[str]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from huggingface_hub.constants import REPO_ID_SEPARATOR
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..evaluation.evaluate import EvalResult
-from ..evaluation.result import binomial_error
+from ..evaluation.result import binomial_error, size_shown
 from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
 from ..plan import HeadPlan, cache_bytes, container_bytes
@@ -27,7 +27,6 @@ from .versions import TRIED, oldest_transformers
 UNKNOWN = "unknown"
 N_BEST_HEADS = 10
 ABSENT = "–"
-DEFAULT_PAIRS = 16
 
 
 def model_card(
@@ -62,6 +61,9 @@ def model_card(
         sinks=config.sinks,
         windows=layer_windows(config.backbone_config()),
     )
+    sizes: set[int] = set()
+    for result in (results or {}).values():
+        sizes.update(result.kv_generation)
     # StrictUndefined: a misspelled name in the template is an error, not an empty place in the
     # card.
     environment = Environment(
@@ -93,7 +95,7 @@ def model_card(
         training=training,
         kernels=kernels,
         results=results or {},
-        n_pairs=_size_shown(results or {}),
+        n_pairs=size_shown(sizes),
         share=_share,
         number=_number,
         cache=cache,
@@ -130,16 +132,6 @@ def on_card(card: str | Path) -> tuple[str, str]:
     except Exception:  # no file, no network, or a header that YAML or ModelCard rejects
         fields = {}
     return fields.get("license") or UNKNOWN, fields.get("base_model") or ""
-
-
-def _size_shown(results: Mapping[str, EvalResult]) -> int:
-    """Return the dictionary size whose accuracy the card shows: 16 pairs, else the largest."""
-    sizes: set[int] = set()
-    for result in results.values():
-        sizes.update(result.kv_generation)
-    if DEFAULT_PAIRS in sizes:
-        return DEFAULT_PAIRS
-    return max(sizes, default=DEFAULT_PAIRS)
 
 
 def _best_heads(scores: HeadScores, plan: HeadPlan) -> list[str]:

@@ -12,13 +12,12 @@ from ..config import RunConfig, StudentConfig
 from ..model import layer_windows
 from ..plan import HeadPlan, cache_bytes
 from ..teacher import head_dim_of
-from ..validation import number_of_bytes
+from ..validation import MB, number_of_bytes
 
 WINDOW_SHARE = 0.55
 """Share of the cache for windows, the rest is for KV groups (docs/real_models.md, "At the same cache")."""
 SINKS = 4
 SMALLEST_WINDOW = 8
-MB = 1e6
 
 
 def student_cache(

@@ -70,7 +70,7 @@ def training_record(inputs: RunInputs) -> list[Record]:
     if aligned is not None:
         # A stage's folder is in RUN/stages.
         before = RunPaths(aligned.resolve().parents[1])
-    if inputs.config.plan.selection == "restoration":
+    if inputs.config.plan.restores:
         before = inputs.paths.aligned
     record: list[Record] = []
     if before is not None and before.config.is_file():

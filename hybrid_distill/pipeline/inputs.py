@@ -61,7 +61,7 @@ class RunInputs:
     @property
     def stages(self) -> tuple[StageConfig, ...]:
         """Stages that run in this run's own folder: for a ``restoration`` plan, the heads align in ``aligned/``."""
-        if self.config.plan.selection == "restoration":
+        if self.config.plan.restores:
             return self.config.student_stages
         return self.config.stages
 
@@ -207,7 +207,7 @@ class RunInputs:
         n_queries = scoring.n_queries
         if n_queries is None:
             # Restoration compares log-probabilities, which differ more between dictionaries than within.
-            is_ranking = self.config.plan.selection != "restoration"
+            is_ranking = not self.config.plan.restores
             n_queries = default_queries([scoring.n_pairs]) if is_ranking else 1
         return KVRetrieval(scoring.n_pairs, seed=seed, n_queries=n_queries)
 

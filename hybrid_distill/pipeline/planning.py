@@ -54,7 +54,7 @@ def known_plan(
     scores = inputs.config.scoring.file
     if options.selection in ("top", "restoration", "random"):
         HeadPlan.check_k(teacher, options.k, "--plan.k", _unit_of(options))
-    if options.selection == "restoration" or (options.selection == "top" and scores is None):
+    if options.restores or (options.selection == "top" and scores is None):
         return None
     plan = make_plan(
         options, teacher, partial(_scores_for, teacher, scores or Path()), by_shape=True

@@ -250,7 +250,7 @@ def choose_heads(inputs: RunInputs) -> HeadPlan:
     is_made = is_there(path)
     if is_made:
         plan = HeadPlan.load(path)
-    elif options.selection == "restoration":
+    elif options.restores:
         plan = restoration_plan(inputs, options.k)
     else:
         plan = make_plan(options, inputs.teacher, lambda: score(inputs))
@@ -319,7 +319,7 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
     if weights_of_built(inputs, requirements) is None:
         # All processes align together, and all open the rows, before one of them builds alone.
         aligned = config.student.aligned
-        if config.plan.selection == "restoration":
+        if config.plan.restores:
             aligned = last_stage(align_all_heads(inputs).paths)
         rows = None
         if aligned is None and config.fits_to_text:

@@ -13,12 +13,12 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup, escape
 
+from ...evaluation.result import size_shown
 from ...io import write_text
 from ...model.mixer import HeadPart
 
 ABSENT = "–"
 MINUS = "\N{MINUS SIGN}"
-DEFAULT_PAIRS = 16
 NO_FIGURES = "the figures: matplotlib is not installed (`pip install matplotlib`)"
 
 
@@ -216,10 +216,9 @@ def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
     It is the ``stated`` one, else 16 pairs, else the largest.
     """
     measured = sizes(frame, "kv_generation")
-    for size in (stated, DEFAULT_PAIRS):
-        if size in measured:
-            return size
-    return max(measured, default=DEFAULT_PAIRS)
+    if stated in measured:
+        return stated
+    return size_shown(measured)
 
 
 def task_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-MB = 1e6
+from ...validation import MB
 
 
 def speed_table(rows: pd.DataFrame) -> pd.DataFrame:

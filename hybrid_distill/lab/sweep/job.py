@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ...config import PlanConfig, RunConfig, ask_recipe, config_of, on_asked_teacher
+from ...config import PlanConfig, RunConfig
 from ...data import write_pins
 from ...distributed import is_launched_with_others
 from ...flags import parse_as
@@ -19,6 +19,7 @@ from ...pipeline import RunInputs
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
 from ...pipeline.inputs import shape_of_teacher
 from ...plan import HeadPlan
+from ...recipe import ask_recipe, config_of, on_asked_teacher
 from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted
 from ...train.tracking import check_trackers
