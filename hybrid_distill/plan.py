@@ -328,9 +328,8 @@ def _shape(source: object) -> tuple[int, int, int]:
             # Configs without the entry, or with None, have a KV head for every query head.
             n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
             return config.num_hidden_layers, n_heads, n_kv_heads
-    except (
-        RuntimeError
-    ) as error:  # raised by transformers for a config whose layers differ in shape
+    # Raised by transformers for a config whose layers differ in shape.
+    except RuntimeError as error:
         raise ValueError(
             f"the layers of {type(config).__name__} have different numbers of heads. A plan needs "
             "the same number in every layer; take another teacher."

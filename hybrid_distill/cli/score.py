@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import tyro
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_held_out
 from ..distributed import agree_on, alone_in, connect, is_launched_main, on_main_process
 from ..lab.reporting import can_draw, text_table
 from ..lab.reporting.heads import score_map, score_table
 from ..model import HybridConfig
-from ..probes import default_prompts, default_queries, queries_of
+from ..probes import Probe, default_prompts, default_queries, queries_of
 from ..probes.checks import check_answerable
 from ..probes.prompt_formats import (
     CHAT,
@@ -133,6 +133,16 @@ class ScoreJob:
             "seed": self.seed,
         }
 
+    @property
+    def partial_path(self) -> Path:
+        """File that an interrupted run leaves its measurements in."""
+        return self.out.with_suffix(".partial.json")
+
+    def prompts_of(self, probe: Probe) -> int:
+        """Return the number of prompts."""
+        default = N_ATTRIBUTED if self.window else default_prompts(queries_of(probe))
+        return self.examples or default
+
 
 def run_score(job: ScoreJob) -> HeadScores:
     """Run a scoring job; write ``out``, and a figure if matplotlib is installed.
@@ -145,7 +155,6 @@ def run_score(job: ScoreJob) -> HeadScores:
     # is loaded.
     make_probe(job.probe, **job.probe_options)
     controls = read_held_out(job.control_texts, job.n_control_texts)
-    partial_path = job.out.with_suffix(".partial.json")
     with alone_in(job.out, beside=True):
         _check_model(job.model)
         model, tokenizer = load_on_own_device(
@@ -154,47 +163,66 @@ def run_score(job: ScoreJob) -> HeadScores:
         _check_k(job, model)
         plain = make_probe(job.probe, **job.probe_options, tokenizer=tokenizer)
         probe = with_prompt_format(plain, job.prompt_format, tokenizer)
-        # A recurrent model has no longest context.
-        limit = longest_context(model.config) or sys.maxsize
-        default = N_ATTRIBUTED if job.window else default_prompts(queries_of(probe))
-        n_prompts = job.examples or default
-        questions = probe.examples(n_prompts * queries_of(probe))
-        check_answerable(questions, tokenizer, limit)
+        _check_questions(job, probe, model, tokenizer)
         # Solved examples are as long as the question: from far away, they would take minutes.
         tried = (PLAIN, CHAT) if job.window else TRIED
-        measure = partial(accuracy_by_prompt_format, model, tokenizer, plain, tried)
-        accuracies = agree_on(measure)
+        accuracies = agree_on(partial(accuracy_by_prompt_format, model, tokenizer, plain, tried))
         _log_accuracies(accuracies, plain.chance)
         if job.window:
-            scores = attribute_heads(
-                confined(model, job.window, job.sinks),
-                model,
-                tokenizer,
-                probe,
-                n_examples=n_prompts,
-                batch_size=job.batch_size,
-                min_accuracy=job.min_accuracy,
-                resume_path=partial_path,
-            )
+            scores = _attributed(job, model, tokenizer, probe)
         else:
-            scores = score_heads(
-                model,
-                tokenizer,
-                probe,
-                n_examples=n_prompts,
-                batch_size=job.batch_size,
-                control_texts=controls,
-                min_accuracy=job.min_accuracy,
-                race_k=None if job.exhaustive else job.k,
-                resume_path=partial_path,
-            )
+            scores = _ablated(job, model, tokenizer, probe, controls)
         provenance = {**scores.provenance, "prompt_formats": accuracies}
         scores = replace(scores, provenance=provenance)
         # The measurements go last: without them, a stop in between would cost the whole scoring.
         on_main_process(lambda: scores.save(job.out))
         on_main_process(lambda: _draw(scores, job))
-        on_main_process(lambda: partial_path.unlink(missing_ok=True))
+        on_main_process(lambda: job.partial_path.unlink(missing_ok=True))
     return scores
+
+
+def _attributed(
+    job: ScoreJob, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe
+) -> HeadScores:
+    return attribute_heads(
+        confined(model, job.window, job.sinks),
+        model,
+        tokenizer,
+        probe,
+        n_examples=job.prompts_of(probe),
+        batch_size=job.batch_size,
+        min_accuracy=job.min_accuracy,
+        resume_path=job.partial_path,
+    )
+
+
+def _ablated(
+    job: ScoreJob,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    controls: Sequence[str],
+) -> HeadScores:
+    return score_heads(
+        model,
+        tokenizer,
+        probe,
+        n_examples=job.prompts_of(probe),
+        batch_size=job.batch_size,
+        control_texts=controls,
+        min_accuracy=job.min_accuracy,
+        race_k=None if job.exhaustive else job.k,
+        resume_path=job.partial_path,
+    )
+
+
+def _check_questions(
+    job: ScoreJob, probe: Probe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise ValueError for questions that the model cannot read."""
+    questions = probe.examples(job.prompts_of(probe) * queries_of(probe))
+    # A recurrent model has no longest context.
+    check_answerable(questions, tokenizer, longest_context(model.config) or sys.maxsize)
 
 
 def _check_model(name: str) -> None:

@@ -253,7 +253,10 @@ def choose_heads(inputs: RunInputs) -> HeadPlan:
     elif options.restores:
         plan = restoration_plan(inputs, options.k)
     else:
-        plan = make_plan(options, inputs.teacher, lambda: score(inputs))
+        scores = score(inputs) if options.selection == "top" else None
+        plan = make_plan(options, inputs.teacher, scores)
+        if not plan.teacher:
+            plan = dataclasses.replace(plan, teacher=fingerprint(inputs.teacher))
     check_plan(plan, inputs.teacher)
     if not is_made:
         on_main_process(lambda: plan.save(path))
