@@ -67,10 +67,14 @@ def keep(teacher: PreTrainedModel, *heads_of_layers: tuple[int, ...]) -> HeadPla
 
 
 def student_of(
-    teacher: PreTrainedModel, plan: HeadPlan, d_state: int = 5, recurrence: str = "discrete"
+    teacher: PreTrainedModel,
+    plan: HeadPlan,
+    d_state: int = 5,
+    recurrence: str = "discrete",
+    window: int = 0,
 ) -> HybridForCausalLM:
     """Build a student whose recurrent heads use all they have: taps, gate, decay by token, D."""
-    student, _ = build_student(teacher, plan, d_state=d_state, recurrence=recurrence)
+    student, _ = build_student(teacher, plan, d_state=d_state, recurrence=recurrence, window=window)
     with torch.no_grad():
         for name, parameter in student.named_parameters():
             if ".ssm." in name:

@@ -395,7 +395,7 @@ class HybridCache(Cache):
     def __init__(self, layers: Sequence[HybridLayerCache]) -> None:
         super().__init__(layers=[*layers])
         self.prefix: Prefix | None = None
-        """The prompt that ``model.prefill`` has read into this cache, as long as its rows are the same."""
+        """The prompt that ``model.prefill`` has read into this cache, as long as its rows are the same or repeated."""
 
     def layer(self, index: int) -> HybridLayerCache:
         """Return the cache of one layer."""
@@ -490,7 +490,8 @@ class HybridCache(Cache):
         super().reorder_cache(cast(Any, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.prefix = None
+        if self.prefix is not None:
+            self.prefix = self.prefix.repeated(repeats)
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -225,7 +225,7 @@ def _hybrid_cache(arguments: Mapping[str, Any]) -> HybridCache | None:
     cache = given_cache(arguments)
     if cache is not None and not isinstance(cache, HybridCache):
         raise ValueError(
-            f"the cache is a {type(cache).__name__}, which cannot hold recurrent states; "
+            f"the cache is a {type(cache).__name__}, which holds neither recurrent states nor windows; "
             "pass model.new_cache(), or nothing."
         )
     return cache

@@ -292,8 +292,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
                 "install version 5.5 or newer, or leave prefill_chunk_size out."
             )
-        if generation_config.use_cache and model_kwargs.get(GENERATION_CACHE) is None:
-            _, batch_size, max_length, *_ = args
+        _, batch_size, max_length, *_ = args
+        given = model_kwargs.get(GENERATION_CACHE)
+        if isinstance(given, HybridCache) and given.is_compileable:
+            held = given.layer(0).max_length
+            if max_length > held:
+                raise ValueError(
+                    f"the static cache holds {held} tokens and {max_length} may come; pass "
+                    f"model.new_cache(max_length={max_length}), or fewer new tokens."
+                )
+        if generation_config.use_cache and given is None:
             if is_static:
                 n_rows = batch_size * max(
                     generation_config.num_beams, generation_config.num_return_sequences
@@ -434,12 +442,20 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if n_new < 1:
             raise ValueError(
                 f"the cache holds {n_past} tokens and the input {input_ids.shape[1]}; pass the tokens of the cache "
-                "and at least one more."
+                "and at least one more, and a cache.copy() to each of several continuations."
             )
-        if cache.prefix is not None and not cache.prefix.begins(input_ids):
+        prefix = cache.prefix
+        if prefix is None:
+            return
+        if not prefix.begins(input_ids, kwargs.get("attention_mask")):
             raise ValueError(
-                "the input does not begin with the prompt that the cache holds; pass all tokens, in rows as many as "
-                "the cache has (cache.repeat)."
+                "the input does not begin with the prompt that the cache holds; pass all tokens and their "
+                "attention_mask, in rows as many as the cache has (cache.repeat)."
+            )
+        if prefix.student != fingerprint(self, prefix.ids_BL, prefix.mask_BL):
+            raise ValueError(
+                "the cache holds the state of another student, or of this one with other weights, adapters or "
+                "settings; call prefill again."
             )
 
     def create_masks_for_generate(self, config: PretrainedConfig, **kwargs: Any) -> Any:

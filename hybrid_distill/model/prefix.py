@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 FORMAT = "hybrid-distill prefix 1"
 SAMPLES_PER_TENSOR = 16
 """Elements of each weight that a fingerprint reads."""
+OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+"""Attributes of PEFT's layers that decide what their weights do."""
 
 
 class Prefix(NamedTuple):
@@ -39,12 +41,27 @@ class Prefix(NamedTuple):
         """Length L of the rows."""
         return self.ids_BL.shape[1]
 
-    def begins(self, ids_BS: Tensor) -> bool:
-        """Return True if these rows begin with the prompt; what stands at padding does not matter."""
+    def begins(self, ids_BS: Tensor, mask_BS: Tensor | None) -> bool:
+        """Return True if these rows begin with the prompt and its padding; without a mask, all are tokens.
+
+        What stands at padding does not matter.
+        """
         if ids_BS.shape[0] != self.ids_BL.shape[0] or ids_BS.shape[1] < self.n_columns:
             return False
-        is_other = ids_BS[:, : self.n_columns] != self.ids_BL.to(ids_BS.device)
-        return not bool((is_other & (self.mask_BL != 0).to(ids_BS.device)).any())
+        is_token_BL = (self.mask_BL != 0).to(ids_BS.device)
+        is_other = (ids_BS[:, : self.n_columns] != self.ids_BL.to(ids_BS.device)) & is_token_BL
+        if mask_BS is None:
+            is_other |= ~is_token_BL
+        else:
+            is_other |= (mask_BS[:, : self.n_columns] != 0) != is_token_BL
+        return not bool(is_other.any())
+
+    def repeated(self, n: int) -> Prefix:
+        """Return the prompt with each row n times."""
+        return self._replace(
+            ids_BL=self.ids_BL.repeat_interleave(n, dim=0),
+            mask_BL=self.mask_BL.repeat_interleave(n, dim=0),
+        )
 
     def facts(self) -> dict[str, str]:
         """Return what a file says of itself."""
@@ -61,7 +78,8 @@ class Prefix(NamedTuple):
 
 @torch.no_grad()
 def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
-    """Hash what decides the state after a prompt: a student's settings, its weights, the embeddings of the tokens.
+    """Hash what decides the state after a prompt: a student's settings, its weights and which of its adapters are on,
+    the embeddings of the tokens.
 
     Of each weight, only some elements are read. Wherever a weight is, on a device or offloaded, the hash is the same.
     """
@@ -83,8 +101,11 @@ def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
 
 
 def _sampled_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names, shapes and dtypes of all weights, and some of their elements."""
+    """Yield names, shapes and dtypes of all weights, and some of their elements; and the state of PEFT's adapters."""
     for path, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            adapters = [getattr(module, name, None) for name in OF_ADAPTERS]
+            yield f"{path} {adapters}", torch.empty(0)
         names = [name for name, _ in module.named_parameters(recurse=False)]
         with _in_memory(module):
             for name in names:

@@ -73,8 +73,9 @@ class TokenRing:
         self._set("n_tokens_B", self.n_tokens_B + n_new_B)
         # Autograd may need what an attention has read before, and cannot know that two slots hold one token.
         is_fixed = key_BGLP.requires_grad or self.keys.requires_grad
-        # Tensors of inference mode can only be written there.
-        is_fixed |= self.keys.is_inference() and not torch.is_inference_mode_enabled()
+        # Tensors of inference mode can only be written there. torch.compile cannot ask.
+        if not torch.compiler.is_compiling():
+            is_fixed |= self.keys.is_inference() and not torch.is_inference_mode_enabled()
         if column_BL.shape[1] == 1 and not is_fixed:
             self._write_one(key_BGLP, value_BGLP, column_BL, n_new_B > 0 if is_padded else None)
         else:

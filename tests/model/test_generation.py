@@ -324,10 +324,11 @@ def test_a_static_cache_that_generate_returned_is_not_used_again(
 
 
 @torch.no_grad()
-def test_decoding_compiles_into_one_graph_for_all_steps() -> None:
+@pytest.mark.parametrize("window", [0, 5])
+def test_decoding_compiles_into_one_graph_for_all_steps(window: int) -> None:
     """``fullgraph`` fails at a graph break. The first step's own graph is before sizes vary."""
     teacher = make_family_model("llama", num_hidden_layers=1)
-    student = student_of(teacher, keep(teacher, KEPT["mixed"]))
+    student = student_of(teacher, keep(teacher, KEPT["mixed"]), window=window)
     ids = tokens(2, 16)
     expected = logits(student, ids, use_cache=False)
     cache = cache_of(student(ids[:, :8], use_cache=True))

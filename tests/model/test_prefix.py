@@ -310,10 +310,26 @@ def test_only_what_prefill_has_read_is_saved(llama_student, tmp_path: Path) -> N
     logits(llama_student, ids, cache=forwarded)
     selected = llama_student.prefill(ids)
     selected.batch_select_indices(torch.tensor([1]))
-    for cache in (generated, forwarded, selected, llama_student.prefill(ids).repeat(2)):
+    for cache in (generated, forwarded, selected):
         with pytest.raises(ValueError, match="prefill"):
             cache.save(tmp_path / "prompt")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_repeated_prefix_is_saved_and_checked_as_any(llama_student, tmp_path: Path) -> None:
+    ids, mask = left_padded([tokens(9), tokens(6)])
+    cache = llama_student.prefill(ids, mask).repeat(2)
+    cache.save(tmp_path / "repeated")
+    ids, mask = ids.repeat_interleave(2, dim=0), mask.repeat_interleave(2, dim=0)
+    loaded = llama_student.load_cache(tmp_path / "repeated", ids, mask)
+    longer = torch.cat([ids, tokens(4, 2)], dim=1)
+    longer_mask = torch.cat([mask, torch.ones(4, 2, dtype=torch.long)], dim=1)
+    expected = llama_student.generate(longer, attention_mask=longer_mask, **GREEDY)
+    assert torch.equal(continued(llama_student, loaded, longer, longer_mask), expected)
+    other = longer.clone()
+    other[3, 5] += 1
+    with pytest.raises(ValueError, match="does not begin"):
+        continued(llama_student, cache, other, longer_mask)
 
 
 def test_generate_refuses_another_text_than_the_prefix(llama_student) -> None:
@@ -325,6 +341,42 @@ def test_generate_refuses_another_text_than_the_prefix(llama_student) -> None:
         with pytest.raises(ValueError):
             continued(llama_student, cache, wrong)
     assert cache.get_seq_length() == 9
+
+
+def test_generate_refuses_another_padding_than_the_prefix(llama_student) -> None:
+    ids, mask = left_padded([tokens(9), tokens(6)])
+    longer = torch.cat([ids, tokens(2, 1)], dim=1)
+    for wrong in (torch.ones_like(longer), None):
+        cache = llama_student.prefill(ids, mask)
+        with pytest.raises(ValueError, match="attention_mask"):
+            llama_student.generate(longer, attention_mask=wrong, cache=cache, **GREEDY)
+
+
+def test_generate_refuses_the_prefix_of_another_student(llama_student) -> None:
+    ids = tokens(1, 9)
+    longer = torch.cat([ids, tokens(1, 2)], dim=1)
+    cache = llama_student.prefill(ids)
+    with torch.no_grad():
+        llama_student.recurrent_heads()[0].x_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="another student"):
+        continued(llama_student, cache, longer)
+
+
+def test_a_prefix_belongs_to_the_adapters_that_were_on(llama_student, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["down_proj"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(llama_student, config)
+    ids = tokens(1, 9)
+    longer = torch.cat([ids, tokens(1, 2)], dim=1)
+    cache = llama_student.prefill(ids)
+    cache.save(tmp_path / "prompt")
+    expected = llama_student.generate(longer, **GREEDY)
+    assert torch.equal(continued(llama_student, cache.copy(), longer), expected)
+    with adapted.disable_adapter():
+        with pytest.raises(ValueError, match="another student"):
+            llama_student.load_cache(tmp_path / "prompt", ids)
+        with pytest.raises(ValueError, match="another student"):
+            continued(llama_student, cache, longer)
 
 
 def test_prefill_refuses_what_does_not_fit(llama_student) -> None:
