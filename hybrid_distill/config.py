@@ -32,6 +32,7 @@ from .validation import (
     Count,
     CountOrZero,
     Positive,
+    Seed,
     Share,
     check_options,
     number_of_bytes,
@@ -93,7 +94,7 @@ class PlanConfig:
     """Part that ``top`` keeps whole, ranked by its best head, by ``attribution`` by the sum of its heads: ``head``;
     ``kv-group``, the query heads of one KV head, which take no more cache than one of them; ``layer``; ``container``,
     ``k`` KV groups in each layer, for an export as a Falcon-H1 (docs/export.md)."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()
     """Layers that keep all their heads, for ``layers``."""
@@ -189,7 +190,7 @@ class RunConfig:
     """Name in reports and trackers."""
     out: Tunable[Path] = Path("runs/hybrid")
     """Folder for everything that the run writes."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Seed for random weights and questions; ``data.seed`` sets the order of the data."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)

@@ -48,6 +48,15 @@ def refused(what: str, fix: str) -> Iterator[None]:
         raise ValueError(f"{what} ({error}); {fix}.") from error
 
 
+def check_out(path: Path, name: str = "out") -> None:
+    """Raise ValueError for a folder that cannot be made, because it or a parent is a file."""
+    for place in (path, *path.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise ValueError(f"{name} is {path}, and {place} is a file; pass a folder.")
+            return
+
+
 def text_lines(file: TextIO) -> Iterator[str]:
     """Yield the lines of a text file without byte-order marks, which editors write at its start.
 

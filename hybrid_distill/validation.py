@@ -55,17 +55,20 @@ class Limits:
         if self.most < math.inf:
             if self.without_ends:
                 return f"{kind} between {self.least:g} and {self.most:g}"
-            return f"{kind} from {self.least:g} to {self.most:g}"
+            most = f"{self.most:.0f}" if self.whole else f"{self.most:g}"
+            return f"{kind} from {self.least:g} to {most}"
         return f"{kind} {'above' if self.without_ends else 'of at least'} {self.least:g}"
 
 
 COUNT = Limits(1, whole=True)
 COUNT_OR_NONE = Limits(0, whole=True)
+SEED = Limits(0, 2**32 - 1, whole=True)
 POSITIVE = Limits(0, without_ends=True)
 SHARE = Limits(0, 1)
 
 Count = Annotated[int, COUNT]
 CountOrZero = Annotated[int, COUNT_OR_NONE]
+Seed = Annotated[int, SEED]
 Positive = Annotated[float, POSITIVE]
 Share = Annotated[float, SHARE]
 

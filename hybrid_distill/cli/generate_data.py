@@ -57,7 +57,13 @@ class GenerateJob:
 
 def generate(job: GenerateJob) -> str:
     """Run or resume the job; return a summary."""
-    check_teacher(*read_teacher(job.model, flag="--model"), name=job.model)
+    config, tokenizer = read_teacher(job.model, flag="--model")
+    check_teacher(config, tokenizer, name=job.model)
+    n_words = vocabulary_size(tokenizer)
+    if job.top_k_logits is not None and job.top_k_logits > n_words:
+        raise ValueError(
+            f"--top-k-logits is {job.top_k_logits}, but the vocabulary has {n_words} tokens; pass at most {n_words}."
+        )
     model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
     if job.form == "auto":
         chat = bool(tokenizer.chat_template)
@@ -87,7 +93,7 @@ def generate(job: GenerateJob) -> str:
         name=job.model,
         top_k=job.top_k_logits,
         places=rows.n_rows,
-        vocab_size=vocabulary_size(tokenizer),
+        vocab_size=n_words,
     )
     return f"{summary}\n{summary_of_logits}"
 

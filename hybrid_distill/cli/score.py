@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,9 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_held_out
 from ..distributed import agree_on, alone_in, connect, is_launched_main, on_main_process
+from ..io import differences
 from ..lab.reporting import can_draw, text_table
 from ..lab.reporting.heads import score_map, score_table
 from ..model import HybridConfig
+from ..model.field_rules import check_windows
 from ..probes import Probe, default_prompts, default_queries, queries_of
 from ..probes.checks import check_answerable
 from ..probes.prompt_formats import (
@@ -34,8 +37,15 @@ from ..scoring import HeadScores, attribute_heads, score_heads
 from ..scoring.attribution import N_EXAMPLES as N_ATTRIBUTED
 from ..student.confined import confined
 from ..student.teachers import check_teacher
-from ..teacher import TINY, head_sites, load_on_own_device, longest_context, read_teacher
-from ..validation import Count, CountOrZero, Share, check_options, numbers
+from ..teacher import (
+    TINY,
+    fingerprint,
+    head_sites,
+    load_on_own_device,
+    longest_context,
+    read_teacher,
+)
+from ..validation import Count, CountOrZero, Seed, Share, check_options, numbers
 
 SHOWN = 20
 log = logging.getLogger(__name__)
@@ -90,16 +100,18 @@ class ScoreJob:
     """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     out: Path = Path("scores.json")
     """File for the scores; the figure and the measurements of an interrupted run are saved next
-    to it."""
+    to it. Finished scores are kept: they are shown if the settings are the same, else refused."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")
         check_prompt_format("--prompt-format", self.prompt_format)
         if self.window:
             self._check_ablates_nothing()
+            names = {"window": "--window", "sinks": "--sinks"}
+            check_windows(self.window, self.sinks, d_state=0, recurrence="discrete", names=names)
         if "," in self.probe:
             raise ValueError(
                 f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for "
@@ -134,6 +146,15 @@ class ScoreJob:
         }
 
     @property
+    def settings(self) -> dict[str, object]:
+        """Options that decide the scores."""
+        settings = asdict(self)
+        for name in ("out", "batch_size", "allow_bin", "min_accuracy"):
+            del settings[name]
+        # As in the file.
+        return json.loads(json.dumps(settings, default=str))
+
+    @property
     def partial_path(self) -> Path:
         """File that an interrupted run leaves its measurements in."""
         return self.out.with_suffix(".partial.json")
@@ -161,6 +182,10 @@ def run_score(job: ScoreJob) -> HeadScores:
             job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model"
         )
         _check_k(job, model)
+        _check_distance(job, model)
+        finished = _finished(job, model)
+        if finished is not None:
+            return finished
         plain = make_probe(job.probe, **job.probe_options, tokenizer=tokenizer)
         probe = with_prompt_format(plain, job.prompt_format, tokenizer)
         _check_questions(job, probe, model, tokenizer)
@@ -172,12 +197,31 @@ def run_score(job: ScoreJob) -> HeadScores:
             scores = _attributed(job, model, tokenizer, probe)
         else:
             scores = _ablated(job, model, tokenizer, probe, controls)
-        provenance = {**scores.provenance, "prompt_formats": accuracies}
+        provenance = {**scores.provenance, "prompt_formats": accuracies, "settings": job.settings}
         scores = replace(scores, provenance=provenance)
         # The measurements go last: without them, a stop in between would cost the whole scoring.
         on_main_process(lambda: scores.save(job.out))
         on_main_process(lambda: _draw(scores, job))
         on_main_process(lambda: job.partial_path.unlink(missing_ok=True))
+    return scores
+
+
+def _finished(job: ScoreJob, model: PreTrainedModel) -> HeadScores | None:
+    """Return the scores that ``out`` holds. Raises ValueError if they are of another model or other settings."""
+    if not agree_on(job.out.exists):
+        return None
+    scores = HeadScores.load(job.out)
+    settings = scores.provenance.get("settings")
+    changed = ["scores that another command has made"]
+    if isinstance(settings, dict):
+        changed = differences(settings, job.settings)
+    if scores.fingerprint != fingerprint(model):
+        changed.append(f"the scores of a model with other weights ({scores.fingerprint[:16]})")
+    if changed:
+        raise ValueError(
+            f"{job.out} holds {', '.join(changed)}; pass another --out, or delete it to score again."
+        )
+    log.info("%s holds these scores already; delete it to score again.", job.out)
     return scores
 
 
@@ -250,6 +294,17 @@ def _check_k(job: ScoreJob, model: PreTrainedModel) -> None:
     if job.k > n_heads and job.k != ScoreJob.k:
         raise ValueError(
             f"--k is {job.k}, and {job.model} has {n_heads} heads; pass at most {n_heads}."
+        )
+
+
+def _check_distance(job: ScoreJob, model: PreTrainedModel) -> None:
+    """Raise ValueError for a distance beyond the model's context, before any text of this length is made."""
+    longest = longest_context(model.config)
+    # A word has a token or more.
+    if longest is not None and (job.distance or 0) >= longest:
+        raise ValueError(
+            f"--distance is {job.distance} words, and the context of {job.model} {longest} tokens; pass less than "
+            f"{longest}."
         )
 
 

@@ -12,9 +12,9 @@ from typing import Annotated
 from transformers import PreTrainedTokenizerBase
 
 from ..distributed import agree_on, is_launched_with_others, on_main_process
-from ..validation import Count, CountOrZero, Limits, Positive, check_options
+from ..validation import Count, Limits, Positive, Seed, check_options
 from .chat import check_template
-from .documents import is_embedded
+from .documents import is_embedded, read_documents
 from .files import source_files
 from .folder import TokenHeader, check_tokenizer, is_token_folder, open_tokens
 from .hub import HUB, Pins, pinned
@@ -47,7 +47,7 @@ class DataConfig:
     may be mixed with plain text; the loss on their rows is on the assistant's tokens too."""
     seq_len: TokensOfARow = 256
     """Tokens per row."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Seed for the order of rows."""
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class DataConfig:
 
 
 def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for sources that would stop `open_rows`, judging by names and headers, without reading text.
+    """Raise ValueError for sources that would stop `open_rows`, judging by names, headers and a file's first text.
 
     Refuses missing sources, hub sources without a limit, token folders of another tokenizer, text where conversations
     are expected, and conversations without a chat template.
@@ -86,6 +86,9 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
             files = source_files(source)
             if config.chat and any(file.suffix == ".txt" for file in files):
                 raise no_conversations(source)
+            first = read_documents(source, None if config.chat else config.text_column)
+            if next(first, None) is None:
+                raise ValueError(f"{source} holds no text; pass a file or folder that does.")
     check_tokenizer(headers, tokenizer)
     if not config.chat:
         return

@@ -135,7 +135,9 @@ class _PeakMemory:
         peak = self._peak()
         if peak is None or self.before is None:
             return None
-        return peak - self.before
+        growth = peak - self.before
+        # Memory that the process had left over grows nothing.
+        return growth if growth > 0 else None
 
     def _peak(self) -> int | None:
         if self.device.type == "cuda":

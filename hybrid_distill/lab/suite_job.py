@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..kernels import Kernels
-from ..validation import Count, CountOrZero, Limits, check_options, numbers, words
+from ..validation import Count, CountOrZero, Limits, Seed, check_options, numbers, words
 
 PROBES = (
     "kv",
@@ -48,7 +48,7 @@ class SuiteJob:
     """Few-shot examples per prompt, instead of each task's own number."""
     limit: Count | None = None
     """Number of questions, from the first, per task, per part of a group, and per length."""
-    seed: CountOrZero = 1
+    seed: Seed = 1
     """Seed of our probes' questions, of needles, and of the choice of few-shot examples."""
     pairs: str = "16"
     """Dictionary sizes of kv; several alternate (``10,25,50``)."""

@@ -12,7 +12,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig
-from ..data import check_launch, check_same_vocabulary, check_sources
+from ..data import check_launch, check_same_vocabulary, check_sources, open_logits
 from ..model.documents import check_packs
 from ..plan import HeadPlan
 from ..probes.checks import check_answerable
@@ -63,7 +63,7 @@ def check_stage_teacher(inputs: RunInputs, stage: StageConfig) -> None:
 
 
 def check_data(inputs: RunInputs) -> None:
-    """Check sources, vocabularies, and that rows fit into the teachers' contexts; read no text."""
+    """Check sources, stored logits, vocabularies, and that rows fit into the teachers' contexts."""
     if inputs.config.fits_to_text:
         check_sources(inputs.config.data, inputs.tokenizer)
     for stage in inputs.config.stages:
@@ -71,6 +71,9 @@ def check_data(inputs: RunInputs) -> None:
         if inputs.has_own_teacher(stage):
             check_same_vocabulary(inputs.tokenizer, tokenizer)
         check_sources(inputs.config.data_of(stage), tokenizer)
+        if stage.cached_logits is not None:
+            # `RunInputs.rows` checks what they are of.
+            open_logits(stage.cached_logits)
         _check_context(inputs, stage, longest_context(shape))
         _check_window(inputs, stage)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import RunConfig, from_json
-from ..io import Record, differences
+from ..io import Record, check_out, differences
 from ..train.result import MANIFEST
 from ..tunable import fixed_fields
 from .paths import RunPaths
@@ -42,6 +42,7 @@ def outdated(config: RunConfig) -> list[Path]:
     Raises ValueError if the directory holds a run with other settings, naming the fields, or if its config.json is
     not a run's.
     """
+    check_out(config.out)
     paths = RunPaths(config.out)
     if paths.config.exists() and not is_run(config.out):
         raise ValueError(

@@ -22,6 +22,16 @@ CASES = """
     score --probe kv,needle: --probe is 'kv,needle'
     score --model ./nosuch: --model './nosuch'
     score --window 100 --exhaustive: --exhaustive
+    score --window 16 --sinks 17: --sinks is 17
+    score --distance 100000: --distance is 100000
+    score --seed 99999999999999: --seed is 99999999999999
+    run tiny --seed 99999999999999: seed is 99999999999999
+    run tiny --dry-run --out {}/gate/file/run: is a file
+    run tiny --dry-run --data.sources {}/gate/empty.jsonl: empty.jsonl
+    run tiny --dry-run --data.sources {}/gate/latin.txt: latin.txt
+    run tiny --dry-run --data.sources {}/gate/other.jsonl: text
+    run tiny --dry-run --distill.teacher-logits {}/gate: gate
+    generate-data --model tiny --tokens 2K --out {}/out --top-k-logits 100000: --top-k-logits
     score --window 100 --n-control-texts 3: --n-control-texts
     export --out x: --model PATH
     evaluate: RUN_DIR
@@ -90,6 +100,10 @@ def test_bad_input_ends_in_one_line(
         pytest.importorskip("lm_eval")
     # A folder that looks like an export.
     (tmp_path / "gate").mkdir()
+    (tmp_path / "gate" / "file").touch()
+    (tmp_path / "gate" / "empty.jsonl").touch()
+    (tmp_path / "gate" / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "gate" / "other.jsonl").write_text('{"words": "a b"}')
     command = command.replace("{models}", str(random_models))
     command = command.replace("{long}", "heart " * 1100)
     argv = shlex.split(command.replace("{}", str(tmp_path)))

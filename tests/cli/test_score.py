@@ -1,6 +1,7 @@
 """`hybrid-distill score`: from a model to scores.json, and two files compared."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,20 @@ def test_a_stopped_run_continues_from_its_measurements(
     run_score(job)
     assert from_log[3:6] == [True, True, False], "two layers are read, the others measured"
     assert [path.name for path in tmp_path.glob("*.json")] == ["s.json"]
+
+
+def test_finished_scores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ScoreJob(out=tmp_path / "s.json", pairs="8", examples=4, k=4, n_control_texts=1)
+    scores = run_score(job)
+    before = job.out.read_bytes()
+    monkeypatch.setattr(score, "score_heads", None)
+    assert run_score(job).ranking() == scores.ranking()
+    with pytest.raises(ValueError, match=r"examples \(4 there, 8 here\)"):
+        run_score(replace(job, examples=8))
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not hold head scores"):
+        run_score(replace(job, out=tmp_path / "other.json"))
+    assert job.out.read_bytes() == before
 
 
 def test_files_are_compared_also_with_a_published_ranking(scored: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
-from hybrid_distill.lab.sweep.job import SweepFailed, base_config, checked, sweep
+from hybrid_distill.lab.sweep.job import SweepFailed, base_config, checked, dry_run, sweep
 from hybrid_distill.lab.sweep.jobs import run_tasks
 from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task
@@ -103,6 +103,52 @@ def test_states_are_aligned_though_the_recipe_has_none(tmp_path: Path, share: bo
         both = cell_config(opened, by_name["none-n4-w8-s0"])
         assert list(steps_of(both)) == ["align", "distill"]
         assert both.stages[1].steps == alone.stages[0].steps // 2
+
+
+def windows_run() -> RunConfig:
+    """A run of windows alone that the embedded teacher's heads can be ranked for."""
+    base = small_run()
+    options = {"n_pairs": 4, "n_examples": 4, "n_queries": None, "min_accuracy": None}
+    return replace(
+        base,
+        student=replace(base.student, d_state=0, window=12, sinks=2),
+        scoring=replace(base.scoring, **options),
+        stages=(),
+    )
+
+
+def test_heads_are_ranked_for_the_window_of_each_cell(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    job = SweepJob(out=out, heads="2", d_state="0", window="8,12", seeds=1, selection="top")
+    sweep(job, SimpleNamespace(config=windows_run, __file__="recipe.py"))
+    for window in (8, 12):
+        cell = out / "cells" / f"top2-n0-w{window}-s0"
+        scores = HeadScores.load(out / "shared" / f"w{window}-s0" / "scores.json")
+        assert scores.provenance["student"]["window"] == window
+        alone = replace(windows_run(), out=tmp_path / str(window), plan=PlanConfig("top", k=2))
+        student = replace(alone.student, window=window)
+        plan = choose_heads(RunInputs(replace(alone, student=student)))
+        assert HeadPlan.load(cell / "plan.json").kept == plan.kept
+    assert not (out / "shared" / "s0" / "scores.json").exists()
+
+
+def test_a_dry_run_refuses_what_the_sweep_refuses(tmp_path: Path) -> None:
+    job = SweepJob(out=tmp_path / "sweep", heads="0", d_state="4", window="8", seeds=1)
+    with pytest.raises(ValueError, match="no-share"):
+        dry_run(job, SimpleNamespace(config=windows_run, __file__="recipe.py"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        dry_run(replace(job, out=tmp_path / "file"), recipe())
+
+
+def test_a_control_is_trained_beside_cells_with_a_shared_alignment(tmp_path: Path) -> None:
+    job = SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1, selection="top")
+    request = checked(job, recipe(control=True, cache="90%"))
+    assert request.base.cache is None
+    opened = Sweep.open(request.base, request.grid, request.cells, share=True)
+    (alignment,) = [task for task in opened.tasks.values() if task.d_state and not task.cell]
+    perform(opened, alignment)
+    assert alignment.outcome().state == "done"
 
 
 def steps_of(config: RunConfig) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...config import PlanConfig, RunConfig
 from ...distributed import alone_in, connect, on_main_process
-from ...pipeline import RunInputs, RunPaths, last_stage
+from ...pipeline import RunInputs, last_stage
 from ...pipeline.run import (
     align_all_heads,
     evaluate_teacher,
@@ -72,11 +72,18 @@ def _record_failure(task: Task, error: Exception, seconds: float) -> None:
 
 
 def _work(sweep: Sweep, task: Task) -> None:
-    of_seed = RunInputs(_seeded(sweep, task.seed), sweep.teacher, sweep.pins)
+    # Ablation serves every window that is not ranked for itself.
+    of_seed = RunInputs(_ablating(_seeded(sweep, task.seed)), sweep.teacher, sweep.pins)
     if task.cell is not None:
         run_beside(of_seed, cell_config(sweep, task.cell))
     elif task.d_state is not None:
         align_all_heads(_alignment_run(sweep, task.seed, task.d_state, task.window))
+    elif task.window:
+        seeded = _seeded(sweep, task.seed)
+        windowed = with_student(seeded, seeded.student.d_state, task.window)
+        ranking = RunInputs(replace(windowed, out=task.folder), sweep.teacher, sweep.pins)
+        prepare(ranking)
+        score(ranking)
     else:
         prepare(of_seed)
         # Grids of random or restored heads need no scores.
@@ -92,6 +99,7 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
         cell.name,
         sweep.paths.cell(cell).out,
         _plan(sweep, cell),
+        sweep.scores_of(cell),
     )
     if cell.d_state is None:
         return base
@@ -105,9 +113,11 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
     return replace(cell_run, student=student, stages=cell_run.student_stages)
 
 
-def variant_config(shared: RunConfig, name: str, out: Path, plan: PlanConfig) -> RunConfig:
+def variant_config(
+    shared: RunConfig, name: str, out: Path, plan: PlanConfig, scores: Path
+) -> RunConfig:
     """Return the config of a run that takes its scores from another run and keeps other heads."""
-    scoring = replace(shared.scoring, file=RunPaths(shared.out).scores)
+    scoring = replace(shared.scoring, method="auto", file=scores)
     return replace(shared, name=name, out=out, plan=plan, scoring=scoring)
 
 
@@ -122,8 +132,11 @@ def _alignment_run(sweep: Sweep, seed: int, d_state: int, window: int) -> RunInp
     """Return the run in whose folder ``aligned`` is trained and restoration plans are made."""
     of_seed = _seeded(sweep, seed)
     out = sweep.paths.alignment(d_state, window, seed).out
-    config = variant_config(of_seed, f"shared-{out.name}", out, of_seed.plan)
-    return RunInputs(with_student(config, d_state, window), sweep.teacher, sweep.pins)
+    scores = sweep.paths.of_seed(seed).scores
+    config = variant_config(of_seed, f"shared-{out.name}", out, of_seed.plan, scores)
+    # A control trains through the stages of whole models, which the cells have.
+    config = replace(with_student(config, d_state, window), control=False)
+    return RunInputs(config, sweep.teacher, sweep.pins)
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
@@ -150,9 +163,13 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
     )
 
 
+def _ablating(config: RunConfig) -> RunConfig:
+    return replace(config, scoring=replace(config.scoring, method="ablation"))
+
+
 def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
     if cell.selection == "layers":
-        scores = HeadScores.load(sweep.paths.of_seed(cell.seed).scores)
+        scores = HeadScores.load(sweep.scores_of(cell))
         layers = best_layers(scores, cell.heads // scores.n_heads)
         return PlanConfig("layers", k=cell.heads, layers=layers)
     if cell.selection == "restoration" and sweep.share and cell.d_state:

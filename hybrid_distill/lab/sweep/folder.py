@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...config import RunConfig, from_record, to_json
 from ...data import Pins, read_pins
-from ...io import Record, differences, read_json, refused, write_json
+from ...io import Record, check_out, differences, read_json, refused, write_json
 from ...pipeline import RunInputs
 from ...pipeline.folder import has_result, settings
 from ...provenance import versions
@@ -57,11 +57,31 @@ class Sweep:
         share: bool,
         command: str = "",
     ) -> Sweep:
-        """Start or resume the sweep in ``base.out``; a sweep may grow, but not change.
+        """Start or resume the sweep in ``base.out``; raises ValueError as `check` does."""
+        record = cls.check(base, grid, cells, share=share, command=command)
+        paths = SweepPaths(base.out)
+        paths.tasks.mkdir(parents=True, exist_ok=True)
+        write_json(paths.record, record)
+        # Read back: jobs in other processes work from the same file.
+        return cls(base.out)
+
+    @classmethod
+    def check(
+        cls,
+        base: RunConfig,
+        grid: Grid,
+        cells: Sequence[Cell],
+        *,
+        share: bool,
+        command: str = "",
+    ) -> Record:
+        """Return the sweep's record; a sweep may grow, but not change.
 
         Raises ValueError naming the differences from the sweep that the folder holds.
         """
-        if share and not (base.head_stages and base.student_stages):
+        check_out(base.out)
+        is_aligned = any(cell.d_state for cell in cells)
+        if share and is_aligned and not (base.head_stages and base.student_stages):
             raise ValueError(
                 f"the recipe's stages are {', '.join(base.stage_names) or 'none'}; with a shared alignment there must "
                 "be one to share, and more for the cells to do. List an Align() and a Distill(), or pass --no-share."
@@ -78,10 +98,7 @@ class Sweep:
         paths = SweepPaths(base.out)
         if paths.record.exists():
             cls(base.out)._check_grows(base, record)
-        paths.tasks.mkdir(parents=True, exist_ok=True)
-        write_json(paths.record, record)
-        # Read back: jobs in other processes work from the same file.
-        return cls(base.out)
+        return record
 
     def _check_grows(self, base: RunConfig, record: Record) -> None:
         """Raise ValueError unless ``record`` has all existing cells and the same settings, or
@@ -122,6 +139,20 @@ class Sweep:
         """Stages that every cell runs by itself."""
         return self._cell_run.student_stages if self.share else self._cell_run.stages
 
+    @property
+    def attributes(self) -> bool:
+        """True if the heads of a cell with a window are ranked for this window."""
+        window = max(self.record["grid"]["window"])
+        if not window or self.base.scoring.file is not None:
+            return False
+        return with_student(self.base, self.base.student.d_state, window).attributes
+
+    def scores_of(self, cell: Cell) -> Path:
+        """Return the file of scores that rank the heads of a cell."""
+        if self.attributes and cell.window:
+            return self.paths.attribution(cell.window, cell.seed).scores
+        return self.paths.of_seed(cell.seed).scores
+
     @cached_property
     def tasks(self) -> dict[str, Task]:
         """Tasks by name, each after those that it needs."""
@@ -131,6 +162,7 @@ class Sweep:
             self.paths,
             self.cells,
             share=self.share,
+            attributes=self.attributes,
             own_steps=own_steps,
             shared_steps=every_step - own_steps,
         )

@@ -90,6 +90,7 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
     Raises ValueError as `sweep` does.
     """
     request = checked(job, recipe)
+    Sweep.check(request.base, request.grid, request.cells, share=job.share)
     names = ", ".join(cell.name for cell in request.cells)
     # submitit makes its folder at once.
     with TemporaryDirectory() as folder:
@@ -172,7 +173,10 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
         )
-    return replace(base, out=job.out, dry_run=False, trackers=job.trackers or base.trackers)
+    # The grid decides what a cache would.
+    return replace(
+        base, out=job.out, cache=None, dry_run=False, trackers=job.trackers or base.trackers
+    )
 
 
 def _defaults(recipe: ModuleType, function: str, known: Collection[str]) -> dict[str, Any]:

@@ -53,9 +53,12 @@ class SweepPaths:
         return RunPaths(self.out / "cells" / cell.name)
 
     def of_seed(self, seed: int) -> RunPaths:
-        """Return the run that holds the scores of the teacher's heads and the teacher's
-        evaluation."""
+        """Return the run that holds the teacher's evaluation, and the scores of its heads by ablation."""
         return RunPaths(self.out / "shared" / f"s{seed}")
+
+    def attribution(self, window: int, seed: int) -> RunPaths:
+        """Return the run that holds the scores of heads by what windows of this size take from them."""
+        return RunPaths(self.out / "shared" / f"w{window}-s{seed}")
 
     def alignment(self, d_state: int, window: int, seed: int) -> RunPaths:
         """Return the run whose ``aligned`` holds an alignment of all heads, which serves every

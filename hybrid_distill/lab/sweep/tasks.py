@@ -87,25 +87,38 @@ def tasks_of(
     cells: Sequence[Cell],
     *,
     share: bool,
+    attributes: bool,
     own_steps: int,
     shared_steps: int,
 ) -> dict[str, Task]:
     """Return tasks by name, each after those that it needs.
 
     ``share``: cells take their recurrent heads from an alignment of their state size and seed.
-    ``own_steps`` are the training steps of a cell, ``shared_steps`` those of an alignment.
+    ``attributes``: heads of a cell with a window are ranked for this window. ``own_steps`` are the
+    training steps of a cell, ``shared_steps`` those of an alignment.
     """
-    seeds_with_scores = {cell.seed for cell in cells if cell.selection in NEEDS_SCORES}
+    ablated = {
+        cell.seed
+        for cell in cells
+        if cell.selection in NEEDS_SCORES and not (attributes and cell.window)
+    }
     tasks: dict[str, Task] = {}
     for cell in cells:
         of_seed = sweep.of_seed(cell.seed)
         teacher = of_seed.out.name
         if teacher not in tasks:
             leaves = [of_seed.teacher_evaluation]
-            if cell.seed in seeds_with_scores:
+            if cell.seed in ablated:
                 leaves.append(of_seed.scores)
             tasks[teacher] = Task(teacher, cell.seed, sweep, of_seed, leaves)
         after = [teacher]
+        if cell.selection in NEEDS_SCORES and attributes and cell.window:
+            ranking = sweep.attribution(cell.window, cell.seed)
+            name = ranking.out.name
+            tasks[name] = Task(
+                name, cell.seed, sweep, ranking, leaves=[ranking.scores], window=cell.window
+            )
+            after.append(name)
         # A window alone has no recurrent heads to align.
         if cell.d_state and share:
             alignment = sweep.alignment(cell.d_state, cell.window, cell.seed)
