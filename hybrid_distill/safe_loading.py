@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from .export_paths import EXPORT_RECORDS, MARK, PLAN
 from .io import Record, file_hash, parse_json, read_json
 from .model.configuration_hybrid import HybridConfig
 from .model.field_rules import LARGEST, check_sizes
@@ -23,17 +24,14 @@ from .plan import HeadPlan
 from .vocabulary import check_embedding
 
 INDEX = "model.safetensors.index.json"
-MARK = Path("gate") / "reference.json"  # only exports have it
 MODEL_CODE = Path(__file__).parent / "model"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 RECORDS = (
-    "config",
-    "generation_config",
-    "tokenizer_config",
-    "special_tokens_map",
-    "plan",
-    "head_scores",
-    "evaluation",
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    *EXPORT_RECORDS,
 )
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 FILE_NAME = r"[^/\\:.][^/\\:]*"  # cannot lead to another folder
@@ -190,18 +188,18 @@ def _check_student_files(folder: Path) -> None:
         )
     records = {}
     for name in RECORDS:
-        path = folder / f"{name}.json"
+        path = folder / name
         if path.exists():
             records[name] = read_json(path)
     _check_code(folder)
     has_vocabulary = any((folder / name).is_file() for name in VOCABULARIES)
-    if "tokenizer_config" in records and not has_vocabulary:
+    if "tokenizer_config.json" in records and not has_vocabulary:
         raise ValueError(
             f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder "
             "again."
         )
-    for name in ("config", "tokenizer_config"):
-        _check_references(folder / f"{name}.json", records.get(name, {}))
+    for name in ("config.json", "tokenizer_config.json"):
+        _check_references(folder / name, records.get(name, {}))
 
 
 def _check_code(folder: Path) -> None:
@@ -376,8 +374,8 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
                 f"the tensor {name} of {place} is {stored}, its config.json asks for "
                 f"{expected.get(name, 'no such tensor')}; copy the whole folder again."
             )
-    if (folder / "plan.json").exists():
-        _check_plan(folder / "plan.json", config)
+    if (folder / PLAN).exists():
+        _check_plan(folder / PLAN, config)
 
 
 def _check_plan(path: Path, config: HybridConfig) -> None:

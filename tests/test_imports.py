@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     (
         "io",
+        "export_paths",
         "validation",
         "tunable",
         "locking",

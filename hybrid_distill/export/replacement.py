@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..export_paths import MARK
 from ..locking import locked
-from ..safe_loading import MARK
 from .errors import ExportError
 
 
