@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -298,37 +298,49 @@ def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
     safetensors itself makes all other checks.
     """
     try:
-        with safe_open(path, framework="pt") as weights, path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(header_size), f"the header of {path}")
-            metadata = header.pop("__metadata__", {})
-            if metadata and metadata.get("format") not in ("pt", "mlx"):
-                raise ValueError(
-                    f"the header of {path} has the metadata {metadata}, not format 'pt'; copy it "
-                    "again."
-                )
-            for name, fields in header.items():
-                if set(fields) != {"dtype", "shape", "data_offsets"}:
-                    raise ValueError(
-                        f"the tensor {name} of {path} has the fields {sorted(fields)}; copy it "
-                        "again."
-                    )
-                if numbers and fields["dtype"] in FLOATS and 0 not in fields["shape"]:
-                    # Not isfinite, whose mask would take memory beside the tensor.
-                    ends = torch.stack(torch.aminmax(weights.get_tensor(name)))
-                    if not ends.isfinite().all():  # aminmax propagates NaN
-                        raise ValueError(
-                            f"the tensor {name} of {path} holds NaN or infinity; export the model "
-                            "again."
-                        )
+        # Opened by safetensors first: its checks come before ours.
+        with safe_open(path, framework="pt") as weights:
+            entries = _read_header(path)
+            if numbers:
+                _check_numbers(weights, entries)
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is not a whole safetensors file ({_reason(error)}); copy it again."
         ) from error
+    return entries
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    """Read what a safetensors file says of its tensors. Raises ValueError for anything else in its header."""
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(header_size), f"the header of {path}")
+    metadata = header.pop("__metadata__", {})
+    if metadata and metadata.get("format") not in ("pt", "mlx"):
+        raise ValueError(
+            f"the header of {path} has the metadata {metadata}, not format 'pt'; copy it again."
+        )
     entries = {}
     for name, fields in header.items():
+        if set(fields) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(
+                f"the tensor {name} of {path} has the fields {sorted(fields)}; copy it again."
+            )
         entries[name] = Entry(fields["dtype"], tuple(fields["shape"]), path)
     return entries
+
+
+def _check_numbers(weights: Any, entries: dict[str, Entry]) -> None:
+    """Raise ValueError for a tensor of an open safetensors file that holds NaN or infinity."""
+    for name, entry in entries.items():
+        if entry.dtype not in FLOATS or 0 in entry.shape:
+            continue
+        # Not isfinite, whose mask would take memory beside the tensor; aminmax propagates NaN.
+        ends = torch.stack(torch.aminmax(weights.get_tensor(name)))
+        if not ends.isfinite().all():
+            raise ValueError(
+                f"the tensor {name} of {entry.file} holds NaN or infinity; export the model again."
+            )
 
 
 def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> None:
