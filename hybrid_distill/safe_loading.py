@@ -183,8 +183,7 @@ def _check_student_files(folder: Path) -> None:
     adapters = folder / "adapter_config.json"
     if adapters.exists():
         raise ValueError(
-            f"{adapters} makes transformers load another model; a student has no adapters: remove "
-            "it."
+            f"{adapters} makes transformers load another model; a student has no adapters: remove it."
         )
     records = {}
     for name in RECORDS:
@@ -195,8 +194,7 @@ def _check_student_files(folder: Path) -> None:
     has_vocabulary = any((folder / name).is_file() for name in VOCABULARIES)
     if "tokenizer_config.json" in records and not has_vocabulary:
         raise ValueError(
-            f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder "
-            "again."
+            f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder again."
         )
     for name in ("config.json", "tokenizer_config.json"):
         _check_references(folder / name, records.get(name, {}))
@@ -222,8 +220,7 @@ def _check_references(path: Path, record: Record) -> None:
         file = re.fullmatch(r"(\w+)\.\w+", str(reference))
         if file is None or not path.with_name(f"{file[1]}.py").is_file():
             raise ValueError(
-                f"{path} has the auto_map entry {reference!r}; it must be FILE.CLASS of a file in "
-                "its folder."
+                f"{path} has the auto_map entry {reference!r}; it must be FILE.CLASS of a file in its folder."
             )
     for name, value in record.items():
         is_file_name = name.endswith("_file") and value is not None
@@ -238,8 +235,7 @@ def _check_references(path: Path, record: Record) -> None:
             value = fields.get(name)
             if not isinstance(value, str | None) or value not in ATTENTIONS:
                 raise ValueError(
-                    f"{path} has {name} {value!r}, which may be a program from the hub; remove "
-                    "that line."
+                    f"{path} has {name} {value!r}, which may be a program from the hub; remove that line."
                 )
 
 
@@ -362,8 +358,7 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
     if settings is not None:  # torchao's tensors are not compared
         if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
             raise ValueError(
-                f"{path} has a quantization_config that is not torchao's; quantize the student "
-                "again."
+                f"{path} has a quantization_config that is not torchao's; quantize the student again."
             )
         return
     dtype = record.get("dtype")
@@ -397,8 +392,7 @@ def _check_plan(path: Path, config: HybridConfig) -> None:
     kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
     if (plan.n_layers, plan.n_heads, plan.n_kv_heads) != sizes or kept != config.kept:
         raise ValueError(
-            f"{path} and config.json disagree on the kept heads; copy both again from the same "
-            "export."
+            f"{path} and config.json disagree on the kept heads; copy both again from the same export."
         )
 
 

@@ -107,9 +107,8 @@ def format_of(folder: Path) -> str:
 def _refuse_code(names: Sequence[str], folder: Path) -> None:
     if names:
         raise ValueError(
-            f"{', '.join(names)} in {folder} is not the code that this version of hybrid-distill "
-            "exports, and verifying runs it; export the student again, or read that code and pass "
-            "--trust-remote-code."
+            f"{', '.join(names)} in {folder} is not the code that this version of hybrid-distill exports, and "
+            "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
         )
 
 
@@ -127,8 +126,7 @@ def check_unchanged(folder: Path) -> None:
             raise ExportError(f"{folder} has changed since its export: {error}.") from error
     if not check.ok:
         raise ExportError(
-            f"{folder} has changed since its export: {check.name} {check.measured:g} "
-            f"({check.detail})."
+            f"{folder} has changed since its export: {check.name} {check.measured:g} ({check.detail})."
         )
 
 

@@ -209,9 +209,8 @@ def _difference_of_kernels(
         return None
     if not difference <= limit:  # a NaN is not within it
         log.warning(
-            "the student's kernels compute logits that differ from plain torch by %.2g of the "
-            "largest one; rounding accounts for at most %.2g: measure the student again with "
-            "--student.kernels torch",
+            "the student's kernels compute logits that differ from plain torch by %.2g of the largest one; rounding "
+            "accounts for at most %.2g: measure the student again with --student.kernels torch",
             difference,
             limit,
         )
