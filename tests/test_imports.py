@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     (
         "io",
-        "export_paths",
         "validation",
         "tunable",
         "locking",
@@ -26,7 +25,7 @@ LAYERS = (
         "vocabulary",
     ),
     ("assets", "model", "plan"),
-    ("safe_loading", "kernels"),
+    ("safe_loading", "export_paths", "kernels"),
     ("teacher",),
     ("student", "probes"),
     ("data",),
