@@ -37,7 +37,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.data import Batch
-from hybrid_distill.lab.memory.plan import GB, STRATEGIES, MemoryPlan, StageShape, memory_plan
+from hybrid_distill.lab.memory.plan import GB, STRATEGIES, MemoryPlan, memory_plan
+from hybrid_distill.lab.memory.shape import StageShape
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
 from hybrid_distill.train.config import Align, AlignMatrix, Distill, StageConfig

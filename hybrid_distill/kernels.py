@@ -33,9 +33,7 @@ def check_kernels(kernels: Kernels, device: torch.device, flag: str = "--kernels
     is_interpreted = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if kernels in NEED_A_GPU and device.type != "cuda" and not is_interpreted:
         raise ValueError(
-            f"{flag} is {kernels!r}, which needs a GPU, and this process has {device}; pass auto "
-            "or "
-            "torch."
+            f"{flag} is {kernels!r}, which needs a GPU, and this process has {device}; pass auto or torch."
         )
 
 
@@ -51,7 +49,6 @@ def use_kernels(
         model.set_ssm_implementation(kernels)
     elif kernels != "auto":
         raise ValueError(
-            f"{flag} is {kernels!r}, and {type(model).__name__} has no recurrent heads; leave it "
-            "out."
+            f"{flag} is {kernels!r}, and {type(model).__name__} has no recurrent heads; leave it out."
         )
     return model

@@ -139,6 +139,16 @@ def track(items: Sequence[T], name: str, *, hidden: bool = False) -> Iterator[T]
             phase.update()
 
 
+def duration(seconds: float) -> str:
+    """Format a time: 42 s, 12 min, 3 h 20 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -27,23 +27,34 @@ def check_supported() -> str | None:
         raise ValueError(
             "this is Windows. Linux and macOS are supported; run it in the Linux of WSL 2."
         )
-    found, note = {"python": platform.python_version(), **installed(SUPPORTED)}, None
+    note = None
     for name, (oldest, newest) in SUPPORTED.items():
-        range, fix = f"{oldest} to {newest}", f"pip install '{name}>={oldest}'"
-        if name not in found:
-            raise ValueError(f"{name} is not installed. Version {range} is needed; {fix}.")
-        ours, least, most = (
-            tuple(map(int, re.findall(r"\d+", version)[:2]))
-            for version in (found[name], oldest, newest)
-        )
-        if ours < least:
-            fix = f"use Python {range}" if name == "python" else fix
-            raise ValueError(f"this is {name} {found[name]}. Version {range} is supported; {fix}.")
-        if ours[: len(most)] > most:
-            note = (
-                f"this is {name} {found[name]}, which was not tried. Version {range} is supported."
-            )
+        note = _check(name, oldest, newest) or note
     return note
+
+
+def _check(name: str, oldest: str, newest: str) -> str | None:
+    """Return a note if the version in use is newer than ``newest``; raise as `check_supported` does."""
+    supported = f"{oldest} to {newest}"
+    fix = f"pip install '{name}>={oldest}'"
+    version = installed([name]).get(name)
+    if name == "python":
+        fix = f"use Python {supported}"
+        version = platform.python_version()
+    if version is None:
+        raise ValueError(f"{name} is not installed. Version {supported} is needed; {fix}.")
+    if _numbers(version) < _numbers(oldest):
+        raise ValueError(f"this is {name} {version}. Version {supported} is supported; {fix}.")
+    # "2.x" has one number: every version 2 is supported.
+    limit = _numbers(newest)
+    if _numbers(version)[: len(limit)] > limit:
+        return f"this is {name} {version}, which was not tried. Version {supported} is supported."
+    return None
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the first two numbers of a version, or one if there are no more."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def versions() -> dict[str, str]:

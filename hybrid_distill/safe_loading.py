@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from .export_paths import EXPORT_RECORDS, MARK, PLAN
 from .io import Record, file_hash, parse_json, read_json
 from .model.configuration_hybrid import HybridConfig
 from .model.field_rules import LARGEST, check_sizes
@@ -23,17 +24,14 @@ from .plan import HeadPlan
 from .vocabulary import check_embedding
 
 INDEX = "model.safetensors.index.json"
-MARK = Path("gate") / "reference.json"  # only exports have it
 MODEL_CODE = Path(__file__).parent / "model"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 RECORDS = (
-    "config",
-    "generation_config",
-    "tokenizer_config",
-    "special_tokens_map",
-    "plan",
-    "head_scores",
-    "evaluation",
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    *EXPORT_RECORDS,
 )
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 FILE_NAME = r"[^/\\:.][^/\\:]*"  # cannot lead to another folder
@@ -185,23 +183,21 @@ def _check_student_files(folder: Path) -> None:
     adapters = folder / "adapter_config.json"
     if adapters.exists():
         raise ValueError(
-            f"{adapters} makes transformers load another model; a student has no adapters: remove "
-            "it."
+            f"{adapters} makes transformers load another model; a student has no adapters: remove it."
         )
     records = {}
     for name in RECORDS:
-        path = folder / f"{name}.json"
+        path = folder / name
         if path.exists():
             records[name] = read_json(path)
     _check_code(folder)
     has_vocabulary = any((folder / name).is_file() for name in VOCABULARIES)
-    if "tokenizer_config" in records and not has_vocabulary:
+    if "tokenizer_config.json" in records and not has_vocabulary:
         raise ValueError(
-            f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder "
-            "again."
+            f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder again."
         )
-    for name in ("config", "tokenizer_config"):
-        _check_references(folder / f"{name}.json", records.get(name, {}))
+    for name in ("config.json", "tokenizer_config.json"):
+        _check_references(folder / name, records.get(name, {}))
 
 
 def _check_code(folder: Path) -> None:
@@ -224,8 +220,7 @@ def _check_references(path: Path, record: Record) -> None:
         file = re.fullmatch(r"(\w+)\.\w+", str(reference))
         if file is None or not path.with_name(f"{file[1]}.py").is_file():
             raise ValueError(
-                f"{path} has the auto_map entry {reference!r}; it must be FILE.CLASS of a file in "
-                "its folder."
+                f"{path} has the auto_map entry {reference!r}; it must be FILE.CLASS of a file in its folder."
             )
     for name, value in record.items():
         is_file_name = name.endswith("_file") and value is not None
@@ -240,8 +235,7 @@ def _check_references(path: Path, record: Record) -> None:
             value = fields.get(name)
             if not isinstance(value, str | None) or value not in ATTENTIONS:
                 raise ValueError(
-                    f"{path} has {name} {value!r}, which may be a program from the hub; remove "
-                    "that line."
+                    f"{path} has {name} {value!r}, which may be a program from the hub; remove that line."
                 )
 
 
@@ -300,37 +294,49 @@ def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
     safetensors itself makes all other checks.
     """
     try:
-        with safe_open(path, framework="pt") as weights, path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(header_size), f"the header of {path}")
-            metadata = header.pop("__metadata__", {})
-            if metadata and metadata.get("format") not in ("pt", "mlx"):
-                raise ValueError(
-                    f"the header of {path} has the metadata {metadata}, not format 'pt'; copy it "
-                    "again."
-                )
-            for name, fields in header.items():
-                if set(fields) != {"dtype", "shape", "data_offsets"}:
-                    raise ValueError(
-                        f"the tensor {name} of {path} has the fields {sorted(fields)}; copy it "
-                        "again."
-                    )
-                if numbers and fields["dtype"] in FLOATS and 0 not in fields["shape"]:
-                    # Not isfinite, whose mask would take memory beside the tensor.
-                    ends = torch.stack(torch.aminmax(weights.get_tensor(name)))
-                    if not ends.isfinite().all():  # aminmax propagates NaN
-                        raise ValueError(
-                            f"the tensor {name} of {path} holds NaN or infinity; export the model "
-                            "again."
-                        )
+        # Opened by safetensors first: its checks come before ours.
+        with safe_open(path, framework="pt") as weights:
+            entries = _read_header(path)
+            if numbers:
+                _check_numbers(weights, entries)
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is not a whole safetensors file ({_reason(error)}); copy it again."
         ) from error
+    return entries
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    """Read what a safetensors file says of its tensors. Raises ValueError for anything else in its header."""
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(header_size), f"the header of {path}")
+    metadata = header.pop("__metadata__", {})
+    if metadata and metadata.get("format") not in ("pt", "mlx"):
+        raise ValueError(
+            f"the header of {path} has the metadata {metadata}, not format 'pt'; copy it again."
+        )
     entries = {}
     for name, fields in header.items():
+        if set(fields) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(
+                f"the tensor {name} of {path} has the fields {sorted(fields)}; copy it again."
+            )
         entries[name] = Entry(fields["dtype"], tuple(fields["shape"]), path)
     return entries
+
+
+def _check_numbers(weights: Any, entries: dict[str, Entry]) -> None:
+    """Raise ValueError for a tensor of an open safetensors file that holds NaN or infinity."""
+    for name, entry in entries.items():
+        if entry.dtype not in FLOATS or 0 in entry.shape:
+            continue
+        # Not isfinite, whose mask would take memory beside the tensor; aminmax propagates NaN.
+        ends = torch.stack(torch.aminmax(weights.get_tensor(name)))
+        if not ends.isfinite().all():
+            raise ValueError(
+                f"the tensor {name} of {entry.file} holds NaN or infinity; export the model again."
+            )
 
 
 def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> None:
@@ -352,8 +358,7 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
     if settings is not None:  # torchao's tensors are not compared
         if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
             raise ValueError(
-                f"{path} has a quantization_config that is not torchao's; quantize the student "
-                "again."
+                f"{path} has a quantization_config that is not torchao's; quantize the student again."
             )
         return
     dtype = record.get("dtype")
@@ -376,8 +381,8 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
                 f"the tensor {name} of {place} is {stored}, its config.json asks for "
                 f"{expected.get(name, 'no such tensor')}; copy the whole folder again."
             )
-    if (folder / "plan.json").exists():
-        _check_plan(folder / "plan.json", config)
+    if (folder / PLAN).exists():
+        _check_plan(folder / PLAN, config)
 
 
 def _check_plan(path: Path, config: HybridConfig) -> None:
@@ -387,8 +392,7 @@ def _check_plan(path: Path, config: HybridConfig) -> None:
     kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
     if (plan.n_layers, plan.n_heads, plan.n_kv_heads) != sizes or kept != config.kept:
         raise ValueError(
-            f"{path} and config.json disagree on the kept heads; copy both again from the same "
-            "export."
+            f"{path} and config.json disagree on the kept heads; copy both again from the same export."
         )
 
 

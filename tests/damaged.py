@@ -459,6 +459,7 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
         "tokenizer file",
         set_field("tokenizer_config.json", "vocab_file", "/etc/hostname"),
     )
+    yield "training.json cut", write("training.json", '{"stages": [{"na')
     yield "another plan", set_field("plan.json", "kept", [[0, 0]])
 
 

@@ -25,7 +25,7 @@ LAYERS = (
         "vocabulary",
     ),
     ("assets", "model", "plan"),
-    ("safe_loading", "kernels"),
+    ("safe_loading", "export_paths", "kernels"),
     ("teacher",),
     ("student", "probes"),
     ("data",),

@@ -23,9 +23,10 @@ from transformers import AutoConfig
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.export import export_checkpoint, verify_export
+from hybrid_distill.export_paths import MARK
 from hybrid_distill.io import file_hash
 from hybrid_distill.model import HybridConfig
-from hybrid_distill.safe_loading import MARK, foreign_code, load_student
+from hybrid_distill.safe_loading import foreign_code, load_student
 from hybrid_distill.teacher import load_teacher
 
 DAMAGES = all_damages()

@@ -11,6 +11,7 @@ from ..evaluation.evaluate import EvalResult
 from ..export.card import on_card
 from ..export.checkpoint import ExportFormat, export_checkpoint
 from ..export.gate import GateReport, check_not_quantized, check_unchanged
+from ..export_paths import CARD, EVALUATION, HEAD_SCORES, PLAN, TRAINING
 from ..io import Record, read_json
 from ..pipeline import finished_run, is_run, trained_student
 from ..pipeline.run import export
@@ -60,16 +61,16 @@ def export_student(job: ExportJob) -> GateReport:
     check_not_quantized(job.model)
     student, tokenizer = load_student(job.model)
     check_unchanged(job.model)
-    license, base_model = on_card(job.model / "README.md")
+    license, base_model = on_card(job.model / CARD)
     # An export may have been made without scores, evaluation or training; the plan is always there.
-    results = _read_if_there(job.model / "evaluation.json")
-    training = _read_if_there(job.model / "training.json")
-    scores = job.model / "head_scores.json"
+    results = _read_if_there(job.model / EVALUATION)
+    training = _read_if_there(job.model / TRAINING)
+    scores = job.model / HEAD_SCORES
     return export_checkpoint(
         student,
         tokenizer,
         job.out,
-        plan=HeadPlan.load(job.model / "plan.json"),
+        plan=HeadPlan.load(job.model / PLAN),
         export_format=job.format,
         results={name: EvalResult.from_dict(result) for name, result in results.items()},
         scores=HeadScores.load(scores) if scores.is_file() else None,

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pandas as pd
 
 from ..config import RunConfig
-from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, StageShape, memory_plan
+from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, memory_plan
+from ..lab.memory.shape import StageShape
 from ..lab.reporting import text_table
 from ..pipeline.inputs import shape_of_teacher
 from ..plan import HeadPlan
@@ -28,7 +29,7 @@ LAUNCH = {
     "zero3": "launch/zero3.yaml",
     "fsdp2": "launch/fsdp2.yaml",
 }
-"""Options of accelerate launch, by strategy, in the order in which they are tried."""
+"""Options of accelerate launch, by strategy."""
 COMMUNICATION = f"""
   communication: gradients and weights on their way; under ZeRO {4 * REDUCE_BUCKET / GB:g} GB (reduce_bucket_size)."""
 
@@ -72,9 +73,7 @@ def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> Planned
     n_rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, n_rows)
     seq_len = config.data_of(stage).seq_len
-    # Only on-policy stages have these: their rows are prompts with what the student generates.
-    n_generated = getattr(stage, "prompt_tokens", 0) + getattr(stage, "new_tokens", 0)
-    longest = max(seq_len, n_generated)
+    longest = max(seq_len, stage.tokens_generated)
     plan_for = partial(
         memory_plan,
         shape,
@@ -104,9 +103,8 @@ def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> Planned
 
 def _heading(stage: StageConfig, micro_batch: int, length: int, n_tokens: int) -> str:
     parts = [f"  {stage.name}: micro-batches of {micro_batch} x {length:,} tokens", stage.precision]
-    segment_len = getattr(stage, "segment_len", None)
-    if segment_len:
-        parts.append(f"segments of {segment_len:,}")
+    if stage.tokens_per_segment is not None:
+        parts.append(f"segments of {stage.tokens_per_segment:,}")
     if stage.gradient_checkpointing:
         parts.append("gradient checkpointing")
     return f"{', '.join(parts)}; {stage.steps:,} steps, {n_tokens:,} tokens in all"

@@ -1,9 +1,10 @@
 """`hybrid-distill memory`: cache sizes by kept heads, state size and context, before training.
 
-    bytes(L) = 2 H_kv P L b + H_ssm P N s        (`plan.cache_bytes`; L is at most the window in layers that have one)
+    bytes(L) = 2 H_kv P L b + 2 H_ring P (W + S) b + H_ssm P N s        (`plan.cache_bytes`)
 
-The number of KV heads that k kept heads need depends on their positions: heads of one group
-share a K and a V. A scores.json gives the positions; without one, the table shows both extremes.
+In a layer with a window of its own, L is at most that window less the token that reads it. The number of KV heads
+that k kept heads need depends on their positions: heads of one group share a K and a V. A scores.json gives the
+positions; without one, the table shows both extremes.
 """
 
 from __future__ import annotations

@@ -183,23 +183,28 @@ def _write_shards(
     n_rows = sum(shards[number][1] for number in mine)
     with Phase("the teacher's logits", n_rows * header.seq_len, unit="tokens") as phase:
         for number in mine:
+            shard, _ = shards[number]
             first = number * header.shard_rows
-            ids = row_ids[first : first + header.shard_rows]
-            with replacing(shards[number][0]) as path, path.open("wb") as file:
-                for begin in range(0, len(ids), micro_batch_size):
-                    batch = on_device(
-                        rows.read(ids[begin : begin + micro_batch_size]), teacher.device
-                    )
-                    top_k = top_k_of(
-                        teacher,
-                        batch,
-                        header.top_k,
-                        vocab_size=header.vocabulary_size,
-                        temperature=header.temperature,
-                        bf16=header.precision == "bf16",
-                    )
-                    file.write(pack(*top_k, batch["mask"], header).tobytes())
+            shard_ids = row_ids[first : first + header.shard_rows]
+            with replacing(shard) as path, path.open("wb") as file:
+                for begin in range(0, len(shard_ids), micro_batch_size):
+                    batch = rows.read(shard_ids[begin : begin + micro_batch_size])
+                    file.write(_packed_logits(teacher, batch, header))
                     phase.update(batch["mask"].numel())
+
+
+def _packed_logits(teacher: PreTrainedModel, batch: Batch, header: LogitHeader) -> bytes:
+    """Run the teacher and return what a shard stores of its logits."""
+    batch = on_device(batch, teacher.device)
+    top_k = top_k_of(
+        teacher,
+        batch,
+        header.top_k,
+        vocab_size=header.vocabulary_size,
+        temperature=header.temperature,
+        bf16=header.precision == "bf16",
+    )
+    return pack(*top_k, batch["mask"], header).tobytes()
 
 
 def _finish(folder: Path, header: LogitHeader, rows: PackedRows, check_rows: int) -> None:

@@ -13,7 +13,7 @@ from ..assets import corpus_documents
 from ..assets.dictionaries import write_probe_documents
 from ..io import Record
 from .files import source_files
-from .hub import HUB, Pin, Pins, hub_documents, repository
+from .hub import HUB, Pin, Pins, open_stream, records_of, repository
 from .readers import Tally, no_conversations, read_file, text_of
 from .tokens import hash_of
 
@@ -40,7 +40,7 @@ def read_documents(source: str, text_column: str | None = "text") -> Iterator[st
 
     If ``text_column`` is None, here and below, records are conversations, and a text is one conversation as JSON.
     """
-    return _local_documents(source, text_column, None)[0]
+    return iter(LocalDocuments(source, text_column))
 
 
 def read_held_out(source: str, n: int, text_column: str | None = "text") -> list[str]:
@@ -48,9 +48,8 @@ def read_held_out(source: str, n: int, text_column: str | None = "text") -> list
 
     Raises ValueError as `read_documents` does, and if all of them are blank.
     """
-    texts = list(
-        islice(read_documents("tiny:held_out" if source == "tiny" else source, text_column), n)
-    )
+    split = "tiny:held_out" if source == "tiny" else source
+    texts = list(islice(read_documents(split, text_column), n))
     if n and not any(text.strip() for text in texts):
         raise ValueError(f"{source} holds no text; pass a file that does, or tiny.")
     return texts
@@ -70,17 +69,18 @@ def document_batches(
     """
     first, inside = place
     for number, source in enumerate(sources[first:], first):
+        texts: LocalDocuments | HubDocuments
         if source.startswith(HUB):
-            texts, here = _hub_documents(source, text_column, inside, pins.get(source))
+            texts = HubDocuments(source, text_column, inside, pins.get(source))
         else:
-            texts, here = _local_documents(source, text_column, inside)
+            texts = LocalDocuments(source, text_column, inside)
         inside = None
         for batch in _batches(texts, max_characters):
-            # `texts` has given nothing beyond this batch yet, so `here` is the place after it.
-            yield batch, (number, here())
+            # No text beyond this batch was read yet, so this is the place after it.
+            yield batch, (number, texts.place)
 
 
-def _batches(texts: Iterator[str], max_characters: int) -> Iterator[list[str]]:
+def _batches(texts: Iterable[str], max_characters: int) -> Iterator[list[str]]:
     """Cut texts into lists that end at a number of texts or of characters; a list keeps whole texts."""
     batch: list[str] = []
     n_characters = 0
@@ -125,47 +125,62 @@ def is_embedded(source: str) -> bool:
     return source.split(":")[0] == "tiny"
 
 
-def _local_documents(
-    source: str, text_column: str | None, place: Place
-) -> tuple[Iterator[str], Callable[[], Place]]:
-    """Return a source's texts, and a function that returns the place after the last text read."""
-    if is_embedded(source):
-        if text_column is None:
-            raise no_conversations(source)
-        if source not in _EMBEDDED:
-            part = source.partition(":")[2]
-            raise ValueError(
-                f"the embedded corpus has no split {part!r}; pass train, held_out or probe_like."
-            )
-        readers = [_EMBEDDED[source]]
-    else:
-        readers = [partial(read_file, file, text_column) for file in source_files(source)]
-    first_file, n_read = place if isinstance(place, list) else (0, 0)
+class LocalDocuments:
+    """Texts of a local source after a place, to read once. Raises ValueError naming the problem."""
 
-    def read() -> Iterator[str]:
-        nonlocal first_file, n_read
-        for reader in readers[first_file:]:
-            for text in islice(reader(), n_read, None):
-                n_read += 1
+    def __init__(self, source: str, text_column: str | None, place: Place = None) -> None:
+        self._readers = _local_readers(source, text_column)
+        self._n_files = 0
+        self._n_documents = 0
+        if isinstance(place, list):
+            self._n_files, self._n_documents = place
+
+    def __iter__(self) -> Iterator[str]:
+        for reader in self._readers[self._n_files :]:
+            for text in islice(reader(), self._n_documents, None):
+                self._n_documents += 1
                 yield text
-            first_file += 1
-            n_read = 0
+            self._n_files += 1
+            self._n_documents = 0
 
-    return read(), lambda: [first_file, n_read]
+    @property
+    def place(self) -> Place:
+        """Place after the last text read."""
+        return [self._n_files, self._n_documents]
 
 
-def _hub_documents(
-    source: str, text_column: str | None, place: Place, pin: Pin | None
-) -> tuple[Iterator[str], Callable[[], Place]]:
-    """Stream the texts of a data set on the hub; see `hub_documents`."""
-    records, here = hub_documents(source, pin, place if isinstance(place, dict) else None)
+def _local_readers(source: str, text_column: str | None) -> list[Callable[[], Iterable[str]]]:
+    """Return a reader of each file, or of the part of the embedded corpus."""
+    if not is_embedded(source):
+        return [partial(read_file, file, text_column) for file in source_files(source)]
+    if text_column is None:
+        raise no_conversations(source)
+    if source not in _EMBEDDED:
+        part = source.partition(":")[2]
+        raise ValueError(
+            f"the embedded corpus has no split {part!r}; pass train, held_out or probe_like."
+        )
+    return [_EMBEDDED[source]]
 
-    def read() -> Iterator[str]:
+
+class HubDocuments:
+    """Texts of a data set on the hub after a place, streamed once. Raises ValueError as `open_stream` does."""
+
+    def __init__(self, source: str, text_column: str | None, place: Place, pin: Pin | None) -> None:
+        self._source = source
+        self._text_column = text_column
+        state = place if isinstance(place, dict) else None
+        self._stream = open_stream(source, pin, state)
+
+    def __iter__(self) -> Iterator[str]:
         tally = Tally()
         try:
-            for record in records:
-                yield text_of(record, text_column, source, tally)
+            for record in records_of(self._stream, self._source):
+                yield text_of(record, self._text_column, self._source, tally)
         finally:
             tally.report()
 
-    return read(), here
+    @property
+    def place(self) -> Place:
+        """Place after the last text read."""
+        return self._stream.state_dict()

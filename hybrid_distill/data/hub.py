@@ -7,7 +7,7 @@ of each source for a start without a network. So a launch of many processes asks
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -113,10 +113,8 @@ def write_pins(path: Path, pins: Pins) -> None:
     write_json(path, {source: asdict(pin) for source, pin in pins.items()})
 
 
-def hub_documents(
-    source: str, pin: Pin | None, place: Record | None
-) -> tuple[Iterator[object], Callable[[], Record]]:
-    """Stream the records of a data set at a pinned commit, from a place on; also return a function for the place.
+def open_stream(source: str, pin: Pin | None, place: Record | None) -> IterableDataset:
+    """Open a data set at a pinned commit, to be read after a place.
 
     ``pin`` is None for a local folder. Raises ValueError if it cannot be read.
     """
@@ -125,23 +123,24 @@ def hub_documents(
     config, split = config_and_split(source)
     revision = None if pin is None else pin.revision
     with reachable(source):
-        dataset: IterableDataset = load_dataset(
+        stream: IterableDataset = load_dataset(
             str(repository(source)), config or None, split=split, streaming=True, revision=revision
         )
         if place is not None:
-            dataset.load_state_dict(place)
+            stream.load_state_dict(place)
+    return stream
 
-    def read() -> Iterator[object]:
-        records = iter(dataset)
-        while True:
-            # Only around the read: an error of whoever takes the record is not the hub's.
-            with reachable(source):
-                record = next(records, None)
-            if record is None:
-                return
-            yield record
 
-    return read(), dataset.state_dict
+def records_of(stream: IterableDataset, source: str) -> Iterator[object]:
+    """Yield the records of a stream. Raises ValueError, naming ``source``, if one cannot be read."""
+    records = iter(stream)
+    while True:
+        # Only around the read: an error of whoever takes the record is not the hub's.
+        with reachable(source):
+            record = next(records, None)
+        if record is None:
+            return
+        yield record
 
 
 @contextmanager

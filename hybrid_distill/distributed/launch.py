@@ -85,9 +85,8 @@ def check_environment() -> None:
     is_by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if is_by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise WorldError(
-            "several processes were asked for and accelerate started one (it does for `--cpu` and "
-            "MULTI_CPU configs); launch with `accelerate launch --multi_gpu --num_processes N`, on "
-            "CPU too."
+            "several processes were asked for and accelerate started one (it does for `--cpu` and MULTI_CPU configs); "
+            "launch with `accelerate launch --multi_gpu --num_processes N`, on CPU too."
         )
 
 

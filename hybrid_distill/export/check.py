@@ -52,8 +52,9 @@ Record: TypeAlias = dict[str, Any]
 """Contents of reference.json; ``form`` is the export format."""
 Model: TypeAlias = Any
 """Transformers model, whose class may come with the checkpoint."""
-# Rounding to bfloat16 alone moved logits of students of 6 layers by 1 to 17 % of the largest one. A
-# limit above that does not notice a lost state, and one below refuses students without a fault.
+# Not the student's dtype: rounding to bfloat16 alone moved logits of students of 6 layers by 1 to 17 % of
+# the largest one. A limit above that does not notice a lost state, and one below refuses students without
+# a fault.
 COMPUTES = torch.float32
 """Dtype of the record, and of the comparison with it, for exports of every dtype."""
 # All limits are relative to the largest logit.

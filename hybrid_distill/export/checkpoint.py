@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..evaluation.evaluate import EvalResult
+from ..export_paths import CARD, EVALUATION, HEAD_SCORES, PLAN, REPORT, TRAINING
 from ..io import Record, write_json, write_text
 from ..model import HybridForCausalLM
 from ..plan import HeadPlan
@@ -61,8 +62,7 @@ def export_checkpoint(
     kept_by_student = [list(heads) for heads in student.config.kept]
     if kept != kept_by_student:
         raise ValueError(
-            f"the plan keeps {kept}, the student {kept_by_student}; pass the plan it was built "
-            "with."
+            f"the plan keeps {kept}, the student {kept_by_student}; pass the plan it was built with."
         )
     # Before the student is written and run: both take minutes for a large one.
     check_replaceable(path)
@@ -75,7 +75,7 @@ def export_checkpoint(
         FORMATS[export_format].write(student, tokenizer, folder, max_shard_size)
         # Before plan, scores and card: the record lists the files that another program needs.
         record = write_record(student, tokenizer, folder, export_format)
-        plan.save(folder / "plan.json")
+        plan.save(folder / PLAN)
         _write_measurements(folder, results, scores, training)
         card = model_card(
             student,
@@ -88,7 +88,7 @@ def export_checkpoint(
             training=training,
             kernels=record["kernels"],
         )
-        write_text(folder / "README.md", card)
+        write_text(folder / CARD, card)
         if not gate:
             return GateReport()
         missing = missing_program(export_format)
@@ -99,7 +99,7 @@ def export_checkpoint(
         if student.device.type == "cuda":
             torch.cuda.empty_cache()
         report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
-        write_json(folder / "gate" / "report.json", report.to_dict())
+        write_json(folder / REPORT, report.to_dict())
         return report
 
 
@@ -112,7 +112,7 @@ def _write_measurements(
     """Write head scores, evaluations and stages, as far as there are any."""
     if scores is not None:
         public = replace(scores, provenance=_without_paths(scores.provenance))
-        public.save(folder / "head_scores.json")
+        public.save(folder / HEAD_SCORES)
     for name, content in measurements(results, training).items():
         write_json(folder / name, content)
 
@@ -124,9 +124,9 @@ def measurements(
     files = {}
     if results is not None:
         evaluations = {name: result.to_dict() for name, result in results.items()}
-        files["evaluation.json"] = _without_paths(evaluations)
+        files[EVALUATION] = _without_paths(evaluations)
     if training is not None:
-        files["training.json"] = {"stages": list(training)}
+        files[TRAINING] = {"stages": list(training)}
     return files
 
 

@@ -84,9 +84,8 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     has_recurrent_heads = any(mixer.ssm for mixer in student.mixers())
     if has_recurrent_heads and not recurrence.startswith("mamba2"):
         reasons.append(
-            f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale what "
-            "they add by the step of which the decay is made (train one with --student.recurrence "
-            "mamba2)"
+            f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale what they add by the step "
+            "of which the decay is made (train one with --student.recurrence mamba2)"
         )
     return reasons + backbone_obstacles(student)
 

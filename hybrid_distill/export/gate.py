@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from ..export_paths import GATE, MARK
 from ..io import Record, file_hash, read_json
 from ..progress import Phase
-from ..safe_loading import MARK, check_checkpoint, check_no_run, foreign_code
+from ..safe_loading import check_checkpoint, check_no_run, foreign_code
 from . import check as program
 from .check import Check
 from .errors import ExportError
@@ -90,7 +91,7 @@ def verify_export(
         if missing is not None:
             raise ValueError(
                 f"only the files of {folder} were checked: {missing}; install it, or run "
-                f"{folder / 'gate' / 'check.py'} with a Python that has it."
+                f"{folder / GATE / 'check.py'} with a Python that has it."
             )
     elif not trust_remote_code:
         _refuse_code(foreign_code(folder), folder)
@@ -106,9 +107,8 @@ def format_of(folder: Path) -> str:
 def _refuse_code(names: Sequence[str], folder: Path) -> None:
     if names:
         raise ValueError(
-            f"{', '.join(names)} in {folder} is not the code that this version of hybrid-distill "
-            "exports, and verifying runs it; export the student again, or read that code and pass "
-            "--trust-remote-code."
+            f"{', '.join(names)} in {folder} is not the code that this version of hybrid-distill exports, and "
+            "verifying runs it; export the student again, or read that code and pass --trust-remote-code."
         )
 
 
@@ -116,7 +116,7 @@ def check_unchanged(folder: Path) -> None:
     """Raise ExportError, naming tensors or files, if an export has changed since its gate."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} has no {MARK}; pass an export as it was written.")
-    record = program.read_record(folder / "gate")
+    record = program.read_record(folder / GATE)
     if record["form"] in program.PACKAGES:
         check = program.check_files(folder, record)
     else:
@@ -126,8 +126,7 @@ def check_unchanged(folder: Path) -> None:
             raise ExportError(f"{folder} has changed since its export: {error}.") from error
     if not check.ok:
         raise ExportError(
-            f"{folder} has changed since its export: {check.name} {check.measured:g} "
-            f"({check.detail})."
+            f"{folder} has changed since its export: {check.name} {check.measured:g} ({check.detail})."
         )
 
 

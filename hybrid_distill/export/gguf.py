@@ -78,16 +78,14 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     mixers = student.mixers()
     if any(_has_bias(heads.z_proj) for heads in student.recurrent_heads()):
         reasons.append(
-            "the gate of its recurrent heads has a bias: train one with --student.recurrence "
-            "mamba2-stock"
+            "the gate of its recurrent heads has a bias: train one with --student.recurrence mamba2-stock"
         )
     if any(_has_bias(mixer.o_proj) for mixer in mixers):
         reasons.append("its output projections have a bias")
     kinds = falcon_h1.rope_kinds(student)
     if kinds != {"default"}:
         reasons.append(
-            f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one "
-            "only"
+            f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one only"
         )
     return reasons
 
@@ -231,8 +229,7 @@ def _parts_of(tokenizer: PreTrainedTokenizerBase | None) -> Record:
     """Return the tokenizer.json of a fast tokenizer. Raises ValueError for another or none."""
     if tokenizer is None or not tokenizer.is_fast:
         raise ValueError(
-            "the tokenizer is missing or slow; pass a fast one, which llama.cpp's files are "
-            "written from."
+            "the tokenizer is missing or slow; pass a fast one, which llama.cpp's files are written from."
         )
     backend: Any = tokenizer.backend_tokenizer
     return json.loads(backend.to_str())

@@ -58,8 +58,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     kinds = rope_kinds(student) & ROPE_BY_LENGTH
     if kinds:
         reasons.append(
-            f"its RoPE is {', '.join(sorted(kinds))}: its frequencies change with the length of "
-            "the text"
+            f"its RoPE is {', '.join(sorted(kinds))}: its frequencies change with the length of the text"
         )
     return reasons
 

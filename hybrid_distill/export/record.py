@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..export_paths import GATE, MARK
 from ..io import Record, file_hash, save_tensors, write_json
 from ..model import HybridForCausalLM
 from ..model.self_check import rounded_once_more
-from ..safe_loading import MARK
 from ..teacher import eval_mode
 from . import check as program
 from .check import Prompts, greedy, tensor_hash
@@ -94,7 +94,7 @@ def write_record(
 
 def _write_files(folder: Path, record: Record, prompts: Prompts) -> None:
     """Write the check program, reference.json with hashes of the Python files, and tensors."""
-    gate = folder / "gate"
+    gate = folder / GATE
     gate.mkdir()
     for file in program_files(record["form"]):
         shutil.copyfile(file, gate / file.name)
@@ -209,9 +209,8 @@ def _difference_of_kernels(
         return None
     if not difference <= limit:  # a NaN is not within it
         log.warning(
-            "the student's kernels compute logits that differ from plain torch by %.2g of the "
-            "largest one; rounding accounts for at most %.2g: measure the student again with "
-            "--student.kernels torch",
+            "the student's kernels compute logits that differ from plain torch by %.2g of the largest one; rounding "
+            "accounts for at most %.2g: measure the student again with --student.kernels torch",
             difference,
             limit,
         )

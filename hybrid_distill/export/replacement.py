@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..export_paths import MARK
 from ..locking import locked
-from ..safe_loading import MARK
 from .errors import ExportError
 
 
@@ -23,8 +23,7 @@ def check_replaceable(path: Path) -> None:
         return
     if any(path.iterdir()) and not (path / MARK).is_file():
         raise ValueError(
-            f"{path} holds files that are not an export; pass a new folder, or an export to "
-            "replace."
+            f"{path} holds files that are not an export; pass a new folder, or an export to replace."
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..evaluation.evaluate import EvalResult
+from ..export_paths import GATE, REPORT
 from ..io import Record, file_hash, read_json
 from ..model import HybridForCausalLM
 from ..safe_loading import foreign_code
@@ -25,7 +26,7 @@ def is_exported(
 ) -> bool:
     """Check for an export of this student, with these results, by this version's code, that passed its gate and has
     not changed since."""
-    report = folder / "gate" / "report.json"
+    report = folder / REPORT
     if not report.is_file() or not read_json(report).get("ok"):
         return False
     # What is cheap to compare comes before the hashes of all weights.
@@ -34,7 +35,7 @@ def is_exported(
         if not file.is_file() or read_json(file) != content:
             return False
     try:
-        record = program.read_record(folder / "gate")
+        record = program.read_record(folder / GATE)
         if _code_differs(folder, record["form"]):
             return False
         check_unchanged(folder)
@@ -52,5 +53,5 @@ def _code_differs(folder: Path, export_format: str) -> bool:
     if foreign_code(folder):
         return True
     own = {file.name: file_hash(file) for file in program_files(export_format)}
-    stored = {file.name: file_hash(file) for file in (folder / "gate").glob("*.py")}
+    stored = {file.name: file_hash(file) for file in (folder / GATE).glob("*.py")}
     return stored != own

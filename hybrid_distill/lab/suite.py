@@ -140,10 +140,9 @@ def prepare(
         n_long = sum(length > lm.max_length for length in lengths)
         if n_long and not job.truncate:
             raise ValueError(
-                f"{n_long} of {len(lengths)} prompts of {name} do not fit into the context of "
-                f"{lm.max_length} tokens; the longest needs {max(lengths)}. Pass smaller "
-                "--fewshot, --pairs or --ruler-lengths, or --truncate to cut them on the left, as "
-                "lm-eval does."
+                f"{n_long} of {len(lengths)} prompts of {name} do not fit into the context of {lm.max_length} tokens; "
+                f"the longest needs {max(lengths)}. Pass smaller --fewshot, --pairs or --ruler-lengths, or --truncate "
+                "to cut them on the left, as lm-eval does."
             )
         if n_long:
             n_cut[name] = n_long

@@ -33,8 +33,7 @@ class Example:
             raise ValueError(f"a prompt or a choice of {self!r} is empty; give it text.")
         if len(set(self.choices)) != len(self.choices) or self.answer not in self.choices:
             raise ValueError(
-                f"answer {self.answer!r}, choices {self.choices!r}: choices must differ and hold "
-                "the answer."
+                f"answer {self.answer!r}, choices {self.choices!r}: choices must differ and hold the answer."
             )
 
 
@@ -144,8 +143,7 @@ def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...
         distinct.add(word)
     if len(distinct) < at_least:
         raise ValueError(
-            f"{len(distinct)} {name} are too few, {at_least} are needed; pass more, or ask for "
-            "less."
+            f"{len(distinct)} {name} are too few, {at_least} are needed; pass more, or ask for less."
         )
     return entries
 

@@ -46,10 +46,9 @@ def check_answerable(
     if longest > max_length:
         n_too_long = sum(length > max_length for length in lengths)
         raise CannotAnswer(
-            f"{n_too_long} of {len(examples)} examples are longer than the model's context of "
-            f"{max_length} tokens; example {lengths.index(longest)} is the longest, with "
-            f"{longest}: take fewer pairs (--pairs), less text in between (--distance) or shorter "
-            "questions (--length)."
+            f"{n_too_long} of {len(examples)} examples are longer than the model's context of {max_length} tokens; "
+            f"example {lengths.index(longest)} is the longest, with {longest}: take fewer pairs (--pairs), less text "
+            "in between (--distance) or shorter questions (--length)."
         )
 
 

@@ -138,9 +138,8 @@ class LetterChoice(SeededProbe):
             n_wrong = len(fact.distractors) + len(self._others(fact))
             if n_wrong < self.n_options - 1:
                 raise ValueError(
-                    f"{fact.question!r} has {n_wrong} wrong answers, {self.n_options} options "
-                    f"need {self.n_options - 1}; give it distractors, or more facts of kind "
-                    f"{fact.kind!r}."
+                    f"{fact.question!r} has {n_wrong} wrong answers, {self.n_options} options need "
+                    f"{self.n_options - 1}; give it distractors, or more facts of kind {fact.kind!r}."
                 )
 
     @cached_property

@@ -71,7 +71,6 @@ def text_rows(
     rows = [row for row in rows if len(row) > 1]
     if texts and not rows:
         raise ValueError(
-            f"none of the {len(texts)} texts has two tokens or more; there is no next token to "
-            "predict."
+            f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict."
         )
     return rows

@@ -277,8 +277,7 @@ def load_generators() -> SimpleNamespace:
             data.find = find
     except ImportError as error:
         raise ValueError(
-            f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip "
-            "install 'lm-eval[ruler]'."
+            f"RULER's generators cannot be imported ({error}). They come with lm-eval: pip install 'lm-eval[ruler]'."
         ) from error
     # nltk's splitter needs the download that was blocked.
     prepare_niah.cached_sent_tokenize = lambda text: re.split(r"(?<=[.!?]) ", text)

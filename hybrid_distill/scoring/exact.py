@@ -193,8 +193,7 @@ def check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) ->
         return
     settings = ", ".join(f"{name} {value}" for name, value in probe.describe().items())
     raise CannotAnswer(
-        f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives "
-        f"{probe.chance:.1%}, scoring requires {min_accuracy:.1%}: accuracy is too low for "
-        "a ranking to be informative. Take an easier probe (fewer pairs), another teacher, or "
-        "lower --min-accuracy."
+        f"this teacher answers {accuracy:.1%} of the probe ({settings}); guessing gives {probe.chance:.1%}, scoring "
+        f"requires {min_accuracy:.1%}: accuracy is too low for a ranking to be informative. Take an easier probe "
+        "(fewer pairs), another teacher, or lower --min-accuracy."
     )

@@ -202,16 +202,23 @@ class HeadScores:
         row for each of ``heads``; NaN marks an example that a head was not tried on. All other
         heads get NaN.
         """
-        tables: dict[str, Tensor | None] = dict.fromkeys((*DROPS, *ERRORS))
+        drops: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
         for name, difference_HE in differences.items():
-            mean_H1 = difference_HE.nanmean(1, keepdim=True)
-            n_H = (~difference_HE.isnan()).sum(1)
-            squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
-            # A head tried on one example has no spread; its error is 0, not NaN.
-            variance_H = squares_H / (n_H - 1).clamp(min=1)
-            tables[f"{name}_drop_LH"] = spread(model, sites, heads, mean_H1[:, 0])
-            tables[f"{name}_se_LH"] = spread(model, sites, heads, (variance_H / n_H).sqrt())
-        return cls(sites[0].n_kv_heads, **tables, baseline=baseline, provenance=provenance)  # type: ignore[arg-type]
+            mean_H, error_H = _mean_and_error(difference_HE)
+            drops[name] = spread(model, sites, heads, mean_H)
+            errors[name] = spread(model, sites, heads, error_H)
+        return cls(
+            n_kv_heads=sites[0].n_kv_heads,
+            accuracy_drop_LH=drops.get("accuracy"),
+            logprob_drop_LH=drops["logprob"],
+            control_drop_LH=drops.get("control"),
+            accuracy_se_LH=errors.get("accuracy"),
+            logprob_se_LH=errors["logprob"],
+            control_se_LH=errors.get("control"),
+            baseline=baseline,
+            provenance=provenance,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the scores as JSON, NaN as null.
@@ -254,6 +261,16 @@ def _named(heads: Sequence[HeadId]) -> str:
     if len(heads) > MOST_NAMED:
         names += f" and {len(heads) - MOST_NAMED} more"
     return f"{names} is" if len(heads) == 1 else f"{names} are"
+
+
+def _mean_and_error(difference_HE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each head's mean over its examples and the standard error of that mean."""
+    mean_H1 = difference_HE.nanmean(1, keepdim=True)
+    n_H = (~difference_HE.isnan()).sum(1)
+    squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
+    # A head tried on one example has no spread; its error is 0, not NaN.
+    variance_H = squares_H / (n_H - 1).clamp(min=1)
+    return mean_H1[:, 0], (variance_H / n_H).sqrt()
 
 
 def spread(

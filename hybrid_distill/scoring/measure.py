@@ -260,13 +260,20 @@ class AblationRun:
 
         intervals = {}
         for name, difference_HE in differences.items():
-            intervals[f"{name}_interval_LH2"] = by_layer(bootstrap_interval(difference_HE))
+            intervals[name] = by_layer(bootstrap_interval(difference_HE))
         agreement = None
         if len(self.order) > 1:
             ks = AGREEMENT_AT if self.race is None else (*AGREEMENT_AT, self.race.k)
             agreement = split_half(differences["accuracy"], differences["logprob"], ks)
         n_tried_LH = by_layer((~self.right_HE.isnan()).sum(1)).nan_to_num(0).long()
-        return replace(scores, **intervals, n_examples_LH=n_tried_LH, agreement=agreement)
+        return replace(
+            scores,
+            accuracy_interval_LH2=intervals["accuracy"],
+            logprob_interval_LH2=intervals["logprob"],
+            control_interval_LH2=intervals.get("control"),
+            n_examples_LH=n_tried_LH,
+            agreement=agreement,
+        )
 
 
 def _untried(*shape: int) -> Tensor:

@@ -53,8 +53,7 @@ def locate(name_or_path: str | Path, flag: str) -> str | Path:
         raise ValueError(f"{option} has no config.json; pass a Hugging Face model folder.")
     if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
         raise ValueError(
-            f"{option} has no weights (*.safetensors or *.bin); download them, or pass another "
-            "folder."
+            f"{option} has no weights (*.safetensors or *.bin); download them, or pass another folder."
         )
     return path
 

@@ -118,8 +118,7 @@ class Checkpoints:
         if not problems:
             return None
         raise CorruptCheckpoint(
-            f"no checkpoint in {self.folder} is intact: {' '.join(problems)} Begin again with "
-            "--resume never."
+            f"no checkpoint in {self.folder} is intact: {' '.join(problems)} Begin again with --resume never."
         )
 
     def clear(self, after: int = -1) -> None:

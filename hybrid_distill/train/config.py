@@ -120,6 +120,26 @@ class StageConfig:
         return True
 
     @property
+    def trained_part(self) -> Literal["all", "mixer", "ssm"]:
+        """Part of the student that learns, as in `Distill.train`."""
+        return "ssm"
+
+    @property
+    def lr_multipliers(self) -> tuple[float, float, float] | None:
+        """Multipliers of the learning rate, as in `Distill.lr_scale`."""
+        return None
+
+    @property
+    def tokens_per_segment(self) -> int | None:
+        """Tokens that recurrent heads process at once; None for the whole row."""
+        return None
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens of a prompt and of the student's longest text after it; 0 if the student writes nothing."""
+        return 0
+
+    @property
     def rows_read(self) -> int:
         """Number of rows that the stage reads, from the start of the data's order."""
         return self.steps * self.batch_size
@@ -160,6 +180,10 @@ class Align(StageConfig):
                 f"{self.name}.train is {self.train!r}; target 'head' compares recurrent heads alone: use "
                 f"--{self.name}.train ssm."
             )
+
+    @property
+    def trained_part(self) -> Literal["ssm", "mixer"]:
+        return self.train
 
 
 @dataclass(frozen=True)
@@ -214,6 +238,18 @@ class Distill(StageConfig):
     def cached_logits(self) -> Path | None:
         return self.teacher_logits
 
+    @property
+    def trained_part(self) -> Literal["all", "mixer", "ssm"]:
+        return self.train
+
+    @property
+    def lr_multipliers(self) -> tuple[float, float, float] | None:
+        return self.lr_scale
+
+    @property
+    def tokens_per_segment(self) -> int | None:
+        return self.segment_len
+
 
 @dataclass(frozen=True)
 class DistillOnPolicy(Distill):
@@ -243,6 +279,10 @@ class DistillOnPolicy(Distill):
             raise ValueError(
                 f"{self.name}.hard_weight is {self.hard_weight}; a student's own text is not a label: use 0."
             )
+
+    @property
+    def tokens_generated(self) -> int:
+        return self.prompt_tokens + self.new_tokens
 
 
 STAGE_KINDS: dict[str, type[StageConfig]] = {

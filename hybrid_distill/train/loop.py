@@ -435,9 +435,8 @@ class _Training:
             return
         name = self.config.name
         logger.warning(
-            "%s: no token of step %d is in the loss (%s). Such steps leave the weights as they are "
-            "and have no loss; metrics.jsonl counts them as empty_steps. To have fewer, pass a "
-            "larger --%s.batch-size.",
+            "%s: no token of step %d is in the loss (%s). Such steps leave the weights as they are and have no loss; "
+            "metrics.jsonl counts them as empty_steps. To have fewer, pass a larger --%s.batch-size.",
             name,
             self.step + 1,
             self._rows_of_step(),
@@ -462,9 +461,8 @@ class _Training:
         )
         if config.on_divergence == "stop" or self.spikes.skipped > config.max_skips:
             raise Diverged(
-                f"{description} Earlier checkpoints are untouched; resume with another "
-                "on_divergence, max_skips or spike, or start over with a lower learning rate or "
-                "clip."
+                f"{description} Earlier checkpoints are untouched; resume with another on_divergence, max_skips or "
+                "spike, or start over with a lower learning rate or clip."
             )
         if self.accelerator.is_main_process:
             logger.warning("%s Skipping the batch.", description)

@@ -12,7 +12,7 @@ M tokens of one chunk, K likeliest tokens of a teacher; X is V, K, or K and one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -98,6 +98,23 @@ def distillation_loss(
     (`Stage.totals`). ``vocab_size`` is the number of real tokens; entries beyond it are padding, which may differ
     between teacher and student. By default it is the smaller of the two widths.
     """
+    n_real = _real_vocabulary(student_logits_BLV, teacher, vocab_size)
+    shape = student_logits_BLV.shape[:-1]
+    if mask_BL is None:
+        mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool)
+    mask_BL = mask_BL.bool()
+    if labels_BL is None:
+        labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long)
+    labels_BL = labels_BL.where(mask_BL, IGNORE)
+
+    # Every chunk is divided by the counts of the whole step: the chunks then just add up.
+    dtype = _wide_dtype(student_logits_BLV)
+    soft_weight = (1.0 - hard_weight) * temperature**2
+    soft_scale = soft_weight / _count(mask_BL, n_tokens, dtype)
+    hard_scale = None
+    if hard_weight:
+        hard_scale = hard_weight / _count(labels_BL != IGNORE, n_labels, dtype)
+
     if isinstance(teacher, TeacherTopK):
         teacher_parts: tuple[Tensor, ...] = tuple(teacher)
         log_probs_of: Callable[..., tuple[Tensor, Tensor]] = _top_log_probs
@@ -107,48 +124,54 @@ def distillation_loss(
     divergence = DIVERGENCES[kind]
     if kind == "jsd":
         divergence = partial(jsd, beta=beta)
-    n_real = _real_vocabulary(student_logits_BLV, teacher, vocab_size)
+    chunk_loss = partial(
+        _chunk_loss,
+        log_probs_of=log_probs_of,
+        divergence=divergence,
+        temperature=temperature,
+        n_real=n_real,
+        soft_scale=soft_scale,
+        hard_scale=hard_scale,
+    )
+    rows = [mask_BL.flatten(), labels_BL.flatten(), student_logits_BLV.flatten(0, -2)]
+    rows += [part_BLX.flatten(0, -2) for part_BLX in teacher_parts]
+    return _sum_over_chunks(chunk_loss, rows, chunk_size or max(1, CHUNK_LOGITS // n_real))
 
-    shape = student_logits_BLV.shape[:-1]
-    if mask_BL is None:
-        mask_BL = student_logits_BLV.new_ones(shape, dtype=torch.bool)
-    mask_BL = mask_BL.bool()
-    if labels_BL is None:
-        labels_BL = mask_BL.new_full(shape, IGNORE, dtype=torch.long)
-    labels_BL = labels_BL.where(mask_BL, IGNORE)
 
-    dtype = _wide_dtype(student_logits_BLV)
-    soft_weight = (1.0 - hard_weight) * temperature**2
-    # Every chunk is divided by the counts of the whole step: the chunks then just add up.
-    soft_scale = soft_weight / _count(mask_BL, n_tokens, dtype)
-    hard_scale = hard_weight / _count(labels_BL != IGNORE, n_labels, dtype)
+def _chunk_loss(
+    mask_M: Tensor,
+    labels_M: Tensor,
+    student_MV: Tensor,
+    *teacher_MX: Tensor,
+    log_probs_of: Callable[..., tuple[Tensor, Tensor]],
+    divergence: Callable[[Tensor, Tensor], Tensor],
+    temperature: float,
+    n_real: int,
+    soft_scale: Tensor,
+    hard_scale: Tensor | None,
+) -> Tensor:
+    """Compute the share of a chunk; ``teacher_MX`` holds its M rows of each teacher part."""
+    student_MV = _real(student_MV, mask_M, n_real)
+    teacher_MX = tuple(_real(part_MX, mask_M, n_real) for part_MX in teacher_MX)
+    log_q_MX, log_p_MX = log_probs_of(student_MV, *teacher_MX, temperature)
+    divergence_M = divergence(log_q_MX, log_p_MX)
+    loss = soft_scale * divergence_M.where(mask_M, 0.0).sum()
+    if hard_scale is not None:
+        cross_entropy_M = F.nll_loss(
+            student_MV.log_softmax(-1),
+            labels_M,
+            ignore_index=IGNORE,
+            reduction="none",
+        )
+        loss = loss + hard_scale * cross_entropy_M.sum()
+    return loss
 
-    def chunk_loss(
-        mask_M: Tensor,
-        labels_M: Tensor,
-        student_MV: Tensor,
-        *teacher_MX: Tensor,
-    ) -> Tensor:
-        """Compute the share of a chunk; ``teacher_MX`` holds its M rows of each teacher part."""
-        student_MV = _real(student_MV, mask_M, n_real)
-        teacher_MX = tuple(_real(part_MX, mask_M, n_real) for part_MX in teacher_MX)
-        log_q_MX, log_p_MX = log_probs_of(student_MV, *teacher_MX, temperature)
-        divergence_M = divergence(log_q_MX, log_p_MX)
-        loss = soft_scale * divergence_M.where(mask_M, 0.0).sum()
-        if hard_weight:
-            cross_entropy_M = F.nll_loss(
-                student_MV.log_softmax(-1),
-                labels_M,
-                ignore_index=IGNORE,
-                reduction="none",
-            )
-            loss = loss + hard_scale * cross_entropy_M.sum()
-        return loss
 
-    size = chunk_size or max(1, CHUNK_LOGITS // n_real)
-    splits = [mask_BL.flatten().split(size), labels_BL.flatten().split(size)]
-    for logits_BLX in (student_logits_BLV, *teacher_parts):
-        splits.append(logits_BLX.flatten(0, -2).split(size))
+def _sum_over_chunks(
+    chunk_loss: Callable[..., Tensor], rows: Sequence[Tensor], chunk_size: int
+) -> Tensor:
+    """Add up the loss of all tokens, ``chunk_size`` at a time; each of ``rows`` has one row per token."""
+    splits = [tensor.split(chunk_size) for tensor in rows]
     chunks = list(zip(*splits))
     if len(chunks) == 1:
         return chunk_loss(*chunks[0])

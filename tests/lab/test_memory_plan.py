@@ -29,9 +29,9 @@ from hybrid_distill.lab.memory.plan import (
     KERNEL_CHUNK,
     STRATEGIES,
     MemoryPlan,
-    StageShape,
     memory_plan,
 )
+from hybrid_distill.lab.memory.shape import StageShape
 from hybrid_distill.lab.memory.timing import training_time
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
@@ -225,8 +225,10 @@ DISTILL_1B = big_shape(LLAMA_1B, replace(DISTILL, precision="bf16"))
 
 
 def test_what_is_always_there_is_arithmetic() -> None:
-    assert DISTILL_1B.teacher_bytes == 2 * 1_235_814_400, "the parameters of Llama-3.2-1B in bf16"
-    n = DISTILL_1B.trained
+    assert DISTILL_1B.weights.teacher_bytes == 2 * 1_235_814_400, (
+        "the parameters of Llama-3.2-1B in bf16"
+    )
+    n = DISTILL_1B.weights.trained
     plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
     held = {}
     for name, plan in plans.items():

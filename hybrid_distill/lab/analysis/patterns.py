@@ -72,8 +72,7 @@ def mark_prompt(
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast "
-            "tokenizer."
+            f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer."
         )
     ids = tokenize(tokenizer, [prompt])[0]
     encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
@@ -235,8 +234,7 @@ def find_patterns(
     site = next(iter(every.values()))
     if site.kind == "channel":
         raise ValueError(
-            f"this model has {site.n_heads} channels a layer, too many to look through; name some "
-            "with --heads."
+            f"this model has {site.n_heads} channels a layer, too many to look through; name some with --heads."
         )
     total_HM = torch.zeros(len(every), len(Sharpness._fields), dtype=torch.float64)
     # All are marked first: an unsuitable probe ends here, before any forward.

@@ -108,9 +108,8 @@ class HeadRemoval(Experiment):
         for count in self.counts:
             if not 0 < count <= most:
                 raise ValueError(
-                    f"--counts has {count}, the ranking {len(ranking)} heads, the model "
-                    f"{len(every_head)}; ask for 1 to {most}, of a ranking of this model "
-                    "(hybrid-distill score)."
+                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(every_head)}; ask for 1 "
+                    f"to {most}, of a ranking of this model (hybrid-distill score)."
                 )
 
         def without(label: str, heads: Sequence[HeadId], group: str) -> Variant:

@@ -1,6 +1,6 @@
 """Bytes that one process needs to train a stage, from shapes alone: no tensor is allocated.
 
-`StageShape` reads from models on the meta device what a stage trains and keeps. `memory_plan` adds up the peak memory
+`StageShape` holds the sizes of a stage, read from models on the meta device. `memory_plan` adds up the peak memory
 for one strategy of splitting the work among processes. The peak is near the end of a forward pass, in a micro-batch
 after the first of its step, when gradients already exist. Not counted: the CUDA context (about 0.5 GB), NCCL, and
 fragmentation. benchmarks/memory_plan.py compares every part with measurements.
@@ -8,37 +8,22 @@ fragmentation. benchmarks/memory_plan.py compares every part with measurements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from hybrid_kernels.loss import CHUNK_LOGITS
 from hybrid_kernels.loss_torch import CACHED_LOGITS
-from torch import nn
-from transformers import PreTrainedModel
 
 from ...model.local_attention import BLOCK
-from ...model.mixer import HybridMixer
-from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
 from ...model.ssd import CHUNK_SIZE, OUR_LIMITS
-from ...teacher import decoder_blocks, text_config
-from ...train.config import StageConfig
-from ...train.end_to_end import EndToEnd
 from ...train.losses import CHUNK_LOGITS as UNFUSED_CHUNK_LOGITS
-from ...train.matrix import MatrixAlignment
-from ...train.parallel.fsdp2 import gathered_in_bf16
-from ...train.stages import make_stage
+from .shape import BF16, FP32, LayerHeads, StageShape
 
 GB = 1e9
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 """Strategies for splitting a stage among processes. They differ in what they send: DDP and ZeRO-1 once per step, ZeRO-2
 the gradients of every micro-batch, ZeRO-3 also the parameters of every pass. FSDP2 sends parameters and gradients once
-per step if it has several micro-batches, for which it holds both whole in between."""
-
-FP32 = 4
-BF16 = 2
-NEVER = 2**62
-"""Length of a segment that is longer than any row."""
+per step if it has several micro-batches, for which it holds both whole in between. A launch takes the first that
+fits."""
 REDUCE_BUCKET = 500_000_000
 """Elements; DeepSpeed's default, which the launch files keep."""
 LIVE_PARAMETERS = 1_000_000_000
@@ -50,116 +35,6 @@ KERNEL_CHUNK = {BF16: 32, FP32: 16}
 DELTA_CHUNK = 64
 # float32, per logit that plain torch compares at once.
 LOGIT_BUFFERS = {"forward_kl": 8, "reverse_kl": 9, "jsd": 10}
-
-
-class StageShape:
-    """Everything that a stage's memory depends on, except batch and processes. Counts are elements unless in bytes.
-
-    Models may be on the meta device. Use them for one stage only: making the stage freezes and shares parameters.
-    Raises ValueError as `make_stage` does.
-    """
-
-    def __init__(
-        self, config: StageConfig, student: HybridForCausalLM, teacher: PreTrainedModel
-    ) -> None:
-        stage = make_stage(config, student, teacher)
-        self.end_to_end = isinstance(stage, EndToEnd)
-        self.matrix = isinstance(stage, MatrixAlignment)
-        self.target: str = getattr(config, "target", "mixer")
-        train = getattr(config, "train", "ssm")
-        self.trains_all = train == "all"
-        self.trains_attention = train != "ssm"
-        self.kind: str = getattr(config, "kind", "forward_kl")
-        # Tokens per segment of the recurrent heads; the backward recomputes each segment.
-        self.segment_len: int = getattr(config, "segment_len", None) or NEVER
-        self.bf16 = config.precision == "bf16"
-        self.gradient_checkpointing = config.gradient_checkpointing
-        self.itemsize = BF16 if self.bf16 else FP32
-        self.shardable = stage.shardable
-
-        # Not the teacher: a stage may have its own, larger one.
-        backbone = text_config(student.model)
-        blocks = student.model.layers
-        mixers = student.mixers()
-        # Fused: the loss holds the logits of only a chunk of tokens (never under ZeRO-3).
-        finishes = finishes_logits(backbone) or finishes_logits(text_config(teacher))
-        self.fused = getattr(config, "fused", True) and not finishes
-        self.trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
-        # Parameters shared with the teacher are the teacher's.
-        self.frozen_bytes = _nbytes(p for p in stage.parameters() if not p.requires_grad)
-        # Elements of float32 that FSDP2 gathers as bfloat16.
-        self.gathered_in_bf16 = sum(
-            p.numel() for p in gathered_in_bf16(stage) if p.dtype == torch.float32
-        )
-        self.teacher_bytes = sum(_nbytes(model.parameters()) for model in stage.teachers)
-        self.teacher_layer_bytes = max(
-            _nbytes(block.parameters()) for _, block in decoder_blocks(teacher)
-        )
-        sharded_layers = blocks if self.end_to_end else mixers
-        self.layer_bytes = max(_nbytes(layer.parameters()) for layer in sharded_layers)
-        # Under bf16, autocast copies trained matrices once per forward, and float32 frozen ones at every use.
-        computed = blocks if self.end_to_end or self.target == "layer" else nn.ModuleList(mixers)
-        matrices = [m.weight for m in _linears(computed) if m.weight.dtype == torch.float32]
-        self.trained_matrices = sum(w.numel() for w in matrices if w.requires_grad)
-        self.frozen_matrices = sum(w.numel() for w in matrices if not w.requires_grad)
-
-        self.n_layers = len(mixers)
-        self.n_heads = mixers[0].n_heads
-        self.head_dim = mixers[0].head_dim
-        self.group_size = mixers[0].group_size
-        self.window = student.config.window
-        self.sinks = student.config.sinks
-        computed_mixers = [mixer for mixer in mixers if self.end_to_end or mixer.replaced]
-        # Heads of the layers that the stage computes for the student.
-        self.layers = [LayerHeads.of(mixer) for mixer in computed_mixers]
-        self.width: int = backbone.hidden_size
-        self.mlp_width: int = backbone.intermediate_size
-        mlp = getattr(blocks[0], "mlp", nn.Module())
-        mlp_inputs = [linear for linear in _linears(mlp) if linear.in_features == self.width]
-        # GPT-NeoX's has one projection.
-        self.gated = sum(m.out_features for m in mlp_inputs) != self.mlp_width
-        self.vocabulary: int = backbone.vocab_size
-        self.d_state = student.config.d_state
-        self.conv_width = student.config.conv_width
-        self.delta_rule = student.config.recurrence == "gdn"
-        # Over a layer's whole width.
-        self.n_norms = sum("norm" in name for name, _ in blocks[0].named_children())
-        # The one attention that stores its maps.
-        self.eager = backbone._attn_implementation == "eager"
-        embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
-        self.teacher_itemsize = teacher.dtype.itemsize
-        # Of hidden states between the student's layers.
-        self.hidden_itemsize: int = embedding.weight.element_size()
-
-
-class LayerHeads(NamedTuple):
-    """Numbers of a layer's heads by what they compute; a replaced head may do both of the latter."""
-
-    kept: int
-    windowed: int
-    recurrent: int
-    read: int
-    """KV heads of the windows: one for each windowed head if they are read unevenly."""
-
-    @classmethod
-    def of(cls, mixer: HybridMixer) -> LayerHeads:
-        """Count the heads of a student's layer."""
-        n_replaced = len(mixer.replaced)
-        return cls(
-            kept=len(mixer.kept),
-            windowed=n_replaced if mixer.windowed is not None else 0,
-            recurrent=n_replaced if mixer.ssm is not None else 0,
-            read=len(mixer.windowed.window_groups) if mixer.windowed is not None else 0,
-        )
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [m for m in module.modules() if isinstance(m, nn.Linear)]
-
-
-def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
-
 
 MemoryPlan = dict[str, int]
 """Peak bytes of one process, by part. Parts that never coexist share a line."""
@@ -193,11 +68,11 @@ def memory_plan(
     fused = shape.fused and strategy != "zero3"
     layers = [_layer(shape, heads, seq_len, kernels) for heads in shape.layers]
     activations: float = sum(layers)
-    copied = shape.trained_matrices + shape.frozen_matrices
+    copied = shape.weights.trained_matrices + shape.weights.frozen_matrices
     recomputed: float = 0
     if recompute:
         activations = _inputs_of_layers(shape, seq_len)
-        copied = shape.trained_matrices
+        copied = shape.weights.trained_matrices
         # The backward holds one layer's activations at a time.
         recomputed = max(layers)
     loss = 0
@@ -205,17 +80,18 @@ def memory_plan(
         activations += _around_the_head(shape, fused)
         loss = _loss(shape, tokens, kernels, fused)
     if strategy == "fsdp2":
-        copied = max(0, copied - shape.gathered_in_bf16)
-    work = int(tokens * _workspace(shape, seq_len, kernels, recomputed))
-    teacher = shape.teacher_bytes
-    # A share of the layers, the layer that runs, and the next one.
+        copied = max(0, copied - shape.weights.gathered_in_bf16)
+    workspace = int(tokens * _workspace(shape, seq_len, kernels, recomputed))
+    teacher = shape.weights.teacher_bytes
     if teacher_sharding == "sharded":
-        in_layers = shape.n_layers * shape.teacher_layer_bytes
-        teacher += -(-in_layers // world) - in_layers + 2 * shape.teacher_layer_bytes
-    names = ("trained parameters", "frozen parameters", "gradients", "optimizer", "communication")
+        teacher = _sharded_teacher(shape, world)
     shares = _shares(shape, strategy, world, micro_batches, reduce_bucket * FP32)
     return {
-        **dict(zip(names, shares, strict=True)),
+        "trained parameters": shares.trained,
+        "frozen parameters": shares.frozen,
+        "gradients": shares.gradients,
+        "optimizer": shares.optimizer,
+        "communication": shares.communication,
         "teacher": teacher,
         # Kept for the backward.
         "activations": int(tokens * activations),
@@ -224,7 +100,7 @@ def memory_plan(
         # Logits of a chunk of tokens, and the gradients that are computed with the loss.
         "loss chunk": loss,
         # Of one layer, beyond the loss chunk whose memory it reuses.
-        "layer workspace": max(0, work - loss),
+        "layer workspace": max(0, workspace - loss),
     }
 
 
@@ -235,42 +111,73 @@ def _around_the_head(shape: StageShape, fused: bool) -> int:
         n_bytes += FP32
         if not fused:
             n_bytes += shape.itemsize
-    return shape.width * n_bytes
+    return shape.student.width * n_bytes
+
+
+def _sharded_teacher(shape: StageShape, world: int) -> int:
+    """Count a share of the teacher's layers, the layer that runs, the next one, and all outside layers."""
+    layer = shape.weights.teacher_layer_bytes
+    in_layers = shape.student.n_layers * layer
+    share = -(-in_layers // world)
+    return shape.weights.teacher_bytes - in_layers + share + 2 * layer
+
+
+class Shares(NamedTuple):
+    """Bytes that a strategy leaves to one process."""
+
+    trained: int
+    frozen: int
+    gradients: int
+    optimizer: int
+    communication: int
+    """Size of buckets, and of parameters gathered for use."""
 
 
 def _shares(
     shape: StageShape, strategy: str, world: int, micro_batches: int, bucket: int
-) -> tuple[int, ...]:
-    """Return a process's bytes of trained and frozen parameters, gradients, optimizer and communication.
+) -> Shares:
+    """Divide parameters, gradients and optimizer among processes.
 
-    As in DeepSpeed 0.19, whose optimizer works on a copy of its shard of the float32 weights. Communication consists
-    of buckets and of parameters gathered for use.
+    As in DeepSpeed 0.19, whose optimizer works on a copy of its shard of the float32 weights.
     """
-    whole = shape.trained * FP32
-    frozen = shape.frozen_bytes
-    held = whole + frozen
+    whole = shape.weights.trained * FP32
+    frozen = shape.weights.frozen_bytes
     share = -(-whole // world)
     if strategy == "ddp":
         # Gradients are views of the buckets, until zero_grad drops them and accumulation makes new
         # ones.
         buckets = whole if world > 1 and micro_batches > 1 else 0
-        return whole, frozen, whole, 2 * whole, buckets
+        return Shares(whole, frozen, whole, 2 * whole, buckets)
     if strategy in ("zero1", "zero2"):
         gradients = whole if strategy == "zero1" else share
-        return whole + share, frozen, gradients, 2 * share, bucket
-    frozen = -(-frozen // world)
+        return Shares(whole + share, frozen, gradients, 2 * share, bucket)
+    frozen_share = -(-frozen // world)
     if strategy == "zero3":
-        elements = shape.trained + shape.frozen_bytes // shape.teacher_itemsize
-        live = int(held * min(1.0, LIVE_PARAMETERS / elements))
-        return 2 * share, frozen, share, 2 * share, bucket + live
+        communication = bucket + _live_parameters(shape)
+        return Shares(2 * share, frozen_share, share, 2 * share, communication)
+    gathered = _gathered_by_fsdp2(shape, micro_batches)
+    return Shares(share, frozen_share, share, 2 * share, gathered)
+
+
+def _live_parameters(shape: StageShape) -> int:
+    """Count the bytes of the parameters that ZeRO-3 keeps gathered."""
+    held = shape.weights.trained * FP32 + shape.weights.frozen_bytes
+    elements = shape.weights.trained + shape.weights.frozen_bytes // shape.teacher_itemsize
+    return int(held * min(1.0, LIVE_PARAMETERS / elements))
+
+
+def _gathered_by_fsdp2(shape: StageShape, micro_batches: int) -> int:
+    """Count the bytes of whole parameters and whole gradients."""
+    whole = shape.weights.trained * FP32
+    held = whole + shape.weights.frozen_bytes
     if micro_batches > 1 or not shape.end_to_end:
         # Everything stays gathered until the last micro-batch's backward has come by, or, where nothing flows back into
         # a layer's input, until it has ended; so do whole gradients.
-        gathered = held - (FP32 - BF16) * shape.gathered_in_bf16
-        return share, frozen, share, 2 * share, gathered + whole
+        return held - (FP32 - BF16) * shape.weights.gathered_in_bf16 + whole
     # Parameters outside layers stay gathered; so do a layer, the next one, and one layer's gradients.
-    outside = max(0, held - len(shape.layers) * shape.layer_bytes)
-    return share, frozen, share, 2 * share, min(2 * held, outside + 3 * shape.layer_bytes)
+    layer = shape.weights.layer_bytes
+    outside = max(0, held - len(shape.layers) * layer)
+    return min(2 * held, outside + 3 * layer)
 
 
 # From here to the loss: bytes per token.
@@ -278,107 +185,156 @@ def _shares(
 
 def _layer(shape: StageShape, heads: LayerHeads, seq_len: int, kernels: bool) -> float:
     """Count what a layer with these numbers of heads keeps for the backward."""
-    kept, windowed, recurrent, read = heads
-    attending = kept + windowed
-    item = shape.itemsize
     if shape.matrix:
-        # Per pair of tokens: scores, decays and error; also the system of the writes.
-        of_pair = 9 if shape.delta_rule else 3
-        channels = recurrent * (shape.head_dim + 2 * shape.d_state)
-        convolution = channels * item * (1 if kernels else shape.conv_width)
-        matrices = recurrent * FP32 * (2 * (shape.d_state + 1) + of_pair * seq_len)
-        return _inputs(shape, 3) + convolution + matrices
-    in_segments = shape.segment_len < seq_len
+        return _mixing_matrices(shape, heads.recurrent, seq_len, kernels)
+    return (
+        _inputs_of_heads(shape, heads, seq_len)
+        + _recurrent_heads(shape, heads.recurrent, seq_len, kernels)
+        + _attention_heads(shape, heads, seq_len)
+        + _output_of_heads(shape, heads)
+        + _outside_the_mixer(shape)
+    )
+
+
+def _mixing_matrices(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) -> float:
+    """Count what a layer keeps that is compared matrix by matrix."""
+    student = shape.student
+    # Per pair of tokens: scores, decays and error; also the system of the writes.
+    of_pair = 9 if student.delta_rule else 3
+    channels = recurrent * (student.head_dim + 2 * student.d_state)
+    convolution = channels * shape.itemsize * (1 if kernels else student.conv_width)
+    matrices = recurrent * FP32 * (2 * (student.d_state + 1) + of_pair * seq_len)
+    return _inputs(shape, 3) + convolution + matrices
+
+
+def _inputs_of_heads(shape: StageShape, heads: LayerHeads, seq_len: int) -> int:
+    """Count the inputs of the projections that heads read."""
     n_linears = 0
-    if attending and shape.trains_attention:
+    if heads.kept + heads.windowed and shape.trains_attention:
         # q, k and v.
         n_linears += 3
-    if recurrent and not in_segments:
+    if heads.recurrent and shape.segment_len >= seq_len:
         # x, b, c, z and a.
         n_linears += 5
-    total: float = _inputs(shape, n_linears)
-    if recurrent and in_segments:
-        # Hidden states that segments start from, and the states between.
-        if not (shape.trains_attention and shape.hidden_itemsize == item):
-            total += shape.width * shape.hidden_itemsize
-        total += recurrent * shape.head_dim * shape.d_state * FP32 / shape.segment_len
-    elif recurrent:
-        total += _recurrence(shape, recurrent, seq_len, kernels)
-    if kept and (shape.trains_attention or shape.end_to_end):
-        # q, k, v (as many as query heads) and the output.
-        total += 4 * kept * shape.head_dim * item
-        if shape.eager:
-            # The map itself, and its softmax in float32.
-            total += kept * seq_len * (FP32 + item)
-        else:
-            # The mask, and a float32 normalizer.
-            total += seq_len * item + kept * FP32
-    if windowed and (shape.trains_attention or shape.end_to_end):
-        total += _window(shape, windowed, read, seq_len)
-    if shape.trains_attention:
-        # Input of the output projection.
-        total += shape.n_heads * shape.head_dim * item
-    if not shape.end_to_end:
-        # The error.
-        width = shape.width
-        if shape.target == "head":
-            width = max(windowed, recurrent) * shape.head_dim
-        total += width * FP32
-    if shape.end_to_end or shape.target == "layer":
-        # RMSNorm in float32: its input, and, for the weight's gradient, its normalized input.
-        n_norms = shape.n_norms - (not shape.end_to_end)
-        total += n_norms * shape.width * FP32 * (2 if shape.trains_all else 1)
-        # Gate, activation and up; without a gate, up alone.
-        n_kept = 3 if shape.gated else 1
-        total += n_kept * shape.mlp_width * item
-        if shape.trains_all:
-            # For the weights' gradients, their product and the input too.
-            n_inputs = 2 if shape.gated else 1
-            total += shape.mlp_width * item + _inputs(shape, n_inputs)
+    return _inputs(shape, n_linears)
+
+
+def _recurrent_heads(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) -> float:
+    """Count what recurrent heads keep: all between input and output, or what their segments start from."""
+    if not recurrent:
+        return 0
+    if shape.segment_len >= seq_len:
+        return _recurrence(shape, recurrent, seq_len, kernels)
+    student = shape.student
+    states = recurrent * student.head_dim * student.d_state * FP32 / shape.segment_len
+    # The projections of attention keep the same hidden states, unless they read a cast copy.
+    if shape.trains_attention and shape.hidden_itemsize == shape.itemsize:
+        return states
+    return student.width * shape.hidden_itemsize + states
+
+
+def _attention_heads(shape: StageShape, heads: LayerHeads, seq_len: int) -> float:
+    """Count what kept and windowed heads keep, if anything flows back through them."""
+    total = 0.0
+    if not (shape.trains_attention or shape.end_to_end):
+        return total
+    if heads.kept:
+        total += _full_attention(shape, heads.kept, seq_len)
+    if heads.windowed:
+        total += _window(shape, heads.windowed, heads.read, seq_len)
     return total
+
+
+def _full_attention(shape: StageShape, kept: int, seq_len: int) -> int:
+    item = shape.itemsize
+    # q, k, v (as many as query heads) and the output.
+    projected = 4 * kept * shape.student.head_dim * item
+    if shape.student.eager:
+        # The map itself, and its softmax in float32.
+        return projected + kept * seq_len * (FP32 + item)
+    # The mask, and a float32 normalizer.
+    return projected + seq_len * item + kept * FP32
 
 
 def _window(shape: StageShape, windowed: int, read: int, seq_len: int) -> float:
     """Count queries, the near keys and values of every block, their mask, and the output."""
     item = shape.itemsize
+    head_dim = shape.student.head_dim
     block = min(BLOCK, seq_len)
     # Rows are padded to whole blocks.
     n_blocks = -(-seq_len // block)
     filled = n_blocks * block / seq_len
-    n_earlier = shape.window - 1
-    row_of_keys = 2 * read * shape.head_dim * item
-    has_sinks = shape.sinks > 0 and n_blocks > 1
+    n_earlier = shape.student.window - 1
+    row_of_keys = 2 * read * head_dim * item
+    has_sinks = shape.student.sinks > 0 and n_blocks > 1
     # Keys of a block, and those of them for each of its queries.
     of_block = block + n_earlier
     total = 0.0
     if has_sinks:
-        of_block += shape.sinks
+        of_block += shape.student.sinks
         # The row's own keys and values, of which the sinks are gathered.
         total += row_of_keys * (filled + n_earlier / seq_len)
     total += filled * row_of_keys * of_block / block
     # sdpa's additive mask, repeated for the heads of a KV head.
     mask = of_block * windowed / read * item
     # The last is a normalizer.
-    return total + filled * (mask + 2 * windowed * shape.head_dim * item + windowed * FP32)
+    return total + filled * (mask + 2 * windowed * head_dim * item + windowed * FP32)
+
+
+def _output_of_heads(shape: StageShape, heads: LayerHeads) -> int:
+    """Count the input of the output projection, and the error of an alignment."""
+    student = shape.student
+    total = 0
+    if shape.trains_attention:
+        total += student.n_heads * student.head_dim * shape.itemsize
+    if not shape.end_to_end:
+        width = student.width
+        if shape.target == "head":
+            width = max(heads.windowed, heads.recurrent) * student.head_dim
+        total += width * FP32
+    return total
+
+
+def _outside_the_mixer(shape: StageShape) -> int:
+    """Count what norms and the MLP keep, if the stage computes them."""
+    if not shape.end_to_end and shape.target != "layer":
+        return 0
+    student = shape.student
+    # An alignment reads the teacher's hidden states: nothing flows back into the first norm.
+    n_norms = student.n_norms if shape.end_to_end else student.n_norms - 1
+    # RMSNorm in float32: its input, and, for the weight's gradient, its normalized input.
+    copies_of_norm = 2 if shape.trains_all else 1
+    norms = n_norms * student.width * FP32 * copies_of_norm
+    # Gate, activation and up; without a gate, up alone.
+    n_kept = 3 if student.gated else 1
+    mlp = n_kept * student.mlp_width * shape.itemsize
+    if shape.trains_all:
+        # For the weights' gradients, their product and the input too.
+        mlp += student.mlp_width * shape.itemsize
+        mlp += _inputs(shape, 2 if student.gated else 1)
+    return norms + mlp
 
 
 def _inputs(shape: StageShape, n_linears: int) -> int:
     """Count the input of trained linear layers that read the same hidden states: one tensor, or a cast copy each."""
-    is_same = shape.hidden_itemsize == shape.itemsize
-    return shape.width * shape.itemsize * (min(1, n_linears) if is_same else n_linears)
+    n_copies = n_linears
+    if shape.hidden_itemsize == shape.itemsize:
+        n_copies = min(1, n_linears)
+    return shape.student.width * shape.itemsize * n_copies
 
 
 def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) -> float:
     """Count convolution, scan, skip and gate of the recurrent heads."""
+    student = shape.student
     item = shape.itemsize
-    x = recurrent * shape.head_dim
-    bc = recurrent * shape.d_state
-    state = x * shape.d_state
+    x = recurrent * student.head_dim
+    bc = recurrent * student.d_state
+    state = x * student.d_state
     channels = x + 2 * bc
-    if kernels and max(shape.head_dim, shape.d_state) <= OUR_LIMITS.largest:
+    if kernels and max(student.head_dim, student.d_state) <= OUR_LIMITS.largest:
         # Input and output of the convolution, both factors of the gate, and the raw decay.
         around = 2 * channels * item + 2 * x * item + recurrent * FP32
-        if shape.delta_rule:
+        if student.delta_rule:
             return around + (channels + recurrent * DELTA_CHUNK) * item
         # The state before every chunk.
         return around + state * item / KERNEL_CHUNK[item]
@@ -386,12 +342,12 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
     # Rows are padded to whole chunks.
     filled = -(-seq_len // chunk) * chunk / seq_len
     scan = 2 * x + 3 * bc + recurrent * (chunk + 7) + 2 * state / chunk
-    if shape.delta_rule:
+    if student.delta_rule:
         # The writes: their systems, solved for both terms, and the states that these read.
         systems = recurrent * (3 * chunk + 8)
-        states = (2 * state + bc * shape.d_state) / chunk
+        states = (2 * state + bc * student.d_state) / chunk
         scan += 2 * x + 6 * bc + systems + states
-    convolution = (shape.conv_width + 1) * channels * item
+    convolution = (student.conv_width + 1) * channels * item
     gate = 3 * x * item
     if item != FP32:
         gate += x * FP32
@@ -400,25 +356,27 @@ def _recurrence(shape: StageShape, recurrent: int, seq_len: int, kernels: bool) 
 
 def _inputs_of_layers(shape: StageShape, seq_len: int) -> int:
     """Count what gradient checkpointing keeps: every layer's input and, in alignment, its target."""
+    student = shape.student
     n_layers = len(shape.layers)
     # The packing mask, cosines and sines.
-    total = seq_len + 2 * shape.head_dim * shape.hidden_itemsize
-    total += n_layers * shape.width * shape.hidden_itemsize
+    total = seq_len + 2 * student.head_dim * shape.hidden_itemsize
+    total += n_layers * student.width * shape.hidden_itemsize
     if not shape.end_to_end:
-        maps = seq_len * shape.teacher_itemsize if shape.eager else 0
-        total += n_layers * shape.n_heads * (shape.head_dim * shape.itemsize + maps)
+        maps = seq_len * shape.teacher_itemsize if student.eager else 0
+        total += n_layers * student.n_heads * (student.head_dim * shape.itemsize + maps)
         if shape.target == "layer":
             # A decoder layer's output is the next one's input.
-            total += shape.width * shape.hidden_itemsize
+            total += student.width * shape.hidden_itemsize
         else:
-            total += shape.width * n_layers * shape.itemsize
+            total += student.width * n_layers * shape.itemsize
     return total
 
 
 def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float) -> float:
     """Count the workspace of one layer: the teacher's, alongside the student's activations, or the backward's."""
-    residuals = 2 * shape.width * FP32
-    mlp = 3 * shape.mlp_width * shape.itemsize
+    student = shape.student
+    residuals = 2 * student.width * FP32
+    mlp = 3 * student.mlp_width * shape.itemsize
     most = max(heads.recurrent for heads in shape.layers)
     backward = residuals + recomputed
     if shape.end_to_end or shape.target == "layer":
@@ -432,9 +390,9 @@ def _workspace(shape: StageShape, seq_len: int, kernels: bool, recomputed: float
     teacher = residuals + mlp
     if not shape.end_to_end:
         # Hooks hold every layer's heads until the teacher's forward ends.
-        teacher += shape.n_layers * shape.n_heads * shape.head_dim * shape.itemsize
-        if shape.eager:
-            teacher += shape.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize)
+        teacher += student.n_layers * student.n_heads * student.head_dim * shape.itemsize
+        if student.eager:
+            teacher += student.n_heads * seq_len * (2 * FP32 + shape.teacher_itemsize)
     return max(teacher, backward)
 
 
@@ -444,18 +402,18 @@ def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
     buffers_of_logit = LOGIT_BUFFERS[shape.kind] * FP32
     if not fused:
         # Logits of all tokens, the student's with their gradient once there are several chunks.
-        logits = tokens * shape.vocabulary
+        logits = tokens * shape.student.vocabulary
         chunk = min(logits, UNFUSED_CHUNK_LOGITS)
         n_copies = 3 if chunk < logits else 2
         return n_copies * logits * item + chunk * buffers_of_logit
-    head = shape.vocabulary * shape.width
-    chunk = min(tokens, _tokens_of_chunk(shape, kernels)) * shape.vocabulary
+    head = shape.student.vocabulary * shape.student.width
+    chunk = min(tokens, _tokens_of_chunk(shape, kernels)) * shape.student.vocabulary
     buffers = 0
     if not kernels:
         # The chunk's own logits cover a part of the buffers.
         own = item if item < FP32 else 2 * item
         buffers = min(chunk, CACHED_LOGITS) * (buffers_of_logit - own)
-    gradients = tokens * shape.width * shape.hidden_itemsize
+    gradients = tokens * shape.student.width * shape.hidden_itemsize
     if shape.trains_all:
         gradients += head * FP32
     copies = 0
@@ -467,7 +425,7 @@ def _loss(shape: StageShape, tokens: int, kernels: bool, fused: bool) -> int:
 
 def _tokens_of_chunk(shape: StageShape, kernels: bool) -> int:
     """Return the tokens of a chunk of the fused loss: a multiple of 128, where as many fit."""
-    largest = CHUNK_LOGITS["triton" if kernels else "torch"] // shape.vocabulary
+    largest = CHUNK_LOGITS["triton" if kernels else "torch"] // shape.student.vocabulary
     if largest >= 128:
         return largest // 128 * 128
     return max(1, largest)

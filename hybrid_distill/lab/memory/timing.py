@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...config import RunConfig
 from ...data import Batch, on_device
 from ...distributed import own_device
 from ...plan import HeadPlan
+from ...progress import duration
 from ...student.build import build_student
 from ...teacher import DTYPES, load_config
-from ...train.config import Distill
+from ...train.config import Distill, StageConfig
 from ...train.stage import Stage
 from ...train.stages import make_stage
 
@@ -32,10 +32,23 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
     if not config.stages or config.gpus > 1 or n_parameters > LARGEST or plan.keeps_all:
         return ""
     device = own_device()
-    lines, whole = [], 0.0
-    for name, steps, seconds in _seconds_of_steps(config, plan, device):
-        whole += steps * seconds
-        lines.append(f"  {name}: {steps:,} steps of {seconds:,.1f} s, {duration(steps * seconds)}")
+    stage_lines = []
+    total_seconds = 0.0
+    # The caller's own random numbers stay as they are.
+    with torch.random.fork_rng():
+        teacher = _random_teacher(config)
+        for stage_config in config.stages:
+            stage = _random_stage(config, stage_config, plan, teacher)
+            stage.place(device)
+            row = on_device(_random_row(config, stage_config, teacher), device)
+            seconds_of_row = _seconds_of(stage, row, 1.0 / len(config.stages))
+            seconds_of_step = seconds_of_row * stage_config.batch_size
+            steps = stage_config.steps
+            seconds = steps * seconds_of_step
+            total_seconds += seconds
+            stage_lines.append(
+                f"  {stage_config.name}: {steps:,} steps of {seconds_of_step:,.1f} s, {duration(seconds)}"
+            )
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     heading = (
         f"Time of training, from a second measured now on this machine ({device.type}{threads}): "
@@ -43,42 +56,44 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
     besides = "scoring and evaluation"
     if config.control:
         besides += ", and the control, which takes as long as the stages that train whole models"
-    return "\n".join([f"{heading}{duration(whole)}, besides {besides}", *lines])
+    first_line = f"{heading}{duration(total_seconds)}, besides {besides}"
+    return "\n".join([first_line, *stage_lines])
 
 
-def _seconds_of_steps(
-    config: RunConfig, plan: HeadPlan, device: torch.device
-) -> Iterator[tuple[str, int, float]]:
-    """Yield (stage, steps, seconds per step)."""
+def _random_teacher(config: RunConfig) -> PreTrainedModel:
+    options = {}
+    # Without the option, transformers chooses.
+    if config.teacher.attn_implementation is not None:
+        options["attn_implementation"] = config.teacher.attn_implementation
     shape = load_config(config.teacher.path, config.teacher.revision)
-    attention = {"attn_implementation": own} if (own := config.teacher.attn_implementation) else {}
-    with torch.random.fork_rng():
-        teacher = AutoModelForCausalLM.from_config(
-            shape, dtype=DTYPES[config.teacher.dtype], **attention
-        )
-        for options in config.stages:
-            if isinstance(options, Distill):
-                options = replace(options, teacher_logits=None)
-            student, _ = build_student(
-                teacher,
-                # Random weights do not match the teacher that the plan names.
-                replace(plan, teacher=""),
-                **config.student.head_options,
-                init="random",
-                kernels=config.student.kernels,
-            )
-            stage = make_stage(options, student.train(), teacher)
-            stage.place(device)
-            ids_BL = torch.randint(
-                3, teacher.config.vocab_size, (1, config.data_of(options).seq_len)
-            )
-            row: Batch = {
-                "input_ids": ids_BL,
-                "seq_idx": torch.zeros_like(ids_BL),
-                "mask": ids_BL >= 0,
-            }
-            seconds = _seconds_of(stage, on_device(row, device), 1.0 / len(config.stages))
-            yield options.name, options.steps, seconds * options.batch_size
+    return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.teacher.dtype], **options)
+
+
+def _random_stage(
+    config: RunConfig, stage_config: StageConfig, plan: HeadPlan, teacher: PreTrainedModel
+) -> Stage:
+    """Make a stage with a student of its own; cached logits are not read."""
+    if isinstance(stage_config, Distill):
+        stage_config = replace(stage_config, teacher_logits=None)
+    student, _ = build_student(
+        teacher,
+        # Random weights do not match the teacher that the plan names.
+        replace(plan, teacher=""),
+        **config.student.head_options,
+        init="random",
+        kernels=config.student.kernels,
+    )
+    return make_stage(stage_config, student.train(), teacher)
+
+
+def _random_row(config: RunConfig, stage_config: StageConfig, teacher: PreTrainedModel) -> Batch:
+    seq_len = config.data_of(stage_config).seq_len
+    ids_BL = torch.randint(3, teacher.config.vocab_size, (1, seq_len))
+    return {
+        "input_ids": ids_BL,
+        "seq_idx": torch.zeros_like(ids_BL),
+        "mask": ids_BL >= 0,
+    }
 
 
 def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
@@ -101,11 +116,3 @@ def _seconds_of(stage: Stage, row: Batch, at_least: float) -> float:
         n += 1
         train(n)
     return (time.perf_counter() - began) / n
-
-
-def duration(seconds: float) -> str:
-    """Format a time: 42 s, 12 min, 3 h 20 min."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60} min"

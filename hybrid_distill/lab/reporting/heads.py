@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from torch import Tensor
 
 from ...plan import HeadId
 from ...scoring import HeadScores
@@ -26,9 +27,10 @@ from .figures import (
 
 
 class Measure(NamedTuple):
-    """Measure of every head: its prefix in `HeadScores`, and its format."""
+    """Measure of every head, and its format."""
 
-    name: str
+    drop_of: Callable[[HeadScores], Tensor | None]
+    error_of: Callable[[HeadScores], Tensor | None]
     title: str
     unit: str
     header: str
@@ -36,20 +38,48 @@ class Measure(NamedTuple):
     digits: int
     scale: float = 1.0
 
-    def of(self, scores: HeadScores, part: str) -> np.ndarray:
-        """Return a table of the scores: ``drop_LH`` or ``se_LH``."""
-        return self.scale * getattr(scores, f"{self.name}_{part}").numpy()
-
     def is_in(self, scores: HeadScores) -> bool:
-        return getattr(scores, f"{self.name}_drop_LH") is not None
+        return self.drop_of(scores) is not None
+
+    def drop_LH(self, scores: HeadScores) -> np.ndarray:
+        return self._scaled(self.drop_of(scores))
+
+    def error_LH(self, scores: HeadScores) -> np.ndarray:
+        """Return the standard error of every drop."""
+        return self._scaled(self.error_of(scores))
+
+    def _scaled(self, table_LH: Tensor | None) -> np.ndarray:
+        assert table_LH is not None, "the scores lack this measure"
+        return self.scale * table_LH.numpy()
 
 
-ACCURACY = Measure("accuracy", "Accuracy lost", "points", "accuracy, points", BLUE, 1, 100.0)
+ACCURACY = Measure(
+    drop_of=lambda scores: scores.accuracy_drop_LH,
+    error_of=lambda scores: scores.accuracy_se_LH,
+    title="Accuracy lost",
+    unit="points",
+    header="accuracy, points",
+    color=BLUE,
+    digits=1,
+    scale=100.0,
+)
 LOGPROB = Measure(
-    "logprob", "Log-probability lost", "nats", "answer's log-probability, nats", SKY, 3
+    drop_of=lambda scores: scores.logprob_drop_LH,
+    error_of=lambda scores: scores.logprob_se_LH,
+    title="Log-probability lost",
+    unit="nats",
+    header="answer's log-probability, nats",
+    color=SKY,
+    digits=3,
 )
 CONTROL = Measure(
-    "control", "Control: plain text", "nats per token", "plain text, nats per token", GREEN, 4
+    drop_of=lambda scores: scores.control_drop_LH,
+    error_of=lambda scores: scores.control_se_LH,
+    title="Control: plain text",
+    unit="nats per token",
+    header="plain text, nats per token",
+    color=GREEN,
+    digits=4,
 )
 
 
@@ -63,8 +93,8 @@ def score_table(
     for measure in (ACCURACY, LOGPROB, CONTROL):
         if not measure.is_in(scores):
             continue
-        drop_LH = measure.of(scores, "drop_LH")
-        error_LH = measure.of(scores, "se_LH")
+        drop_LH = measure.drop_LH(scores)
+        error_LH = measure.error_LH(scores)
         cells = []
         for head in heads:
             cells.append(with_error(drop_LH[head], error_LH[head] or None, measure.digits))
@@ -114,9 +144,9 @@ def _draw_map(
     from matplotlib.patches import Rectangle
 
     has_numbers = scores.n_heads <= 16
-    value_LH = measure.of(scores, "drop_LH")
+    value_LH = measure.drop_LH(scores)
     top = max(np.nanmax(value_LH, initial=0.0), 1e-9)
-    colors = LinearSegmentedColormap.from_list(measure.name, ["#FFFFFF", measure.color])
+    colors = LinearSegmentedColormap.from_list(measure.title, ["#FFFFFF", measure.color])
     colors = colors.with_extremes(bad="#DDDDDD")
     image = axes.imshow(value_LH, cmap=colors, vmin=0, vmax=top, aspect="equal")
     axes.grid(False)

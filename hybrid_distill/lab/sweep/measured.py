@@ -1,6 +1,7 @@
 """Data frames of a sweep's results.csv (docs/sweeps.md lists its columns), by setting.
 
-A setting is a selection, a number of heads and a state size. Its cells differ only in the seed.
+A setting is a selection, a number of heads, and what the other heads hold: a state size, a window or both.
+Its cells differ only in the seed.
 """
 
 from __future__ import annotations

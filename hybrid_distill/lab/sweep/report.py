@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from ...io import replacing
-from ..memory.timing import duration
+from ...progress import duration
 from ..reporting import text_table
 from ..reporting.document import (
     ABSENT,

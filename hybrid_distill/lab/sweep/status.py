@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from ...locking import is_locked
-from ..memory.timing import duration
+from ...progress import duration
 from ..reporting import markdown_table
 from ..reporting.record import metrics
 from .folder import Sweep

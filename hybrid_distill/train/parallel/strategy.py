@@ -135,8 +135,7 @@ def stage_adamw(stage: Stage) -> AdamW:
         learning_rate=config.learning_rate,
         betas=config.betas,
         weight_decay=config.weight_decay,
-        # Only stages that train the whole student have this option.
-        lr_scale=getattr(config, "lr_scale", None),
+        lr_scale=config.lr_multipliers,
     )
 
 
