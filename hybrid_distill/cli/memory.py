@@ -141,7 +141,7 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
     n_every_head = shape.plan.n_layers * shape.plan.n_heads
     rows = []
     for k in numbers("heads", job.heads, least=0, named={"all": n_every_head}):
-        HeadPlan.check_k(shape.plan, k)
+        HeadPlan.check_k(shape.plan, k, "--heads")
         own = held if k < n_every_head else [(0, 0)]
         for name, plan in _placements(shape, k, scores).items():
             for (d_state, window), length in product(own, lengths):

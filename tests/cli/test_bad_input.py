@@ -52,10 +52,10 @@ CASES = """
     cache-logits tiny --top-k 0: --top-k is 0
     memory --heads '': --heads
     memory --heads 4,some: '4,some'
-    memory --heads 1000: 1000
+    memory --heads 1000: --heads is 1000
     memory --lengths all: 'all'
     memory --model no/such/model: no config
-    sweep --heads 0,49: k is 49
+    sweep --heads 0,49: --heads is 49
     sweep --d-state 0,4: --d-state is '0,4'
     sweep --seeds 0: --seeds is 0
     sweep --selection best: --selection is 'best'

@@ -19,15 +19,17 @@ class SweepJob:
     """Recipe of all cells, by name or as a file; the grid replaces its plan, state size and seed.
     Its grid() and jobs(), if any, set defaults."""
     heads: str | None = None
-    """Numbers of heads to keep, over all layers: ``0,2,4,8,all``."""
+    """Numbers of heads to keep, over all layers: ``0,2,4,8,all``, the default. Single heads, whatever unit the recipe's
+    plan keeps."""
     d_state: str | None = None
-    """State sizes of the recurrent heads: ``4,8,16,64``; 0 for windows alone."""
+    """State sizes of the recurrent heads, by default ``4,8,16,64``; 0 for windows alone."""
     window: str | None = None
-    """Windows of the replaced heads, in tokens: ``0,32,64``. The recipe's sinks stand beside each."""
+    """Windows of the replaced heads, in tokens: ``0,32,64``; by default none. The recipe's sinks stand beside each, and
+    heads are ranked for each."""
     seeds: int | None = None
-    """Number of seeds, counted up from the recipe's."""
+    """Number of seeds, counted up from the recipe's; by default 3."""
     selection: str | None = None
-    """``top`` (scores), ``random``, ``layers`` (the best whole layers, by their heads' scores),
+    """``top`` (scores) and ``random`` by default; ``layers`` (the best whole layers, by their heads' scores),
     ``restoration``."""
     set: tuple[str, ...] = ()
     """Fields of the recipe to change: ``distill.steps=100 export=False evaluation.n-pairs=4,8``."""

@@ -92,7 +92,7 @@ class Grid:
         n_every_head = shape.n_layers * shape.n_heads
         counts = [n_every_head if heads == ALL else heads for heads in self.heads]
         for k in counts:
-            HeadPlan.check_k(shape, k)
+            HeadPlan.check_k(shape, k, "--heads")
         # A dict keeps their order: without heads, all selections are the same student.
         cells: dict[Cell, None] = {}
         for seed, d_state, window, selection, k in product(
