@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
+from .kernel_choice import DELTA_RULE, KERNELS, choose
 from .ssd import (
     CHUNK_SIZE,
-    DELTA_RULE,
-    KERNELS,
-    choose,
     chunk_decays,
     decay_matrix,
     log_decay,

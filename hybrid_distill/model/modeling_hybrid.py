@@ -36,9 +36,11 @@ from .document_mask import DocumentMask  # noqa: F401  # see below
 from .documents import packed_inputs  # noqa: F401  # see below
 from .field_rules import release
 from .gated_delta import delta_scan  # noqa: F401  # see below
+from .kernel_choice import check_implementation
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
 from .local_attention import attend_locally  # noqa: F401  # see below
 from .mixer import HeadPart, HybridMixer
+from .once import once  # noqa: F401  # see below
 from .prefix import Prefix, fingerprint, read_prefix
 from .recurrent_heads import SSMHeads
 from .ring import TokenRing  # noqa: F401  # see below
@@ -46,7 +48,7 @@ from .rows import TokensFirst  # noqa: F401  # see below
 
 # Keep every import: transformers up to 5.8 loads only those files of an export that this file imports directly.
 from .self_check import check_new_version
-from .ssd import check_implementation
+from .ssd import ssd_scan  # noqa: F401  # see above
 from .window_kernels import window_blocks  # noqa: F401  # see above
 from .windowed_heads import WindowedAttention  # noqa: F401  # see above
 from .windows import layer_windows  # noqa: F401  # see above
@@ -159,7 +161,7 @@ class HybridPreTrainedModel(PreTrainedModel):
             heads.segment_len = segment_len
 
     def set_ssm_implementation(self, impl: str) -> None:
-        """Select the implementation of recurrent heads (`ssd.IMPLEMENTATIONS`). Raises as `check_implementation`."""
+        """Select one of `kernel_choice.IMPLEMENTATIONS` for recurrent heads. Raises as `check_implementation`."""
         check_implementation(impl)
         for heads in self.recurrent_heads():
             heads.impl = impl

@@ -17,11 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .cache import HybridLayerCache
 from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
+from .kernel_choice import DELTA_RULE, KERNEL_WIDTHS, KernelCall
 from .rows import TokensFirst
 from .ssd import (
-    DELTA_RULE,
-    KERNEL_WIDTHS,
-    KernelCall,
     causal_conv,
     gated_ssd_scan,
     gated_ssd_step,

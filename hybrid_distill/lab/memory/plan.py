@@ -17,10 +17,11 @@ from hybrid_kernels.loss_torch import CACHED_LOGITS
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...model.kernel_choice import OUR_LIMITS
 from ...model.local_attention import BLOCK
 from ...model.mixer import HybridMixer
 from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
-from ...model.ssd import CHUNK_SIZE, OUR_LIMITS
+from ...model.ssd import CHUNK_SIZE
 from ...teacher import decoder_blocks, text_config
 from ...train.config import StageConfig
 from ...train.end_to_end import EndToEnd
