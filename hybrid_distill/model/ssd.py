@@ -67,22 +67,19 @@ def ssd_scan(
         raise ValueError(
             f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
         )
-    batch, length, n_heads, head_dim = x_BLHP.shape
+    length = x_BLHP.shape[1]
     # Autocast would run fp32 matmuls in bf16
     with torch.autocast(x_BLHP.device.type, enabled=False):
         if chosen == "triton" and length > 0:
             options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
             return KERNELS["ssd"](x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
-        dtype = state_dtype(x_BLHP)
-        if state_BHPN is None:
-            state = x_BLHP.new_zeros(batch, n_heads, head_dim, b_BLHN.shape[-1], dtype=dtype)
-        else:
-            state = state_BHPN.to(dtype)
+        state = initial_state(state_BHPN, x_BLHP, b_BLHN.shape[-1])
         if length == 0:
             return x_BLHP, state
         if chosen == "mamba_ssm":
             return _scan_mamba_ssm(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state, seq_idx_BL)
         scan = _scan_reference if chosen == "reference" else _scan_chunked
+        dtype = state.dtype
         x = x_BLHP.to(dtype)
         log_a = log_a_BLH.to(dtype)
         b = b_BLHN.to(dtype)
@@ -297,6 +294,15 @@ def _scan_mamba_ssm(
 
 def state_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def initial_state(state_BHPN: Tensor | None, x_BLHP: Tensor, d_state: int) -> Tensor:
+    """Return the state before the first token, zeros by default, in the dtype of states."""
+    dtype = state_dtype(x_BLHP)
+    if state_BHPN is not None:
+        return state_BHPN.to(dtype)
+    batch, _, n_heads, head_dim = x_BLHP.shape
+    return x_BLHP.new_zeros(batch, n_heads, head_dim, d_state, dtype=dtype)
 
 
 def _same_document(seq_idx_BL: Tensor, back: int) -> Tensor:
