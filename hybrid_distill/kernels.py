@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 Kernels = Literal["auto", "triton", "mamba_ssm", "torch"]
-"""Implementations of `ssd.IMPLEMENTATIONS` to choose from; "reference" is for tests. ``auto`` takes
+"""Implementations of `kernel_choice.IMPLEMENTATIONS` to choose from; "reference" is for tests. ``auto`` takes
 Triton's kernels on a GPU, if they pass the test at first use, else torch."""
 NEED_A_GPU = ("triton", "mamba_ssm")
 
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound="PreTrainedModel")
 
 def check_kernels(kernels: Kernels, device: torch.device, flag: str = "--kernels") -> None:
     """Raise ValueError, naming ``flag``, for kernels that cannot run on a device."""
-    from .model.ssd import check_implementation
+    from .model.kernel_choice import check_implementation
 
     try:
         check_implementation(kernels)

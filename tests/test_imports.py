@@ -128,9 +128,7 @@ def test_model_runs_alone_inside_a_checkpoint(path: Path) -> None:
     assert set(get_imports(path)) <= MODEL_MAY_IMPORT, "remote code that imports more does not load"
     for name in imports(path):
         own = name.startswith("hybrid_distill.model.")
-        engines = {"ssd.py": ("hybrid_kernels", "mamba_ssm")}
-        kernels = name.startswith(engines.get(path.name, ()))
-        assert own or kernels or name.split(".")[0] in MODEL_MAY_IMPORT, f"imports {name}"
+        assert own or name.split(".")[0] in MODEL_MAY_IMPORT, f"imports {name}"
 
 
 def kernels_of(path: Path, *, lazy: bool = True) -> set[str]:
@@ -142,7 +140,7 @@ def kernels_of(path: Path, *, lazy: bool = True) -> set[str]:
 def test_kernels_are_imported_in_few_places_and_those_of_triton_only_where_called() -> None:
     users = [path for path in (*PACKAGE, *files("recipes")) if kernels_of(path)]
     # `plan.py` is that of memory.
-    expected = {"ssd.py", "losses.py", "end_to_end.py", "kernels.py", "plan.py"}
+    expected = {"losses.py", "end_to_end.py", "kernels.py", "plan.py"}
     assert {path.name for path in users} <= expected
     for path in users:
         assert kernels_of(path, lazy=False) <= {"loss", "loss_torch"}, "all others need triton"

@@ -14,7 +14,7 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, StudentConfig
 from hybrid_distill.kernels import Kernels, check_kernels, use_kernels
 from hybrid_distill.lab.analysis.experiment import Subject
-from hybrid_distill.model import ssd
+from hybrid_distill.model import kernel_choice
 from hybrid_distill.pipeline import RunInputs, building
 from hybrid_distill.pipeline.run import build, choose_heads, prepare
 from hybrid_distill.train import end_to_end
@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 
 
 def test_the_option_is_the_implementations_of_students() -> None:
-    assert set(get_args(Kernels)) == set(ssd.IMPLEMENTATIONS) - {"reference"}
-    assert LOSS.keys() == set(ssd.IMPLEMENTATIONS)
+    assert set(get_args(Kernels)) == set(kernel_choice.IMPLEMENTATIONS) - {"reference"}
+    assert LOSS.keys() == set(kernel_choice.IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize("kernels", ["triton", "mamba_ssm"])
@@ -35,7 +35,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     # All are installed: only a GPU is missing.
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
+    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: None)
     monkeypatch.setattr(
         RunInputs, "teacher", property(lambda self: pytest.fail("the teacher was loaded"))
     )
@@ -45,7 +45,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
 
 
 def test_an_absent_package_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: "mamba_ssm is not installed")
+    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: "mamba_ssm is not installed")
     with pytest.raises(ValueError, match="mamba_ssm"):
         check_kernels("mamba_ssm", torch.device("cuda"))
 

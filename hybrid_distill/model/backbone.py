@@ -71,10 +71,11 @@ def updated(backbone: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
-    # Copied, because transformers fills in missing entries in place.
-    fields: dict[str, Any] = {
-        name: dict(v) if isinstance(v, dict) else v for name, v in backbone.items()
-    }
+    """Make the backbone's config object. Raises ValueError for fields that this transformers does not understand."""
+    fields: dict[str, Any] = {}
+    for name, value in backbone.items():
+        # Copied, because transformers fills in missing entries in place.
+        fields[name] = dict(value) if isinstance(value, dict) else value
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # errors for fields of a wrong type vary by version of transformers
@@ -83,13 +84,7 @@ def make_backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
             f"backbone is not a valid {backbone['model_type']} config ({type(error).__name__}: {reason}); "
             "pass the teacher's config.to_dict()."
         ) from error
-    wanted, understood = backbone.get("rope_parameters"), getattr(config, "rope_parameters", None)
-    by_type = _rope_by_layer_type(wanted)
-    if (
-        isinstance(understood, dict)
-        and not _rope_by_layer_type(understood)
-        and len({*map(str, by_type.values())}) > 1
-    ):
+    if _shares_one_rope(config) and _has_several_ropes(backbone):
         raise ValueError(
             f"transformers {transformers.__version__} has one RoPE for all layers of {backbone['model_type']}, but "
             "this backbone has one per layer type; pip install --upgrade transformers."
@@ -136,6 +131,18 @@ def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
             **{name: rope[name] for name in ("short_factor", "long_factor")},
         }
     return {**backbone, **old}
+
+
+def _shares_one_rope(config: PretrainedConfig) -> bool:
+    """Return True if a config object has one RoPE setting for all its layers."""
+    rope = getattr(config, "rope_parameters", None)
+    return isinstance(rope, dict) and not _rope_by_layer_type(rope)
+
+
+def _has_several_ropes(backbone: dict[str, Any]) -> bool:
+    """Return True if a backbone's layer types differ in their RoPE settings."""
+    settings = _rope_by_layer_type(backbone.get("rope_parameters")).values()
+    return len({str(setting) for setting in settings}) > 1
 
 
 def _rope_by_layer_type(rope: Any) -> dict[str, Any]:

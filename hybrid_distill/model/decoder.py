@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ from .documents import (
 from .layout import CACHE_NAMES, attention_name, cache_argument, given_cache
 from .mixer import ROW_ARGUMENTS, HybridMixer, current_row
 from .windows import layer_windows
+
+ARGUMENTS_READ = (
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "seq_idx",
+)  # fmt: skip
+"""Arguments of a decoder that `row_arguments` reads, besides borders and the cache."""
 
 
 def put_mixers(decoder: Any, config: HybridConfig) -> None:
@@ -166,41 +171,22 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     packed documents.
     """
     row = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
-    for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"):
+    for name in ARGUMENTS_READ:
         row.setdefault(name, None)
-    inputs = row["input_ids"] if row["inputs_embeds"] is None else row["inputs_embeds"]
-    if inputs is None:
-        raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
-    batch, length = inputs.shape[:2]
+    batch, length = _input_shape(row)
     cache = _hybrid_cache(arguments)
-    # Stays None for a 4-D mask, which does not mark padding.
-    row["token_mask"] = None
-    attention_mask = row["attention_mask"]
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        row["token_mask"] = attention_mask[:, -length:]
-
+    row["token_mask"] = _token_mask(row["attention_mask"], length)
     caches_by_default = (
         not decoder.training and getattr(decoder.config, "use_cache", None) is not False
     )
     backbone_packs = False
-    if row.get("seq_idx") is None:
-        row["seq_idx"] = None
-        if length > 1:
-            row["seq_idx"] = _documents(row, batch, length, cache, caches_by_default)
-            backbone_packs = attention_mask is None and packs_by_itself(
-                decoder.config, row["position_ids"], batch
-            )
-    if row["seq_idx"] is None:
-        if row["token_mask"] is not None:
-            _refuse_padding_in_windows(decoder, cast(Tensor, attention_mask))
-        elif isinstance(attention_mask, Tensor) and length > 1 and decoder.replaces_heads:
-            _refuse_hidden_tokens(attention_mask)
-    elif cache is not None or row["use_cache"]:
-        raise ValueError(CACHE_WITH_PACKING)
-    else:
-        row["use_cache"] = False
-    if row["use_cache"] is None:
-        row["use_cache"] = caches_by_default
+    if row["seq_idx"] is None and length > 1:
+        row["seq_idx"] = _documents(row, batch, length, cache, caches_by_default)
+        backbone_packs = row["attention_mask"] is None and packs_by_itself(
+            decoder.config, row["position_ids"], batch
+        )
+    _check_mask(decoder, row, length)
+    row["use_cache"] = _fills_cache(row, cache, caches_by_default)
     if row["use_cache"] and cache is None:
         cache = make_cache(decoder.config)
     row[cache_name] = cache
@@ -208,6 +194,43 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     if _marks_nothing(row["token_mask"]):
         row["token_mask"] = None
     return row
+
+
+def _input_shape(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the batch size and length of a decoder's input. Raises ValueError if there is none."""
+    inputs = row["input_ids"] if row["inputs_embeds"] is None else row["inputs_embeds"]
+    if inputs is None:
+        raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
+    batch, length = inputs.shape[:2]
+    return batch, length
+
+
+def _token_mask(attention_mask: Any, length: int) -> Tensor | None:
+    """Return the new tokens' part of a 2-D mask; None for another mask, which does not mark padding."""
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        return attention_mask[:, -length:]
+    return None
+
+
+def _check_mask(decoder: Any, row: Mapping[str, Any], length: int) -> None:
+    """Raise ValueError for a mask that some heads would misread."""
+    if row["seq_idx"] is not None:
+        return
+    attention_mask = row["attention_mask"]
+    if row["token_mask"] is not None:
+        _refuse_padding_in_windows(decoder, attention_mask)
+    elif isinstance(attention_mask, Tensor) and length > 1 and decoder.replaces_heads:
+        _refuse_hidden_tokens(attention_mask)
+
+
+def _fills_cache(row: Mapping[str, Any], cache: HybridCache | None, by_default: bool) -> bool:
+    """Return True if these tokens go into a cache. Raises ValueError for a cache with packed documents."""
+    use_cache = row["use_cache"]
+    if row["seq_idx"] is None:
+        return by_default if use_cache is None else use_cache
+    if cache is not None or use_cache:
+        raise ValueError(CACHE_WITH_PACKING)
+    return False
 
 
 def _marks_nothing(token_mask_BL: Tensor | None) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from .ssd import once
+from .once import once
 
 FLEX_BLOCK = 128  # tokens per block of FlexAttention's masks
 FLASH_DTYPES = (torch.float16, torch.bfloat16)

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
+from .kernel_choice import DELTA_RULE, KERNELS, choose
 from .ssd import (
     CHUNK_SIZE,
-    DELTA_RULE,
-    KERNELS,
-    choose,
     chunk_decays,
     decay_matrix,
+    initial_state,
     log_decay,
     mixing_matrix,
     skip_and_gate,
@@ -61,23 +60,22 @@ def delta_scan(
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence; arguments and results as in `ssd_scan`."""
-    dtype = state_dtype(x_BLHP)
     if impl == "auto" and x_BLHP.shape[1] > 0:
         sizes = x_BLHP.shape[-1], k_BLHN.shape[-1]
         if choose(impl, DELTA_RULE, x_BLHP, *sizes, packed=seq_idx_BL is not None) == "triton":
             inputs = x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN
             return KERNELS["delta_rule"](*inputs, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
     with torch.autocast(x_BLHP.device.type, enabled=False):
-        x, log_a, write, k, c = (
-            t.to(dtype) for t in (x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN)
-        )
-        batch, length, n_heads, head_dim = x.shape
-        state = (
-            x.new_zeros(batch, n_heads, head_dim, k.shape[-1])
-            if state_BHPN is None
-            else state_BHPN.to(dtype)
-        )
-        u = _writes(x, log_a, write, k, state, seq_idx_BL, min(chunk_size, length)) if length else x
+        state = initial_state(state_BHPN, x_BLHP, k_BLHN.shape[-1])
+        dtype = state.dtype
+        u = x_BLHP.to(dtype)
+        log_a = log_a_BLH.to(dtype)
+        write = write_BLH.to(dtype)
+        k = k_BLHN.to(dtype)
+        c = c_BLHN.to(dtype)
+        length = u.shape[1]
+        if length > 0:
+            u = _writes(u, log_a, write, k, state, seq_idx_BL, min(chunk_size, length))
         options: dict[str, Any] = {"impl": impl, "chunk_size": chunk_size}
         y, state = ssd_scan(u, log_a, k, c, state_BHPN=state, seq_idx_BL=seq_idx_BL, **options)
     return y.to(x_BLHP.dtype), state
@@ -94,11 +92,14 @@ def delta_step(
     """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not
     modified)."""
     dtype = state_dtype(x_BHP, state_BHPN)
-    x, log_a, write, k, state = (
-        t.to(dtype) for t in (x_BHP, log_a_BH, write_BH, k_BHN, state_BHPN)
-    )
+    x = x_BHP.to(dtype)
+    log_a = log_a_BH.to(dtype)
+    write = write_BH.to(dtype)
+    k = k_BHN.to(dtype)
+    state = state_BHPN.to(dtype)
     held = log_a.exp().unsqueeze(-1) * (state * k.unsqueeze(-2)).sum(-1)
-    y, state = ssd_step(write.unsqueeze(-1) * (x - held), log_a, k, c_BHN, state)
+    u = write.unsqueeze(-1) * (x - held)
+    y, state = ssd_step(u, log_a, k, c_BHN, state)
     return y.to(x_BHP.dtype), state
 
 
@@ -114,13 +115,12 @@ def delta_mixing_matrix(
 
     The writes solve (I + w (K K^T * decay)) u = w x, where K K^T has no diagonal.
     """
-    of_writes = mixing_matrix(log_a_BLH, k_BLHN, c_BLHN, seq_idx_BL)
+    writes_to_y = mixing_matrix(log_a_BLH, k_BLHN, c_BLHN, seq_idx_BL)
     overlap = mixing_matrix(log_a_BLH, k_BLHN, k_BLHN, seq_idx_BL)
     write_BHL = write_BLH.to(overlap.dtype).transpose(1, 2)
     overlap = overlap * write_BHL.unsqueeze(-1)
-    return solve_triangular(
-        overlap, of_writes, upper=False, left=False, unitriangular=True
-    ) * write_BHL.unsqueeze(-2)
+    solved = solve_triangular(overlap, writes_to_y, upper=False, left=False, unitriangular=True)
+    return solved * write_BHL.unsqueeze(-2)
 
 
 def gated_delta_scan(
@@ -168,14 +168,15 @@ def _writes(
     chunk.  3. The writes."""
     batch, length, n_heads, head_dim = x.shape
     cum_BHMQ, unseen, to_end, from_start, _ = chunk_decays(log_a, seq_idx, chunk_size)
-    x, k, write = (to_chunks(t, chunk_size) for t in (x, k, write.unsqueeze(-1)))  # [B, H, M, Q, .]
-    k = k.contiguous()  # copy once, instead of in every product
+    x = to_chunks(x, chunk_size)  # [B, H, M, Q, P]
+    # Copied once, instead of in every product.
+    k = to_chunks(k, chunk_size).contiguous()
+    write = to_chunks(write.unsqueeze(-1), chunk_size)
     written = k * write
     overlap = written @ k.mT * decay_matrix(cum_BHMQ, unseen)
     right = torch.cat([x * write, written * from_start.unsqueeze(-1)], dim=-1)
-    own, read = solve_triangular(overlap, right, upper=False, unitriangular=True).split(
-        [head_dim, k.shape[-1]], -1
-    )
+    solved = solve_triangular(overlap, right, upper=False, unitriangular=True)
+    own, read = solved.split([head_dim, k.shape[-1]], -1)
 
     to_state = (k * to_end.unsqueeze(-1)).mT
     added = to_state @ own

@@ -201,45 +201,53 @@ class HybridMixer(nn.Module):
         if seq_idx is None:
             seq_idx = row.get("seq_idx")
         layer_cache = None if cache is None else cache.layer(self.layer)
+        length = hidden_states.shape[1]
         if layer_cache is not None:
-            layer_cache.begin(hidden_states.shape[1])
-        replaced = None
+            layer_cache.begin(length)
 
-        def attend(store: _KVStore | None, **options: Any) -> Tensor:
-            y_BLD, _ = self.attention(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                **{self._cache_argument: store},
-                **kwargs,
-                **options,
-            )
-            return y_BLD.unflatten(-1, (-1, self.head_dim))
-
+        inputs = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+        inputs |= kwargs
+        replaced = []
         if self.windowed is not None:
             call = self.windowed.call(layer_cache, token_mask, seq_idx, attended is None)
             # Without a store: the call caches keys itself, in full or in a ring.
-            y_BLHP = attend(None, **call.arguments())
+            y_BLHP = self._attend(hidden_states, None, {**inputs, **call.arguments()})
             call.check_used(self.attention)
             if attended is None:
                 attended = y_BLHP[:, :, : len(self.kept)]
                 y_BLHP = y_BLHP[:, :, len(self.kept) :]
             if "window" not in self.silenced:
-                replaced = y_BLHP
+                replaced.append(y_BLHP)
         elif self.attention is not None and attended is None:
-            store = None
-            if layer_cache is not None or self.kv_index is not None:
-                store = _KVStore(layer_cache, self.kv_index)
-            attended = attend(store)
+            attended = self._attend(hidden_states, self._store(layer_cache), inputs)
         if self.ssm is not None and "recurrence" not in self.silenced:
-            recurred = self.ssm(hidden_states, token_mask, seq_idx, layer_cache)
-            replaced = recurred if replaced is None else replaced + recurred
-        if replaced is None and self.replaced:
-            shape = (*hidden_states.shape[:2], len(self.replaced), self.head_dim)
-            replaced = hidden_states.new_zeros(shape)
+            replaced.append(self.ssm(hidden_states, token_mask, seq_idx, layer_cache))
+
         if layer_cache is not None:
-            layer_cache.advance(hidden_states.shape[1])
-        return self._in_teacher_order(attended, replaced)
+            layer_cache.advance(length)
+        return self._in_teacher_order(attended, self._sum(replaced, hidden_states))
+
+    def _attend(
+        self, hidden_states: Tensor, store: _KVStore | None, inputs: dict[str, Any]
+    ) -> Tensor:
+        """Run the attention module on a store; return the outputs of its heads, [B, L, heads, P]."""
+        y_BLD, _ = self.attention(hidden_states, **{self._cache_argument: store}, **inputs)
+        return y_BLD.unflatten(-1, (-1, self.head_dim))
+
+    def _store(self, layer_cache: HybridLayerCache | None) -> _KVStore | None:
+        """Return what kept attention reads as its cache, if it needs any."""
+        if layer_cache is None and self.kv_index is None:
+            return None
+        return _KVStore(layer_cache, self.kv_index)
+
+    def _sum(self, parts: list[Tensor], hidden_states: Tensor) -> Tensor | None:
+        """Sum the parts of the replaced heads, [B, L, R, P]: zeros without a part, None without heads."""
+        if parts:
+            return sum(parts[1:], start=parts[0])
+        if not self.replaced:
+            return None
+        shape = (*hidden_states.shape[:2], len(self.replaced), self.head_dim)
+        return hidden_states.new_zeros(shape)
 
     def mixing_matrices(self, hidden_states: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """Return T_BRLS of the recurrent heads, D included: the counterpart of attention maps."""

@@ -36,9 +36,11 @@ from .document_mask import DocumentMask  # noqa: F401  # see below
 from .documents import packed_inputs  # noqa: F401  # see below
 from .field_rules import release
 from .gated_delta import delta_scan  # noqa: F401  # see below
+from .kernel_choice import check_implementation
 from .layout import CACHE_NAMES, attention_name, cache_argument, cache_of, decoder_of
 from .local_attention import attend_locally  # noqa: F401  # see below
 from .mixer import HeadPart, HybridMixer
+from .once import once  # noqa: F401  # see below
 from .prefix import Prefix, fingerprint, read_prefix
 from .recurrent_heads import SSMHeads
 from .ring import TokenRing  # noqa: F401  # see below
@@ -46,7 +48,7 @@ from .rows import TokensFirst  # noqa: F401  # see below
 
 # Keep every import: transformers up to 5.8 loads only those files of an export that this file imports directly.
 from .self_check import check_new_version
-from .ssd import check_implementation
+from .ssd import ssd_scan  # noqa: F401  # see above
 from .window_kernels import window_blocks  # noqa: F401  # see above
 from .windowed_heads import WindowedAttention  # noqa: F401  # see above
 from .windows import layer_windows  # noqa: F401  # see above
@@ -112,20 +114,11 @@ class HybridPreTrainedModel(PreTrainedModel):
             return loaded
         model, info = loaded
         path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        found = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
-        found["missing"] = [name for name in found["missing"] if name not in cls._own_tensors]
-        if wrong := [f"{kind}: {', '.join(names[:3])}" for kind, names in found.items() if names]:
-            where = path or "this checkpoint"
-            if kwargs.get("tie_word_embeddings") is False and found["missing"] == [
-                "lm_head.weight"
-            ]:
-                raise ValueError(
-                    f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out."
-                )
-            raise ValueError(
-                f"the tensors of {where} do not match this model under transformers {__version__} "
-                f"({'; '.join(wrong)}); copy the whole folder again, or export the student again."
-            )
+        missing = sorted(name for name in info["missing_keys"] if name not in cls._own_tensors)
+        unexpected = sorted(info["unexpected_keys"])
+        if missing or unexpected:
+            unties = kwargs.get("tie_word_embeddings") is False
+            _refuse_tensors(path or "this checkpoint", missing, unexpected, unties)
         check_new_version(model, path)
         return model
 
@@ -159,7 +152,7 @@ class HybridPreTrainedModel(PreTrainedModel):
             heads.segment_len = segment_len
 
     def set_ssm_implementation(self, impl: str) -> None:
-        """Select the implementation of recurrent heads (`ssd.IMPLEMENTATIONS`). Raises as `check_implementation`."""
+        """Select one of `kernel_choice.IMPLEMENTATIONS` for recurrent heads. Raises as `check_implementation`."""
         check_implementation(impl)
         for heads in self.recurrent_heads():
             heads.impl = impl
@@ -387,76 +380,54 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         Cached keys were rotated with the short factors; Phi-3 also recomputes all tokens at this point. For a static
         cache, pass the 2-D mask on instead of transformers' 4-D mask: recurrent heads need to know a prompt's padding.
         """
-        cache = kwargs.get(GENERATION_CACHE)
-        switch = self._longrope_switch
-        prompt = kwargs.get("inputs_embeds")  # if given, `input_ids` are the new tokens alone
-        length = input_ids.shape[1]
-        if prompt is not None:
-            length += prompt.shape[1]
-        if (
-            isinstance(cache, HybridCache)
-            and switch is not None
-            and 0 < cache.get_seq_length() <= switch < length
-        ):
-            kwargs[GENERATION_CACHE] = self.new_cache(cache.layer(0).kv_dtype)
-            # All tokens are new. transformers before 5.5 cuts the input by `cache_position`.
-            if "next_sequence_length" in kwargs:
-                kwargs["next_sequence_length"] = None
-            if "cache_position" in kwargs:
-                kwargs["cache_position"] = torch.arange(length, device=input_ids.device)
-            if prompt is not None:
-                written = self.get_input_embeddings()(input_ids)
-                kwargs["inputs_embeds"] = torch.cat([prompt, written.to(prompt.dtype)], dim=1)
-                kwargs["is_first_iteration"] = True
-        elif isinstance(cache, HybridCache) and kwargs.get("is_first_iteration") and prompt is None:
-            self._continue_prefix(cache, input_ids, kwargs)
         parent: Any = super()
+        cache = kwargs.get(GENERATION_CACHE)
+        if not isinstance(cache, HybridCache):
+            return parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if self._crosses_switch(cache, input_ids, kwargs):
+            kwargs |= self._all_tokens_anew(cache, input_ids, kwargs)
+        elif kwargs.get("is_first_iteration") and kwargs.get("inputs_embeds") is None:
+            n_past = int(cache.get_seq_length())
+            # Speculation of transformers forgets that a cache may be filled.
+            is_whole = "next_sequence_length" in kwargs and kwargs["next_sequence_length"] is None
+            if is_whole and n_past and cache.layer(0).record_past:
+                kwargs["next_sequence_length"] = input_ids.shape[1] - n_past
+            _check_continued(self, cache, input_ids, kwargs)
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        if isinstance(cache, HybridCache) and cache.is_compileable:
-            read = (
-                inputs["input_ids"]
-                if inputs.get("inputs_embeds") is None
-                else inputs["inputs_embeds"]
-            )
+        if cache.is_compileable:
+            read = inputs.get("inputs_embeds")
+            if read is None:
+                read = inputs["input_ids"]
             if read.shape[1] > 1:
                 inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
 
-    def _continue_prefix(
+    def _crosses_switch(
         self, cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
-    ) -> None:
-        """Check that all tokens so far go on from the cache. Raises ValueError if they do not."""
-        n_past = int(cache.get_seq_length())
-        n_new = kwargs.get("next_sequence_length")
-        # Speculation of transformers forgets that a cache may be filled.
-        is_cut = "next_sequence_length" in kwargs
-        if is_cut and n_new is None and n_past and cache.layer(0).record_past:
-            n_new = input_ids.shape[1] - n_past
-            kwargs["next_sequence_length"] = n_new
-        # transformers before 5.5 passes the places of the new tokens.
-        if n_new is None and kwargs.get("cache_position") is not None:
-            n_new = len(kwargs["cache_position"])
-        # Otherwise the input is the new tokens alone.
-        if n_new is None or not n_past:
-            return
-        if n_new < 1:
-            raise ValueError(
-                f"the cache holds {n_past} tokens and the input {input_ids.shape[1]}; pass the tokens of the cache "
-                "and at least one more, and a cache.copy() to each of several continuations."
-            )
-        prefix = cache.prefix
-        if prefix is None:
-            return
-        if not prefix.begins(input_ids, kwargs.get("attention_mask")):
-            raise ValueError(
-                "the input does not begin with the prompt that the cache holds; pass all tokens and their "
-                "attention_mask, in rows as many as the cache has (cache.repeat)."
-            )
-        if prefix.student != fingerprint(self, prefix.ids_BL, prefix.mask_BL):
-            raise ValueError(
-                "the cache holds the state of another student, or of this one with other weights, adapters or "
-                "settings; call prefill again."
-            )
+    ) -> bool:
+        """Return True if the cache ends before the LongRoPE switch and the tokens so far beyond it."""
+        switch = self._longrope_switch
+        if switch is None:
+            return False
+        return 0 < cache.get_seq_length() <= switch < _n_tokens_so_far(input_ids, kwargs)
+
+    def _all_tokens_anew(
+        self, cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments that change if all tokens are read again, into a new cache."""
+        changed: dict[str, Any] = {GENERATION_CACHE: self.new_cache(cache.layer(0).kv_dtype)}
+        # transformers before 5.5 cuts the input by `cache_position`.
+        if "next_sequence_length" in kwargs:
+            changed["next_sequence_length"] = None
+        if "cache_position" in kwargs:
+            length = _n_tokens_so_far(input_ids, kwargs)
+            changed["cache_position"] = torch.arange(length, device=input_ids.device)
+        prompt = kwargs.get("inputs_embeds")
+        if prompt is not None:
+            written = self.get_input_embeddings()(input_ids)
+            changed["inputs_embeds"] = torch.cat([prompt, written.to(prompt.dtype)], dim=1)
+            changed["is_first_iteration"] = True
+        return changed
 
     def create_masks_for_generate(self, config: PretrainedConfig, **kwargs: Any) -> Any:
         """Make transformers' masks for a static cache from the backbone's config, which has the layers' windows."""
@@ -608,6 +579,63 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             **{OUTPUT_CACHE: cache_of(outputs)},
+        )
+
+
+def _refuse_tensors(
+    where: str, missing: list[str], unexpected: list[str], unties: bool
+) -> NoReturn:
+    """Raise ValueError for a checkpoint whose tensors are not the model's."""
+    if unties and missing == ["lm_head.weight"]:
+        raise ValueError(
+            f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out."
+        )
+    differences = []
+    for kind, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            differences.append(f"{kind}: {', '.join(names[:3])}")
+    raise ValueError(
+        f"the tensors of {where} do not match this model under transformers {__version__} "
+        f"({'; '.join(differences)}); copy the whole folder again, or export the student again."
+    )
+
+
+def _n_tokens_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> int:
+    """Count a row's tokens in `generate`: beside embeddings of a prompt, ``input_ids`` are the new tokens alone."""
+    prompt = kwargs.get("inputs_embeds")
+    length = input_ids.shape[1]
+    return length if prompt is None else length + prompt.shape[1]
+
+
+def _check_continued(
+    student: HybridForCausalLM, cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
+) -> None:
+    """Raise ValueError if the tokens so far do not go on from those of the cache."""
+    n_past = int(cache.get_seq_length())
+    n_new = kwargs.get("next_sequence_length")
+    # transformers before 5.5 passes the places of the new tokens.
+    if n_new is None and kwargs.get("cache_position") is not None:
+        n_new = len(kwargs["cache_position"])
+    # Otherwise the input is the new tokens alone.
+    if n_new is None or not n_past:
+        return
+    if n_new < 1:
+        raise ValueError(
+            f"the cache holds {n_past} tokens and the input {input_ids.shape[1]}; pass the tokens of the cache "
+            "and at least one more, and a cache.copy() to each of several continuations."
+        )
+    prefix = cache.prefix
+    if prefix is None:
+        return
+    if not prefix.begins(input_ids, kwargs.get("attention_mask")):
+        raise ValueError(
+            "the input does not begin with the prompt that the cache holds; pass all tokens and their "
+            "attention_mask, in rows as many as the cache has (cache.repeat)."
+        )
+    if prefix.student != fingerprint(student, prefix.ids_BL, prefix.mask_BL):
+        raise ValueError(
+            "the cache holds the state of another student, or of this one with other weights, adapters or "
+            "settings; call prefill again."
         )
 
 

@@ -17,11 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .cache import HybridLayerCache
 from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
+from .kernel_choice import DELTA_RULE, KERNEL_WIDTHS, KernelCall
 from .rows import TokensFirst
 from .ssd import (
-    DELTA_RULE,
-    KERNEL_WIDTHS,
-    KernelCall,
     causal_conv,
     gated_ssd_scan,
     gated_ssd_step,
@@ -116,7 +114,7 @@ FORMS = {
 
 
 class SSMHeads(nn.Module):
-    """Recurrent heads of one layer (discrete Mamba-2), in the order of the mixer's ``recurrent``.
+    """Recurrent heads of one layer (discrete Mamba-2), in the order of the mixer's ``replaced``.
 
         x, B, C = conv(x_proj u), conv(b_proj u), conv(c_proj u)        a = exp(-softplus(a_proj u))
         S_t = a_t S_{t-1} + x_t B_t^T        out = (S_t C_t + D x_t) silu(z_proj u)
@@ -382,9 +380,12 @@ class SSMHeads(nn.Module):
             impl=self.impl if self.has_step else "torch",
         )
         if y_BRP is None:
-            *parts, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
-            x, b, c, raw = (t[:, 0] for t in parts)
-            y_BRP, ssm_state = self.form.step(x, raw, b, c, self.D, z_BLRP[:, 0], ssm_state)
+            x, b, c, raw, conv_state = self._convolved(
+                xbc_BLC, raw_BLR, token_mask_BL, None, conv_state
+            )
+            y_BRP, ssm_state = self.form.step(
+                x[:, 0], raw[:, 0], b[:, 0], c[:, 0], self.D, z_BLRP[:, 0], ssm_state
+            )
             cache.remember(conv_state=conv_state, ssm_state=ssm_state)
         return y_BRP.unsqueeze(1)
 
@@ -427,9 +428,10 @@ class SSMHeads(nn.Module):
             xbc_BLC = xbc_BLC + in_row(self.conv_bias).to(xbc_BLC.dtype)
         if self.form.has_silu:
             xbc_BLC = F.silu(xbc_BLC)
-        x, b, c = (
-            part.unflatten(-1, (self.n_heads, -1)) for part in _Parts.apply(xbc_BLC, self.sizes)
-        )
+        x_BLC, b_BLC, c_BLC = _Parts.apply(xbc_BLC, self.sizes)
+        x = x_BLC.unflatten(-1, (self.n_heads, -1))
+        b = b_BLC.unflatten(-1, (self.n_heads, -1))
+        c = c_BLC.unflatten(-1, (self.n_heads, -1))
         raw = raw_BLR
         if self.form.n_gates > 1:
             raw = raw_BLR.unflatten(-1, (self.n_heads, -1))

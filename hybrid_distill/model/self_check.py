@@ -23,8 +23,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from .configuration_hybrid import HybridConfig
 from .documents import PACKING, packed_inputs
 from .field_rules import release
+from .kernel_choice import try_together
 from .layout import cache_argument, cache_of, decoder_of, text_config
-from .ssd import try_together
 from .windows import LIMITED
 
 BESIDE = 5

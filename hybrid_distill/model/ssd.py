@@ -1,5 +1,4 @@
-"""State-space duality (SSD): the math of recurrent heads, and the only place that selects an
-implementation.
+"""State-space duality (SSD): the math of recurrent heads.
 
 Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv 2405.21060 and
 2502.14458):
@@ -15,73 +14,21 @@ dtype and autocast."""
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import logging
 import math
-from collections.abc import Callable, Iterable
-from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kernel_choice import KERNEL_WIDTHS, KERNELS, choose
+
 CHUNK_SIZE = 32  # on a CPU, shorter chunks are too many calls and longer ones too many products
 # One matmul carries the state over a block; its cost is quadratic in the block size
 CHUNKS_PER_BLOCK = 64
 MIN_LOG_DECAY = -30.0  # erases an fp32 state completely, and keeps sums finite
-IMPLEMENTATIONS = ("auto", "torch", "reference", "triton", "mamba_ssm")
 MAMBA_CHUNK_SIZE = 128
 SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and dividing by it stays finite
-KERNEL_WIDTHS = (2, 3, 4)  # widths of convolutions
-DELTA_RULE = "gated delta rule"
-
-MODULES = {
-    "ssd": "hybrid_kernels.ssd",
-    "causal_conv": "hybrid_kernels.conv",
-    "ssd_step": "hybrid_kernels.step",
-    "delta_rule": "hybrid_kernels.delta_rule",
-}
-KERNELS: dict[str, Callable[..., Any]] = {}  # functions of MODULES, once imported
-
-log = logging.getLogger(__name__)
-
-
-class KernelCall(NamedTuple):
-    """A call of a kernel as its test at first use describes it."""
-
-    kernel: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    options: dict[str, Any]
-
-
-class Limits(NamedTuple):
-    """Dtypes, and largest head dim and state size, for which "auto" takes a kernel."""
-
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-    largest: int = 128
-
-    def reason_against(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
-        """Return in one line why a call does not fit; None if it does."""
-        if dtype in self.dtypes and max(sizes, default=0) <= self.largest:
-            return None
-        names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        return f"it takes {names}, sizes up to {self.largest}; got {dtype}, {sizes}"
-
-
-OUR_LIMITS = Limits()
-# Of flash-linear-attention, which refuses float32.
-LIMITS = {DELTA_RULE: Limits((torch.bfloat16, torch.float16), 256)}
-
-
-def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a function's results; torch.compile calls it while tracing and treats the result as a
-    constant."""
-    cached = cache(function)
-    return torch.compiler.assume_constant_result(
-        wraps(function)(lambda *arguments: cached(*arguments))
-    )
 
 
 def log_decay(raw: Tensor) -> Tensor:
@@ -120,23 +67,23 @@ def ssd_scan(
         raise ValueError(
             f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
         )
-    batch, length, n_heads, head_dim = x_BLHP.shape
+    length = x_BLHP.shape[1]
     # Autocast would run fp32 matmuls in bf16
     with torch.autocast(x_BLHP.device.type, enabled=False):
         if chosen == "triton" and length > 0:
             options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
             return KERNELS["ssd"](x_BLHP, log_a_BLH, b_BLHN, c_BLHN, **options)
-        dtype = state_dtype(x_BLHP)
-        if state_BHPN is None:
-            state = x_BLHP.new_zeros(batch, n_heads, head_dim, b_BLHN.shape[-1], dtype=dtype)
-        else:
-            state = state_BHPN.to(dtype)
+        state = initial_state(state_BHPN, x_BLHP, b_BLHN.shape[-1])
         if length == 0:
             return x_BLHP, state
         if chosen == "mamba_ssm":
             return _scan_mamba_ssm(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state, seq_idx_BL)
         scan = _scan_reference if chosen == "reference" else _scan_chunked
-        x, log_a, b, c = (t.to(dtype) for t in (x_BLHP, log_a_BLH, b_BLHN, c_BLHN))
+        dtype = state.dtype
+        x = x_BLHP.to(dtype)
+        log_a = log_a_BLH.to(dtype)
+        b = b_BLHN.to(dtype)
+        c = c_BLHN.to(dtype)
         y, state = scan(x, log_a, b, c, state, seq_idx_BL, min(chunk_size, length))
     return y.to(x_BLHP.dtype), state
 
@@ -207,12 +154,10 @@ def step_in_place(
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
     fits = fits and not torch.is_grad_enabled() and all(state.is_contiguous() for state in states)
+    if not fits:
+        return None
     sizes = *ssm_state_BHPN.shape[2:], conv_weight_CK.shape[1]
-    if (
-        not fits
-        or choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None)
-        != "triton"
-    ):
+    if choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None) != "triton":
         return None
     inputs = xbc_BC, raw_BH, z_BHP, conv_weight_CK, D_H
     return KERNELS["ssd_step"](*inputs, *states, token_mask_B=token_mask_B)
@@ -228,9 +173,11 @@ def ssd_step(
     """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not
     modified)."""
     dtype = state_dtype(x_BHP, state_BHPN)
-    x, log_a, b, c, state = (t.to(dtype) for t in (x_BHP, log_a_BH, b_BHN, c_BHN, state_BHPN))
-    state = log_a.exp()[..., None, None] * state + x.unsqueeze(-1) * b.unsqueeze(-2)
-    return (state * c.unsqueeze(-2)).sum(-1).to(x_BHP.dtype), state
+    decay = log_a_BH.to(dtype).exp()[..., None, None]
+    added = x_BHP.to(dtype).unsqueeze(-1) * b_BHN.to(dtype).unsqueeze(-2)
+    state = decay * state_BHPN.to(dtype) + added
+    y_BHP = (state * c_BHN.to(dtype).unsqueeze(-2)).sum(-1)
+    return y_BHP.to(x_BHP.dtype), state
 
 
 def mixing_matrix(
@@ -243,13 +190,13 @@ def mixing_matrix(
     inputs)."""
     with torch.autocast(b_BLHN.device.type, enabled=False):
         dtype = state_dtype(b_BLHN)
-        log_a_BHL, b_BHLN, c_BHLN = (
-            t.to(dtype).transpose(1, 2) for t in (log_a_BLH, b_BLHN, c_BLHN)
-        )
+        log_a_BHL = log_a_BLH.to(dtype).transpose(1, 2)
+        b_BHLN = b_BLHN.to(dtype).transpose(1, 2)
+        c_BHLN = c_BLHN.to(dtype).transpose(1, 2)
         unseen_BLL = _unseen(seq_idx_BL, b_BLHN.shape[1], b_BLHN)
-        return (c_BHLN @ b_BHLN.mT) * decay_matrix(
-            _sums(log_a_BHL, unseen_BLL), unseen_BLL.unsqueeze(1)
-        )
+        scores_BHLS = c_BHLN @ b_BHLN.mT
+        cum_BHL = _sums(log_a_BHL, unseen_BLL)
+        return scores_BHLS * decay_matrix(cum_BHL, unseen_BLL.unsqueeze(1))
 
 
 def causal_conv(
@@ -270,23 +217,31 @@ def causal_conv(
     follows the tokens."""
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
-    fits = length > 0 and n_past + 1 in KERNEL_WIDTHS
-    if (
-        fits
-        and choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None)
-        == "triton"
-    ):
-        state_BCK = None if state_BCK is None else state_BCK.to(x_BLC.dtype)
-        y_BLC, last_BCK = KERNELS["causal_conv"](
-            x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL
-        )
-        return y_BLC, last_BCK if n_tokens_B is None else _last_tokens(
-            x_BLC, state_BCK, n_tokens_B, n_past
-        )
+    if state_BCK is not None:
+        state_BCK = state_BCK.to(x_BLC.dtype)
+    chosen = "torch"
+    if length > 0 and n_past + 1 in KERNEL_WIDTHS:
+        chosen = choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None)
+    if chosen == "triton":
+        conv = KERNELS["causal_conv"]
+        y_BLC, last_BCK = conv(x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)
+    else:
+        y_BLC, last_BCK = _conv_by_taps(x_BLC, weight_CK, state_BCK, seq_idx_BL)
+    if n_tokens_B is not None:
+        last_BCK = _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
+    return y_BLC, last_BCK
+
+
+def _conv_by_taps(
+    x_BLC: Tensor, weight_CK: Tensor, state_BCK: Tensor | None, seq_idx_BL: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `causal_conv` as a sum over taps."""
+    n_past = weight_CK.shape[1] - 1
+    length = x_BLC.shape[1]
     if state_BCK is None:
         past_BKC = x_BLC.new_zeros(x_BLC.shape[0], n_past, x_BLC.shape[2])
     else:
-        past_BKC = state_BCK.to(x_BLC.dtype).mT
+        past_BKC = state_BCK.mT
     with_past_BLC = torch.cat([past_BKC, x_BLC], dim=1)
     y_BLC = x_BLC * weight_CK[:, -1]
     for back in range(1, n_past + 1):
@@ -294,8 +249,6 @@ def causal_conv(
         if seq_idx_BL is not None:
             tap_BLC = tap_BLC * _same_document(seq_idx_BL, back).unsqueeze(-1)
         y_BLC = torch.addcmul(y_BLC, tap_BLC, weight_CK[:, -1 - back])
-    if n_tokens_B is not None:
-        return y_BLC, _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
     return y_BLC, with_past_BLC[:, length:].mT
 
 
@@ -304,145 +257,14 @@ def _last_tokens(
 ) -> Tensor:
     """Return the last K - 1 inputs up to each row's last token, [B, C, K - 1]; some may come from
     the state."""
-    place_BK1 = (n_tokens_B.unsqueeze(1) + torch.arange(-n_past, 0, device=x_BLC.device)).unsqueeze(
-        -1
-    )
+    back_K = torch.arange(-n_past, 0, device=x_BLC.device)
+    place_BK1 = (n_tokens_B.unsqueeze(1) + back_K).unsqueeze(-1)
     new_BKC = x_BLC.gather(1, place_BK1.clamp_min(0).expand(-1, -1, x_BLC.shape[2]))
     if state_BCK is None:
         return new_BKC.masked_fill(place_BK1 < 0, 0.0).mT
-    held_BKC = state_BCK.to(x_BLC.dtype).mT.gather(
-        1, (place_BK1 + n_past).clamp_max(n_past - 1).expand_as(new_BKC)
-    )
+    place_in_state_BK1 = (place_BK1 + n_past).clamp_max(n_past - 1)
+    held_BKC = state_BCK.mT.gather(1, place_in_state_BK1.expand_as(new_BKC))
     return torch.where(place_BK1 < 0, held_BKC, new_BKC).mT
-
-
-def check_implementation(impl: str) -> None:
-    """Raise ValueError for a name not in IMPLEMENTATIONS, RuntimeError for one that cannot run
-    here."""
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
-    if reason := _unusable(impl):
-        raise RuntimeError(f"impl {impl!r} cannot run: {reason}. Pass 'auto' or 'torch'.")
-
-
-def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
-    """Resolve "auto" for a kernel, given a tensor and the sizes it must handle; check and return
-    any other name."""
-    if impl != "auto":
-        check_implementation(impl)
-        return impl
-    if not x.is_cuda:
-        return "torch"
-    return _best_on_gpu(
-        kernel, x.device, x.dtype, sizes, torch.is_grad_enabled(), tuple(options.items())
-    )
-
-
-def implementation_of(
-    impl: str,
-    kernel: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *sizes: int,
-    training: bool,
-    **options: bool,
-) -> str:
-    """Describe what runs for a kernel of `choose`: "triton", or another implementation and why it
-    is not triton."""
-    if impl != "auto" or device.type != "cuda":
-        return "torch" if impl == "auto" else impl
-    reason = _reason_against(kernel, device, dtype, sizes, training, tuple(options.items()))
-    return "triton" if reason is None else f"torch ({reason})"
-
-
-def try_together(device: torch.device, calls: Iterable[KernelCall]) -> None:
-    """Test in one child process what "auto" will ask for soon: a child for each kernel would take
-    10 to 25 seconds to start. `choose` then has the verdicts."""
-    if device.type != "cuda" or not torch.cuda.is_available() or _unusable("triton"):
-        return
-    selftest = importlib.import_module("hybrid_kernels.selftest")
-    trials = []
-    for kernel, dtype, sizes, options in calls:
-        # The loss is tried with its gradients always.
-        training = options.get("training", True)
-        if _reason_not_to_try(kernel, device, dtype, sizes, training) is None:
-            trials.append(selftest.trial_of(kernel, device, dtype, *sizes, **options))
-    selftest.check_kernels(trials)
-
-
-@once
-def _best_on_gpu(
-    kernel: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    training: bool,
-    options: Any,
-) -> str:
-    """Return "triton" if it runs and its first use on this device matches torch; else log why and
-    return "torch"."""
-    reason = _reason_against(kernel, device, dtype, sizes, training, options)
-    if reason is None:
-        return "triton"
-    log.warning("the %s runs on torch, not on its kernel: %s", kernel, reason)
-    return "torch"
-
-
-@once
-def _reason_against(
-    kernel: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    training: bool,
-    options: Any,
-) -> str | None:
-    """Return in one line why a kernel must not run: it cannot, is known to fail, or failed when it
-    was tried."""
-    reason = _reason_not_to_try(kernel, device, dtype, sizes, training)
-    if reason is None:
-        # By string, as below: transformers reads an export's imports as its requirements.
-        check_kernel = importlib.import_module("hybrid_kernels.selftest").check_kernel
-        reason = check_kernel(kernel, device, dtype, *sizes, training=training, **dict(options))
-    return reason
-
-
-def _reason_not_to_try(
-    kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool
-) -> str | None:
-    """Return in one line why a kernel must not even be tried."""
-    reason = _unusable("triton")
-    if reason is None and kernel == DELTA_RULE:
-        delta_rule = importlib.import_module("hybrid_kernels.delta_rule")
-        reason = delta_rule.unusable(training=training)
-    if reason is None:
-        reason = LIMITS.get(kernel, OUR_LIMITS).reason_against(dtype, sizes)
-    if reason is None:
-        reason = importlib.import_module("hybrid_kernels.known_bad").known_bad(kernel, device)
-    return reason
-
-
-@once
-def _unusable(impl: str) -> str | None:
-    """Return in one line why ``impl`` cannot run, else fill KERNELS. Importing a broken package
-    raises.
-
-    Packages are imported by string, so that transformers does not list them as requirements of an
-    export."""
-    package = {"triton": "hybrid_kernels", "mamba_ssm": "mamba_ssm"}.get(impl)
-    if package is None:
-        return None
-    if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    reason = importlib.import_module(package).unusable() if impl == "triton" else None
-    if impl == "triton" and reason is None:
-        KERNELS.update(
-            {
-                name: getattr(importlib.import_module(module), name)
-                for name, module in MODULES.items()
-            }
-        )
-    return reason
 
 
 def _scan_mamba_ssm(
@@ -474,6 +296,15 @@ def state_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def initial_state(state_BHPN: Tensor | None, x_BLHP: Tensor, d_state: int) -> Tensor:
+    """Return the state before the first token, zeros by default, in the dtype of states."""
+    dtype = state_dtype(x_BLHP)
+    if state_BHPN is not None:
+        return state_BHPN.to(dtype)
+    batch, _, n_heads, head_dim = x_BLHP.shape
+    return x_BLHP.new_zeros(batch, n_heads, head_dim, d_state, dtype=dtype)
+
+
 def _same_document(seq_idx_BL: Tensor, back: int) -> Tensor:
     """Mark tokens whose predecessor ``back`` tokens earlier is in the same document; the past is
     the first document."""
@@ -489,9 +320,8 @@ def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
         later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
     else:
         later = later.unsqueeze(0)
-    return torch.zeros(later.shape, dtype=state_dtype(like), device=like.device).masked_fill_(
-        later, -math.inf
-    )
+    unseen = torch.zeros(later.shape, dtype=state_dtype(like), device=like.device)
+    return unseen.masked_fill_(later, -math.inf)
 
 
 def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
@@ -544,11 +374,11 @@ def _scan_chunked(
     1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from
     both."""
     batch, length, n_heads, head_dim = x.shape
-    x, b, c = (to_chunks(t, chunk_size) for t in (x, b, c))  # [B, H, M, Q, .]
-    x = x.contiguous()  # copy once, instead of in every product
-    # products are faster if their last dimension is not the small N
-    bt = b.mT.contiguous()
-    ct = c.mT.contiguous()
+    # Copied once, instead of in every product.
+    x = to_chunks(x, chunk_size).contiguous()  # [B, H, M, Q, P]
+    # Products are faster if their last dimension is not the small N.
+    bt = to_chunks(b, chunk_size).mT.contiguous()  # [B, H, M, N, Q]
+    ct = to_chunks(c, chunk_size).mT.contiguous()
     cum_BHMQ, unseen, to_end, from_start, seq_BMQ = chunk_decays(log_a, seq_idx, chunk_size)
 
     added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
@@ -611,15 +441,8 @@ class _ChunkOutputs(torch.autograd.Function):
         d_own = (dy * x).sum(-1).unsqueeze(-2)
         dct = (bt @ dscores.mT).addcmul_(before @ dy.mT, from_start).addcmul_(d_own, bt)
         dbefore = (ct * from_start) @ dy
-        return (
-            dx.addcmul_(own, dy),
-            (ct @ dscores).addcmul_(d_own, ct),
-            dct,
-            dcum,
-            dbefore,
-            None,
-            None,
-        )
+        dbt = (ct @ dscores).addcmul_(d_own, ct)
+        return dx.addcmul_(own, dy), dbt, dct, dcum, dbefore, None, None
 
 
 def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
@@ -634,9 +457,8 @@ def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
 def _documents_by_chunk(seq_idx_BL: Tensor, chunk_size: int) -> Tensor:
     """Reshape to seq_BMQ; padding of the last chunk belongs to the last document."""
     missing = -seq_idx_BL.shape[1] % chunk_size
-    return torch.cat([seq_idx_BL, seq_idx_BL[:, -1:].expand(-1, missing)], dim=1).unflatten(
-        1, (-1, chunk_size)
-    )
+    padding_BL = seq_idx_BL[:, -1:].expand(-1, missing)
+    return torch.cat([seq_idx_BL, padding_BL], dim=1).unflatten(1, (-1, chunk_size))
 
 
 def _incoming(seq_BMQ: Tensor) -> Tensor:

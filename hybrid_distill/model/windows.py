@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from .ssd import once
+from .once import once
 
 FULL = "full_attention"
 # Layer types with limited attention, and the config field with their size.

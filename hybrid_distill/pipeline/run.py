@@ -33,8 +33,8 @@ from ..evaluation.evaluate import EvalResult, evaluate
 from ..export import ExportError, GateReport, export_checkpoint, is_exported, origin
 from ..io import Record, write_json, write_text
 from ..kernels import check_kernels
+from ..model.kernel_choice import check_implementation
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..model.ssd import check_implementation
 from ..plan import HeadPlan
 from ..probes import default_prompts, queries_of
 from ..probes.checks import CannotAnswer

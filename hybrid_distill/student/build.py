@@ -67,8 +67,8 @@ def build_student(
 
     ``init`` initializes the recurrent heads; ``fitted`` needs ``calibration``, a batch of ordinary text:
     ``input_ids`` and optionally ``seq_idx``, both [B, L]. ``recurrence`` is the form of the recurrent heads
-    (`SSMHeads`), ``kernels`` their implementation (`ssd.IMPLEMENTATIONS`), which the student checks itself on.
-    ``seed`` sets all random draws. ``recurrent`` holds the `recurrent_tensors` of the same student, built before:
+    (`SSMHeads`), ``kernels`` their implementation (`kernel_choice.IMPLEMENTATIONS`), which the student checks itself
+    on. ``seed`` sets all random draws. ``recurrent`` holds the `recurrent_tensors` of the same student, built before:
     nothing is initialized then, and the student has the same bits. The teacher is unchanged and shares no tensor with
     the student; to share, call `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad
     option, unsupported attention, and a model that fails `check_rows`.

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from ..model import HybridConfig
 from ..model.layout import HEAD_NORMS
-from ..model.recurrent_heads import CLOSED_GATE, FORMS, OPEN_GATE
+from ..model.recurrent_heads import CLOSED_GATE, FORMS, OPEN_GATE, Recurrence
 from ..model.ssd import raw_decay
 from ..teacher import AttentionSite
 from .fit import WRITE, Coefficients, fit_coefficients, guess_coefficients
 from .score_factors import (
     Factors,
+    InputMoments,
     LayerTrace,
     head_rows,
     input_moments,
@@ -51,15 +52,26 @@ INITS: tuple[Init, ...] = get_args(Init)
 DEFAULT_INIT: Init = "teacher"  # the best init without calibration text
 
 
-class _Start(NamedTuple):
-    """Projections of x, B and C [rows, D] with their biases [rows], before the SiLU of Mamba-2."""
+class _Rows(NamedTuple):
+    """Weight [rows, D] and bias [rows] of a projection."""
 
-    x: tuple[Tensor, Tensor]
-    b: tuple[Tensor, Tensor]
-    c: tuple[Tensor, Tensor]
+    weight: Tensor
+    bias: Tensor
+
+
+class _Start(NamedTuple):
+    """Projections of x, B and C, and what the other tensors are made from."""
+
+    x: _Rows
+    b: _Rows
+    c: _Rows
     coefficients: Coefficients
     open_D: Tensor | float
     """Direction of the inputs along which a gate without a bias is open."""
+    from_v: tuple[str, ...] = ()
+    """Names of the attention tensors that x was made from."""
+    from_qk: tuple[str, ...] = ()
+    """Names of the attention tensors that B and C were made from."""
 
 
 def init_ssm(
@@ -74,64 +86,83 @@ def init_ssm(
 
     ``fitted`` requires a ``trace``; the others take none.
     """
-    assert site.layout is not None
     form = FORMS[config.recurrence]
-    from_v: tuple[str, ...] = ()
-    from_qk: tuple[str, ...] = ()
     if init == "random":
         start = _random_start(site, len(heads), config, generator)
     else:
         start = _teacher_start(site, heads, config, generator, trace)
-        norms = (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
-        from_v = _names(site, site.layout.value)
-        from_qk = _names(site, site.layout.query, site.layout.key, *norms)
-    x_weight, x_bias = start.x
-    b_weight, b_bias = start.b
-    c_weight, c_bias = start.c
-
-    a_bias = raw_decay(start.coefficients.half_life_R)
-    if form.n_gates == 2:
-        # Two rows per head: the decay, then the write gate.
-        write_R = torch.full_like(a_bias, WRITE).logit()
-        a_bias = torch.stack([a_bias, write_R], dim=1).flatten()
+    a_bias = _gate_biases(form, start.coefficients.half_life_R)
     if form.has_silu:
-        # Mamba-2 multiplies B by the step size.
-        step_C = nn.functional.softplus(a_bias).repeat_interleave(config.d_state)
-        x_weight, x_bias = _before_silu(x_weight, x_bias)
-        b_weight, b_bias = _before_silu(b_weight / step_C.unsqueeze(1), b_bias / step_C)
-        c_weight, c_bias = _before_silu(c_weight, c_bias)
+        start = _start_before_silu(start, a_bias, config.d_state)
+    a_weight = start.x.weight.new_zeros(len(a_bias), start.x.weight.shape[1])
+    return {
+        **_projections_of_inputs(form, start),
+        **_output_gate(form, start, config.window, generator),
+        "a_proj.weight": (a_weight, ()),
+        "a_proj.bias": (a_bias, ()),
+        "conv_weight": (_convolution(start, config.conv_width, site.head_dim), ()),
+        "D": (start.coefficients.skip_R, ()),
+    }
 
-    n_channels = x_bias.numel() + b_bias.numel() + c_bias.numel()
-    conv_CK = torch.zeros(n_channels, config.conv_width, device=x_weight.device)
-    conv_CK[:, -1] = 1.0
-    taps_RK = start.coefficients.taps_RK
-    conv_CK[: x_bias.numel()] = taps_RK.repeat_interleave(site.head_dim, dim=0)
 
+def _gate_biases(form: Recurrence, half_life_R: Tensor) -> Tensor:
+    """Return the bias of a_proj: the decay of each head, and its write gate if it has one."""
+    decay_R = raw_decay(half_life_R)
+    if form.n_gates == 1:
+        return decay_R
+    write_R = torch.full_like(decay_R, WRITE).logit()
+    return torch.stack([decay_R, write_R], dim=1).flatten()
+
+
+def _start_before_silu(start: _Start, a_bias: Tensor, d_state: int) -> _Start:
+    """Return the start whose x, B and C are right after Mamba-2's SiLU and step size, which multiplies B."""
+    step_C = nn.functional.softplus(a_bias).repeat_interleave(d_state)
+    b = _Rows(start.b.weight / step_C.unsqueeze(1), start.b.bias / step_C)
+    return start._replace(x=_before_silu(start.x), b=_before_silu(b), c=_before_silu(start.c))
+
+
+def _projections_of_inputs(form: Recurrence, start: _Start) -> Started:
+    """Make the tensors of x_proj, b_proj and c_proj, with their biases where the form has them."""
     tensors: Started = {
-        "x_proj.weight": (x_weight, from_v),
-        "b_proj.weight": (b_weight, from_qk),
-        "c_proj.weight": (c_weight, from_qk),
+        "x_proj.weight": (start.x.weight, start.from_v),
+        "b_proj.weight": (start.b.weight, start.from_qk),
+        "c_proj.weight": (start.c.weight, start.from_qk),
     }
     if form.has_silu:  # the convolution adds the biases
-        tensors["conv_bias"] = (torch.cat([x_bias, b_bias, c_bias]), (*from_v, *from_qk))
+        conv_bias = torch.cat([start.x.bias, start.b.bias, start.c.bias])
+        tensors["conv_bias"] = (conv_bias, (*start.from_v, *start.from_qk))
     else:
-        tensors["x_proj.bias"] = (x_bias, from_v)
-        tensors["b_proj.bias"] = (b_bias, from_qk)
-        tensors["c_proj.bias"] = (c_bias, from_qk)
-    if form.has_gate_bias:
-        tensors["z_proj.weight"] = (torch.zeros_like(x_weight), ())
-        # Beside a window, the heads start as zeros.
-        gate = CLOSED_GATE if config.window else OPEN_GATE
-        tensors["z_proj.bias"] = (torch.full_like(x_bias, gate), ())
-    else:
+        tensors["x_proj.bias"] = (start.x.bias, start.from_v)
+        tensors["b_proj.bias"] = (start.b.bias, start.from_qk)
+        tensors["c_proj.bias"] = (start.c.bias, start.from_qk)
+    return tensors
+
+
+def _output_gate(
+    form: Recurrence, start: _Start, window: int, generator: torch.Generator
+) -> Started:
+    """Make the tensors of z_proj."""
+    x_weight = start.x.weight
+    if not form.has_gate_bias:
         # Open at the mean input, if calibration data provides it.
         noise = small_noise(generator, *x_weight.shape, like=x_weight)
-        tensors["z_proj.weight"] = (start.open_D + noise, ())
-    tensors["a_proj.weight"] = (x_weight.new_zeros(len(a_bias), x_weight.shape[1]), ())
-    tensors["a_proj.bias"] = (a_bias, ())
-    tensors["conv_weight"] = (conv_CK, ())
-    tensors["D"] = (start.coefficients.skip_R, ())
-    return tensors
+        return {"z_proj.weight": (start.open_D + noise, ())}
+    # Beside a window, the heads start as zeros.
+    gate = CLOSED_GATE if window else OPEN_GATE
+    return {
+        "z_proj.weight": (torch.zeros_like(x_weight), ()),
+        "z_proj.bias": (torch.full_like(start.x.bias, gate), ()),
+    }
+
+
+def _convolution(start: _Start, conv_width: int, head_dim: int) -> Tensor:
+    """Return the taps of all channels: those of the coefficients for x, the identity for B and C."""
+    n_x = start.x.bias.numel()
+    n_channels = n_x + start.b.bias.numel() + start.c.bias.numel()
+    conv_CK = torch.zeros(n_channels, conv_width, device=start.x.weight.device)
+    conv_CK[:, -1] = 1.0
+    conv_CK[:n_x] = start.coefficients.taps_RK.repeat_interleave(head_dim, dim=0)
+    return conv_CK
 
 
 def _random_start(
@@ -144,9 +175,9 @@ def _random_start(
     c_weight = small_noise(generator, n_heads * config.d_state, width, like=x_weight)
     guess = guess_coefficients(n_heads, config.conv_width, x_weight.device)
     return _Start(
-        x=(x_weight, x_weight.new_zeros(len(x_weight))),
-        b=(b_weight, x_weight.new_zeros(len(b_weight))),
-        c=(c_weight, x_weight.new_zeros(len(c_weight))),
+        x=_Rows(x_weight, x_weight.new_zeros(len(x_weight))),
+        b=_Rows(b_weight, x_weight.new_zeros(len(b_weight))),
+        c=_Rows(c_weight, x_weight.new_zeros(len(c_weight))),
         coefficients=guess._replace(skip_R=x_weight.new_ones(n_heads)),
         open_D=0.0,
     )
@@ -159,16 +190,17 @@ def _teacher_start(
     generator: torch.Generator,
     trace: LayerTrace | None,
 ) -> _Start:
+    assert site.layout is not None
     group_size = site.n_heads // site.n_kv_heads
     value_rows = [head_rows(site, "value", head // group_size) for head in heads]
-    x_weight = torch.cat([weight for weight, _ in value_rows])
-    x_bias = torch.cat([bias for _, bias in value_rows])
+    x = _Rows(
+        weight=torch.cat([weight for weight, _ in value_rows]),
+        bias=torch.cat([bias for _, bias in value_rows]),
+    )
 
     inputs = input_moments(site, trace)
-    solved_D1 = torch.cholesky_solve(inputs.mean_D.unsqueeze(1), inputs.root_moment_DD)
     n_factors = config.d_state - 1  # the first state dimension holds the constant
     keys = key_sides(site, heads, inputs)
-    group_size = site.n_heads // site.n_kv_heads
     per_head = []
     for head in heads:
         key = keys[head // group_size]
@@ -176,26 +208,36 @@ def _teacher_start(
     factors = Factors(*map(torch.stack, zip(*per_head, strict=True)))
 
     is_delta = config.recurrence == "gdn"
+    width = config.conv_width
     if trace is not None:
-        coefficients = fit_coefficients(
-            heads, x_weight, x_bias, factors, config.conv_width, trace, is_delta
-        )
+        coefficients = fit_coefficients(heads, x.weight, x.bias, factors, width, trace, is_delta)
     else:
-        key_norm_R = None
-        if is_delta:
-            spread_R = (factors.b_weight @ inputs.root_covariance_DD).square().sum((1, 2))
-            key_norm_R = (1 + spread_R).sqrt()
-        coefficients = guess_coefficients(
-            len(heads), config.conv_width, x_weight.device, key_norm_R
-        )
+        key_norm_R = _key_norms(factors, inputs) if is_delta else None
+        coefficients = guess_coefficients(len(heads), width, x.weight.device, key_norm_R)
     b, c = _projections(factors, coefficients, is_delta)
-    return _Start((x_weight, x_bias), b, c, coefficients, open_D=OPEN_GATE * solved_D1[:, 0])
+    solved_D1 = torch.cholesky_solve(inputs.mean_D.unsqueeze(1), inputs.root_moment_DD)
+    norms = (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
+    return _Start(
+        x,
+        b,
+        c,
+        coefficients,
+        open_D=OPEN_GATE * solved_D1[:, 0],
+        from_v=_names(site, site.layout.value),
+        from_qk=_names(site, site.layout.query, site.layout.key, *norms),
+    )
+
+
+def _key_norms(factors: Factors, inputs: InputMoments) -> Tensor:
+    """Return the usual length of each head's keys: the constant, and the spread of the factors."""
+    spread_R = (factors.b_weight @ inputs.root_covariance_DD).square().sum((1, 2))
+    return (1 + spread_R).sqrt()
 
 
 def _projections(
     factors: Factors, coefficients: Coefficients, is_delta: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return weight and bias of b_proj, and those of c_proj.
+) -> tuple[_Rows, _Rows]:
+    """Return the rows of b_proj and of c_proj.
 
     B and C share each scale evenly; C takes the sign. The delta rule normalizes B, so C takes the full scale.
     """
@@ -224,24 +266,25 @@ def _projections(
 
 def _with_constant(
     weight_RFD: Tensor, bias_RF: Tensor, scale_R: Tensor, constant_R: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> _Rows:
     """Scale the factors and put the constant before them; return [R N, D] and [R N]."""
     weight_RND = nn.functional.pad(weight_RFD * scale_R[:, None, None], (0, 0, 1, 0))
     bias_RN = torch.cat([constant_R[:, None], bias_RF * scale_R[:, None]], dim=1)
-    return weight_RND.flatten(0, 1), bias_RN.flatten()
+    return _Rows(weight_RND.flatten(0, 1), bias_RN.flatten())
 
 
-def _before_silu(weight_CD: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
+def _before_silu(rows: _Rows) -> _Rows:
     """Return rows whose SiLU approximates the given rows.
 
     Rows that depend on the input are doubled, because SiLU has slope 1/2 at 0; for positive constants, SiLU is inverted
     numerically.
     """
+    weight_CD, bias_C = rows
     inverse_C = bias_C.clone()
     for _ in range(20):  # y = silu(v) as v = y / sigmoid(v), for y > 0
         inverse_C = bias_C / inverse_C.sigmoid()
     is_constant_C = (weight_CD == 0).all(dim=1) & (bias_C > 0)
-    return 2 * weight_CD, torch.where(is_constant_C, inverse_C, 2 * bias_C)
+    return _Rows(2 * weight_CD, torch.where(is_constant_C, inverse_C, 2 * bias_C))
 
 
 def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:

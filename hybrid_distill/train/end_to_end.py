@@ -32,7 +32,7 @@ LOSS = {
     "torch": "torch",
     "reference": "torch",
 }
-"""Implementation of the distillation loss for a student on each of `ssd.IMPLEMENTATIONS`."""
+"""Implementation of the distillation loss for a student on each of `kernel_choice.IMPLEMENTATIONS`."""
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -14,13 +14,8 @@ import torch
 from hybrid_kernels import loss as fused_loss
 
 from ..distributed import WorldError, compute_everywhere
+from ..model.kernel_choice import DELTA_RULE, KernelCall, implementation_of, try_together
 from ..model.recurrent_heads import SSMHeads
-from ..model.ssd import (
-    DELTA_RULE,
-    KernelCall,
-    implementation_of,
-    try_together,
-)
 from .end_to_end import EndToEnd, loss_implementation
 from .on_policy import OnPolicy
 from .stage import Stage

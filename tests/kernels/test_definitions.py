@@ -19,7 +19,7 @@ from hybrid_kernels import common, conv, definitions, loss, loss_triton, selftes
 from hybrid_kernels import ssd as kernels
 from hybrid_kernels.loss import KINDS
 
-from hybrid_distill.model import ssd
+from hybrid_distill.model import kernel_choice
 
 pytestmark = pytest.mark.skipif(
     not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
@@ -160,14 +160,18 @@ def test_a_test_leaves_no_trace_in_the_caller(monkeypatch) -> None:
 def best(
     kernel: str = "recurrence", dtype: torch.dtype = FP32, sizes: tuple[int, ...] = (16, 4)
 ) -> str:
-    return ssd._best_on_gpu(kernel, CPU, dtype, sizes, True, (("gated", True), ("packed", True)))
+    return kernel_choice._best_on_gpu(
+        kernel, CPU, dtype, sizes, True, (("gated", True), ("packed", True))
+    )
 
 
 @pytest.fixture
 def fresh_choice(monkeypatch) -> None:
     """`_best_on_gpu` and what it asks, without what they remember."""
     for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
+        monkeypatch.setattr(
+            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
+        )
 
 
 def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
@@ -208,7 +212,7 @@ def test_kernels_named_on_an_old_triton_are_a_clear_error(
     assert (hybrid_kernels.unusable() is None) == usable
     if not usable:
         with pytest.raises(RuntimeError, match=f"triton is {version}"):
-            ssd.check_implementation("triton")
+            kernel_choice.check_implementation("triton")
 
 
 def test_a_large_float32_state_is_tested_in_the_blocks_that_it_runs_in() -> None:

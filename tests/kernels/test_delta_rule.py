@@ -22,8 +22,9 @@ if importlib.util.find_spec("fla") is None:
 from hybrid_kernels import common, definitions, delta_rule, known_bad, selftest
 from interpreted_fla import interpret, spoil_gradients
 
-from hybrid_distill.model import gated_delta, ssd
+from hybrid_distill.model import gated_delta, kernel_choice
 from hybrid_distill.model.gated_delta import delta_scan
+from hybrid_distill.model.kernel_choice import DELTA_RULE
 
 pytestmark = pytest.mark.skipif(
     not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
@@ -53,7 +54,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "_known", {})
     definitions.difference.cache_clear()
     for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
+        monkeypatch.setattr(
+            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
+        )
 
 
 @pytest.fixture
@@ -68,15 +71,15 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
         grad = torch.is_grad_enabled()
-        return ssd._best_on_gpu(kernel, x.device, x.dtype, sizes, grad, tuple(options.items()))
+        return kernel_choice._best_on_gpu(
+            kernel, x.device, x.dtype, sizes, grad, tuple(options.items())
+        )
 
     monkeypatch.setattr(gated_delta, "choose", choose)
 
 
 def mistake(dtype: torch.dtype = FP32, *, training: bool = True, packed: bool = True) -> str | None:
-    return definitions.difference(
-        ssd.DELTA_RULE, CPU, dtype, *SIZES, training=training, packed=packed
-    )
+    return definitions.difference(DELTA_RULE, CPU, dtype, *SIZES, training=training, packed=packed)
 
 
 def draw(dtype: torch.dtype) -> list[Tensor]:
@@ -161,7 +164,7 @@ def test_torch_takes_over_with_one_warning(
         assert torch.equal(last, expected_last)
     # The recurrence that follows torch's products asks for its own kernel, which a CPU never gets.
     (record,) = caplog.records
-    assert ssd.DELTA_RULE in record.message
+    assert DELTA_RULE in record.message
     assert "\n" not in record.message
 
 
@@ -223,7 +226,7 @@ def test_what_the_package_refuses_is_not_tried(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "tilelang" or None)
     monkeypatch.setattr(selftest, "check_kernel", lambda *_, **__: None)
     monkeypatch.setattr(known_bad, "known_bad", lambda *_: None)
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
+    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: None)
 
     reason = delta_rule.unusable()
     assert (reason is not None) == is_refused
@@ -234,8 +237,8 @@ def test_what_the_package_refuses_is_not_tried(
     assert delta_rule.unusable(training=False) is None
     for training in (True, False):
         options = {"training": training, "packed": True}
-        chosen = ssd.implementation_of(
-            "auto", ssd.DELTA_RULE, torch.device("cuda"), torch.bfloat16, *SIZES, **options
+        chosen = kernel_choice.implementation_of(
+            "auto", DELTA_RULE, torch.device("cuda"), torch.bfloat16, *SIZES, **options
         )
         assert (chosen == "triton") == (not is_refused or not training)
 
@@ -258,5 +261,5 @@ def test_a_verdict_belongs_to_a_version_of_the_package(monkeypatch: pytest.Monke
 
 
 def test_its_programs_have_the_time_to_compile() -> None:
-    assert selftest.TIME_LIMITS[ssd.DELTA_RULE] > selftest.TIME_LIMIT
+    assert selftest.TIME_LIMITS[DELTA_RULE] > selftest.TIME_LIMIT
     assert set(selftest.TIME_LIMITS) <= set(definitions.TESTS)

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hybrid_kernels import common, known_bad, selftest
 from hybrid_kernels.definitions import TESTS
 
-from hybrid_distill.model import ssd
+from hybrid_distill.model import kernel_choice
 
 pytestmark = pytest.mark.skipif(
     not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
@@ -236,9 +236,12 @@ def test_a_hang_ends_and_torch_takes_over_with_one_line(planted: Path, monkeypat
     assert selftest.TIME_LIMIT > 60, "triton compiles under it"
     monkeypatch.setattr(selftest, "TIME_LIMIT", 0.5)
     for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
+        monkeypatch.setattr(
+            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
+        )
     assert [
-        ssd._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ()) for _ in range(2)
+        kernel_choice._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ())
+        for _ in range(2)
     ] == ["torch"] * 2
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "0.5 s" in record.message
@@ -328,6 +331,10 @@ def test_auto_reads_the_table(monkeypatch, caplog) -> None:
     monkeypatch.setattr(known_bad, "known_bad", lambda kernel, device: f"{kernel} is known to fail")
     monkeypatch.setattr(selftest, "check_kernel", lambda *_, **__: pytest.fail("it was tried"))
     for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(ssd, name, ssd.once(getattr(ssd, name).__wrapped__))
-    assert ssd._best_on_gpu("recurrence", CPU, torch.bfloat16, (64, 16), True, ()) == "torch"
+        monkeypatch.setattr(
+            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
+        )
+    assert (
+        kernel_choice._best_on_gpu("recurrence", CPU, torch.bfloat16, (64, 16), True, ()) == "torch"
+    )
     assert "recurrence is known to fail" in caplog.text

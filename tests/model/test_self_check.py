@@ -18,7 +18,7 @@ from students import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import decoder, gated_delta, packed_inputs, self_check, ssd
+from hybrid_distill.model import decoder, gated_delta, kernel_choice, packed_inputs, self_check, ssd
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, check_teacher_rows
@@ -213,7 +213,7 @@ def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, mon
     called: list[tuple[Any, ...]] = []
     choose = ssd.choose
 
-    def note(device: torch.device, calls: list[ssd.KernelCall]) -> None:
+    def note(device: torch.device, calls: list[kernel_choice.KernelCall]) -> None:
         for call in calls:
             together.append((call.kernel, call.dtype, call.sizes, call.options))
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_distill.model import ssd
+from hybrid_distill.model import kernel_choice, ssd
 from hybrid_distill.model.gated_delta import (
     delta_mixing_matrix,
     delta_scan,
@@ -330,7 +330,9 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
 
 def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: "missing" if impl == "mamba_ssm" else None)
+    monkeypatch.setattr(
+        kernel_choice, "_unusable", lambda impl: "missing" if impl == "mamba_ssm" else None
+    )
     with pytest.raises(ValueError, match=r"'cuda'.*auto, torch"):
         ssd_scan(*args, impl="cuda")
     with pytest.raises(RuntimeError, match="missing"):
@@ -342,7 +344,7 @@ def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_installed_package_that_is_broken_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ssd, "_unusable", lambda impl: None)
+    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: None)
     for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
         monkeypatch.delitem(sys.modules, name)
     without_parts = types.ModuleType("mamba_ssm")

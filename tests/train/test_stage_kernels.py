@@ -20,7 +20,8 @@ from training import small_config, small_models, small_rows
 
 from hybrid_distill.cli.app import exit_cleanly
 from hybrid_distill.distributed import WorldError, connect
-from hybrid_distill.model import decoder, ssd
+from hybrid_distill.model import decoder, kernel_choice, ssd
+from hybrid_distill.model.kernel_choice import DELTA_RULE
 from hybrid_distill.train import kernels as module
 from hybrid_distill.train.kernels import agree_on_kernels, difference_between, kernels_of
 from hybrid_distill.train.loop import train_stage
@@ -45,7 +46,7 @@ def tried(monkeypatch) -> list[tuple]:
     def reason_of_loss(device, dtype, kind, from_head):
         asked.append(("distillation loss", dtype, kind, from_head))
 
-    monkeypatch.setattr(ssd, "_reason_against", reason)
+    monkeypatch.setattr(kernel_choice, "_reason_against", reason)
     monkeypatch.setattr(fused_loss, "_reason_against", reason_of_loss)
     monkeypatch.setattr(module, "try_together", lambda device, calls: None)
     return asked
@@ -59,7 +60,7 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     stage = stage_of(name, precision=precision)
     together: list[tuple] = []
 
-    def note(device: torch.device, calls: list[ssd.KernelCall]) -> None:
+    def note(device: torch.device, calls: list[kernel_choice.KernelCall]) -> None:
         for kernel, dtype, sizes, options in calls:
             if kernel == "distillation loss":
                 together.append((kernel, dtype, options["kind"], options["from_head"]))
@@ -124,25 +125,25 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
 
     def reason(kernel, device, dtype, sizes, training, options):
         asked.append((kernel, dtype, sizes, training, dict(options)))
-        return "it is off by 3" if kernel == ssd.DELTA_RULE and not is_right else None
+        return "it is off by 3" if kernel == DELTA_RULE and not is_right else None
 
-    monkeypatch.setattr(ssd, "_reason_against", reason)
+    monkeypatch.setattr(kernel_choice, "_reason_against", reason)
     chosen = module._of_heads(heads, GPU, torch.bfloat16)
     options = {"packed": True}
     sizes = heads.head_dim, heads.d_state
-    first = (ssd.DELTA_RULE, torch.bfloat16, sizes, True, options)
+    first = (DELTA_RULE, torch.bfloat16, sizes, True, options)
     assert asked[0] == first
     assert chosen["convolution"] == "triton"
     if is_right:
-        assert chosen[ssd.DELTA_RULE] == "triton"
+        assert chosen[DELTA_RULE] == "triton"
         assert "recurrence" not in chosen
     else:
-        assert chosen[ssd.DELTA_RULE] == "torch (it is off by 3)"
+        assert chosen[DELTA_RULE] == "torch (it is off by 3)"
         assert chosen["recurrence"] == "triton"
         ours = ("recurrence", torch.float32, sizes, True, {"gated": False, **options})
         assert asked[1] == ours
     heads.impl = "triton"
-    assert module._of_heads(heads, GPU, torch.bfloat16)[ssd.DELTA_RULE] == "torch"
+    assert module._of_heads(heads, GPU, torch.bfloat16)[DELTA_RULE] == "torch"
     heads.impl = "torch"
     assert set(module._of_heads(heads, GPU, torch.bfloat16).values()) == {"torch"}
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from hybrid_kernels.loss import CHUNK_LOGITS
 from hybrid_kernels.loss_torch import CACHED_LOGITS
 
+from ...model.kernel_choice import OUR_LIMITS
 from ...model.local_attention import BLOCK
-from ...model.ssd import CHUNK_SIZE, OUR_LIMITS
+from ...model.ssd import CHUNK_SIZE
 from ...train.losses import CHUNK_LOGITS as UNFUSED_CHUNK_LOGITS
 from .shape import BF16, FP32, LayerHeads, StageShape
 
