@@ -12,7 +12,7 @@ EVALUATION = "evaluation.json"
 TRAINING = "training.json"
 """Name, steps and tokens of each stage."""
 EXPORT_RECORDS = (PLAN, HEAD_SCORES, EVALUATION, TRAINING)
-"""What was planned, scored, measured and trained, in JSON."""
+"""Records of plan, scores, measurements and training, in JSON."""
 CARD = "README.md"
 GATE = "gate"
 """Folder of the check program and what it compares with."""

@@ -28,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .backbone import rope_settings
-from .cache import HybridCache
+from .cache import HybridCache, HybridLayerCache, StaticLayerCache
 from .configuration_hybrid import HybridConfig
 from .decoder import make_cache, put_mixers
 from .document_kernels import flash_runs  # noqa: F401  # see below
@@ -287,13 +287,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             )
         _, batch_size, max_length, *_ = args
         given = model_kwargs.get(GENERATION_CACHE)
-        if isinstance(given, HybridCache) and given.is_compileable:
-            held = given.layer(0).max_length
-            if max_length > held:
-                raise ValueError(
-                    f"the static cache holds {held} tokens and {max_length} may come; pass "
-                    f"model.new_cache(max_length={max_length}), or fewer new tokens."
-                )
+        if isinstance(given, HybridCache):
+            _check_room(given.layer(0), max_length)
         if generation_config.use_cache and given is None:
             if is_static:
                 n_rows = batch_size * max(
@@ -598,6 +593,15 @@ def _refuse_tensors(
         f"the tensors of {where} do not match this model under transformers {__version__} "
         f"({'; '.join(differences)}); copy the whole folder again, or export the student again."
     )
+
+
+def _check_room(layer: HybridLayerCache, n_tokens: int) -> None:
+    """Raise ValueError for a static cache of fewer tokens."""
+    if isinstance(layer, StaticLayerCache) and n_tokens > layer.max_length:
+        raise ValueError(
+            f"the static cache holds {layer.max_length} tokens and {n_tokens} may come; pass "
+            f"model.new_cache(max_length={n_tokens}), or fewer new tokens."
+        )
 
 
 def _n_tokens_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> int:

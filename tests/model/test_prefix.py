@@ -393,3 +393,11 @@ def test_prefill_refuses_what_does_not_fit(llama_student) -> None:
             llama_student.prefill(ids, **wrong)
     with pytest.raises(ValueError):
         cache.repeat(0)
+
+
+def test_a_static_cache_that_is_too_short_is_refused(llama_student) -> None:
+    ids = tokens(1, 9)
+    cache = llama_student.new_cache(max_length=10)
+    with pytest.raises(ValueError, match="holds 10 tokens"):
+        continued(llama_student, cache, ids)
+    assert cache.get_seq_length() == 0
