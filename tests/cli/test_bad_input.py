@@ -64,6 +64,8 @@ CASES = """
     sweep --options timeout_min=5: --cluster
     sweep --set distill.steps: NAME=VALUE
     sweep --set distill.steps=many: 'many'
+    sweep --set plan.k=3: --heads
+    sweep --set student.d_state=4: --d-state
     sweep --set student.sinks=4: student.sinks is 4
     sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow

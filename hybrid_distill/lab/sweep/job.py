@@ -43,6 +43,16 @@ AXES = {
 """Default grid, where neither the command nor the recipe sets an axis."""
 
 
+DECIDED = {
+    "plan.selection": "--selection",
+    "plan.k": "--heads",
+    "plan.unit": "--heads, which counts single heads",
+    "student.d-state": "--d-state",
+    "student.window": "--window",
+}
+"""Fields of a run that an axis of the grid sets."""
+
+
 class SweepFailed(Exception):
     """Failure of some or all cells."""
 
@@ -159,6 +169,11 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     """Return the recipe's config with the command's changes."""
     flags = []
     for name, value in split_pairs("set", job.set, "distill.steps=100"):
+        axis = DECIDED.get(name.replace("_", "-"))
+        if axis is not None:
+            raise ValueError(
+                f"--set holds {name}={value}, which the grid decides for each cell; pass {axis}."
+            )
         section, dot, field = name.rpartition(".")
         if value.lower() == "true":
             flags.append(f"--{name}")
