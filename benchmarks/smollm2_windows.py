@@ -208,12 +208,18 @@ for heads, window in (
     for tokens in ("0.3M", "1M", "3M"):
         TRAINED.append(Student(heads, window, tokens=tokens, seq_len=2048))
 # What students that have lost little learn at a smaller rate, and whether a state is worth its bytes beside far groups.
-NEAR = {"seq_len": 2048, "learning_rate": 2e-5}
+NEAR = [
+    Student(heads, window, d_state, seq_len=2048, learning_rate=2e-5)
+    for heads, window, d_state in (
+        (f"6 {FAR}", 440, 0),
+        (f"5 {FAR}", 188, 0),
+        (f"5 {FAR}", 140, 16),
+        (f"3 {FAR}", 280, 0),
+    )
+]
 for tokens in ("0.1M", "0.3M", "1M", "3M"):
     for seed in SEEDS:
-        TRAINED.append(Student(f"6 {FAR}", 440, tokens=tokens, seed=seed, **NEAR))
-        TRAINED.append(Student(f"5 {FAR}", 188, tokens=tokens, seed=seed, **NEAR))
-        TRAINED.append(Student(f"5 {FAR}", 140, d_state=16, tokens=tokens, seed=seed, **NEAR))
+        TRAINED += [replace(student, tokens=tokens, seed=seed) for student in NEAR]
 # The better data of two: text alone, and half of it what the teacher wrote.
 for heads, window, seq_len in (("9 groups", 300, 2048), ("12 groups", 44, 512)):
     TRAINED.append(Student(heads, window, tokens="0.3M", seq_len=seq_len, own_share=0.5))
