@@ -127,7 +127,7 @@ class RunInputs:
         if not self.has_own_teacher(stage):
             return self.shape_and_tokenizer
         teacher = self.config.teacher_of(stage)
-        return read_teacher(teacher.path, teacher.revision)
+        return read_teacher(teacher.path, teacher.revision, flag=f"--{stage.name}.teacher")
 
     def rows(self, stage: StageConfig) -> Rows:
         """Open the rows of a stage, with its cached logits if any, after checking that these match."""

@@ -48,6 +48,7 @@ CASES = """
     run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher ./nosuch: './nosuch'
+    run tiny --dry-run --distill.teacher ./nosuch: --distill.teacher
     recipes large: llama_1b
     cache-logits tiny --top-k 0: --top-k is 0
     memory --heads '': --heads
