@@ -78,17 +78,15 @@ def read_run(folder: Path) -> RunRecord:
     if paths.speed.exists():
         speed = _load(lambda path: read_json(path)["rows"], paths.speed, "the speeds", missing)
 
-    models: dict[str, dict[str, float]] = {}
-    errors: dict[str, dict[str, float]] = {}
+    results: dict[str, EvalResult | None] = {}
     if teacher is not None:
-        models[TEACHER] = all_figures(teacher)
-        errors[TEACHER] = teacher.standard_errors()
+        results[TEACHER] = teacher
     if paths.control.evaluation.exists():
-        control = _load(EvalResult.load, paths.control.evaluation, "the control's", missing)
-        models[CONTROL] = all_figures(control) if control else {}
-        errors[CONTROL] = control.standard_errors() if control else {}
-    models[STUDENT] = all_figures(student) if student else {}
-    errors[STUDENT] = student.standard_errors() if student else {}
+        control = paths.control.evaluation
+        results[CONTROL] = _load(EvalResult.load, control, "the control's", missing)
+    results[STUDENT] = student
+    models = {name: all_figures(result) if result else {} for name, result in results.items()}
+    errors = {name: result.standard_errors() if result else {} for name, result in results.items()}
     models[GUESSING] = teacher.chances() if teacher else {}
     errors[GUESSING] = {}
     return RunRecord(
