@@ -25,9 +25,12 @@ CALIBRATION_TOKENS = 2048
 
 
 def build_and_save(
-    inputs: RunInputs, plan: HeadPlan, aligned: Path | None, rows: Rows | None, made_for: Record
+    inputs: RunInputs, plan: HeadPlan, aligned: Path | None, rows: Rows | None, origin: Record
 ) -> HybridForCausalLM:
-    """Build a student, its heads from a finished alignment or fitted to the run's first ``rows`` of text; save it."""
+    """Build a student, its heads from a finished alignment or fitted to the run's first ``rows`` of text; save it.
+
+    ``origin`` is what it was `made_for`.
+    """
     calibration = None
     if rows is not None:
         calibration = rows.batch(0, max(1, CALIBRATION_TOKENS // inputs.config.data.seq_len))
@@ -36,7 +39,7 @@ def build_and_save(
             student, report = student_from_alignment(inputs, plan, aligned)
         else:
             student, report = new_student(inputs, plan, inputs.config.student.init, calibration)
-        save_built(inputs.paths, student, report, made_for)
+        save_built(inputs.paths, student, report, origin)
     return student
 
 

@@ -469,10 +469,10 @@ def export_once(inputs: RunInputs, student: HybridForCausalLM, plan: HeadPlan) -
     """Export the student unless the run's folder holds the same export, checked and unchanged."""
     paths = inputs.paths
 
-    def is_there() -> bool:
+    def is_done() -> bool:
         return is_exported(paths.export, student, measured(paths), training_record(inputs))
 
-    if from_main(is_there):
+    if from_main(is_done):
         log.info(
             "export: %s is there and unchanged; `hybrid-distill verify` checks it again",
             paths.export,
@@ -564,12 +564,12 @@ def run_beside(shared: RunInputs, config: RunConfig) -> None:
     plan = choose_heads(inputs)
 
     def copy() -> None:
-        measured = shared.paths.teacher_evaluation.read_text()
+        result = shared.paths.teacher_evaluation.read_text()
         inputs.paths.teacher_evaluation.parent.mkdir(exist_ok=True)
         # The same teacher and questions: measuring it again would take as long as the student.
-        write_text(inputs.paths.teacher_evaluation, measured)
+        write_text(inputs.paths.teacher_evaluation, result)
         if plan.keeps_all and not config.is_control:
-            write_text(inputs.paths.evaluation, measured)
+            write_text(inputs.paths.evaluation, result)
 
     on_main_process(copy)
     evaluate_run(inputs, train(inputs, plan))
