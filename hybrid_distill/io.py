@@ -48,12 +48,12 @@ def refused(what: str, fix: str) -> Iterator[None]:
         raise ValueError(f"{what} ({error}); {fix}.") from error
 
 
-def check_out(path: Path, name: str = "out") -> None:
+def check_out(path: Path) -> None:
     """Raise ValueError for a folder that cannot be made, because it or a parent is a file."""
     for place in (path, *path.parents):
         if place.exists():
             if not place.is_dir():
-                raise ValueError(f"{name} is {path}, and {place} is a file; pass a folder.")
+                raise ValueError(f"out is {path}, and {place} is a file; pass a folder.")
             return
 
 

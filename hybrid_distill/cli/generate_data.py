@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..data import PackedRows, open_tokens, write_logits
+from ..data.caching import check_top_k
 from ..data.config import TokensOfARow
 from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
 from ..locking import locked
@@ -60,10 +61,9 @@ def generate(job: GenerateJob) -> str:
     config, tokenizer = read_teacher(job.model, flag="--model")
     check_teacher(config, tokenizer, name=job.model)
     n_words = vocabulary_size(tokenizer)
-    if job.top_k_logits is not None and job.top_k_logits > n_words:
-        raise ValueError(
-            f"--top-k-logits is {job.top_k_logits}, but the vocabulary has {n_words} tokens; pass at most {n_words}."
-        )
+    if job.top_k_logits is not None:
+        # Asked by `write_logits` too, but only after the text is written.
+        check_top_k(job.top_k_logits, n_words, "--top-k-logits")
     model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
     if job.form == "auto":
         chat = bool(tokenizer.chat_template)

@@ -17,8 +17,8 @@ from ..pipeline.inputs import shape_of_teacher
 from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..train.config import StageConfig
+from ..validation import MB
 
-MB = 1e6
 HEADROOM = 0.9
 """Share of a GPU's memory that a run may plan to use; CUDA, NCCL and fragmentation take the
 rest."""

@@ -78,6 +78,14 @@ def top_k_of(
     return TopK(*columns)
 
 
+def check_top_k(top_k: int, vocab_size: int, flag: str = "--top-k") -> None:
+    """Raise ValueError, naming the flag, for more stored words than the vocabulary has."""
+    if top_k > vocab_size:
+        raise ValueError(
+            f"{flag} is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}."
+        )
+
+
 def write_logits(
     folder: Path,
     teacher: PreTrainedModel,
@@ -100,10 +108,7 @@ def write_logits(
     All processes of a launch must call this. Raises ValueError for a ``top_k`` above the vocabulary size, and for a
     folder that holds something else or that another command is writing to.
     """
-    if top_k > vocab_size:
-        raise ValueError(
-            f"--top-k is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}."
-        )
+    check_top_k(top_k, vocab_size)
     row_ids = row_ids_of(rows, places)
     header = LogitHeader(
         format=LogitHeader.FORMAT,

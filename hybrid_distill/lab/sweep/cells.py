@@ -72,14 +72,14 @@ def _record_failure(task: Task, error: Exception, seconds: float) -> None:
 
 
 def _work(sweep: Sweep, task: Task) -> None:
+    seeded = _seeded(sweep, task.seed)
     # Ablation serves every window that is not ranked for itself.
-    of_seed = RunInputs(_ablating(_seeded(sweep, task.seed)), sweep.teacher, sweep.pins)
+    of_seed = RunInputs(_ablating(seeded), sweep.teacher, sweep.pins)
     if task.cell is not None:
         run_beside(of_seed, cell_config(sweep, task.cell))
     elif task.d_state is not None:
         align_all_heads(_alignment_run(sweep, task.seed, task.d_state, task.window))
     elif task.window:
-        seeded = _seeded(sweep, task.seed)
         windowed = with_student(seeded, seeded.student.d_state, task.window)
         ranking = RunInputs(replace(windowed, out=task.folder), sweep.teacher, sweep.pins)
         prepare(ranking)
