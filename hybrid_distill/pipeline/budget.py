@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import replace
 from itertools import product
 
@@ -14,8 +15,8 @@ from ..plan import HeadPlan, cache_bytes
 from ..teacher import head_dim_of
 from ..validation import MB, number_of_bytes
 
-WINDOW_SHARE = 0.55
-"""Share of the cache for windows, the rest is for KV groups (docs/real_models.md, "At the same cache")."""
+WINDOW_SHARE = 0.6
+"""Least share of the cache for windows (docs/real_models.md, "At the same cache")."""
 SINKS = 4
 SMALLEST_WINDOW = 8
 
@@ -62,18 +63,26 @@ def within_cache(config: RunConfig, teacher: PretrainedConfig) -> RunConfig:
             f"cache is {config.cache!r}, and windows of {SMALLEST_WINDOW} tokens and {SINKS} sinks take "
             f"{least / MB:.4g} MB; pass at least that."
         )
+    longest = _longest(config)
     per_token = least / (SMALLEST_WINDOW + SINKS)
-    window = int(WINDOW_SHARE * allowed / per_token) - SINKS
-    student = replace(in_ring, window=min(max(SMALLEST_WINDOW, window), _longest(config)))
+    shortest = int(WINDOW_SHARE * allowed / per_token) - SINKS
+    shortest = min(max(SMALLEST_WINDOW, shortest), longest)
+
+    def size(k: int, window: int) -> int:
+        student = replace(in_ring, window=window)
+        return student_cache(_largest(teacher, k), teacher, student, config.context)
+
     k = none.n_layers * none.n_kv_heads
-    while k > 0:
-        if student_cache(_largest(teacher, k), teacher, student, config.context) <= allowed:
-            break
+    while k > 0 and size(k, shortest) > allowed:
         k -= 1
+    # What is too little for another group makes the windows longer.
+    n_fitting = bisect_right(
+        range(longest + 1), allowed, lo=shortest, key=lambda window: size(k, window)
+    )
     return replace(
         config,
         plan=replace(config.plan, selection="top", unit="kv-group", k=k),
-        student=student,
+        student=replace(in_ring, window=n_fitting - 1),
     )
 
 
