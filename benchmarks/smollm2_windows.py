@@ -147,7 +147,7 @@ PLANS = {
     "top 27": "--plan.k 27",
     "14 random": "--plan.selection random --plan.k 14 --plan.seed 1",
     **{f"{k} groups": f"--plan.unit kv-group --plan.k {k}" for k in (5, 7, 8, 9, 12, 14, 39)},
-    **{f"{k} {FAR}": f"--plan.unit kv-group --plan.k {k}" for k in (3, 5, 6, 7, 9)},
+    **{f"{k} {FAR}": f"--plan.unit kv-group --plan.k {k}" for k in (3, 4, 5, 6, 7, 9)},
 }
 
 
@@ -179,7 +179,7 @@ UNTRAINED.append(Student("39 groups", 44))
 UNTRAINED += [Student("9 groups", 300), Student("14 groups", 60)]
 UNTRAINED += [Student("5 groups", 188), Student("7 groups", 92), Student("8 groups", 44)]
 UNTRAINED += [Student(f"9 {FAR}", 300), Student(f"7 {FAR}", 390), Student(f"6 {FAR}", 440)]
-UNTRAINED += [Student(f"5 {FAR}", 188), Student(f"3 {FAR}", 280)]
+UNTRAINED += [Student(f"5 {FAR}", 188), Student(f"4 {FAR}", 232), Student(f"3 {FAR}", 280)]
 # Equal constant bytes: 44 + 4 positions, a state of 16, or 20 + 4 positions and a state of 8.
 EQUAL_BYTES = [
     Student("12 groups", window=44),
@@ -214,6 +214,7 @@ NEAR = [
         (f"6 {FAR}", 440, 0),
         (f"5 {FAR}", 188, 0),
         (f"5 {FAR}", 140, 16),
+        (f"4 {FAR}", 232, 0),
         (f"3 {FAR}", 280, 0),
     )
 ]

@@ -15,7 +15,7 @@ from ..plan import HeadPlan, cache_bytes
 from ..teacher import head_dim_of
 from ..validation import MB, number_of_bytes
 
-WINDOW_SHARE = 0.6
+WINDOW_SHARE = 0.55
 """Least share of the cache for windows (docs/real_models.md, "At the same cache")."""
 SINKS = 4
 SMALLEST_WINDOW = 8

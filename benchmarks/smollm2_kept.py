@@ -1,0 +1,153 @@
+"""What students keep of SmolLM2's accuracy beyond guessing, task by task, with intervals.
+
+    python benchmarks/smollm2_kept.py --teacher smollm2 --text text --out runs/windows --only teacher NAME ...
+
+The named rows of smollm2_windows.py answer the same questions. The table says what each keeps, (s - g) / (t - g) for
+accuracies s of the student, t of the teacher and g of guessing. All seeds of a student share a line. Intervals are 95 %,
+by bootstrap over the questions, paired with the teacher's answers. "Before filler" puts 1,000 tokens of other text
+between a dictionary and its question; keys are `niah_multikey_2`. Answered tasks are skipped. A row takes some ten
+minutes of a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from records import RESULTS, about, read, write
+from scipy.stats import bootstrap
+from smollm2_measures import SIZES, Measures
+from smollm2_windows import STUDENTS, TEACHER, model_of
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hybrid_distill.lab.reporting import text_table
+from hybrid_distill.probes import Example
+from hybrid_distill.probes.answering import answer_choices
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.registry import make_probe
+
+SEED = 2
+"""Seed of the questions; the students were not chosen by these."""
+NEAR, FAR, KEYS = 256, 128, 64
+"""Dictionaries of each size nearby and before filler, and needles among keys of each length."""
+FAR_SIZES = (4, 8)
+KEY_LENGTHS = (512, 1024)
+BATCH_SIZE = 4
+ANSWERS = "kept.json"
+RECORD = RESULTS / "smollm2_kept.json"
+
+Questions = dict[str, list[Example]]
+Answers = dict[str, dict[str, str]]
+"""A digit for each question of a task, 1 if right, by row and task."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--teacher", default="smollm2", help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--text", type=Path, default=Path("text"), help="folder of held_out.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("runs/windows"), help="folder of the runs")
+    parser.add_argument(
+        "--only", nargs="+", choices=[TEACHER, *STUDENTS], metavar="NAME", default=[]
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(options.teacher)
+    teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16).eval()
+    measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
+    questions = make_questions(measures)
+    for name in options.only:
+        model = model_of(name, options.out, teacher)
+        if model is None:
+            print(f"{name}: not trained yet")
+        else:
+            ask(model, tokenizer, questions, options.out / name / ANSWERS)
+    answers = {path.parent.name: read(path) for path in sorted(options.out.glob(f"*/{ANSWERS}"))}
+    kept = kept_by_student(answers, questions)
+    write(RECORD, {"answers": answers, "kept": kept, **about("what students keep", threads=1)})
+    print(text_table(pd.DataFrame(kept).T.rename_axis("student").reset_index()))
+
+
+def make_questions(measures: Measures) -> Questions:
+    questions = {"knowledge": measures.knowledge}
+    for size in SIZES:
+        questions[f"{size} pairs"] = KVRetrieval(size, seed=SEED).examples(NEAR)
+    for size in FAR_SIZES:
+        near = questions[f"{size} pairs"][:FAR]
+        questions[f"{size} pairs before filler"] = [measures.apart(example) for example in near]
+    for length in KEY_LENGTHS:
+        probe = make_probe(
+            "niah_multikey_2", n_tokens=length, seed=SEED, tokenizer=measures.tokenizer
+        )
+        questions[f"keys at {length}"] = probe.examples(KEYS)
+    return questions
+
+
+def ask(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Questions,
+    path: Path,
+) -> None:
+    """Write the answers that a row's file lacks, each task's as soon as they are known."""
+    answers = read(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for task, examples in questions.items():
+        if task not in answers:
+            result = answer_choices(model, tokenizer, examples, batch_size=BATCH_SIZE)
+            answers[task] = "".join(str(int(right)) for right in result.correct_E)
+            write(path, answers)
+            print(f"{path.parent.name}: {task}: {result.accuracy:.3f}", flush=True)
+
+
+def kept_by_student(answers: Answers, questions: Questions) -> dict[str, dict[str, str]]:
+    """Return what each student keeps of every task that it and the teacher have answered, in %."""
+    rows_of: dict[str, list[str]] = {}
+    for name in answers:
+        if name != TEACHER:
+            rows_of.setdefault(replace(STUDENTS[name], seed=0).name, []).append(name)
+    kept = {}
+    for student, names in rows_of.items():
+        kept[student] = {"seeds": str(len(names))}
+        for task, examples in questions.items():
+            by_row = [answers[name].get(task) for name in [TEACHER, *names]]
+            if None not in by_row:
+                teacher, *students = map(right_answers, by_row)
+                guessing = np.mean([1 / len(example.choices) for example in examples])
+                kept[student][task] = kept_share(np.mean(students, axis=0), teacher, guessing)
+    return kept
+
+
+def right_answers(digits: str) -> np.ndarray:
+    return np.array([int(digit) for digit in digits])
+
+
+def kept_share(student: np.ndarray, teacher: np.ndarray, guessing: float) -> str:
+    """Return (s - guessing) / (t - guessing) and its 95 % interval over the questions, in %."""
+
+    def share(own: np.ndarray, best: np.ndarray, axis: int = -1) -> np.ndarray:
+        return 100 * (own.mean(axis) - guessing) / (best.mean(axis) - guessing)
+
+    result = bootstrap(
+        (student, teacher),
+        share,
+        paired=True,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = result.confidence_interval
+    return f"{share(student, teacher):.0f} ({low:.0f} to {high:.0f})"
+
+
+if __name__ == "__main__":
+    main()
