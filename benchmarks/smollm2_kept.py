@@ -3,8 +3,8 @@
     python benchmarks/smollm2_kept.py --teacher smollm2 --text text --out runs/windows --only teacher NAME ...
 
 The named rows of smollm2_windows.py answer the same questions. The table says what each keeps, (s - g) / (t - g) for
-accuracies s of the student, t of the teacher and g of guessing. All seeds of a student share a line. Intervals are 95 %,
-by bootstrap over the questions, paired with the teacher's answers. "Before filler" puts 1,000 tokens of other text
+accuracies s of the student, t of the teacher and g of guessing. All seeds of a student share a line. The 95 % intervals
+are a bootstrap over the questions, paired with the teacher's answers. "Before filler" puts 1,000 tokens of other text
 between a dictionary and its question; keys are `niah_multikey_2`. Answered tasks are skipped. A row takes some ten
 minutes of a core.
 """
