@@ -107,7 +107,7 @@ def _in_one_line(parse: Callable[[], T], words: Sequence[str]) -> T:
             return parse()
     errors = io.StringIO()
     try:
-        with _environment("COLUMNS", _NO_WRAPPING), redirect_stderr(errors):
+        with _without_wrapping(), redirect_stderr(errors):
             return parse()
     except SystemExit:
         raise ValueError(_one_line(errors.getvalue())) from None
@@ -131,16 +131,16 @@ def _help_without_none() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside, and restore it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _without_wrapping() -> Iterator[None]:
+    """Let tyro write each paragraph on one line inside: it wraps at the terminal's width."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = _NO_WRAPPING
     try:
         yield
     finally:
-        del os.environ[name]
+        del os.environ["COLUMNS"]
         if before is not None:
-            os.environ[name] = before
+            os.environ["COLUMNS"] = before
 
 
 def _one_line(box: str) -> str:

@@ -37,18 +37,16 @@ def check_kernels(kernels: Kernels, device: torch.device, flag: str = "--kernels
         )
 
 
-def use_kernels(
-    model: Model, kernels: Kernels, device: torch.device, flag: str = "--kernels"
-) -> Model:
+def use_kernels(model: Model, kernels: Kernels, device: torch.device) -> Model:
     """Let a student run on these kernels and return it; other models have none. Raises as
     `check_kernels` does."""
     from .model import HybridForCausalLM
 
     if isinstance(model, HybridForCausalLM):
-        check_kernels(kernels, device, flag)
+        check_kernels(kernels, device)
         model.set_ssm_implementation(kernels)
     elif kernels != "auto":
         raise ValueError(
-            f"{flag} is {kernels!r}, and {type(model).__name__} has no recurrent heads; leave it out."
+            f"--kernels is {kernels!r}, and {type(model).__name__} has no recurrent heads; leave it out."
         )
     return model

@@ -57,13 +57,13 @@ class Entry(NamedTuple):
     file: Path
 
 
-def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> None:
+def check_checkpoint(folder: str | Path) -> None:
     """Raise ValueError if a local Hugging Face checkpoint folder is damaged or unsafe.
 
-    Runs no code from the folder and builds no model in memory; with ``numbers``, also reads every
-    tensor, for NaN. Any checkpoint is refused for links or names that lead out of the folder,
-    damaged JSON or safetensors, or absurd sizes; a student also for pickles, changed or foreign
-    code, an invalid config, or tensors that differ from the config's.
+    Runs no code from the folder and builds no model in memory; reads every tensor, for NaN. Any
+    checkpoint is refused for links or names that lead out of the folder, damaged JSON or
+    safetensors, or absurd sizes; a student also for pickles, changed or foreign code, an invalid
+    config, or tensors that differ from the config's.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -79,7 +79,7 @@ def check_checkpoint(folder: str | Path, *, numbers: bool = True) -> None:
         # A student's sizes are checked field by field below; of other models only absurd ones are
         # refused.
         _check_largest(folder, config)
-    tensors = _read_weights(folder, is_export, numbers)
+    tensors = _read_weights(folder, is_export)
     if is_hybrid:
         _check_model(folder, config, tensors)
 
@@ -248,7 +248,7 @@ def _auto_map_entries(auto_map: object) -> list[object]:
     return entries
 
 
-def _read_weights(folder: Path, is_export: bool, numbers: bool) -> dict[str, Entry]:
+def _read_weights(folder: Path, is_export: bool) -> dict[str, Entry]:
     """Read the files that the index names, or model.safetensors.
 
     An export has no others.
@@ -272,7 +272,7 @@ def _read_weights(folder: Path, is_export: bool, numbers: bool) -> dict[str, Ent
     tensors: dict[str, Entry] = {}
     for file in sorted(named):
         path = folder / file
-        for name, entry in _read_file(path, numbers).items():
+        for name, entry in _read_file(path).items():
             if name in tensors:
                 raise ValueError(
                     f"the tensor {name} is in {tensors[name].file.name} and in {path}; remove one."
@@ -288,8 +288,8 @@ def _read_weights(folder: Path, is_export: bool, numbers: bool) -> dict[str, Ent
     return tensors
 
 
-def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
-    """Read a safetensors file's header, and its tensors if ``numbers``.
+def _read_file(path: Path) -> dict[str, Entry]:
+    """Read a safetensors file's header, and check the numbers of its tensors.
 
     safetensors itself makes all other checks.
     """
@@ -297,8 +297,7 @@ def _read_file(path: Path, numbers: bool) -> dict[str, Entry]:
         # Opened by safetensors first: its checks come before ours.
         with safe_open(path, framework="pt") as weights:
             entries = _read_header(path)
-            if numbers:
-                _check_numbers(weights, entries)
+            _check_numbers(weights, entries)
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is not a whole safetensors file ({_reason(error)}); copy it again."

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 2**22
 CHECK_ROWS = 8
+"""Rows that are read back when all are written."""
 # 256 MB in float32: the logits of a whole micro-batch would be the largest tensor of the run by far.
 _CHUNK_LOGITS = 2**26
 
@@ -100,7 +101,6 @@ def write_logits(
     precision: str = "fp32",
     micro_batch_size: int = 8,
     shard_tokens: int = SHARD_TOKENS,
-    check_rows: int = CHECK_ROWS,
     dry_run: bool = False,
 ) -> str:
     """Write the logits of the first ``places`` rows that are still missing; return a one-line summary.
@@ -140,7 +140,7 @@ def write_logits(
             compute_everywhere(
                 lambda: _write_shards(folder, header, teacher, rows, row_ids, micro_batch_size)
             )
-            on_main_process(lambda: _finish(folder, header, rows, check_rows))
+            on_main_process(lambda: _finish(folder, header, rows))
     return _summary(folder, LogitHeader.open(folder), time.monotonic() - began)
 
 
@@ -212,10 +212,10 @@ def _packed_logits(teacher: PreTrainedModel, batch: Batch, header: LogitHeader) 
     return pack(*top_k, batch["mask"], header).tobytes()
 
 
-def _finish(folder: Path, header: LogitHeader, rows: PackedRows, check_rows: int) -> None:
+def _finish(folder: Path, header: LogitHeader, rows: PackedRows) -> None:
     """Read some rows back, record how much of the teacher's probability they cover, and write the header."""
     cached = CachedLogitsDataset(rows, LogitFolder(folder, header))
-    batch = cached.batch(0, min(check_rows, header.places))
+    batch = cached.batch(0, min(CHECK_ROWS, header.places))
     # What the stage will read, after rounding and unpacking.
     covered_BL = batch["teacher_log_probs_BLK"].exp().sum(-1)
     covered_M = covered_BL[batch["mask"]].sort().values

@@ -161,7 +161,6 @@ def check_launch(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    cache_dir: str | Path | None = None,
     pins: Pins = MappingProxyType({}),
 ) -> None:
     """Raise ValueError, in several processes, for sources on the hub that would keep them waiting for hours.
@@ -169,7 +168,7 @@ def check_launch(
     These are sources of more than `LARGEST_IN_A_LAUNCH` tokens that are not in the cache yet.
     """
     if is_launched_with_others():
-        _check_small(_cached_sources(config, tokenizer, cache_dir, pins).values())
+        _check_small(_cached_sources(config, tokenizer, None, pins).values())
 
 
 def _cached_sources(

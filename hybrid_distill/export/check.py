@@ -80,6 +80,8 @@ FORMAT = "hybrid-distill/export-gate/3"
 PACKAGES = {"vllm": "vllm", "gguf": "llama_cpp", "mlx": "mlx_lm", "onnx": "onnxruntime"}
 """Package that runs each format for another program; programs.py calls it."""
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
+MOST_SHOWN = 8
+"""Names of wrong files or tensors that a check lists."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -604,11 +606,11 @@ def load_program(export_format: str) -> Callable[[Path, int], Model]:
     return programs[export_format]
 
 
-def _none(name: str, wrong: Sequence[str], shown: int = 8) -> Check:
+def _none(name: str, wrong: Sequence[str]) -> Check:
     """Return a check that passes if nothing is wrong."""
-    detail = "; ".join(wrong[:shown])
-    if len(wrong) > shown:
-        detail += f"; and {len(wrong) - shown} more"
+    detail = "; ".join(wrong[:MOST_SHOWN])
+    if len(wrong) > MOST_SHOWN:
+        detail += f"; and {len(wrong) - MOST_SHOWN} more"
     return Check(name, len(wrong), 0, detail)
 
 

@@ -185,9 +185,10 @@ def with_error(
     return f"{text} ± {scale * error:.{digits}f}"
 
 
-def signed(value: float, digits: int = 1) -> str:
+def signed(value: float) -> str:
     """Format with a sign: +1.2, −1.2, and +0.0 for values that round to zero."""
-    return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", MINUS)
+    # Adding 0.0 turns the −0.0 that `round` returns into 0.0.
+    return f"{round(value, 1) + 0.0:+.1f}".replace("-", MINUS)
 
 
 def percent_change(ratio: float | None) -> str:

@@ -75,13 +75,13 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copyfile(source, temporary)
 
 
-def pareto_front(out: str | Path, context: int = CONTEXT) -> str:
+def pareto_front(out: str | Path) -> str:
     """Describe the students that no other one beats in both quality and memory, smallest first.
 
     Quality is KV retrieval by generation, or perplexity if no cell has that. Raises as
     `SweepResults.read` does.
     """
-    results = SweepResults.read(out, context)
+    results = SweepResults.read(out, CONTEXT)
     quality = results.quality("retrieval") or results.quality("perplexity")
     if quality is None or results.students.empty:
         return "no cell is finished: there is no Pareto front yet."
