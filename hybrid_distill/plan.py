@@ -24,6 +24,8 @@ INDEX_BYTES = 4
 """Bytes per slot of a ring: where a full cache stores its token."""
 Unit = Literal["head", "kv-group", "layer", "container"]
 """Part of a model that a plan keeps whole (`HeadPlan.top_k`)."""
+UnitId = tuple[int, int]
+"""Layer of a unit, and its number within the layer."""
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,51 @@ class HeadId(NamedTuple):
 
     def __str__(self) -> str:
         return f"L{self.layer}H{self.head}"
+
+
+class Shape(NamedTuple):
+    """Head counts of a teacher, the same in each of its layers."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+
+    def __str__(self) -> str:
+        return f"{self.n_layers} layers, {self.n_heads} heads, {self.n_kv_heads} KV heads"
+
+    @classmethod
+    def of(cls, source: object) -> Shape:
+        """Read the shape of a plan, scores, a config, or a model. Raises ValueError for anything else."""
+        config: Any = getattr(source, "config", source)
+        # Plans and scores; configs of transformers have other names for them.
+        if all(hasattr(config, name) for name in cls._fields):
+            return cls(config.n_layers, config.n_heads, config.n_kv_heads)
+        try:
+            n_layers = getattr(config, "num_hidden_layers", None)
+            n_heads = getattr(config, "num_attention_heads", None)
+            n_kv_heads = getattr(config, "num_key_value_heads", None)
+        # Raised by transformers for a config whose layers differ in shape.
+        except RuntimeError as error:
+            raise ValueError(
+                f"the layers of {type(config).__name__} have different numbers of heads. A plan needs "
+                "the same number in every layer; take another teacher."
+            ) from error
+        if n_layers is None or n_heads is None:
+            raise ValueError(
+                f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a "
+                "HeadPlan or HeadScores."
+            )
+        # Configs without the entry, or with None, have a KV head for every query head.
+        return cls(n_layers, n_heads, n_kv_heads or n_heads)
+
+    def heads_in(self, unit: Unit) -> int:
+        """Return the number of query heads in a unit."""
+        if unit == "head":
+            return 1
+        if unit == "layer":
+            return self.n_heads
+        # A container is filled with KV groups.
+        return self.n_heads // self.n_kv_heads
 
 
 class Scored(Protocol):
@@ -54,7 +101,7 @@ class Scored(Protocol):
     def n_kv_heads(self) -> int: ...
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
-    def unit_ranking(self, unit_size: int, by: str = "retrieval") -> list[tuple[int, int]]: ...
+    def unit_ranking(self, unit_size: int, by: str = "retrieval") -> list[UnitId]: ...
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
 
 
@@ -165,8 +212,8 @@ class HeadPlan:
         """
         cls.check_k(scores, k, unit=unit)
         if unit == "head":
-            return cls.from_pairs(scores, _first_heads(scores, scores.ranking(by), k, by))
-        unit_size = _unit_size(scores, unit)
+            return cls.from_pairs(scores, _first_heads(scores, k, by))
+        unit_size = Shape.of(scores).heads_in(unit)
         ranked = scores.unit_ranking(unit_size, by)
         chosen = _first_in_each_layer(ranked, k) if unit == "container" else ranked[:k]
         return cls.from_pairs(scores, _heads_of(chosen, unit_size))
@@ -175,9 +222,9 @@ class HeadPlan:
     def spread(cls, shape_of: object, k: int, unit: Unit = "head") -> HeadPlan:
         """Keep ``k`` units spread evenly over the model: as large as a plan whose heads are not ranked yet."""
         cls.check_k(shape_of, k, unit=unit)
-        n_layers, n_heads, _ = _shape(shape_of)
-        unit_size = _unit_size(shape_of, unit)
-        units = list(product(range(n_layers), range(n_heads // unit_size)))
+        shape = Shape.of(shape_of)
+        unit_size = shape.heads_in(unit)
+        units = list(product(range(shape.n_layers), range(shape.n_heads // unit_size)))
         if unit == "container":
             chosen = _first_in_each_layer(units, k)
         else:
@@ -196,14 +243,12 @@ class HeadPlan:
     @classmethod
     def layers(cls, shape_of: object, layers: Sequence[int]) -> HeadPlan:
         """Keep every head of the given layers."""
-        _, n_heads, _ = _shape(shape_of)
-        return cls.from_pairs(shape_of, product(layers, range(n_heads)))
+        return cls.from_pairs(shape_of, product(layers, range(Shape.of(shape_of).n_heads)))
 
     @classmethod
     def all(cls, shape_of: object) -> HeadPlan:
         """Keep every head: the student equals the teacher."""
-        n_layers, _, _ = _shape(shape_of)
-        return cls.layers(shape_of, range(n_layers))
+        return cls.layers(shape_of, range(Shape.of(shape_of).n_layers))
 
     @classmethod
     def none(cls, shape_of: object) -> HeadPlan:
@@ -216,7 +261,7 @@ class HeadPlan:
         # A plan knows its teacher, scores know theirs; a config or a model fits any of its shape.
         teacher = getattr(shape_of, "teacher", "") or getattr(shape_of, "fingerprint", "") or ""
         kept = tuple(HeadId(*pair) for pair in pairs)
-        return cls(*_shape(shape_of), kept=kept, teacher=teacher)
+        return cls(*Shape.of(shape_of), kept=kept, teacher=teacher)
 
     @staticmethod
     def check_k(
@@ -226,12 +271,13 @@ class HeadPlan:
         unit: str = "head",
     ) -> None:
         """Raise ValueError, naming the option ``name``, unless there are at least ``k`` units."""
-        n_layers, n_heads, n_kv_heads = _shape(shape_of)
+        shape = Shape.of(shape_of)
         counts = {
-            "head": n_layers * n_heads,
-            "kv-group": n_layers * n_kv_heads,
-            "layer": n_layers,
-            "container": n_kv_heads,
+            "head": shape.n_layers * shape.n_heads,
+            "kv-group": shape.n_layers * shape.n_kv_heads,
+            "layer": shape.n_layers,
+            # Of every layer.
+            "container": shape.n_kv_heads,
         }
         if unit not in counts:
             raise ValueError(f"the unit is {unit!r}; pass one of {', '.join(get_args(Unit))}.")
@@ -257,12 +303,10 @@ class HeadPlan:
             )
 
 
-def _first_heads(
-    scores: Scored,
-    ranking: list[HeadId],
-    k: int,
-    by: str,
-) -> list[HeadId]:
+def _first_heads(scores: Scored, k: int, by: str) -> list[HeadId]:
+    """Return the ``k`` heads that rank highest; log a warning if a head left out ranks as high."""
+    ranking = scores.ranking(by)
+    # Fewer than the teacher has, if only some were scored.
     if k > len(ranking):
         raise ValueError(
             f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k."
@@ -273,15 +317,8 @@ def _first_heads(
     return ranking[:k]
 
 
-def _unit_size(shape_of: object, unit: Unit) -> int:
-    """Return the number of query heads in a unit."""
-    _, n_heads, n_kv_heads = _shape(shape_of)
-    sizes = {"head": 1, "layer": n_heads}
-    return sizes.get(unit, n_heads // n_kv_heads)
-
-
-def _heads_of(units: Iterable[tuple[int, int]], unit_size: int) -> list[HeadId]:
-    """List the heads of units (layer, number)."""
+def _heads_of(units: Iterable[UnitId], unit_size: int) -> list[HeadId]:
+    """List the heads of units."""
     heads: list[HeadId] = []
     for layer, number in units:
         first = number * unit_size
@@ -289,12 +326,12 @@ def _heads_of(units: Iterable[tuple[int, int]], unit_size: int) -> list[HeadId]:
     return heads
 
 
-def _first_in_each_layer(ranked: Sequence[tuple[int, int]], k: int) -> list[tuple[int, int]]:
-    """Return the first ``k`` units (layer, number) of every layer."""
-    by_layer: dict[int, list[tuple[int, int]]] = {}
+def _first_in_each_layer(ranked: Sequence[UnitId], k: int) -> list[UnitId]:
+    """Return the first ``k`` units of every layer."""
+    by_layer: dict[int, list[UnitId]] = {}
     for layer, number in ranked:
         by_layer.setdefault(layer, []).append((layer, number))
-    chosen: list[tuple[int, int]] = []
+    chosen: list[UnitId] = []
     for units in by_layer.values():
         chosen += units[:k]
     return chosen
@@ -308,41 +345,13 @@ def _warn_once(text: str) -> None:
 
 def check_same_shape(made_for: object, shape_of: object, name: str) -> None:
     """Raise ValueError unless a plan or scores, called ``name`` in the error, describe a teacher of this shape."""
-    expected = _shape(made_for)
-    actual = _shape(shape_of)
+    expected = Shape.of(made_for)
+    actual = Shape.of(shape_of)
     if actual != expected:
         raise ValueError(
-            f"{name} was made for another teacher: it describes {_named(expected)}, the model has {_named(actual)}; "
+            f"{name} was made for another teacher: it describes {expected}, the model has {actual}; "
             "score this teacher and make a new plan."
         )
-
-
-def _shape(source: object) -> tuple[int, int, int]:
-    """Return (layers, query heads, KV heads) of a plan, scores, a config, or a model."""
-    config: Any = getattr(source, "config", source)
-    if all(hasattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads")):
-        return config.n_layers, config.n_heads, config.n_kv_heads
-    try:
-        if hasattr(config, "num_hidden_layers") and hasattr(config, "num_attention_heads"):
-            n_heads = config.num_attention_heads
-            # Configs without the entry, or with None, have a KV head for every query head.
-            n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
-            return config.num_hidden_layers, n_heads, n_kv_heads
-    # Raised by transformers for a config whose layers differ in shape.
-    except RuntimeError as error:
-        raise ValueError(
-            f"the layers of {type(config).__name__} have different numbers of heads. A plan needs "
-            "the same number in every layer; take another teacher."
-        ) from error
-    raise ValueError(
-        f"{type(source).__name__} has no head counts; pass a Hugging Face config, a model, a "
-        "HeadPlan or HeadScores."
-    )
-
-
-def _named(shape: tuple[int, int, int]) -> str:
-    n_layers, n_heads, n_kv_heads = shape
-    return f"{n_layers} layers, {n_heads} heads, {n_kv_heads} KV heads"
 
 
 @dataclass(frozen=True)
@@ -406,11 +415,12 @@ def cache_bytes(
             ring_indices += n_slots
     # Without a state, replaced heads have no convolution either.
     n_recurrent = plan.n_layers * plan.n_heads - plan.k if d_state else 0
+    # x, B and C of each head pass through the convolution.
     conv_channels = head_dim + 2 * d_state
+    ring_bytes = 2 * ring_tokens * head_dim * bytes_per_element + ring_indices * INDEX_BYTES
     return CacheBytes(
         kv=2 * kv_tokens * head_dim * batch * bytes_per_element,
-        window=batch
-        * (2 * ring_tokens * head_dim * bytes_per_element + ring_indices * INDEX_BYTES),
+        window=ring_bytes * batch,
         ssm=n_recurrent * head_dim * d_state * batch * state_bytes,
         conv=n_recurrent * conv_channels * (conv_width - 1) * batch * bytes_per_element,
     )

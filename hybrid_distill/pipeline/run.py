@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig, to_json
-from ..data import write_pins
+from ..data import Pins, write_pins
 from ..distributed import (
     agree_on,
     alone_in,
@@ -108,6 +108,9 @@ def is_there(path: Path) -> bool:
     return agree_on(path.exists)
 
 
+# Prepare
+
+
 def prepare(inputs: RunInputs) -> None:
     """Create the directory, or check that it holds this run. Check processes and all input before anything is
     written or computed, then remove results that are `outdated`.
@@ -116,45 +119,56 @@ def prepare(inputs: RunInputs) -> None:
     """
     announce()
     config = inputs.config
-    paths = inputs.paths
-    processes = connect().num_processes
-    check_kernels(config.student.kernels, own_device(), "student.kernels")
-    for stage in config.stages:
-        stage.check_world(processes)
-    # Listed now, deleted by `begin`: input that is refused must not cost the results of an earlier
-    # run.
+    check_processes(config)
+    # Listed now, deleted by `begin_folder`: refused input must not cost the results of an earlier run.
     obsolete = outdated(config)
     for check in checks_of(inputs):
         check()
     trains = config.plan.selection != "all" or config.is_control
-    # All processes take part in asking for them.
-    pins = inputs.pins if trains or config.fits_to_text else {}
-
-    def write_own_pins() -> None:
-        """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
-        if pins:
-            write_pins(paths.sources, pins)
-
+    pins: Pins = {}
+    if trains or config.fits_to_text:
+        # Here and not in `begin_folder`: all processes take part in asking for them.
+        pins = inputs.pins
     if trains:
-        check_sizes(inputs)
-        # With "never", `begin` writes them, after it has deleted those of the earlier run.
-        if config.resume != "never":
-            on_main_process(write_own_pins)
-        # Tokenizes local sources, which may be broken anywhere.
-        for stage in config.stages:
-            inputs.rows(stage)
+        tokenize_rows(inputs, pins)
+    on_main_process(lambda: begin_folder(inputs, pins, obsolete))
 
-    def begin() -> None:
-        for path in obsolete:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        paths.out.mkdir(parents=True, exist_ok=True)
-        write_json(paths.config, to_json(config))
-        write_own_pins()
 
-    on_main_process(begin)
+def check_processes(config: RunConfig) -> None:
+    """Raise ValueError for kernels that this device cannot run, and for batches that these processes cannot share."""
+    n_processes = connect().num_processes
+    check_kernels(config.student.kernels, own_device(), "student.kernels")
+    for stage in config.stages:
+        stage.check_world(n_processes)
+
+
+def tokenize_rows(inputs: RunInputs, pins: Pins) -> None:
+    """Tokenize the rows of every stage: a local source may be broken anywhere."""
+    check_sizes(inputs)
+    # Written first: a start that is killed while it tokenizes resumes at the same commits.
+    # With "never", `begin_folder` writes them, after it has deleted the results of the earlier run.
+    if inputs.config.resume != "never":
+        on_main_process(lambda: write_own_pins(inputs.paths, pins))
+    for stage in inputs.config.stages:
+        inputs.rows(stage)
+
+
+def begin_folder(inputs: RunInputs, pins: Pins, obsolete: list[Path]) -> None:
+    """Delete obsolete results, then write the config and the commits of the sources."""
+    for path in obsolete:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    inputs.paths.out.mkdir(parents=True, exist_ok=True)
+    write_json(inputs.paths.config, to_json(inputs.config))
+    write_own_pins(inputs.paths, pins)
+
+
+def write_own_pins(paths: RunPaths, pins: Pins) -> None:
+    """Write the commits of the sources on the hub: a later start reads the same ones, and asks nobody."""
+    if pins:
+        write_pins(paths.sources, pins)
 
 
 # Score
@@ -327,6 +341,7 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
         rows = None
         if aligned is None and config.fits_to_text:
             rows = inputs.calibration_rows()
+        # A list, because a model cannot travel between processes as the result of `from_main`.
         built: list[HybridForCausalLM] = []
         on_main_process(
             lambda: built.append(build_and_save(inputs, plan, aligned, rows, requirements))
@@ -419,7 +434,7 @@ def evaluate_run(
     evaluate_teacher(inputs, again=again)
     path = inputs.paths.evaluation
     is_new = again or not is_there(path)
-    result = _evaluated(inputs, student, path, is_new)
+    result = _evaluation(inputs, student, path, is_new)
     if is_new and inputs.config.trackers:
         steps = sum(stage.steps for stage in inputs.stages)
         log_figures(inputs.config.trackers, _tracked(inputs, steps), result.figures())
@@ -428,38 +443,41 @@ def evaluate_run(
 
 def evaluate_teacher(inputs: RunInputs, *, again: bool = False) -> EvalResult:
     """Measure the teacher, as `evaluate_run` does."""
-    return _evaluated(inputs, inputs.teacher, inputs.paths.teacher_evaluation, again)
+    return _evaluation(inputs, inputs.teacher, inputs.paths.teacher_evaluation, again)
 
 
-def _evaluated(inputs: RunInputs, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
-    options = inputs.config.evaluation
-    device = connect().device
+def _evaluation(inputs: RunInputs, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
+    """Return the evaluation in a file; the main process measures it first if it is missing, or ``again``."""
 
-    def measure() -> None:
+    def measure_and_save() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A resumed run has loaded them on the CPU.
-        for each in (model, inputs.teacher):
-            nn.Module.to(each, device)
-        role = "teacher" if model is inputs.teacher else "student"
-        with Phase(f"measuring the {role}"):
-            result = evaluate(
-                model,
-                inputs.tokenizer,
-                teacher=inputs.teacher,
-                n_pairs=options.n_pairs,
-                n_examples=options.n_examples,
-                prompt_format=inputs.prompt_format,
-                seed=inputs.config.seed + PROBE_SEEDS["evaluation"],
-                held_out_texts=inputs.held_out_texts(options.n_texts),
-                knowledge=inputs.knowledge(),
-                batch_size=options.batch_size,
-                progress=True,
-            )
-            result.save(path)
+        _measure(inputs, model).save(path)
 
     if again or not is_there(path):
-        on_main_process(measure)
+        on_main_process(measure_and_save)
     return EvalResult.load(path)
+
+
+def _measure(inputs: RunInputs, model: PreTrainedModel) -> EvalResult:
+    options = inputs.config.evaluation
+    # A resumed run has loaded them on the CPU.
+    for each in (model, inputs.teacher):
+        nn.Module.to(each, connect().device)
+    role = "teacher" if model is inputs.teacher else "student"
+    with Phase(f"measuring the {role}"):
+        return evaluate(
+            model,
+            inputs.tokenizer,
+            teacher=inputs.teacher,
+            n_pairs=options.n_pairs,
+            n_examples=options.n_examples,
+            prompt_format=inputs.prompt_format,
+            seed=inputs.config.seed + PROBE_SEEDS["evaluation"],
+            held_out_texts=inputs.held_out_texts(options.n_texts),
+            knowledge=inputs.knowledge(),
+            batch_size=options.batch_size,
+            progress=True,
+        )
 
 
 # Export
