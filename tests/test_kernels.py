@@ -130,8 +130,7 @@ def test_the_suite_measures_a_student_on_the_kernels(
     student_folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
     pytest.importorskip("lm_eval")
-    from hybrid_distill import teacher
-    from hybrid_distill.lab import suite
+    from hybrid_distill.cli import evaluate_suite
 
     student, _ = tiny_student("llama")
     measured_on = []
@@ -140,9 +139,9 @@ def test_the_suite_measures_a_student_on_the_kernels(
         measured_on.append(model.ssm_implementation)
         raise InterruptedError
 
-    monkeypatch.setattr(suite, "load_tasks", lambda job: {})
-    monkeypatch.setattr(teacher, "load_on_own_device", lambda *_, **__: (student, None))
-    monkeypatch.setattr(suite, "run_suite", note_and_stop)
+    monkeypatch.setattr(evaluate_suite, "load_tasks", lambda job: {})
+    monkeypatch.setattr(evaluate_suite, "load_on_own_device", lambda *_, **__: (student, None))
+    monkeypatch.setattr(evaluate_suite, "run_suite", note_and_stop)
     words = ["evaluate", "--suite", "kv", "--model", str(student_folder)]
     with pytest.raises((InterruptedError, SystemExit)):
         main([*words, "--kernels", "torch", "--out", str(tmp_path / "out")])
@@ -158,7 +157,7 @@ def test_a_run_is_measured_again_on_other_kernels(tmp_path: Path, monkeypatch) -
         used.append(inputs.config.student.kernels)
         raise ValueError("far enough")
 
-    monkeypatch.setattr("hybrid_distill.pipeline.trained_student", trained)
+    monkeypatch.setattr("hybrid_distill.cli.evaluate_run.trained_student", trained)
     with pytest.raises(SystemExit, match="2"):
         main(["evaluate", str(config.out), "--kernels", "torch"])
     assert used == ["torch"]

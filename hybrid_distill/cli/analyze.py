@@ -7,7 +7,8 @@ from typing import Annotated
 import tyro
 
 from ..lab.analysis.hybrids import HybridHeadRanking, ReplaceLayer, ZeroedRecurrence
-from ..lab.analysis.maps import Maps, Mask
+from ..lab.analysis.maps import Maps
+from ..lab.analysis.masking import Mask
 from ..lab.analysis.rankings import CompareRankings
 from ..lab.analysis.removal import Formats, KeepHeads, PruneLayers, RemoveHeads
 

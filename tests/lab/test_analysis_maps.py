@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.head_matrices import HeadMix
-from hybrid_distill.lab.analysis.maps import Mask, masked_logprobs
+from hybrid_distill.lab.analysis.masking import Mask, masked_logprobs
 from hybrid_distill.lab.analysis.mixing import find_heads, mask_heads, mix_heads
 from hybrid_distill.lab.analysis.patterns import (
     MarkedPrompt,

@@ -25,7 +25,7 @@ from hybrid_distill.config import PlanConfig, RunConfig, from_json
 from hybrid_distill.lab.sweep import cells
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
 from hybrid_distill.lab.sweep.flags import SweepJob
-from hybrid_distill.lab.sweep.folder import Sweep
+from hybrid_distill.lab.sweep.folder import Definition, Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
 from hybrid_distill.lab.sweep.job import SweepFailed, base_config, checked, dry_run, sweep
 from hybrid_distill.lab.sweep.jobs import run_tasks
@@ -91,7 +91,7 @@ def test_states_are_aligned_though_the_recipe_has_none(tmp_path: Path, share: bo
     windows = replace(small_run().student, d_state=0, window=8, sinks=2)
     job = SweepJob(out=tmp_path, heads="0", d_state="0,4", window="0,8", seeds=1, selection="top")
     request = checked(job, recipe(student=windows, tokens="64K", align_share=0.5))
-    opened = Sweep.open(request.base, request.grid, request.cells, share=share)
+    opened = Sweep.open(replace(request.definition, share=share))
     assert [stage.name for stage in opened.own_stages] == ["align", "distill"][share:]
     alignments = [task for task in opened.tasks.values() if task.d_state and not task.cell]
     assert len(alignments) == (2 if share else 0)
@@ -144,8 +144,8 @@ def test_a_dry_run_refuses_what_the_sweep_refuses(tmp_path: Path) -> None:
 def test_a_control_is_trained_beside_cells_with_a_shared_alignment(tmp_path: Path) -> None:
     job = SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1, selection="top")
     request = checked(job, recipe(control=True, cache="90%"))
-    assert request.base.cache is None
-    opened = Sweep.open(request.base, request.grid, request.cells, share=True)
+    assert request.definition.base.cache is None
+    opened = Sweep.open(request.definition)
     (alignment,) = [task for task in opened.tasks.values() if task.d_state and not task.cell]
     perform(opened, alignment)
     assert alignment.outcome().state == "done"
@@ -172,7 +172,7 @@ def test_fields_of_the_recipe_can_be_changed() -> None:
 
 
 def opened(base: RunConfig, asked: Grid, share: bool = True) -> Sweep:
-    return Sweep.open(base, asked, asked.cells(SHAPE), share=share)
+    return Sweep.open(Definition(base, asked, asked.cells(SHAPE), share))
 
 
 def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from training import small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.sweep.flags import SweepJob
-from hybrid_distill.lab.sweep.folder import Sweep
+from hybrid_distill.lab.sweep.folder import Definition, Sweep
 from hybrid_distill.lab.sweep.grid import Grid
 from hybrid_distill.lab.sweep.job import JOBS, _defaults, dry_run, sweep
 from hybrid_distill.lab.sweep.jobs import (
@@ -175,7 +175,7 @@ def test_jobs_that_cannot_be_are_refused(job: SweepJob, gpus: int, value: str, n
 
 def opened(out: Path) -> Sweep:
     asked = Grid.parse(heads=HEADS, d_state="4,8", selection="random", seeds=1)
-    return Sweep.open(small_run(out), asked, asked.cells(SHAPE), share=True)
+    return Sweep.open(Definition(small_run(out), asked, asked.cells(SHAPE), share=True))
 
 
 def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path) -> None:

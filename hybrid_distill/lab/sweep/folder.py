@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +22,48 @@ from .paths import SweepPaths
 from .tasks import Task, tasks_of
 
 FORMAT = "hybrid-distill/sweep/1"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Sweep that is asked for, in the folder ``base.out``."""
+
+    base: RunConfig
+    """Run that the recipe describes; cells change its student."""
+    grid: Grid
+    cells: Sequence[Cell]
+    share: bool
+    """True if cells of a state size and seed share one alignment of all heads."""
+    command: str = ""
+    """Recipe and changes that the sweep was started with, for its report."""
+
+    def check(self) -> None:
+        """Raise ValueError if the sweep cannot run, or if its folder holds one that this does not continue: a sweep
+        may grow, but not change."""
+        out = self.base.out
+        check_out(out)
+        is_aligned = any(cell.d_state for cell in self.cells)
+        has_both = self.base.head_stages and self.base.student_stages
+        if self.share and is_aligned and not has_both:
+            raise ValueError(
+                f"the recipe's stages are {', '.join(self.base.stage_names) or 'none'}; with a shared alignment there "
+                "must be one to share, and more for the cells to do. List an Align() and a Distill(), or pass "
+                "--no-share."
+            )
+        if SweepPaths(out).record.exists():
+            Sweep(out).check_grows(self)
+
+    def record(self) -> Record:
+        """Convert to JSON values, for sweep.json."""
+        return {
+            "format": FORMAT,
+            "grid": {name: list(values) for name, values in asdict(self.grid).items()},
+            "share_alignment": self.share,
+            "command": self.command,
+            "config": to_json(self.base),
+            "versions": versions(),
+            "cells": [{"name": cell.name, **asdict(cell)} for cell in self.cells],
+        }
 
 
 class Sweep:
@@ -48,65 +90,25 @@ class Sweep:
                 self.cells.append(Cell(**axes))
 
     @classmethod
-    def open(
-        cls,
-        base: RunConfig,
-        grid: Grid,
-        cells: Sequence[Cell],
-        *,
-        share: bool,
-        command: str = "",
-    ) -> Sweep:
-        """Start or resume the sweep in ``base.out``; raises ValueError as `check` does."""
-        record = cls.check(base, grid, cells, share=share, command=command)
-        paths = SweepPaths(base.out)
+    def open(cls, definition: Definition) -> Sweep:
+        """Start a sweep in its folder, or resume it there. Raises ValueError as `Definition.check` does."""
+        definition.check()
+        out = definition.base.out
+        paths = SweepPaths(out)
         paths.tasks.mkdir(parents=True, exist_ok=True)
-        write_json(paths.record, record)
+        write_json(paths.record, definition.record())
         # Read back: jobs in other processes work from the same file.
-        return cls(base.out)
+        return cls(out)
 
-    @classmethod
-    def check(
-        cls,
-        base: RunConfig,
-        grid: Grid,
-        cells: Sequence[Cell],
-        *,
-        share: bool,
-        command: str = "",
-    ) -> Record:
-        """Return the sweep's record; a sweep may grow, but not change.
-
-        Raises ValueError naming the differences from the sweep that the folder holds.
-        """
-        check_out(base.out)
-        is_aligned = any(cell.d_state for cell in cells)
-        if share and is_aligned and not (base.head_stages and base.student_stages):
-            raise ValueError(
-                f"the recipe's stages are {', '.join(base.stage_names) or 'none'}; with a shared alignment there must "
-                "be one to share, and more for the cells to do. List an Align() and a Distill(), or pass --no-share."
-            )
-        record = {
-            "format": FORMAT,
-            "grid": {name: list(values) for name, values in asdict(grid).items()},
-            "share_alignment": share,
-            "command": command,
-            "config": to_json(base),
-            "versions": versions(),
-            "cells": [{"name": cell.name, **asdict(cell)} for cell in cells],
-        }
-        paths = SweepPaths(base.out)
-        if paths.record.exists():
-            cls(base.out)._check_grows(base, record)
-        return record
-
-    def _check_grows(self, base: RunConfig, record: Record) -> None:
-        """Raise ValueError unless ``record`` has all existing cells and the same settings, or
-        nothing has run yet."""
+    def check_grows(self, definition: Definition) -> None:
+        """Raise ValueError, naming the differences, unless a definition has all cells of this sweep and
+        the same settings, or nothing has run yet."""
         if not any(has_result(task.folder) for task in self.tasks.values()):
             return
-        changed = differences(_settings(self.base, self.record), _settings(base, record))
-        wanted = {cell["name"] for cell in record["cells"]}
+        changed = differences(
+            _settings(self.base, self.share), _settings(definition.base, definition.share)
+        )
+        wanted = {cell.name for cell in definition.cells}
         missing = sorted(cell.name for cell in self.cells if cell.name not in wanted)
         if not changed and not missing:
             return
@@ -175,11 +177,11 @@ def with_student(run: RunConfig, d_state: int, window: int) -> RunConfig:
     return replace(run, student=student)
 
 
-def _settings(base: RunConfig, record: Record) -> Record:
+def _settings(base: RunConfig, share: bool) -> Record:
     """Return all settings of a sweep that may not change when it goes on, its evaluation
     included."""
     return {
-        "share": record["share_alignment"],
+        "share": share,
         "evaluation": fixed_fields(base.evaluation),
         **settings(base, base.stage_names),
     }

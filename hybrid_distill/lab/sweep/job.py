@@ -24,8 +24,8 @@ from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted
 from ...train.tracking import check_trackers
 from .flags import SweepJob
-from .folder import Sweep, with_student
-from .grid import Cell, Grid
+from .folder import Definition, Sweep, with_student
+from .grid import Grid
 from .jobs import run_tasks
 from .paths import SweepPaths
 from .results import write_results
@@ -60,12 +60,9 @@ class SweepFailed(Exception):
 class Request(NamedTuple):
     """Sweep that was asked for, checked."""
 
-    base: RunConfig
-    """Run that the recipe describes; cells change its student."""
+    definition: Definition
     inputs: RunInputs
     """Inputs of the cell with the largest state and window, checked."""
-    grid: Grid
-    cells: list[Cell]
     workers: WorkerOptions
 
 
@@ -90,8 +87,12 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     check_student(inputs, PlanConfig("none", k=0))
     # Of the teacher, only its config has been read so far.
     cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
+    words = [str(job.recipe)]
+    if job.set:
+        words += ["--set", *job.set]
+    definition = Definition(base, grid, cells, job.share, " ".join(words))
     options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
-    return Request(base, inputs, grid, cells, options)
+    return Request(definition, inputs, options)
 
 
 def dry_run(job: SweepJob, recipe: ModuleType) -> str:
@@ -100,12 +101,13 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
     Raises ValueError as `sweep` does.
     """
     request = checked(job, recipe)
-    Sweep.check(request.base, request.grid, request.cells, share=job.share)
-    names = ", ".join(cell.name for cell in request.cells)
+    request.definition.check()
+    cells = request.definition.cells
+    names = ", ".join(cell.name for cell in cells)
     # submitit makes its folder at once.
     with TemporaryDirectory() as folder:
         workers = request.workers.workers(Path(folder))
-    title = f"{request.base.name}: {len(request.cells)} cells"
+    title = f"{request.definition.base.name}: {len(cells)} cells"
     return f"{title}, into {job.out}: {names}\n{workers.described()}"
 
 
@@ -118,17 +120,8 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     request = checked(job, recipe)
     paths = SweepPaths(job.out)
     workers = request.workers.workers(paths.jobs)
-    words = [str(job.recipe)]
-    if job.set:
-        words += ["--set", *job.set]
     with locked(job.out):
-        this = Sweep.open(
-            request.base,
-            request.grid,
-            request.cells,
-            share=job.share,
-            command=" ".join(words),
-        )
+        this = Sweep.open(request.definition)
         # All cells read the same commits of sources on the hub, and none of them asks.
         if request.inputs.pins:
             write_pins(paths.sources, request.inputs.pins)
