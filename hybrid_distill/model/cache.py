@@ -136,6 +136,7 @@ class HybridLayerCache(DynamicLayer):
         self.keys = key_states
         self.values = value_states
         if self.sliding_window is not None and key_states.shape[-2] >= self.sliding_window:
+            # W - 1 keys: the next token is the last one in its own window.
             first = key_states.shape[-2] - (self.sliding_window - 1)
             # Cloned: a slice would keep the whole tensor in memory.
             self.keys = key_states[..., first:, :].clone()
@@ -175,6 +176,7 @@ class HybridLayerCache(DynamicLayer):
         return held + query_length, self.seen - held
 
     def reset(self) -> None:
+        # super() would leave the states and the ring.
         self.__init__(self.sliding_window, self.kv_dtype)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -329,6 +331,7 @@ class StaticLayerCache(HybridLayerCache):
             stored = self.kv_dtype or dtype
             self.keys = static(key_states.new_zeros(shape, dtype=stored))
             self.values = static(key_states.new_zeros(shape, dtype=stored))
+        # Indices on the device: the bounds of a slice would be constants of the graph.
         place_L = torch.arange(key_states.shape[2], device=key_states.device)
         if self.n_seen is not None:
             place_L = place_L + self.n_seen
@@ -456,6 +459,7 @@ class HybridCache(Cache):
             layer = self.layer(int(index))
             layer._put(name, tensor)
             if name.endswith("keys"):
+                # Later keys are joined to these, so they must be stored in the same dtype.
                 layer.kv_dtype = tensor.dtype
         for layer in self._layers():
             layer.seen = prefix.n_columns

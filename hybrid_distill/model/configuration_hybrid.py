@@ -94,6 +94,7 @@ class HybridConfig(PretrainedConfig):
             check_padding(backbone)
             given = fields_of(backbone, kwargs)
             backbone = updated(backbone, given)
+            # Again: keywords may have replaced what was checked.
             check_sizes(backbone)
             shared = make_backbone_config(backbone)
             kept = check_kept(kept, shared)
@@ -140,6 +141,7 @@ class HybridConfig(PretrainedConfig):
 
     def __getattr__(self, name: str) -> Any:
         """Read a field of the backbone; called for names that this config lacks."""
+        # Not self._backbone: without one, as in a copy that is being made, this would call itself.
         shared = self.__dict__.get("_backbone")
         if shared is None or name.startswith("_") or name in OWN:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -179,6 +181,7 @@ class HybridConfig(PretrainedConfig):
             if name in RULES and value is not None:
                 check_field(name, value, RULES[name])
             if name in ("num_hidden_layers", "num_attention_heads"):
+                # Tried on a copy: a refused value must leave the config as it was.
                 changed = copy.copy(shared)
                 setattr(changed, name, value)
                 check_kept(self.kept, changed)

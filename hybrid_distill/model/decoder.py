@@ -180,6 +180,7 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
         not decoder.training and getattr(decoder.config, "use_cache", None) is not False
     )
     backbone_packs = False
+    # A single token is one document; to look at its position would wait for the device.
     if row["seq_idx"] is None and length > 1:
         row["seq_idx"] = _documents(row, batch, length, cache, caches_by_default)
         backbone_packs = row["attention_mask"] is None and packs_by_itself(
@@ -191,6 +192,7 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
         cache = make_cache(decoder.config)
     row[cache_name] = cache
     _mask_documents(decoder, row, backbone_packs)
+    # Last: to what is above, a missing token mask means that the attention mask is not 2-D.
     if _marks_nothing(row["token_mask"]):
         row["token_mask"] = None
     return row
@@ -270,6 +272,7 @@ def _documents(
         return None
     use_cache = row["use_cache"]
     is_cached = cache is not None or bool(use_cache)
+    # A graph cannot look for documents: whether it fills a cache decides what it assumes.
     if torch.compiler.is_compiling() and use_cache is None:
         is_cached = is_cached or caches_by_default
     n_past = 0 if cache is None else cache.get_seq_length()

@@ -145,6 +145,7 @@ def block_mask(first_BL: Tensor) -> flex_attention.BlockMask:
     is_diagonal_BKK = block_K >= n_partial_BK.unsqueeze(2) - 1
     partial_BKK = torch.where(is_diagonal_BKK, block_K.unsqueeze(1), partial_BKK)
     whole_BKK = (first_whole_BK.unsqueeze(2) + block_K).clamp(max=n_blocks - 1)
+    # Otherwise the mask would be one for whole blocks.
     options: dict[str, Any] = {"seq_lengths": (length, length)} if length % FLEX_BLOCK else {}
     return flex_attention.BlockMask.from_kv_blocks(
         n_partial_BK.unsqueeze(1).int(),

@@ -62,6 +62,7 @@ def seq_idx_of_positions(
         starts_BL[:, 1:] |= rise_BL[:, 1:] > 1
     if torch.compiler.is_compiling():
         if cached:
+            # Checked on the device, when the graph runs.
             torch.ops.aten._assert_async.msg(~starts_BL.any(), CACHE_WITH_PACKING)
             return None
     elif not starts_BL.any():

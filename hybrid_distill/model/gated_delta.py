@@ -60,6 +60,7 @@ def delta_scan(
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence; arguments and results as in `ssd_scan`."""
+    # At auto alone: "triton" asks for our kernels, and this one is flash-linear-attention's.
     if impl == "auto" and x_BLHP.shape[1] > 0:
         sizes = x_BLHP.shape[-1], k_BLHN.shape[-1]
         if choose(impl, DELTA_RULE, x_BLHP, *sizes, packed=seq_idx_BL is not None) == "triton":
@@ -119,6 +120,7 @@ def delta_mixing_matrix(
     overlap = mixing_matrix(log_a_BLH, k_BLHN, k_BLHN, seq_idx_BL)
     write_BHL = write_BLH.to(overlap.dtype).transpose(1, 2)
     overlap = overlap * write_BHL.unsqueeze(-1)
+    # unitriangular: the diagonal counts as 1, and what `overlap` has there is not read.
     solved = solve_triangular(overlap, writes_to_y, upper=False, left=False, unitriangular=True)
     return solved * write_BHL.unsqueeze(-2)
 
@@ -175,6 +177,7 @@ def _writes(
     written = k * write
     overlap = written @ k.mT * decay_matrix(cum_BHMQ, unseen)
     right = torch.cat([x * write, written * from_start.unsqueeze(-1)], dim=-1)
+    # unitriangular: the diagonal counts as 1, and what `overlap` has there is not read.
     solved = solve_triangular(overlap, right, upper=False, unitriangular=True)
     own, read = solved.split([head_dim, k.shape[-1]], -1)
 
@@ -184,6 +187,7 @@ def _writes(
     kept = torch.diag_embed(from_start[..., -1:].expand(*k.shape[:3], k.shape[-1])) - forgets
     before = []
     state = state.mT
+    # One by one, unlike in `ssd`: a chunk multiplies the state by a matrix, not by a number.
     for kept_BHNN, added_BHNP in zip(kept.unbind(2), added.unbind(2)):
         before.append(state)
         state = kept_BHNN @ state + added_BHNP

@@ -115,6 +115,7 @@ def attend_locally(
     key_BNGKP = _near_blocks(key_BGTP, n_past + size, size)
     value_BNGKP = _near_blocks(value_BGTP, n_past + size, size)
     seen_BNQK = _seen_near(begin_BNQ, reach, n_past)
+    # A single block without earlier tokens has its sinks among its near keys.
     if reach.sinks and (n_blocks > 1 or earlier is not None):
         # Only one document can have sinks before a block's near keys: that of its first query.
         sink_keys = None if earlier is None else earlier.sink_keys

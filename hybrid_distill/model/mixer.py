@@ -150,6 +150,7 @@ class HybridMixer(nn.Module):
         n_repeats = n_kept // n_stored
         kv_index = [self.kv_groups.index(head // self.group_size) for head in self.kept]
         repeated = [place // n_repeats for place in range(n_stored * n_repeats)]
+        # The backbone repeats KV heads itself, which fits if all are read equally often, in order.
         if kv_index != repeated:
             n_repeats = 1
             self.kv_index = kv_index

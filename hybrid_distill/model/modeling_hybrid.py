@@ -179,6 +179,7 @@ class HybridModel(HybridPreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]
 
     def __init__(self, config: HybridConfig) -> None:
+        # Read first: transformers puts its own choice in the place of None.
         requested = config._attn_implementation or config.checked_attention
         super().__init__(config)
         self._take_decoder(config, requested)
@@ -214,7 +215,9 @@ class HybridForSequenceClassification(GenericForSequenceClassification, HybridPr
     _own_tensors = ("score.weight",)
 
     def __init__(self, config: HybridConfig) -> None:
+        # Read first: transformers puts its own choice in the place of None.
         requested = config._attn_implementation or config.checked_attention
+        # Not super(): the mixin would make another decoder, by AutoModel.
         HybridPreTrainedModel.__init__(self, config)
         self.num_labels: Any = config.num_labels
         self._take_decoder(config, requested)
@@ -230,11 +233,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     """
 
     def __init__(self, config: HybridConfig) -> None:
+        # Read first: transformers puts its own choice in the place of None.
         requested = config._attn_implementation or config.checked_attention
         super().__init__(config)
         backbone = self._take_decoder(config, requested)
         self.lm_head: Any = backbone.get_output_embeddings()
         embedding = self.model.get_input_embeddings()
+        # Families name it differently: embed_tokens, or embed_in in GPT-NeoX.
         name = next(name for name, module in self.model.named_modules() if module is embedding)
         self._tied_weights_keys = {"lm_head.weight": f"model.{name}.weight"}
         self._longrope_switch = _longrope_switch(backbone)
@@ -249,6 +254,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if not self.config.tie_word_embeddings and self.all_tied_weights_keys:
             self.all_tied_weights_keys = {}
             state = kwargs.get("state_dict") or self.state_dict()
+            # A copy: of tensors that share memory, transformers stores one.
             kwargs["state_dict"] = {**state, "lm_head.weight": state["lm_head.weight"].clone()}
         return super().save_pretrained(*args, **kwargs)
 

@@ -44,6 +44,7 @@ def is_plain(projection: nn.Module, device: torch.device) -> bool:
     """
     return (
         type(projection) is nn.Linear
+        # A plain tensor too: a stage in bf16 puts a copy in the parameter's place.
         and type(projection.weight) in (nn.Parameter, Tensor)
         and projection.weight.device == device
     )
@@ -266,6 +267,7 @@ class SSMHeads(nn.Module):
 
         def replay(cache: HybridLayerCache, n_tokens: int) -> None:
             mask_BL = None if token_mask_BL is None else token_mask_BL[:, :n_tokens]
+            # Without documents: packed rows are refused with a cache.
             self.forward(hidden_BLD[:, :n_tokens], mask_BL, None, cache)
 
         return replay
@@ -406,6 +408,8 @@ class SSMHeads(nn.Module):
         if token_mask_BL is not None:
             token_BL1 = token_mask_BL.unsqueeze(-1).to(xbc_BLC.dtype)
             n_tokens_B = token_mask_BL.long().sum(dim=1)
+            # softplus and sigmoid of -inf are 0: padding neither decays the state nor writes to it
+            # by the delta rule.
             raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
         is_padded = xbc_BLC.shape[-1] > sum(self.sizes)
 
@@ -416,6 +420,7 @@ class SSMHeads(nn.Module):
             conv_state_BCK = in_row(conv_state_BCK, 1)
         xbc_BLC, conv_state_BCK = causal_conv(
             xbc_BLC,
+            # By hand: a product of bfloat16 and float32 is float32, under autocast too.
             in_row(self.conv_weight).to(xbc_BLC.dtype),
             state_BCK=conv_state_BCK,
             seq_idx_BL=seq_idx_BL,
@@ -423,6 +428,7 @@ class SSMHeads(nn.Module):
             impl=self.impl,
         )
         if is_padded:
+            # A cache holds no padding: whether rows have it depends on their length.
             conv_state_BCK = torch.cat(_parts(conv_state_BCK, self.sizes, 1), dim=1)
         if self.conv_bias is not None:
             xbc_BLC = xbc_BLC + in_row(self.conv_bias).to(xbc_BLC.dtype)
@@ -436,6 +442,7 @@ class SSMHeads(nn.Module):
         if self.form.n_gates > 1:
             raw = raw_BLR.unflatten(-1, (self.n_heads, -1))
         if token_BL1 is not None:
+            # Only now: the taps of the convolution reach from padding back to the tokens before it.
             x = x * token_BL1.unsqueeze(-1)
         return x, self.form.keys(b, raw), c, raw, conv_state_BCK
 
@@ -476,6 +483,7 @@ class _Parts(torch.autograd.Function):
         first = grad_outputs[0]
         batch, length, width = ctx.shape
         n_bytes = batch * length * width * first.itemsize
+        # While a compiler traces, tensors have no addresses to compare.
         if not torch.compiler.is_compiling() and first.untyped_storage().nbytes() == n_bytes:
             row_BLC = first.as_strided(ctx.shape, (length * width, width, 1), 0)
             places = [(t.data_ptr(), t.stride()) for t in _parts(row_BLC, ctx.sizes, -1)]
@@ -492,6 +500,7 @@ def _of_document(
     """Zero the parts of the states before token ``begin`` that belong to an earlier document."""
     n_past = conv_state_BCK.shape[-1]
     own_BK = (
+        # No document has this number.
         F.pad(seq_idx_BL[:, :begin], (n_past, 0), value=-1)[:, begin:]
         == seq_idx_BL[:, begin : begin + 1]
     )

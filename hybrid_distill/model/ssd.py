@@ -38,6 +38,7 @@ def log_decay(raw: Tensor) -> Tensor:
 
 def raw_decay(half_life: Tensor) -> Tensor:
     """Invert `log_decay`: the raw value whose decay halves a state in ``half_life`` tokens."""
+    # expm1: exp(x) - 1 would lose long half-lives to rounding.
     return torch.log(torch.expm1(math.log(2.0) / half_life))
 
 
@@ -151,6 +152,7 @@ def step_in_place(
     ``token_mask_B`` is 0 at padding, which leaves both states unchanged. Returns None, and does
     nothing, if gradients are enabled, ``impl`` has no such kernel, or the states or the convolution
     width do not fit it."""
+    # In place, so not where autograd may still need the states as they are.
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
     fits = fits and not torch.is_grad_enabled() and all(state.is_contiguous() for state in states)
@@ -228,6 +230,7 @@ def causal_conv(
     else:
         y_BLC, last_BCK = _conv_by_taps(x_BLC, weight_CK, state_BCK, seq_idx_BL)
     if n_tokens_B is not None:
+        # What either returns are the last inputs of a row, which here are padding.
         last_BCK = _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
     return y_BLC, last_BCK
 
@@ -259,6 +262,7 @@ def _last_tokens(
     the state."""
     back_K = torch.arange(-n_past, 0, device=x_BLC.device)
     place_BK1 = (n_tokens_B.unsqueeze(1) + back_K).unsqueeze(-1)
+    # Negative places are in the state. Both are read at all places, which are clamped to each.
     new_BKC = x_BLC.gather(1, place_BK1.clamp_min(0).expand(-1, -1, x_BLC.shape[2]))
     if state_BCK is None:
         return new_BKC.masked_fill(place_BK1 < 0, 0.0).mT
@@ -383,6 +387,7 @@ def _scan_chunked(
 
     added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
     before_BHMNP, state = _carry(added_BHMNP, cum_BHMQ[..., -1], state.mT, seq_BMQ)
+    # Detached: the backward by hand gives cum the gradient of both its uses.
     y = _ChunkOutputs.apply(x, bt, ct, cum_BHMQ, before_BHMNP, unseen, from_start.detach())
     return y.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length], state.mT
 
@@ -434,6 +439,7 @@ class _ChunkOutputs(torch.autograd.Function):
         (dy,) = grad_outputs
         x, bt, ct, decay, from_start, before, earlier, own = ctx.saved_tensors
         from_start = from_start.unsqueeze(-2)
+        # It comes permuted, as y leaves. Copied once, instead of in every product.
         dy = dy.contiguous()
         dx = (ct.mT @ bt).mul_(decay).mT @ dy
         dcum = (dy * earlier).sum(-1) - (x * dx).sum(-1)
@@ -481,6 +487,7 @@ def _carry(
         states = torch.cat([state_BHNP.unsqueeze(2), added_BHMNP[:, :, block]], dim=2)
         segments = None if starts_BM is None else F.pad(starts_BM[:, block].cumsum(-1), (1, 0))
         unseen = _unseen(segments, states.shape[2], states)
+        # The state before the block comes first, and has no decay of its own.
         cum = _sums(F.pad(log_decay_BHM[:, :, block], (1, 0)), unseen)
         decay = decay_matrix(cum, unseen.unsqueeze(1))
         states = (decay @ states.flatten(-2)).view_as(states)

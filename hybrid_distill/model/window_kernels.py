@@ -85,6 +85,7 @@ def window_blocks(
         return is_seen if limit is None else is_seen & (query - key < limit)
 
     options: dict[str, Any] = {}
+    # Otherwise the mask would be one for whole blocks.
     if length % FLEX_BLOCK:
         options["seq_lengths"] = (length, length)
     return flex_attention.BlockMask.from_kv_blocks(

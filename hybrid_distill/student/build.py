@@ -90,6 +90,7 @@ def build_student(
     made = list(copied_tensors(student, teacher, sites))
     _load(student, made)
     copy_buffers(student, teacher)
+    # Loading has given tied parameters a tensor each.
     student.tie_weights()
     if recurrent is not None:
         started = list(_known_tensors(student, recurrent, teacher.device))
@@ -152,8 +153,10 @@ def empty_student(
         sinks=sinks,
         dtype=teacher.dtype,
     )
+    # to_dict() leaves it out.
     config._attn_implementation = teacher.config._attn_implementation
     default = torch.get_default_dtype()
+    # As from_pretrained does: modules are made in the default dtype.
     torch.set_default_dtype(teacher.dtype)
     try:
         with torch.device("meta"):
@@ -190,6 +193,7 @@ def _load(student: HybridForCausalLM, made: Sequence[Made]) -> None:
     tensors = {}
     for record, tensor in made:
         tensors[record.name] = tensor.clone(memory_format=torch.contiguous_format)
+    # Assigned: the student is on the meta device, where nothing can be copied into.
     unexpected = student.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     if unexpected:
         raise RuntimeError(f"the student has no tensors {', '.join(unexpected)}")

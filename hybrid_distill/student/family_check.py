@@ -25,6 +25,7 @@ def check_family(teacher: PreTrainedModel, recurrence: str = "discrete", window:
     """
     try:
         config = _small_config(teacher.config)
+        # The caller's random numbers must not depend on a check. devices=[]: it draws on the CPU alone.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = AutoModelForCausalLM.from_config(
@@ -37,6 +38,7 @@ def check_family(teacher: PreTrainedModel, recurrence: str = "discrete", window:
     except Exception as error:
         log.debug("no small %s could be made: %s", type(teacher).__name__, error)
         return
+    # Of each layer one head is kept, so that both kinds run in it.
     first_heads = [(layer, 0) for layer in range(config.num_hidden_layers)]
     plan = HeadPlan.from_pairs(small, first_heads)
     build_student(

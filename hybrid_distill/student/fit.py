@@ -113,6 +113,7 @@ class _Best:
 
     def __init__(self, values_RG: Tensor) -> None:
         self.values_RG = values_RG
+        # In float64, as products are summed: errors of candidates are close to one another.
         self.error_R = torch.full_like(values_RG[:, 0], math.inf, dtype=torch.float64)
 
     def offer(self, values_RG: Tensor, error_R: Tensor) -> None:
@@ -218,6 +219,7 @@ class _LeastSquares:
         moment = self.products[:, :-1, -1:]
         jitter = RIDGE * gram.diagonal(dim1=-2, dim2=-1) + 1e-12
         weights = torch.linalg.solve(gram + torch.diag_embed(jitter), moment)
+        # Not w^T m alone: with the ridge, the weights do not solve G w = m.
         explained_R = (weights.mT @ (2 * moment - gram @ weights)).flatten()
         return weights.squeeze(-1).float(), self.products[:, -1, -1] - explained_R
 

@@ -215,6 +215,7 @@ def _teacher_start(
         key_norm_R = _key_norms(factors, inputs) if is_delta else None
         coefficients = guess_coefficients(len(heads), width, x.weight.device, key_norm_R)
     b, c = _projections(factors, coefficients, is_delta)
+    # Least squares: of all weights w, those with w u closest to 1 over the inputs u.
     solved_D1 = torch.cholesky_solve(inputs.mean_D.unsqueeze(1), inputs.root_moment_DD)
     norms = (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
     return _Start(

@@ -37,6 +37,7 @@ def _replace_outside_mixers(
     student: HybridForCausalLM, replacement: Callable[[str, nn.Parameter], nn.Parameter]
 ) -> None:
     inside = tuple(f"{name}." for name in mixer_names(student))
+    # By all of its names: a tied parameter must be replaced in every place.
     for name, parameter in list(student.named_parameters(remove_duplicate=False)):
         if not name.startswith(inside):
             module_name, _, attribute = name.rpartition(".")

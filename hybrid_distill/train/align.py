@@ -99,6 +99,7 @@ class LayerAlignment(TeacherForced[Align]):
         """Return the teacher's output: [B, L, D], or [B, L, R, P] for the target ``head``."""
         if self.config.target == "head":
             return self._recurrent(layer, call.heads_BLHP)
+        # Always a tuple here, whatever the module itself returned.
         return call.output[0]
 
     def _output(self, layer: int, call: MixerCall, seq_idx_BL: Tensor) -> Tensor:

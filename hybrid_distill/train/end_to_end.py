@@ -28,6 +28,7 @@ if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
 LOSS = {
     "auto": "auto",
     "triton": "triton",
+    # mamba-ssm has no loss.
     "mamba_ssm": "auto",
     "torch": "torch",
     "reference": "torch",

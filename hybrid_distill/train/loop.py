@@ -211,6 +211,7 @@ class _Training:
         # Before the weights are distributed: then, a process may hold parts of them.
         if snapshot is not None:
             load_trainable_tensors(self.stage, snapshot.weights)
+        # The teacher is not a submodule and stays in eval mode.
         self.stage.train()
         set_batch(
             self.accelerator,

@@ -201,6 +201,7 @@ class _SampleByRow(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         waits = []
         for scores_V, generator in zip(scores, self._generators, strict=True):
+            # In float64: the shortest waits decide, and those are coarse in float32.
             empty_V = torch.empty_like(scores_V, dtype=torch.float64)
             waits.append(empty_V.exponential_(generator=generator))
         # Gumbel noise is minus the logarithm of exponential waiting times.

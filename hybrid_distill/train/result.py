@@ -91,6 +91,7 @@ def load_stage(folder: str | Path, student: nn.Module) -> StageManifest:
     # Hashing takes as long as reading: once a machine is enough.
     compute_everywhere(lambda: check_files(folder, hashes))
     stored = load_file(folder / WEIGHTS)
+    # keep_vars: the parameters themselves, whose dtype a detached tensor could not change.
     own = student.state_dict(keep_vars=True)
     _check_same_student(folder, stored, own, manifest.tied)
     for name, tensor in stored.items():

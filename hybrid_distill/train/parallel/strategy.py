@@ -115,6 +115,7 @@ class Strategy:
         Return their norm before that, over all processes, on the device.
         """
         norm = torch.nn.utils.clip_grad_norm_(trainable(self.stage).values(), max_norm)
+        # Under FSDP2 it is a DTensor, whose parts are not summed yet.
         return whole_tensor(norm)
 
     def unshard(self) -> bool:
