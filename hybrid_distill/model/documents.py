@@ -81,6 +81,7 @@ def packs_by_itself(config: PretrainedConfig, position_ids: Tensor | None, batch
     implementation = getattr(config, "_attn_implementation", None) or ""
     if implementation == "flex_attention":
         return position_ids is not None
+    # In several rows, transformers does not look for documents.
     return "flash" in implementation and batch == 1
 
 

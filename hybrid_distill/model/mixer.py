@@ -215,6 +215,7 @@ class HybridMixer(nn.Module):
             y_BLHP = self._attend(hidden_states, None, {**inputs, **call.arguments()})
             call.check_used(self.attention)
             if attended is None:
+                # The call returns kept heads first, then replaced ones.
                 attended = y_BLHP[:, :, : len(self.kept)]
                 y_BLHP = y_BLHP[:, :, len(self.kept) :]
             if "window" not in self.silenced:

@@ -567,6 +567,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
+        # 0 keeps all, because -0 is where a slice begins.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = finish_logits(self.lm_head(outputs[0][:, kept, :]), self.model.config)
         loss = None

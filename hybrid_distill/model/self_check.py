@@ -137,6 +137,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator,
     for way, logits in ways.items():
         with _refusal(model, way, fix):
             difference = _size(logits() - alone_LV)
+            # Not `>`: NaN must fail.
             if not difference <= limit:
                 raise ValueError(
                     f"logits differ by {difference:.2g} from those alone (at most {limit:.2g}: rounding)"

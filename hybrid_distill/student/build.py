@@ -237,6 +237,7 @@ def _trace(
 
 def _windowed_heads(mixer: HybridMixer, call: MixerCall, seq_idx_BL: Tensor) -> Tensor:
     """Return what a layer's heads compute without recurrence, [B, L, H, P], on the teacher's input to the layer."""
+    # The teacher's outputs stand in for kept heads, which then do not run.
     attended = call.heads_BLHP[:, :, list(mixer.kept)]
     arguments = {**call.kwargs, "seq_idx": seq_idx_BL, "attended": attended}
     with silence([mixer], "recurrence"):

@@ -172,6 +172,7 @@ def _head_projection(
         normed_CD = torch.cat([weight for weight, _ in rows])
         normed_bias_C = torch.cat([bias for _, bias in rows])
         own_channels = slice(head * site.head_dim, (head + 1) * site.head_dim)
+    # With M = R R^T the second moment of u, the mean of |W u|^2 is the squared norm of W R.
     mean_square = (normed_CD @ root_DD).square().sum() / len(normed_CD)
     usual_rms = (mean_square + normed_bias_C.square().mean()).sqrt()
     gain = 1 / usual_rms.clamp_min(1e-6)

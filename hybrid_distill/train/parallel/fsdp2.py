@@ -49,6 +49,7 @@ class Fsdp2(Strategy):
             raise ValueError(
                 f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage."
             )
+        # Without super(): accelerate, which is connected as for DDP, would wrap the stage in it.
         self._whole = stage
         self._accelerator = accelerator
         self.stage = sharded_stage(stage, process_mesh(accelerator))
