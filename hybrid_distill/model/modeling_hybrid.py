@@ -297,6 +297,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             _check_room(given.layer(0), max_length)
         if generation_config.use_cache and given is None:
             if is_static:
+                # As transformers counts the rows of its own static cache.
                 n_rows = batch_size * max(
                     generation_config.num_beams, generation_config.num_return_sequences
                 )

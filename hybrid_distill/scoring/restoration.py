@@ -144,7 +144,6 @@ def score_restoration(
     *,
     restored: Sequence[HeadId] = (),
     n_examples: int = 128,
-    batch_size: int = 32,
     progress: bool = True,
 ) -> HeadScores:
     """Score heads by the gain of an aligned, fully recurrent student that already has the
@@ -160,7 +159,7 @@ def score_restoration(
 
     def measure(heads: Sequence[HeadId]) -> ChoiceResult:
         with restore_heads(student, teacher, heads):
-            return answer_choices(student, tokenizer, examples, batch_size=batch_size)
+            return answer_choices(student, tokenizer, examples)
 
     baseline = measure(restored)
     results = dict.fromkeys(heads, baseline)

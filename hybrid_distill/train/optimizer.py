@@ -15,6 +15,7 @@ from ..model.mixer import HybridMixer
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, apart from ``step``."""
 
+# Mamba-2 leaves its step bias, decays and D out too.
 NO_DECAY = ("bias", "norm", "conv", "a_proj", ".D")
 """Substrings in the names of parameters without weight decay; vectors have none either."""
 
