@@ -152,9 +152,9 @@ def step_in_place(
     ``token_mask_B`` is 0 at padding, which leaves both states unchanged. Returns None, and does
     nothing, if gradients are enabled, ``impl`` has no such kernel, or the states or the convolution
     width do not fit it."""
-    # In place, so not where autograd may still need the states as they are.
     states = conv_state_BCK, ssm_state_BHPN
     fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
+    # In place, so not where autograd may still need the states as they are.
     fits = fits and not torch.is_grad_enabled() and all(state.is_contiguous() for state in states)
     if not fits:
         return None
@@ -262,7 +262,7 @@ def _last_tokens(
     the state."""
     back_K = torch.arange(-n_past, 0, device=x_BLC.device)
     place_BK1 = (n_tokens_B.unsqueeze(1) + back_K).unsqueeze(-1)
-    # Negative places are in the state. Both are read at all places, which are clamped to each.
+    # Negative places are in the state. Each source is read at all places, so they are clamped.
     new_BKC = x_BLC.gather(1, place_BK1.clamp_min(0).expand(-1, -1, x_BLC.shape[2]))
     if state_BCK is None:
         return new_BKC.masked_fill(place_BK1 < 0, 0.0).mT
