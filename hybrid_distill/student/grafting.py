@@ -59,6 +59,8 @@ def graft_recurrent_heads(student: HybridForCausalLM, donor: HybridForCausalLM) 
 
 
 def _are_alike(ours: SSMHeads, theirs: SSMHeads) -> bool:
+    if ours.conv_weight.shape[1:] != theirs.conv_weight.shape[1:]:
+        return False
     return ours.d_state == theirs.d_state and ours.recurrence == theirs.recurrence
 
 
@@ -70,7 +72,7 @@ def _copy_heads(target: SSMHeads, source: SSMHeads, picked: list[int]) -> None:
     conv_sizes = [source.n_heads * n for n in (source.head_dim, source.d_state, source.d_state)]
     for name, tensor in source.named_parameters():
         parts = [tensor]
-        if name == "conv_weight":
+        if name in ("conv_weight", "conv_bias"):
             parts = list(tensor.split(conv_sizes))
         rows = [part.unflatten(0, (source.n_heads, -1))[picked].flatten(0, 1) for part in parts]
         own[name].copy_(torch.cat(rows))
