@@ -1,4 +1,4 @@
-"""What students keep of SmolLM2's accuracy beyond guessing, task by task, with intervals.
+"""Shares of SmolLM2's accuracy beyond guessing that its students keep, task by task, with intervals.
 
     python benchmarks/smollm2_kept.py --teacher smollm2 --text text --out runs/windows --only teacher NAME ...
 

@@ -191,10 +191,14 @@ def _unparsable(name: str, reason: str, flag: str) -> str:
 
 def _unrecognized(words: Sequence[str], suggestions: Sequence[str]) -> str:
     unknown = [word for word in words if word.startswith("--")] or words[:1]
-    flags = [line.split()[0].rstrip(",") for line in suggestions]
+    flags = []
+    for line in suggestions:
+        flags += re.findall(r"--[^\s,]+", line)
     similar: list[str] = []
     for word in unknown:
-        similar += difflib.get_close_matches(word, flags, n=1)
+        # Of --no-data.chat, the closest is --data.chat, its opposite.
+        negated = re.sub(r"^--no-(.+\.)", r"--\1no-", word)
+        similar += difflib.get_close_matches(negated, flags, n=1)
     question = ""
     if similar:
         question = f" did you mean {', '.join(dict.fromkeys(similar))}?"

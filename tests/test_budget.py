@@ -112,7 +112,7 @@ def test_more_cache_never_keeps_less(teacher) -> None:
 
 @pytest.mark.parametrize("megabytes", [1, 3, 9.5, 15.9, 30])
 def test_nothing_of_the_cache_is_left_over(megabytes: float) -> None:
-    """What is too little for another KV group makes the windows longer."""
+    """Bytes that do not suffice for another KV group make the windows longer."""
     smollm2 = LlamaConfig(
         num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576
     )

@@ -83,7 +83,8 @@ def time_run(run_dir: Path, kernels: Kernels | None) -> None:
                 use_kernels(model, kernels or inputs.config.student.kernels, device)
             for figures in measure_speed(model):
                 rows.append({"model": name, **vars(figures)})
-                print(f"{name}: {figures.length:,} tokens", file=sys.stderr)
+                if is_launched_main():
+                    print(f"{name}: {figures.length:,} tokens", file=sys.stderr)
         record = {"rows": rows, "measured": describe_run(student)}
         on_main_process(lambda: write_json(inputs.paths.speed, record))
     if is_launched_main():

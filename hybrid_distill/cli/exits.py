@@ -3,6 +3,7 @@ bug."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
@@ -25,6 +26,8 @@ from ..locking import InUse
 
 IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
 """Errors that all processes of a launch raise together; the main one prints them."""
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals by which a launcher or a cluster stops a process."""
 FINISHED = "HYBRID_DISTILL_FINISHED"
 """Variable that names a file to create when all work is finished; an interrupted run creates
 none."""
@@ -45,8 +48,8 @@ def exit_cleanly(action: Callable[[], object]) -> None:
     finished.
     """
     _show_only_own_messages()
-    # A launcher or a cluster stops a process with these; as with Ctrl-C, it saves first.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    # As with Ctrl-C, what runs is saved first.
+    for number in STOPPING:
         signal.signal(number, signal.default_int_handler)
     try:
         try:
@@ -57,6 +60,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         disconnect()
         if finished := os.environ.get(FINISHED):
             Path(finished).touch()
+        atexit.register(_ignore_stopping)
     except KeyboardInterrupt:
         print(
             "stopped; the same command continues from what was finished, or starts again.",
@@ -75,6 +79,16 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         # The frames of the traceback hold the trained model, which `disconnect` needs freed.
         traceback.clear_frames(error.__traceback__)
         disconnect()
+        atexit.register(_ignore_stopping)
+
+
+def _ignore_stopping() -> None:
+    """Ignore late signals of a launcher: all work is done or saved.
+
+    An ending interpreter restores their default, which would replace the exit status.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _show_only_own_messages() -> None:

@@ -20,7 +20,7 @@ from .config import (
 from .documents import read_documents, read_held_out
 from .folder import TokenHeader, open_tokens
 from .hub import Pin, Pins, pinned, read_pins, write_pins
-from .logits import CachedLogitsDataset, LogitHeader, open_logits
+from .logits import CachedLogitsDataset, LogitFolder, LogitHeader, open_logits
 from .rows import Batch, PackedRows, Rows, TaughtBatch, cu_seqlens, on_device, pick_rows, read_ahead
 from .token_cache import cache_root
 from .tokens import Tokens, check_same_vocabulary, tokenizer_fingerprint

@@ -97,9 +97,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer {name} has no chat template, and conversations need one; put a chat_template.jinja (Jinja "
-            "over `messages`, docs/data.md has one) into its folder, or use the instruct model's: pass it as the "
-            "stage's teacher (--post.teacher), or prepare the text with "
-            "`hybrid-distill prepare-data --chat --tokenizer INSTRUCT`."
+            "over `messages`, docs/data.md has one) into its folder, or use an instruct model's: as a stage's teacher "
+            "(--post.teacher), in `prepare-data --chat --tokenizer INSTRUCT`, or in `generate-data --model INSTRUCT`."
         )
     if not tokenizer.is_fast:
         raise ValueError(

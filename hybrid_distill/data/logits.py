@@ -181,23 +181,30 @@ class LogitFolder:
     def read(self, row_ids: np.ndarray) -> np.ndarray:
         """Return the records of rows by number; all of the rows must be stored."""
         places = np.searchsorted(self.row_ids, row_ids)
-        assert (self.row_ids[places] == row_ids).all(), "rows that `check` would have refused"
+        assert (self.row_ids[places] == row_ids).all(), "rows that `check_rows` would have refused"
         records = []
         for place in places:
             shard, row = divmod(int(place), self.header.shard_rows)
             records.append(self._shards[shard][row : row + 1])
         return np.concatenate(records)
 
-    def check(
+    def check_settings(
         self,
-        rows: PackedRows,
         tokenizer: PreTrainedTokenizerBase,
-        teacher: str,
         *,
         vocab_size: int,
-        places: int,
+        seq_len: int,
         temperature: float,
     ) -> None:
+        """Raise ValueError unless these were made with a run's settings. Reads no text and no weights."""
+        header = self.header
+        own_tokenizer = tokenizer_fingerprint(tokenizer)
+        self._compare("tokenizer", header.tokenizer_fingerprint, own_tokenizer)
+        self._compare("vocabulary size", header.vocabulary_size, vocab_size)
+        self._compare("seq_len", header.seq_len, seq_len)
+        self._compare("temperature", header.temperature, temperature)
+
+    def check_rows(self, rows: PackedRows, teacher: str, *, places: int) -> None:
         """Raise ValueError unless these are a teacher's logits of the first ``places`` rows of ``rows``.
 
         ``teacher`` is its `teacher.fingerprint`, or its name if the weights are not loaded.
@@ -206,27 +213,22 @@ class LogitFolder:
         stored_teacher = f"{header.teacher} ({header.teacher_fingerprint})"
         if teacher in (header.teacher, header.teacher_fingerprint):
             stored_teacher = teacher
-        # What the logits were made with, and what this run has.
-        compared: dict[str, tuple[object, object]] = {
-            "teacher": (stored_teacher, teacher),
-            "tokenizer": (header.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer)),
-            "vocabulary size": (header.vocabulary_size, vocab_size),
-            "data.seq_len": (header.seq_len, rows.seq_len),
-            "text of data.sources": (header.text_fingerprint, rows.text_fingerprint),
-            "temperature": (header.temperature, temperature),
-        }
+        self._compare("teacher", stored_teacher, teacher)
+        self._compare("text of data.sources", header.text_fingerprint, rows.text_fingerprint)
         # A folder of every row serves any seed and weights. A part of the rows fits one order only, because another
         # order would ask for rows that are not there.
         if header.rows != rows.n_rows:
-            compared["order of data.seed and data.weights"] = (header.order, rows.fingerprint)
+            self._compare("order of data.seed and data.weights", header.order, rows.fingerprint)
             if places > header.places:
-                compared["number of rows (steps x batch_size)"] = (header.places, places)
-        for name, (stored, own) in compared.items():
-            if stored != own:
-                raise ValueError(
-                    f"the logits in {self.folder} were made with the {name} {stored}, but this run has {own}; "
-                    f"{header.REMAKE}."
-                )
+                self._compare("number of rows (steps x batch_size)", header.places, places)
+
+    def _compare(self, name: str, stored: object, own: object) -> None:
+        """Raise ValueError unless the logits were made with what this run has."""
+        if stored != own:
+            raise ValueError(
+                f"the logits in {self.folder} were made with the {name} {stored}, but this run has {own}; "
+                f"{self.header.REMAKE}."
+            )
 
 
 class CachedLogitsDataset:

@@ -14,6 +14,7 @@ from ..assets import facts_path, general_facts_path
 from ..config import RunConfig
 from ..data import (
     CachedLogitsDataset,
+    LogitFolder,
     Pins,
     Rows,
     cache_root,
@@ -138,16 +139,21 @@ class RunInputs:
         teacher = fingerprint(self.teacher)
         if self.has_own_teacher(stage):
             teacher = self.config.teacher_of(stage).path
+        logits = self.stored_logits(stage, tokenizer)
+        logits.check_rows(rows, teacher, places=stage.rows_read)
+        return CachedLogitsDataset(rows, logits)
+
+    def stored_logits(self, stage: Distill, tokenizer: PreTrainedTokenizerBase) -> LogitFolder:
+        """Open the logits that a stage reads. Raises ValueError unless they were made with its settings."""
+        assert stage.teacher_logits is not None
         logits = open_logits(stage.teacher_logits)
-        logits.check(
-            rows,
+        logits.check_settings(
             tokenizer,
-            teacher,
             vocab_size=vocabulary_size(self.tokenizer),
-            places=stage.rows_read,
+            seq_len=self.config.data_of(stage).seq_len,
             temperature=stage.temperature,
         )
-        return CachedLogitsDataset(rows, logits)
+        return logits
 
     def calibration_rows(self) -> Rows:
         """Open the rows that recurrent heads are fitted to. All processes open them: one tokenizes, the others wait."""

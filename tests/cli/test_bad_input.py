@@ -67,6 +67,12 @@ CASES = """
     sweep --set distill.steps=many: 'many'
     sweep --set plan.k=3: --heads
     sweep --set student.d_state=4: --d-state
+    sweep --set cache=1MB: --heads and --window
+    sweep --set context=100: --heads and --window
+    sweep --set out=elsewhere: --out
+    sweep --set dry_run=true: --dry-run
+    sweep --set scoring.file=/no/scores.json: /no/scores.json
+    sweep --launcher nonsense: 'nonsense'
     sweep --set student.sinks=4: student.sinks is 4
     sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow

@@ -40,6 +40,7 @@ from hybrid_distill.data.caching import CHECK_ROWS, top_k_of
 from hybrid_distill.data.logits import open_logits, pack, record_dtype, row_ids_of, unpack
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline import run as steps
+from hybrid_distill.pipeline.checks import check_data
 from hybrid_distill.pipeline.run import prepare, train
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import fingerprint
@@ -322,14 +323,7 @@ def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
     run = RunInputs(job.run)
     other = open_rows(replace(job.run.data, seed=1), run.tokenizer)
     logits = open_logits(job.folder)
-    logits.check(
-        other,
-        run.tokenizer,
-        fingerprint(run.teacher),
-        vocab_size=WORDS,
-        places=10**6,
-        temperature=1.0,
-    )
+    logits.check_rows(other, fingerprint(run.teacher), places=10**6)
     batch = CachedLogitsDataset(other, logits).batch(0, 8)
     known = top_k_of(run.teacher, batch, 6, vocab_size=WORDS)
     assert torch.equal(
@@ -358,7 +352,7 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
     return {
         r"teacher .*\w{16}.* \w{16}": run("teacher", path=str(other_teacher)),
         "tokenizer": run("teacher", path=str(other_tokenizer)),
-        "data.seq_len 16, .* 8": run("data", seq_len=8),
+        "seq_len 16, .* 8": run("data", seq_len=8),
         "data.sources": run("data", sources=(str(more_text),)),
         "data.seed": run("data", seed=1),
         "temperature 1.0, .* 2.0": run("distill", temperature=2.0),
@@ -376,6 +370,23 @@ def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(
             prepare(RunInputs(config))
         assert not config.out.exists(), message
     prepare(RunInputs(job.run))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("data", {"seq_len": 8}),
+        ("distill", {"temperature": 2.0}),
+        ("distill", {"teacher_logits": Path("nowhere")}),
+    ],
+)
+def test_logits_of_other_settings_are_refused_without_reading_text_or_weights(
+    job: CacheJob, part: str, changes: dict[str, Any]
+) -> None:
+    cache_logits(job)
+    with pytest.raises(ValueError, match="logits"):
+        check_data(RunInputs(changed(job, part, **changes).run))
+    check_data(RunInputs(job.run))
 
 
 def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:

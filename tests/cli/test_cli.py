@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("--data.seed=-3", "data.seed is -3"),
         ("--align.loss l3", "'l3' for argument '--align.loss'"),
         ("--student.d-stat 8", "did you mean --student.d-state?"),
+        ("--no-data.chat", "did you mean --data.no-chat?"),
         ("--plan.selection top --plan.k 49", "49"),
         ("--plan.selection pairs --plan.pairs 9 0", "L9H0"),
         ("--plan.selection top --scoring.n-pairs 101", "101"),
@@ -452,3 +454,18 @@ def test_recipes_are_listed_printed_and_found_by_name(
         assert find_recipe(Path(name)) == RECIPES / "hybrid_tiny.py"
     (tmp_path / "tiny.py").touch()
     assert find_recipe(Path("tiny.py")) == Path("tiny.py"), "a file of the user's comes first"
+
+
+def test_a_late_signal_does_not_change_how_a_finished_command_ends() -> None:
+    """A launcher stops what it takes for running; an ending interpreter has no handlers of its own."""
+    program = """
+        import atexit, os, signal
+        from hybrid_distill.cli.exits import exit_cleanly
+
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            atexit.register(os.kill, os.getpid(), number)
+        exit_cleanly(lambda: print("finished"))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "finished\n", "")

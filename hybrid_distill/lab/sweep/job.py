@@ -18,8 +18,9 @@ from ...locking import locked
 from ...pipeline import RunInputs
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
 from ...pipeline.inputs import shape_of_teacher
-from ...plan import HeadPlan
+from ...plan import HeadPlan, check_same_shape
 from ...recipe import ask_recipe, config_of, on_asked_teacher
+from ...scoring import HeadScores
 from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted
 from ...train.tracking import check_trackers
@@ -49,8 +50,12 @@ DECIDED = {
     "plan.unit": "--heads, which counts single heads",
     "student.d-state": "--d-state",
     "student.window": "--window",
+    "cache": "--heads and --window",
+    "context": "--heads and --window",
+    "out": "--out",
+    "dry-run": "--dry-run",
 }
-"""Fields of a run that an axis of the grid sets."""
+"""Fields of a run that the sweep sets, by an axis of its grid or a flag of its own."""
 
 
 class SweepFailed(Exception):
@@ -86,7 +91,10 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     check_evaluation(inputs)
     check_student(inputs, PlanConfig("none", k=0))
     # Of the teacher, only its config has been read so far.
-    cells = grid.cells(HeadPlan.none(shape_of_teacher(base.teacher)))
+    teacher = shape_of_teacher(base.teacher)
+    if base.scoring.file is not None:
+        check_same_shape(HeadScores.load(base.scoring.file), teacher, str(base.scoring.file))
+    cells = grid.cells(HeadPlan.none(teacher))
     words = [str(job.recipe)]
     if job.set:
         words += ["--set", *job.set]
@@ -162,10 +170,10 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     """Return the recipe's config with the command's changes."""
     flags = []
     for name, value in split_pairs("set", job.set, "distill.steps=100"):
-        axis = DECIDED.get(name.replace("_", "-"))
-        if axis is not None:
+        flag = DECIDED.get(name.replace("_", "-"))
+        if flag is not None:
             raise ValueError(
-                f"--set holds {name}={value}, which the grid decides for each cell; pass {axis}."
+                f"--set holds {name}={value}, which the sweep decides for its cells; pass {flag}."
             )
         section, dot, field = name.rpartition(".")
         if value.lower() == "true":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,10 +89,12 @@ class Jobs:
 
     def start(self, sweep: Sweep, task: Task, slot: int) -> Job[int]:
         launcher = shlex.split(self.launcher) or [sys.executable]
-        argv = [*launcher, "-m", "hybrid_distill.lab.sweep", str(sweep.out), task.name]
         here: dict[str, str] = {}
         if self.executor.cluster == "local":
             here = share_of_machine(slot, self.slots, self.n_gpus)
+            if self.launcher:
+                launcher[0] = program_here(self.launcher)
+        argv = [*launcher, "-m", "hybrid_distill.lab.sweep", str(sweep.out), task.name]
         try:
             return self.executor.submit(Command(argv, task.log_path, here))
         except Exception as error:  # submitit raises what the cluster's commands answer
@@ -113,14 +116,19 @@ class Command:
     def __call__(self) -> int:
         environment = {**os.environ, **self.environment}
         with self.log.open("a") as log:
-            process = subprocess.Popen(
-                self.argv,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C in the terminal must not reach it: this job asks it to save.
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    self.argv,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C in the terminal must not reach it: this job asks it to save.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                # The errors of a sweep name this log, not submitit's.
+                log.write(f"{self.argv[0]} did not start: {error}\n")
+                raise
 
         def save_once(number: int, frame: object) -> None:
             # A second signal would interrupt the saving.
@@ -137,6 +145,20 @@ class Command:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
+
+
+def program_here(launcher: str) -> str:
+    """Find a launcher's program beside this Python or on the PATH. Raises ValueError if it is in neither."""
+    program = shlex.split(launcher)[0]
+    # An environment's programs are not on the PATH if only its Python was called.
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    path = shutil.which(program, path=os.pathsep.join(places))
+    if path is None:
+        raise ValueError(
+            f"--launcher is {launcher!r}, and there is no program {program!r} here; "
+            "pass one that is installed, such as 'accelerate launch'."
+        )
+    return path
 
 
 def job_options(

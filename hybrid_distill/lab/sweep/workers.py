@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...validation import COUNT, COUNT_OR_NONE
 from .cells import perform
 from .flags import SweepJob
-from .jobs import Here, Jobs, executor, job_options, visible_gpus
+from .jobs import Here, Jobs, executor, job_options, program_here, visible_gpus
 
 JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
 """Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's
@@ -68,6 +68,8 @@ class WorkerOptions:
                 "'accelerate launch ...' too."
             )
         COUNT.check("--jobs", jobs)
+        if launcher and job.cluster != "slurm":
+            program_here(launcher)
         options: dict[str, str | int] = {}
         for name, value in split_pairs("options", job.options, "slurm_partition=gpu"):
             options[name] = int(value) if value.isdigit() else value
