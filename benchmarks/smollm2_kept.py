@@ -120,11 +120,12 @@ def kept_by_student(answers: Answers, questions: Questions) -> dict[str, dict[st
     for student, names in rows_of.items():
         kept[student] = {"seeds": str(len(names))}
         for task, examples in questions.items():
-            by_row = [answers[name].get(task) for name in [TEACHER, *names]]
-            if None not in by_row:
-                teacher, *students = map(right_answers, by_row)
-                guessing = np.mean([1 / len(example.choices) for example in examples])
-                kept[student][task] = kept_share(np.mean(students, axis=0), teacher, guessing)
+            rows = [answers[name] for name in [TEACHER, *names]]
+            if not all(task in row for row in rows):
+                continue
+            teacher, *students = [right_answers(row[task]) for row in rows]
+            guessing = float(np.mean([1 / len(example.choices) for example in examples]))
+            kept[student][task] = kept_share(np.mean(students, axis=0), teacher, guessing)
     return kept
 
 
