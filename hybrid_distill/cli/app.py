@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from .. import progress
 from .exits import exit_cleanly
-from .loading import loading, mute_progress_bars
+from .slow_imports import loading, mute_progress_bars
 
 if TYPE_CHECKING:
     from ..config import RunConfig

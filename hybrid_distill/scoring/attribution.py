@@ -34,7 +34,7 @@ from ..probes.checks import check_answerable
 from ..probes.encoding import EncodedExample, encode_example
 from ..progress import Phase
 from ..teacher import attention_sites, eval_mode, longest_context
-from .exact import check_accuracy
+from .ablation import check_accuracy
 from .head_scores import HeadScores, describe_run, heads_of, spread
 from .measure import AGREEMENT_AT
 from .restoration import merged_heads

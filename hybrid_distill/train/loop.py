@@ -36,7 +36,6 @@ from .compiling import compiled_layers
 from .config import COLLECTIVE_TIMEOUT
 from .end_to_end import EndToEnd
 from .grouped import grouped_attention
-from .kernels import agree_on_kernels
 from .meter import Meter, flops_per_token
 from .metrics import NO_LOSS, append_metrics, cut_metrics
 from .optimizer import load_trainable_tensors, set_learning_rate, wsd
@@ -46,6 +45,7 @@ from .result import StageManifest, load_stage, load_trained, save_stage
 from .resume import StageParentError, check_same_run, clear, rng_state, set_rng_state
 from .spikes import SpikeDetector
 from .stage import Stage, Totals, add_totals
+from .stage_kernels import agree_on_kernels
 from .stop import Interrupted, stop_requests
 from .tracking import TrackedRun, finish_trackers
 from .weights import weights_hash

@@ -24,11 +24,11 @@ from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import PlanConfig, RunConfig, from_json
 from hybrid_distill.lab.sweep import cells
 from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
+from hybrid_distill.lab.sweep.execution import run_tasks
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Definition, Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
 from hybrid_distill.lab.sweep.job import SweepFailed, base_config, checked, dry_run, sweep
-from hybrid_distill.lab.sweep.jobs import run_tasks
 from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task
 from hybrid_distill.locking import is_locked, locked
@@ -244,7 +244,7 @@ def end(task: Task, error: str = "") -> None:
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_distill.lab.sweep.jobs.POLL", 0.0)
+    monkeypatch.setattr("hybrid_distill.lab.sweep.execution.POLL", 0.0)
 
 
 def test_a_task_comes_after_what_it_needs_and_slots_are_filled(

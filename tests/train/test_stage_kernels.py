@@ -22,9 +22,9 @@ from hybrid_distill.cli.app import exit_cleanly
 from hybrid_distill.distributed import WorldError, connect
 from hybrid_distill.model import decoder, kernel_choice, ssd
 from hybrid_distill.model.kernel_choice import DELTA_RULE
-from hybrid_distill.train import kernels as module
-from hybrid_distill.train.kernels import agree_on_kernels, difference_between, kernels_of
+from hybrid_distill.train import stage_kernels as module
 from hybrid_distill.train.loop import train_stage
+from hybrid_distill.train.stage_kernels import agree_on_kernels, difference_between, kernels_of
 from hybrid_distill.train.stages import make_stage
 
 GPU = torch.device("cuda")

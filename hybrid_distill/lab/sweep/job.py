@@ -24,10 +24,10 @@ from ...scoring import HeadScores
 from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted
 from ...train.tracking import check_trackers
+from .execution import run_tasks
 from .flags import SweepJob
 from .folder import Definition, Sweep, with_student
 from .grid import Grid
-from .jobs import run_tasks
 from .paths import SweepPaths
 from .results import write_results
 from .status import progress, status

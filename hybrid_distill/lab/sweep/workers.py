@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from ...validation import COUNT, COUNT_OR_NONE
 from .cells import perform
+from .execution import Here, Jobs, executor, job_options, program_here, visible_gpus
 from .flags import SweepJob
-from .jobs import Here, Jobs, executor, job_options, program_here, visible_gpus
 
 JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
 """Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's

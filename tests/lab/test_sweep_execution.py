@@ -15,11 +15,7 @@ import torch
 from training import small_run
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.sweep.flags import SweepJob
-from hybrid_distill.lab.sweep.folder import Definition, Sweep
-from hybrid_distill.lab.sweep.grid import Grid
-from hybrid_distill.lab.sweep.job import JOBS, _defaults, dry_run, sweep
-from hybrid_distill.lab.sweep.jobs import (
+from hybrid_distill.lab.sweep.execution import (
     Command,
     Jobs,
     executor,
@@ -27,6 +23,10 @@ from hybrid_distill.lab.sweep.jobs import (
     run_tasks,
     share_of_machine,
 )
+from hybrid_distill.lab.sweep.flags import SweepJob
+from hybrid_distill.lab.sweep.folder import Definition, Sweep
+from hybrid_distill.lab.sweep.grid import Grid
+from hybrid_distill.lab.sweep.job import JOBS, _defaults, dry_run, sweep
 from hybrid_distill.lab.sweep.tasks import Task
 from hybrid_distill.lab.sweep.workers import WorkerOptions
 from hybrid_distill.plan import HeadPlan
@@ -244,7 +244,7 @@ def test_every_running_job_has_a_gpu_of_its_own(
     tmp_path: Path, n_gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_gpus(3)
-    monkeypatch.setattr("hybrid_distill.lab.sweep.jobs.POLL", 0.0)
+    monkeypatch.setattr("hybrid_distill.lab.sweep.execution.POLL", 0.0)
     this = opened(tmp_path)
     fake: Any = Fake(this)
     run_tasks(this, Jobs(fake, 3), lambda task: None)
