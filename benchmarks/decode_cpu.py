@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
 import torch
 from records import RESULTS, about, parser_of, write
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin
 
 from hybrid_distill.lab.reporting import text_table
 
@@ -67,19 +68,19 @@ def main() -> None:
     write(options.out, {**record, **about("decoding on a CPU", threads=options.threads)})
 
 
-def load(folder: str) -> PreTrainedModel:
+def load(folder: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.bfloat16
     )
     return model.eval()
 
 
-def compiled(model: PreTrainedModel) -> PreTrainedModel:
+def compiled(model: Any) -> Any:
     model.forward = torch.compile(model.forward, fullgraph=True)
     return model
 
 
-def generator_of(model: PreTrainedModel, **options: str) -> Callable[[Tensor, int], Tensor]:
+def generator_of(model: GenerationMixin, **options: str) -> Callable[[Tensor, int], Tensor]:
     """Return a function that continues a prompt by exactly so many tokens."""
 
     def call(prompt: Tensor, n_tokens: int) -> Tensor:

@@ -43,7 +43,7 @@ from hybrid_distill.data import read_held_out
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes import Example, default_prompts, default_queries
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring import HeadScores, exact, score_heads
+from hybrid_distill.scoring import HeadScores, ablation, score_heads
 from hybrid_distill.scoring.forwards import FromLayer
 from hybrid_distill.teacher import ablate_heads, load_teacher
 
@@ -191,7 +191,7 @@ def counts(scores: HeadScores) -> dict[str, int]:
 def measure_questions(teacher: Path) -> Measured:
     """Return CPU seconds and the overlap of halves of one question a prompt and of the defaults."""
     model, tokenizer = load_teacher(str(teacher), dtype="bfloat16")
-    exact.fastest_exact = lambda model, sites, sizer, samples: FromLayer(model, sites, sizer)
+    ablation.fastest_exact = lambda model, sites, sizer, samples: FromLayer(model, sites, sizer)
     queries = default_queries([REAL_PAIRS])
     ways = {
         "one question, exhaustive": (1, default_prompts(1), None),

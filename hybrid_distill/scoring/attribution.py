@@ -80,7 +80,7 @@ def attribute_heads(
         student: Student whose heads are replaced: with windows, with a recurrence, or both.
         n_steps: Points of the integral (midpoint rule); each costs a forward and a backward pass.
         batch_size: Rows per pass, at most 8; None: 1 on a CPU, 8 on a GPU.
-        min_accuracy: Accuracy required of the teacher. None: `exact.ENOUGH`.
+        min_accuracy: Accuracy required of the teacher. None: `ablation.ENOUGH`.
         resume_path: File that saves the measurements after every 8 examples.
 
     Raises ValueError for questions within the student's window, for a teacher below ``min_accuracy``, and if the

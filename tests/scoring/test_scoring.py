@@ -26,7 +26,7 @@ from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.encoding import encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.scoring import HeadScores, exact, score_heads
+from hybrid_distill.scoring import HeadScores, ablation, score_heads
 from hybrid_distill.scoring.batch_sizer import BatchSizer
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import TABLES, heads_of
@@ -385,7 +385,7 @@ def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
     """Note the heads that are ablated from now on; interrupt when a layer is reached."""
     ablated: list[HeadId] = []
     original = Forwards.without
-    choose_forwards = exact.fastest_exact
+    choose_forwards = ablation.fastest_exact
 
     def watching(self, batch, layer, heads):
         if layer == interrupt_at:
@@ -398,7 +398,7 @@ def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
         monkeypatch.setattr(Forwards, "without", watching)
         return forwards
 
-    monkeypatch.setattr(exact, "fastest_exact", then_watching)
+    monkeypatch.setattr(ablation, "fastest_exact", then_watching)
     return ablated
 
 
