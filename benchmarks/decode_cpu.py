@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from records import RESULTS, about, parser_of, write
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers import AutoModelForCausalLM
 
 from hybrid_distill.lab.reporting import text_table
 
@@ -80,7 +80,7 @@ def compiled(model: Any) -> Any:
     return model
 
 
-def generator_of(model: GenerationMixin, **options: str) -> Callable[[Tensor, int], Tensor]:
+def generator_of(model: Any, **options: str) -> Callable[[Tensor, int], Tensor]:
     """Return a function that continues a prompt by exactly so many tokens."""
 
     def call(prompt: Tensor, n_tokens: int) -> Tensor:
