@@ -6,14 +6,16 @@ The named rows of smollm2_windows.py answer the same questions. The table says w
 accuracies s of the student, t of the teacher and g of guessing. All seeds of a student share a line. The 95 % intervals
 are a bootstrap over the questions, paired with the teacher's answers. "Before filler" puts 1,000 tokens of other text
 between a dictionary and its question; keys are `niah_multikey_2`. Answered tasks are skipped. A row takes some ten
-minutes of a core.
+minutes of a core. Figures of held-out text are those of smollm2_windows.py, mean and standard deviation over the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,11 +45,12 @@ FAR_SIZES = (4, 8)
 KEY_LENGTHS = (512, 1024)
 BATCH_SIZE = 4
 ANSWERS = "kept.json"
+"""File of a row: for each task a digit for each question, 1 if right."""
+TEXT_FIGURES = {"perplexity": 2, "kl": 4, "agreement": 3}
+"""Figures of held-out text, and their digits."""
 RECORD = RESULTS / "smollm2_kept.json"
 
 Questions = dict[str, list[Example]]
-Answers = dict[str, dict[str, str]]
-"""A digit for each question of a task, 1 if right, by row and task."""
 
 
 def main() -> None:
@@ -73,7 +76,14 @@ def main() -> None:
         else:
             ask(model, tokenizer, questions, options.out / name / ANSWERS)
     answers = {path.parent.name: read(path) for path in sorted(options.out.glob(f"*/{ANSWERS}"))}
-    kept = kept_by_student(answers, questions)
+    seeds = seeds_by_student(answers)
+    kept = {}
+    for student, names in seeds.items():
+        kept[student] = {
+            "seeds": str(len(names)),
+            **text_figures([read(options.out / name / "measured.json") for name in names]),
+            **kept_of_tasks([answers[TEACHER], *(answers[name] for name in names)], questions),
+        }
     write(RECORD, {"answers": answers, "kept": kept, **about("what students keep", threads=1)})
     print(text_table(pd.DataFrame(kept).T.rename_axis("student").reset_index()))
 
@@ -110,22 +120,36 @@ def ask(
             print(f"{path.parent.name}: {task}: {result.accuracy:.3f}", flush=True)
 
 
-def kept_by_student(answers: Answers, questions: Questions) -> dict[str, dict[str, str]]:
-    """Return what each student keeps of every task that it and the teacher have answered, in %."""
-    rows_of: dict[str, list[str]] = {}
-    for name in answers:
+def seeds_by_student(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return rows by their student: all orders of the text that it was trained on."""
+    seeds: dict[str, list[str]] = {}
+    for name in names:
         if name != TEACHER:
-            rows_of.setdefault(replace(STUDENTS[name], seed=0).name, []).append(name)
+            seeds.setdefault(replace(STUDENTS[name], seed=0).name, []).append(name)
+    return seeds
+
+
+def text_figures(measured: list[dict[str, Any]]) -> dict[str, str]:
+    """Return perplexity, KL and agreement of held-out text, over the seeds that were measured."""
+    texts = [record["text"] for record in measured if "text" in record]
+    figures = {}
+    for name, digits in TEXT_FIGURES.items():
+        values = [text[name] for text in texts]
+        figures[name] = f"{np.mean(values):.{digits}f}"
+        if len(values) > 1:
+            figures[name] += f" ± {np.std(values, ddof=1):.{digits}f}"
+    return figures
+
+
+def kept_of_tasks(rows: list[dict[str, str]], questions: Questions) -> dict[str, str]:
+    """Return what is kept of every task that all rows have answered, the teacher's first, in %."""
     kept = {}
-    for student, names in rows_of.items():
-        kept[student] = {"seeds": str(len(names))}
-        for task, examples in questions.items():
-            rows = [answers[name] for name in [TEACHER, *names]]
-            if not all(task in row for row in rows):
-                continue
-            teacher, *students = [right_answers(row[task]) for row in rows]
-            guessing = float(np.mean([1 / len(example.choices) for example in examples]))
-            kept[student][task] = kept_share(np.mean(students, axis=0), teacher, guessing)
+    for task, examples in questions.items():
+        if not all(task in row for row in rows):
+            continue
+        teacher, *students = [right_answers(row[task]) for row in rows]
+        guessing = float(np.mean([1 / len(example.choices) for example in examples]))
+        kept[task] = kept_share(np.mean(students, axis=0), teacher, guessing)
     return kept
 
 
