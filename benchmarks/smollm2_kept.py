@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ import pandas as pd
 import torch
 from records import RESULTS, about, read, write
 from scipy.stats import bootstrap
-from smollm2_measures import SIZES, Measures
+from smollm2_measures import SIZES, Measures, missing_figures
 from smollm2_windows import STUDENTS, TEACHER, model_of
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +34,7 @@ from transformers import (
 )
 
 from hybrid_distill.lab.reporting import text_table
+from hybrid_distill.lab.reporting.document import with_error
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -110,14 +113,18 @@ def ask(
     path: Path,
 ) -> None:
     """Write the answers that a row's file lacks, each task's as soon as they are known."""
-    answers = read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for task, examples in questions.items():
-        if task not in answers:
-            result = answer_choices(model, tokenizer, examples, batch_size=BATCH_SIZE)
-            answers[task] = "".join(str(int(right)) for right in result.correct_E)
-            write(path, answers)
-            print(f"{path.parent.name}: {task}: {result.accuracy:.3f}", flush=True)
+    asked = {task: partial(answers_to, examples, tokenizer) for task, examples in questions.items()}
+    for task, digits in missing_figures(model, asked, read(path), path):
+        print(f"{path.parent.name}: {task}: {right_answers(digits).mean():.3f}", flush=True)
+
+
+def answers_to(
+    examples: list[Example], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> str:
+    """Answer by choice; return a digit for each question, 1 if right."""
+    result = answer_choices(model, tokenizer, examples, batch_size=BATCH_SIZE)
+    return "".join(str(int(right)) for right in result.correct_E)
 
 
 def seeds_by_student(names: Iterable[str]) -> dict[str, list[str]]:
@@ -135,9 +142,8 @@ def text_figures(measured: list[dict[str, Any]]) -> dict[str, str]:
     figures = {}
     for name, digits in TEXT_FIGURES.items():
         values = [text[name] for text in texts]
-        figures[name] = f"{np.mean(values):.{digits}f}"
-        if len(values) > 1:
-            figures[name] += f" ± {np.std(values, ddof=1):.{digits}f}"
+        spread = stdev(values) if len(values) > 1 else None
+        figures[name] = with_error(mean(values), spread, digits)
     return figures
 
 

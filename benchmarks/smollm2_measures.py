@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,15 @@ from hybrid_distill.probes.plain_text import text_batches
 from hybrid_distill.probes.prompt_formats import with_prompt_format
 from hybrid_distill.probes.registry import make_probe
 
-__all__ = ["LENGTHS", "N_EXAMPLES", "SIZES", "Measures", "measure_one", "n_needles"]
+__all__ = [
+    "LENGTHS",
+    "N_EXAMPLES",
+    "SIZES",
+    "Measures",
+    "measure_one",
+    "missing_figures",
+    "n_needles",
+]
 
 N_EXAMPLES = 64
 N_NEEDLES = 32
@@ -160,15 +168,23 @@ def _pieces(pages: list[str]) -> Iterator[str]:
             yield page[start : start + PIECE]
 
 
+def missing_figures(
+    model: PreTrainedModel, measures: Mapping[str, Measure], record: dict[str, Any], path: Path
+) -> Iterator[tuple[str, Any]]:
+    """Measure what a row's record lacks; write and yield each figure as soon as it is known."""
+    for name, measure in measures.items():
+        if name not in record:
+            record[name] = measure(model)
+            write(path, record)
+            yield name, record[name]
+
+
 def measure_one(model: PreTrainedModel, measures: Measures, path: Path) -> None:
     """Write what a model's measured.json lacks, each figure as soon as it is known."""
     record = read(path)
     record["cache"] = model_cache_bytes(model)["cache_bytes"][4096]
-    for name, measure in measures.all().items():
-        if name not in record:
-            record[name] = measure(model)
-            write(path, record)
-            print(f"{path.parent.name}: {name}: {record[name]}", flush=True)
+    for name, figure in missing_figures(model, measures.all(), record, path):
+        print(f"{path.parent.name}: {name}: {figure}", flush=True)
     mixers = getattr(model, "mixers_with", None)
     for part in ("recurrence", "window"):
         name = f"text without {part}"

@@ -57,10 +57,9 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         finally:
             # Here, and not at the interpreter's end, where a lost reader would print a traceback.
             sys.stdout.flush()
-        disconnect()
+        _leave()
         if finished := os.environ.get(FINISHED):
             Path(finished).touch()
-        atexit.register(_ignore_stopping)
     except KeyboardInterrupt:
         print(
             "stopped; the same command continues from what was finished, or starts again.",
@@ -78,8 +77,13 @@ def exit_cleanly(action: Callable[[], object]) -> None:
             sys.exit(status)
         # The frames of the traceback hold the trained model, which `disconnect` needs freed.
         traceback.clear_frames(error.__traceback__)
-        disconnect()
-        atexit.register(_ignore_stopping)
+        _leave()
+
+
+def _leave() -> None:
+    """Disconnect from the other processes, and ignore late signals while the interpreter ends."""
+    disconnect()
+    atexit.register(_ignore_stopping)
 
 
 def _ignore_stopping() -> None:

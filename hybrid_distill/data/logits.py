@@ -201,7 +201,7 @@ class LogitFolder:
         own_tokenizer = tokenizer_fingerprint(tokenizer)
         self._compare("tokenizer", header.tokenizer_fingerprint, own_tokenizer)
         self._compare("vocabulary size", header.vocabulary_size, vocab_size)
-        self._compare("seq_len", header.seq_len, seq_len)
+        self._compare("data.seq_len", header.seq_len, seq_len)
         self._compare("temperature", header.temperature, temperature)
 
     def check_rows(self, rows: PackedRows, teacher: str, *, places: int) -> None:

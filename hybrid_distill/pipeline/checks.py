@@ -23,7 +23,7 @@ from ..student.build import checked_sites, empty_student
 from ..student.family_check import check_family
 from ..student.teachers import check_teacher
 from ..teacher import TINY, longest_context
-from ..train.config import Distill, StageConfig
+from ..train.config import StageConfig
 from ..train.result import StageManifest
 from ..train.tracking import check_trackers
 from .budget import check_cache
@@ -71,9 +71,8 @@ def check_data(inputs: RunInputs) -> None:
         if inputs.has_own_teacher(stage):
             check_same_vocabulary(inputs.tokenizer, tokenizer)
         check_sources(inputs.config.data_of(stage), tokenizer)
-        if isinstance(stage, Distill) and stage.teacher_logits is not None:
-            # `RunInputs.rows` compares the teacher's weights and the text too.
-            inputs.stored_logits(stage, tokenizer)
+        # `RunInputs.rows` compares the teacher's weights and the text too.
+        inputs.stored_logits(stage, tokenizer)
         _check_context(inputs, stage, longest_context(shape))
         _check_window(inputs, stage)
 

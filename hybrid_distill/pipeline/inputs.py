@@ -134,18 +134,21 @@ class RunInputs:
         """Open the rows of a stage, with its cached logits if any, after checking that these match."""
         _, tokenizer = self.stage_shape_and_tokenizer(stage)
         rows = open_rows(self.config.data_of(stage), tokenizer, pins=self.pins)
-        if not isinstance(stage, Distill) or stage.teacher_logits is None:
+        logits = self.stored_logits(stage, tokenizer)
+        if logits is None:
             return rows
         teacher = fingerprint(self.teacher)
         if self.has_own_teacher(stage):
             teacher = self.config.teacher_of(stage).path
-        logits = self.stored_logits(stage, tokenizer)
         logits.check_rows(rows, teacher, places=stage.rows_read)
         return CachedLogitsDataset(rows, logits)
 
-    def stored_logits(self, stage: Distill, tokenizer: PreTrainedTokenizerBase) -> LogitFolder:
-        """Open the logits that a stage reads. Raises ValueError unless they were made with its settings."""
-        assert stage.teacher_logits is not None
+    def stored_logits(
+        self, stage: StageConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> LogitFolder | None:
+        """Open the logits that a stage reads, if any. Raises ValueError unless they were made with its settings."""
+        if not isinstance(stage, Distill) or stage.teacher_logits is None:
+            return None
         logits = open_logits(stage.teacher_logits)
         logits.check_settings(
             tokenizer,

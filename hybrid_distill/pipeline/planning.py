@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..config import PlanConfig
+from ..config import PlanConfig, RunConfig
 from ..plan import HeadPlan, Unit, check_same_shape
 from ..scoring import HeadScores
 from .inputs import RunInputs
@@ -44,15 +44,23 @@ def known_plan(
         return None
     scores = None
     if options.selection == "top":
-        path = inputs.config.scoring.file
-        if path is None:
+        # Checked before a plan is made of them: their ties say nothing about another model.
+        scores = given_scores(inputs.config, teacher)
+        if scores is None:
             return None
-        scores = HeadScores.load(path)
-        # Before a plan is made of them: its ties say nothing about another model.
-        check_same_shape(scores, teacher, str(path))
     plan = make_plan(options, teacher, scores)
     plan.check_fits(teacher)
     return plan
+
+
+def given_scores(config: RunConfig, teacher: PreTrainedModel) -> HeadScores | None:
+    """Read ``scoring.file``; None without one. Raises ValueError for scores of a teacher of another shape."""
+    path = config.scoring.file
+    if path is None:
+        return None
+    scores = HeadScores.load(path)
+    check_same_shape(scores, teacher, str(path))
+    return scores
 
 
 def unranked_plan(teacher: PreTrainedModel, options: PlanConfig) -> HeadPlan:

@@ -352,7 +352,7 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
     return {
         r"teacher .*\w{16}.* \w{16}": run("teacher", path=str(other_teacher)),
         "tokenizer": run("teacher", path=str(other_tokenizer)),
-        "seq_len 16, .* 8": run("data", seq_len=8),
+        "data.seq_len 16, .* 8": run("data", seq_len=8),
         "data.sources": run("data", sources=(str(more_text),)),
         "data.seed": run("data", seed=1),
         "temperature 1.0, .* 2.0": run("distill", temperature=2.0),

@@ -18,9 +18,9 @@ from ...locking import locked
 from ...pipeline import RunInputs
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
 from ...pipeline.inputs import shape_of_teacher
-from ...plan import HeadPlan, check_same_shape
+from ...pipeline.planning import given_scores
+from ...plan import HeadPlan
 from ...recipe import ask_recipe, config_of, on_asked_teacher
-from ...scoring import HeadScores
 from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted
 from ...train.tracking import check_trackers
@@ -92,8 +92,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     check_student(inputs, PlanConfig("none", k=0))
     # Of the teacher, only its config has been read so far.
     teacher = shape_of_teacher(base.teacher)
-    if base.scoring.file is not None:
-        check_same_shape(HeadScores.load(base.scoring.file), teacher, str(base.scoring.file))
+    given_scores(base, teacher)
     cells = grid.cells(HeadPlan.none(teacher))
     words = [str(job.recipe)]
     if job.set:
