@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .local_attention import Reach
 from .prefix import Prefix, write_prefix
-from .ring import TokenRing
+from .ring import RingStep, TokenRing
 from .rows import static
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +88,8 @@ class HybridLayerCache(DynamicLayer):
         self.conv_state: Tensor | None = None
         self.ssm_state: Tensor | None = None
         self.ring: TokenRing | None = None
+        self.ring_steps: dict[tuple[Reach, torch.device], RingStep] | None = None
+        """What the token of this forward pass does to rings, shared by all layers (`HybridCache.one_forward_pass`)."""
         self.seen = 0
         self.record_past = False
         self.forwards: list[Forward] = []
@@ -403,6 +407,19 @@ class HybridCache(Cache):
     def layer(self, index: int) -> HybridLayerCache:
         """Return the cache of one layer."""
         return cast(HybridLayerCache, self.layers[index])
+
+    @contextmanager
+    def one_forward_pass(self) -> Iterator[None]:
+        """Let the layers share what a token does to their rings, as all of them read the same tokens."""
+        # Static layers are compiled as one graph, which computes nothing twice, or replayed one by one.
+        steps = None if self.is_compileable else {}
+        for layer in self._layers():
+            layer.ring_steps = steps
+        try:
+            yield
+        finally:
+            for layer in self._layers():
+                layer.ring_steps = None
 
     def nbytes(self) -> dict[str, int]:
         """Count the bytes in use by all layers: ``kv``, ``window``, ``ssm``, ``conv``."""

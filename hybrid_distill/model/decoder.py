@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import lru_cache, wraps
 from typing import Any, NoReturn
 
@@ -74,8 +75,10 @@ def _decoder_class(decoder_class: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(decoder_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(zip(names, args)) | kwargs
-        outputs = decoder_class.forward(self, **row_arguments(self, cache_name, arguments))
+        row = row_arguments(self, cache_name, dict(zip(names, args)) | kwargs)
+        cache = row[cache_name]
+        with nullcontext() if cache is None else cache.one_forward_pass():
+            outputs = decoder_class.forward(self, **row)
         _align_maps(self, outputs)
         return outputs
 
@@ -193,7 +196,7 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     row[cache_name] = cache
     _mask_documents(decoder, row, backbone_packs)
     # Last: to what is above, a missing token mask means that the attention mask is not 2-D.
-    if _marks_nothing(row["token_mask"]):
+    if _marks_nothing(row["token_mask"], cache):
         row["token_mask"] = None
     return row
 
@@ -235,14 +238,18 @@ def _fills_cache(row: Mapping[str, Any], cache: HybridCache | None, by_default: 
     return False
 
 
-def _marks_nothing(token_mask_BL: Tensor | None) -> bool:
-    """Return True for a mask without padding, with which every layer would reorder tokens for nothing.
+def _marks_nothing(token_mask_BL: Tensor | None, cache: HybridCache | None) -> bool:
+    """Return True for a mask without padding, for which every layer would reorder tokens, or guard slots, for nothing.
 
-    Only a CPU is asked: a look at the mask would wait for a GPU.
+    A look at the mask waits for a GPU. There, only a mask of single tokens is looked at: `generate` waits for each
+    token in any case.
     """
     if token_mask_BL is None or torch.compiler.is_compiling():
         return False
-    return token_mask_BL.device.type == "cpu" and bool(token_mask_BL.all())
+    decodes = token_mask_BL.shape[1] == 1 and cache is not None and not cache.is_compileable
+    if token_mask_BL.device.type != "cpu" and not decodes:
+        return False
+    return bool(token_mask_BL.all())
 
 
 def _hybrid_cache(arguments: Mapping[str, Any]) -> HybridCache | None:

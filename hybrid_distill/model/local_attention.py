@@ -140,22 +140,13 @@ def attend_locally(
     return out_BNHQP.transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def attend_ring(
-    query_BH1P: Tensor,
-    key_BGRP: Tensor,
-    value_BGRP: Tensor,
-    place_BR: Tensor,
-    last_place_B: Tensor,
-    reach: Reach,
-    scoring: Scoring,
-) -> Tensor:
-    """Compute windowed attention of one token per row, the last in its ring, [B, H, 1, P]."""
-    distance_BR = last_place_B.unsqueeze(1) - place_BR
+def seen_in_ring(place_BR: Tensor, last_place_B1: Tensor, reach: Reach) -> Tensor:
+    """Return which slots of a ring its last token sees, by the ``place`` of the token in each slot."""
+    distance_BR = last_place_B1 - place_BR
     seen_BR = reach.sees(distance_BR, place_BR)
     # A sink that is still in the window is read there.
     is_sink_R = torch.arange(place_BR.shape[1], device=place_BR.device) < reach.sinks
-    seen_BR = seen_BR & ~(is_sink_R & (distance_BR < reach.window))
-    return attend(query_BH1P, key_BGRP, value_BGRP, seen_BR.unsqueeze(1), scoring)
+    return seen_BR & ~(is_sink_R & (distance_BR < reach.window))
 
 
 def attend(
@@ -171,7 +162,10 @@ def attend(
     # The heads of a KV head become more queries of one head: no key is copied for them.
     group_size = query_BHQP.shape[1] // n_groups
     query_BGQP = query_BHQP.unflatten(1, (n_groups, group_size)).flatten(2, 3)
-    seen_B1QK = seen_BQK.repeat(1, group_size, 1).unsqueeze(1)
+    if n_queries > 1:
+        # One query is the same row of the mask for all heads.
+        seen_BQK = seen_BQK.repeat(1, group_size, 1)
+    seen_B1QK = seen_BQK.unsqueeze(1)
     if scoring.softcap is None:
         out_BGQP = F.scaled_dot_product_attention(
             query_BGQP,

@@ -1,17 +1,34 @@
 """Ring of the keys and values that windowed heads still see while they decode.
 
-Shapes: B batch, L length, G KV heads, P head dim, W window, S sinks, R = S + W slots.
+Shapes: B batch, L length, G KV heads, P head dim, W window, S sinks, R = S + W slots, X slots written by a token.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .local_attention import Reach, seen_in_ring
 from .rows import pick_tokens, static
+
+
+class RingStep(NamedTuple):
+    """What one more token a row does to a ring. All layers with one reach do the same: the first computes it."""
+
+    n_tokens_B: Tensor
+    """Number of tokens in each row, this one included."""
+    n_new_B: Tensor
+    """0 where the token is padding, else 1."""
+    is_new_B: Tensor | None
+    """False where the token is padding; None if no token is."""
+    column_B1: Tensor
+    row_B1: Tensor
+    slot_BX: Tensor
+    seen_BR: Tensor
+    """Slots that the token sees, its own included."""
 
 
 class TokenRing:
@@ -39,19 +56,6 @@ class TokenRing:
         assert self.column_BR is not None
         return self.column_BR.shape[1] - self.sinks
 
-    def places_BR(self) -> Tensor:
-        """Return the place of the token in each slot; negative for an empty slot of the window.
-
-        A sink that the row has not reached yet has its future place.
-        """
-        assert self.n_tokens_B is not None
-        device = self.n_tokens_B.device
-        last_B1 = self.n_tokens_B.unsqueeze(1) - 1
-        # The largest place up to the last one that is r modulo W.
-        near_BW = last_B1 - (last_B1 - torch.arange(self.n_near, device=device)) % self.window
-        sink_S = torch.arange(self.sinks, device=device)
-        return torch.cat([sink_S.expand(len(last_B1), -1), near_BW], dim=1)
-
     def write(
         self,
         key_BGLP: Tensor,
@@ -59,37 +63,91 @@ class TokenRing:
         column_BL: Tensor,
         n_new_B: Tensor,
         n_columns: int,
-        is_padded: bool,
     ) -> None:
-        """Store the first ``n_new_B`` tokens of each row; what follows them is padding, if the row ``is_padded``.
+        """Store the first ``n_new_B`` tokens of each row; what follows them is padding.
 
         ``n_columns`` counts the columns of all rows so far, these included.
         """
         if self.n_tokens_B is None:
-            self._allocate(key_BGLP, value_BGLP, n_new_B, n_columns)
-        else:
-            self._grow(n_columns)
-        assert self.n_tokens_B is not None and self.keys is not None
+            self._allocate(key_BGLP, value_BGLP, n_new_B)
+        self._grow(n_columns)
+        assert self.n_tokens_B is not None
         self._set("n_tokens_B", self.n_tokens_B + n_new_B)
-        # Autograd may need what an attention has read before, and cannot know that two slots hold one token.
-        is_fixed = key_BGLP.requires_grad or self.keys.requires_grad
-        # Tensors of inference mode can only be written there. torch.compile cannot ask.
-        if not torch.compiler.is_compiling():
-            is_fixed |= self.keys.is_inference() and not torch.is_inference_mode_enabled()
-        if column_BL.shape[1] == 1 and not is_fixed:
-            self._write_one(key_BGLP, value_BGLP, column_BL, n_new_B > 0 if is_padded else None)
-        else:
-            self._write_many(key_BGLP, value_BGLP, column_BL, n_new_B)
+        self._replace_slots(key_BGLP, value_BGLP, column_BL, n_new_B)
 
-    def _write_many(
+    def step(
+        self, column_B1: Tensor, token_mask_B1: Tensor | None, n_columns: int, reach: Reach
+    ) -> RingStep:
+        """Compute what one token a row does to this ring. The ring has to hold tokens; it gets its slots."""
+        self._grow(n_columns)
+        assert self.n_tokens_B is not None
+        if token_mask_B1 is None:
+            n_new_B = torch.ones_like(self.n_tokens_B)
+        else:
+            n_new_B = (token_mask_B1 != 0).sum(dim=1)
+        n_tokens_B = self.n_tokens_B + n_new_B
+        # A row of padding alone has no token yet. Padding is given the output of the last token, which nobody reads.
+        place_B1 = (n_tokens_B.unsqueeze(1) - 1).clamp_min(0)
+        slot_BX = self.sinks + place_B1 % self.window
+        if self.sinks:
+            # A token beyond the sinks is written into the same slot twice: fewer steps than to ask.
+            sink_B1 = torch.where(place_B1 < self.sinks, place_B1, slot_BX)
+            slot_BX = torch.cat([sink_B1, slot_BX], dim=1)
+        return RingStep(
+            n_tokens_B=n_tokens_B,
+            n_new_B=n_new_B,
+            is_new_B=None if token_mask_B1 is None else n_new_B > 0,
+            column_B1=column_B1.to(torch.int32),
+            row_B1=torch.arange(len(place_B1), device=place_B1.device).unsqueeze(1),
+            slot_BX=slot_BX,
+            seen_BR=seen_in_ring(self._places_BR(n_tokens_B), place_B1, reach),
+        )
+
+    def take(self, step: RingStep, key_BG1P: Tensor, value_BG1P: Tensor, n_columns: int) -> None:
+        """Store the token of a step.
+
+        It is written into its slots alone: a decoding model would else copy the ring for each token.
+        """
+        self._grow(n_columns)
+        assert self.column_BR is not None and self.keys is not None and self.values is not None
+        self._set("n_tokens_B", step.n_tokens_B)
+        if self._is_fixed(key_BG1P):
+            self._replace_slots(key_BG1P, value_BG1P, step.column_B1, step.n_new_B)
+            return
+        slots = (step.row_B1, step.slot_BX)
+        slots_of_heads = (step.row_B1, slice(None), step.slot_BX)
+        _put(self.column_BR, slots, step.column_B1, step.is_new_B)
+        _put(self.keys, slots_of_heads, key_BG1P.transpose(1, 2), step.is_new_B)
+        _put(self.values, slots_of_heads, value_BG1P.transpose(1, 2), step.is_new_B)
+
+    def last_slots(self, n: int) -> Tensor:
+        """Return the slots of each row's last n tokens in their order, [B, n], of no use before its first token."""
+        assert self.n_tokens_B is not None
+        n_tokens_B1 = self.n_tokens_B.unsqueeze(1)
+        place_BN = n_tokens_B1 - n + torch.arange(n, device=n_tokens_B1.device)
+        # Places before the first token may have no slot.
+        return self.sinks + place_BN.clamp_min(0) % self.window
+
+    def _is_fixed(self, key_BG1P: Tensor) -> bool:
+        """Return True if the slots cannot be written in place."""
+        assert self.keys is not None
+        # Autograd may need what an attention has read before, and cannot know that two slots hold one token.
+        if key_BG1P.requires_grad or self.keys.requires_grad:
+            return True
+        # Tensors of inference mode can only be written there. torch.compile cannot ask.
+        if torch.compiler.is_compiling():
+            return False
+        return self.keys.is_inference() and not torch.is_inference_mode_enabled()
+
+    def _replace_slots(
         self, key_BGLP: Tensor, value_BGLP: Tensor, column_BL: Tensor, n_new_B: Tensor
     ) -> None:
-        """Let each slot pick its token of the row, if it has one there."""
+        """Let each slot pick its token of the row, if it has one there; the ring counts them already."""
         assert self.n_tokens_B is not None and self.column_BR is not None
         assert self.keys is not None and self.values is not None
         # Taken after counting: a static ring counts in place.
         n_before_B = self.n_tokens_B - n_new_B
-        source_BR = self.places_BR() - n_before_B.unsqueeze(1)
+        source_BR = self._places_BR(self.n_tokens_B) - n_before_B.unsqueeze(1)
         is_new_BR = (source_BR >= 0) & (source_BR < n_new_B.unsqueeze(1))
         source_BR = source_BR.clamp(0, column_BL.shape[1] - 1)
         is_new_B1R1 = is_new_BR[:, None, :, None]
@@ -100,36 +158,27 @@ class TokenRing:
         self._set("keys", torch.where(is_new_B1R1, keys, self.keys))
         self._set("values", torch.where(is_new_B1R1, values, self.values))
 
-    def _write_one(
-        self,
-        key_BG1P: Tensor,
-        value_BG1P: Tensor,
-        column_B1: Tensor,
-        is_new_B: Tensor | None,
-    ) -> None:
-        """Write one token a row into its slots alone: a decoding model would else copy the ring for each token.
+    def _places_BR(self, n_tokens_B: Tensor) -> Tensor:
+        """Return the place of the token in each slot when a row has so many; negative for an empty slot of the window.
 
-        Rows whose token is padding are not ``is_new_B``; None if there are none.
+        A sink that the row has not reached yet has its future place.
         """
-        assert self.n_tokens_B is not None and self.column_BR is not None
-        assert self.keys is not None and self.values is not None
-        # A row of padding alone has no token yet.
-        place_B1 = (self.n_tokens_B.unsqueeze(1) - 1).clamp_min(0)
-        slot_BX = self.sinks + place_B1 % self.window
-        if self.sinks:
-            # A token beyond the sinks is written into the same slot twice: fewer steps than to ask.
-            sink_B1 = torch.where(place_B1 < self.sinks, place_B1, slot_BX)
-            slot_BX = torch.cat([sink_B1, slot_BX], dim=1)
-        row_B1 = torch.arange(len(place_B1), device=place_B1.device).unsqueeze(1)
-        of_heads = (row_B1, slice(None), slot_BX)
-        _put(self.column_BR, (row_B1, slot_BX), column_B1, is_new_B)
-        _put(self.keys, of_heads, key_BG1P.transpose(1, 2), is_new_B)
-        _put(self.values, of_heads, value_BG1P.transpose(1, 2), is_new_B)
+        device = n_tokens_B.device
+        last_B1 = n_tokens_B.unsqueeze(1) - 1
+        # The largest place up to the last one that is r modulo W.
+        near_BW = last_B1 - (last_B1 - torch.arange(self.n_near, device=device)) % self.window
+        sink_S = torch.arange(self.sinks, device=device)
+        return torch.cat([sink_S.expand(len(last_B1), -1), near_BW], dim=1)
 
-    def _n_slots(self, n_columns: int) -> int:
-        if self.is_static:
-            return self.sinks + self.window
-        return self.sinks + min(self.window, n_columns)
+    def _allocate(self, key_BGLP: Tensor, value_BGLP: Tensor, n_new_B: Tensor) -> None:
+        batch, n_groups, _, width = key_BGLP.shape
+        n_slots = self._n_slots(0)
+        shape = (batch, n_groups, n_slots, width)
+        self.keys = self._owned(key_BGLP.new_zeros(shape))
+        self.values = self._owned(value_BGLP.new_zeros(shape))
+        # int32: columns are stored per layer, and should not cost as much as keys.
+        self.column_BR = self._owned(n_new_B.new_zeros((batch, n_slots), dtype=torch.int32))
+        self.n_tokens_B = self._owned(n_new_B.new_zeros(batch))
 
     def _grow(self, n_columns: int) -> None:
         """Add slots for tokens up to this number of columns."""
@@ -140,17 +189,10 @@ class TokenRing:
             self.values = F.pad(self.values, (0, 0, 0, n_more))
             self.column_BR = F.pad(self.column_BR, (0, n_more))
 
-    def _allocate(
-        self, key_BGLP: Tensor, value_BGLP: Tensor, n_new_B: Tensor, n_columns: int
-    ) -> None:
-        batch, n_groups, _, width = key_BGLP.shape
-        n_slots = self._n_slots(n_columns)
-        shape = (batch, n_groups, n_slots, width)
-        self.keys = self._owned(key_BGLP.new_zeros(shape))
-        self.values = self._owned(value_BGLP.new_zeros(shape))
-        # int32: columns are stored per layer, and should not cost as much as keys.
-        self.column_BR = self._owned(n_new_B.new_zeros((batch, n_slots), dtype=torch.int32))
-        self.n_tokens_B = self._owned(n_new_B.new_zeros(batch))
+    def _n_slots(self, n_columns: int) -> int:
+        if self.is_static:
+            return self.sinks + self.window
+        return self.sinks + min(self.window, n_columns)
 
     def _owned(self, tensor: Tensor) -> Tensor:
         return static(tensor) if self.is_static else tensor

@@ -68,12 +68,19 @@ def document_begins(seq_idx_BL: Tensor) -> Tensor:
 
 
 def pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
-    """Pick heads by slicing: an index tensor would be copied to the device at every call."""
-    if heads == list(range(t_BHLP.shape[1])):
-        return t_BHLP
-    if not heads:
+    """Pick heads by slicing: an index tensor would be copied to the device at every call.
+
+    Heads that follow each other are one slice, and a single slice is not copied.
+    """
+    slices = []
+    begin = 0
+    for end in range(1, len(heads) + 1):
+        if end == len(heads) or heads[end] != heads[end - 1] + 1:
+            slices.append(t_BHLP[:, heads[begin] : heads[end - 1] + 1])
+            begin = end
+    if not slices:
         return t_BHLP[:, :0]
-    return torch.cat([t_BHLP[:, head : head + 1] for head in heads], dim=1)
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)
 
 
 def pick_tokens(t_BHLP: Tensor, index_BR: Tensor) -> Tensor:

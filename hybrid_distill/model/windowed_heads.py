@@ -24,11 +24,11 @@ from .local_attention import (
     Earlier,
     Reach,
     Scoring,
+    attend,
     attend_locally,
-    attend_ring,
     local_maps,
 )
-from .ring import TokenRing
+from .ring import RingStep, TokenRing
 from .rows import TokensFirst, document_begins, pick_heads, pick_tokens
 from .windows import kinds_and_windows
 
@@ -228,6 +228,10 @@ class HeadCall:
         keys = pick_heads(key_BGLP, heads.kept_groups)
         values = pick_heads(value_BGLP, heads.kept_groups)
         offset = 0
+        if self.cache is not None and self.cache.keys is None and heads.ring_groups:
+            # The cache stores them, and a slice would keep the other KV heads in memory.
+            keys = keys.clone()
+            values = values.clone()
         if self.cache is not None:
             _, offset = self.cache.get_mask_sizes(keys.shape[2])
             keys, values = self.cache.update(keys, values)
@@ -263,8 +267,7 @@ class HeadCall:
             ring = self.cache.ring_of(heads.reach.window, heads.reach.sinks)
             if ring.n_tokens_B is not None:
                 if length == 1:
-                    self._store(ring, key_BGLP, value_BGLP, rows)
-                    return self._attend_ring(ring, query_BHLP, full, scoring)
+                    return self._decode(ring, query_BHLP, key_BGLP, value_BGLP, full, scoring)
                 earlier = self._earlier(ring, full, key_BGLP.dtype)
             self._store(ring, key_BGLP, value_BGLP, rows)
         near_keys = pick_heads(key_BGLP, heads.window_groups)
@@ -291,14 +294,12 @@ class HeadCall:
         assert self.cache is not None
         batch, _, length, _ = key_BGLP.shape
         device = key_BGLP.device
-        column_BL = torch.arange(length, device=device).expand(batch, -1)
-        column_BL = column_BL + self.cache.get_seq_length()
+        column_BL = self._columns(batch, length, device)
         token_mask_BL = self.token_mask_BL
         if rows is not None:
             column_BL = rows.apply(column_BL)
-        dtype = self.cache.kv_dtype or key_BGLP.dtype
-        key_BGLP = pick_heads(key_BGLP, self.heads.ring_groups).to(dtype)
-        value_BGLP = pick_heads(value_BGLP, self.heads.ring_groups).to(dtype)
+        key_BGLP = self._stored(key_BGLP)
+        value_BGLP = self._stored(value_BGLP)
 
         def write(layer: HybridLayerCache, n_tokens: int) -> None:
             """Store what the first n columns hold: a row's tokens come first."""
@@ -309,43 +310,59 @@ class HeadCall:
             # Not get_seq_length: a static layer's is on the device, and its ring has all slots.
             n_columns = layer.seen + n_tokens
             layer.ring_of(ring.window, ring.sinks).write(
-                key_BGLP,
-                value_BGLP,
-                column_BL,
-                n_new_B,
-                n_columns,
-                is_padded=token_mask_BL is not None,
+                key_BGLP, value_BGLP, column_BL, n_new_B, n_columns
             )
 
         write(self.cache, length)
         self.cache.on_replay(write)
 
-    def _attend_ring(
+    def _columns(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """Return the column of each new token among all columns of its row, [B, L]."""
+        assert self.cache is not None
+        column_L = torch.arange(length, device=device) + self.cache.get_seq_length()
+        return column_L.expand(batch, -1)
+
+    def _stored(self, t_BGLP: Tensor) -> Tensor:
+        """Return the KV heads that the ring stores, in its dtype."""
+        assert self.cache is not None
+        return pick_heads(t_BGLP, self.heads.ring_groups).to(self.cache.kv_dtype or t_BGLP.dtype)
+
+    def _decode(
         self,
         ring: TokenRing,
         query_BH1P: Tensor,
+        key_BG1P: Tensor,
+        value_BG1P: Tensor,
         full: FullKeys | None,
         scoring: Scoring,
     ) -> Tensor:
-        """Compute the windowed heads of one token per row, which is in the ring already."""
+        """Store one token per row, and compute the windowed heads for it, [B, H, 1, P]."""
+        assert self.cache is not None
+        n_columns = self.cache.seen + 1
+        step = self._ring_step(ring, n_columns)
+        ring.take(step, self._stored(key_BG1P), self._stored(value_BG1P), n_columns)
         key_BHRP, value_BHRP = self._ring_keys(ring, full, query_BH1P.dtype)
-        assert ring.n_tokens_B is not None
-        place_BR = ring.places_BR()
-        # Padding gets the output of the last token, which nobody reads.
-        last_place_B = (ring.n_tokens_B - 1).clamp_min(0)
-        return attend_ring(
-            query_BH1P, key_BHRP, value_BHRP, place_BR, last_place_B, self.heads.reach, scoring
-        )
+        return attend(query_BH1P, key_BHRP, value_BHRP, step.seen_BR.unsqueeze(1), scoring)
+
+    def _ring_step(self, ring: TokenRing, n_columns: int) -> RingStep:
+        """Return what this token does to the ring; within a forward pass, only the first layer computes it."""
+        assert self.cache is not None and ring.n_tokens_B is not None
+        reach = self.heads.reach
+        device = ring.n_tokens_B.device
+        steps = self.cache.ring_steps
+        if steps is not None and (reach, device) in steps:
+            return steps[reach, device]
+        column_B1 = self._columns(len(ring.n_tokens_B), 1, device)
+        step = ring.step(column_B1, self.token_mask_BL, n_columns, reach)
+        if steps is not None:
+            steps[reach, device] = step
+        return step
 
     def _earlier(self, ring: TokenRing, full: FullKeys | None, dtype: torch.dtype) -> Earlier:
         """Return the tokens before a row of several tokens, in their order and in its ``dtype``."""
         assert ring.n_tokens_B is not None
         key_BHRP, value_BHRP = self._ring_keys(ring, full, dtype)
-        n_tokens_B1 = ring.n_tokens_B.unsqueeze(1)
-        n_near = min(ring.window - 1, ring.n_near)
-        place_BN = n_tokens_B1 - n_near + torch.arange(n_near, device=n_tokens_B1.device)
-        # Places before the row's first token are not seen, and may have no slot.
-        slot_BN = ring.sinks + place_BN.clamp_min(0) % ring.window
+        slot_BN = ring.last_slots(min(ring.window - 1, ring.n_near))
         return Earlier(
             near_keys=pick_tokens(key_BHRP, slot_BN),
             near_values=pick_tokens(value_BHRP, slot_BN),
@@ -368,7 +385,7 @@ class HeadCall:
         values = [ring.values.to(dtype)]
         groups = list(heads.ring_groups)
         if full is not None:
-            index_BR = (ring.column_BR - full.offset).clamp_min(0)
+            index_BR = (ring.column_BR.long() - full.offset).clamp_min(0)
             keys.append(pick_tokens(full.keys, index_BR))
             values.append(pick_tokens(full.values, index_BR))
             groups += heads.kept_groups

@@ -19,6 +19,7 @@ from hybrid_distill.model import HybridForCausalLM, local_attention, window_kern
 from hybrid_distill.model.local_attention import Reach, Scoring
 from hybrid_distill.model.mixer import silence
 from hybrid_distill.model.recurrent_heads import OPEN_GATE
+from hybrid_distill.model.ring import TokenRing
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import trace_mixers
@@ -220,6 +221,44 @@ def test_a_ring_has_a_slot_a_token_up_to_its_window_and_is_then_written_in_place
         if n_tokens == 1 and n_seen > 9:
             assert ring.keys.data_ptr() == before
     assert n_seen == 24
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", list(PLANS))
+def test_a_cache_keeps_no_more_in_memory_than_it_counts(kept: str) -> None:
+    teacher = make_family_model("llama")
+    student = windowed_student(teacher, HeadPlan.from_pairs(teacher, PLANS[kept]), window=4)
+    cache = student.new_cache()
+    student(ids_of(student, n_rows=1, length=12), cache=cache)
+    for layer in cache.layers:
+        for tensor in layer.tensors().values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@torch.no_grad()
+def test_layers_share_what_a_token_does_to_their_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoded token costs each layer its own keys alone, also after a crop and with beams in another order."""
+    teacher = make_family_model("llama")
+    student = windowed_student(teacher, HeadPlan.none(teacher), window=4, sinks=1)
+    ids = ids_of(student, length=12)
+    computed = []
+    step = TokenRing.step
+
+    def counted(ring: TokenRing, *args: Any) -> Any:
+        computed.append(ring)
+        return step(ring, *args)
+
+    monkeypatch.setattr(TokenRing, "step", counted)
+    cache = student.new_cache()
+    student(ids[:, :8], cache=cache)
+    cache.activate_past_recording()
+    for place in (8, 9, 9):
+        student(ids[:, place : place + 1], cache=cache)
+        if cache.get_seq_length() == 10:
+            cache.crop(-1)
+            cache.reorder_cache(torch.arange(len(ids)).flip(0))
+    assert len(cache.layers) > 1
+    assert len(computed) == 3
 
 
 def test_gradients_go_through_a_cache_token_by_token() -> None:

@@ -1,0 +1,169 @@
+"""Milliseconds a token of a student and of its teacher on a CPU, as they are and compiled, and what takes the time.
+
+    python benchmarks/decode_cpu.py --teacher smollm2 --model runs/hybrid_smollm2_135m/export
+
+One row in bfloat16 after a prompt of 128 tokens. All variants take turns in one process; the student's give the same
+tokens. Each figure is the best of the rounds: CPU time of one thread, as others may use the machine, or wall time of
+several. "Products alone" multiplies each weight of the teacher by one vector, which no variant can do without.
+Operators are those that compute or copy, by layer: on a GPU each is the launch of a kernel. The first call of a
+compiled variant takes minutes, and is shown apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from records import RESULTS, about, parser_of, write
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from hybrid_distill.lab.reporting import text_table
+from hybrid_distill.model.layout import CACHE_NAMES
+
+PROMPT, NEW_TOKENS = 128, 64
+FEW_TOKENS = 8
+"""Tokens of a shorter call: the difference leaves out the prompt."""
+Call = Callable[[Tensor, int], Tensor]
+
+
+def main() -> None:
+    """Time every variant, print a table and write the record."""
+    parser = parser_of(__doc__, RESULTS / "decode_cpu.json")
+    parser.add_argument("--teacher", required=True, help="folder of the teacher")
+    parser.add_argument("--model", required=True, help="folder of a student's remote-code export")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    prompt = torch.randint(1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    teacher = load(options.teacher)
+    student = load(options.model)
+    calls = {
+        "products alone": products(teacher),
+        "teacher": generator_of(teacher),
+        "teacher, compiled, static cache": static(compiled(load(options.teacher))),
+        "student": generator_of(student),
+        "student, static cache": static(load(options.model)),
+        "student, compiled, static cache": static(compiled(load(options.model))),
+    }
+    first, best = {}, {}
+    expected = calls["student"](prompt, NEW_TOKENS)
+    for name, call in calls.items():
+        started = time.perf_counter()
+        tokens = call(prompt, NEW_TOKENS)
+        call(prompt, FEW_TOKENS)
+        first[name] = time.perf_counter() - started
+        same = (tokens == expected).float().mean().item()
+        print(f"{name}: first calls {first[name]:.0f} s, {same:.0%} of the student's tokens")
+    for _ in range(options.rounds):
+        for name, call in calls.items():
+            seconds = seconds_of(call, prompt, NEW_TOKENS, clock)
+            seconds -= seconds_of(call, prompt, FEW_TOKENS, clock)
+            best[name] = min(best.get(name, seconds), seconds)
+    operators = {
+        "teacher": operators_a_layer(teacher, prompt),
+        "student": operators_a_layer(student, prompt),
+    }
+    per_token = 1000 / (NEW_TOKENS - FEW_TOKENS)
+    table = pd.DataFrame(
+        {
+            "variant": list(calls),
+            "ms a token": [round(per_token * best[name], 1) for name in calls],
+            "operators a layer": [operators.get(name, "") for name in calls],
+            "first calls, s": [round(first[name]) for name in calls],
+        }
+    )
+    print(text_table(table))
+    record = {"rows": table.to_dict("records"), "rounds": options.rounds}
+    write(options.out, {**record, **about("decoding on a CPU", threads=options.threads)})
+
+
+def load(folder: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.bfloat16
+    )
+    return model.eval()
+
+
+def compiled(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    return model
+
+
+def static(model: Any) -> Call:
+    return generator_of(model, cache_implementation="static")
+
+
+def generator_of(model: Any, **options: str) -> Call:
+    """Return a function that continues a prompt by exactly so many tokens."""
+
+    def call(prompt: Tensor, n_tokens: int) -> Tensor:
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=n_tokens,
+            min_new_tokens=n_tokens,
+            do_sample=False,
+            **options,
+        )
+
+    return call
+
+
+def products(model: nn.Module) -> Call:
+    """Return a function that multiplies all weights of linear layers by a vector, so many times."""
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    vectors = {
+        weight.shape[1]: torch.ones(1, weight.shape[1], dtype=weight.dtype) for weight in weights
+    }
+
+    @torch.inference_mode()
+    def call(prompt: Tensor, n_tokens: int) -> Tensor:
+        for _ in range(n_tokens):
+            for weight in weights:
+                F.linear(vectors[weight.shape[1]], weight)
+        return prompt[:, :0].new_zeros(1, prompt.shape[1] + n_tokens)
+
+    return call
+
+
+def seconds_of(call: Call, prompt: Tensor, n_tokens: int, clock: Callable[[], float]) -> float:
+    started = clock()
+    call(prompt, n_tokens)
+    return clock() - started
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, but for those that only look at a tensor in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def operators_a_layer(model: Any, prompt: Tensor) -> float:
+    """Count the operators of one decoded token, by decoder layer."""
+    outputs = model(prompt, use_cache=True)
+    name = next(name for name in CACHE_NAMES if outputs.get(name) is not None)
+    cache = {name: outputs[name]}
+    model(prompt[:, -1:], use_cache=True, **cache)
+    with Operators() as counted:
+        model(prompt[:, -1:], use_cache=True, **cache)
+    return round(counted.n / model.config.num_hidden_layers, 1)
+
+
+if __name__ == "__main__":
+    main()
