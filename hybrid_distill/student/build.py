@@ -24,7 +24,14 @@ from ..teacher import (
     fingerprint,
     trace_mixers,
 )
-from .copying import Made, TensorRecord, check_attention, copied_tensors, copy_buffers, mixer_names
+from .copying import (
+    StudentTensor,
+    TensorRecord,
+    check_attention,
+    copied_tensors,
+    copy_buffers,
+    mixer_names,
+)
 from .grafting import recurrent_tensors
 from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 
@@ -87,24 +94,21 @@ def build_student(
     # Before the student checks itself: it checks these kernels.
     student.set_ssm_implementation(kernels)
     check_teacher_rows(teacher)
-    made = list(copied_tensors(student, teacher, sites))
-    _load(student, made)
+    copied = list(copied_tensors(student, teacher, sites))
+    _load(student, copied)
     copy_buffers(student, teacher)
     # Loading has given tied parameters a tensor each.
     student.tie_weights()
+    # After the copies: fitting runs the student's windows, with the teacher's weights.
     if recurrent is not None:
-        started = list(_known_tensors(student, recurrent, teacher.device))
+        initialized = list(_built_before(student, recurrent, teacher.device))
     else:
-        traces: Sequence[LayerTrace | None] = [None] * len(sites)
-        if d_state:
-            traces = _trace(teacher, student, calibration, init)
-        with torch.no_grad():
-            started = list(_initialized_tensors(student, sites, init, traces, seed))
-    _load(student, started)
-    made += started
+        traces = _calibration_traces(teacher, student, calibration, init)
+        initialized = _initialized_tensors(student, sites, init, traces, seed)
+    _load(student, initialized)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     check_rows(student, _OTHER_TEACHER)
-    records = [record for record, _ in made]
+    records = [tensor.record for tensor in (*copied, *initialized)]
     report = BuildReport(
         tensors=(*records, *_dropped_tensors(teacher, records)),
         init=init,
@@ -188,10 +192,10 @@ def _dropped_tensors(
             yield TensorRecord(name, "dropped", tuple(tensor.shape), (name,))
 
 
-def _load(student: HybridForCausalLM, made: Sequence[Made]) -> None:
-    """Give the student these tensors, as copies. Raises RuntimeError for a tensor that it does not have."""
+def _load(student: HybridForCausalLM, student_tensors: Sequence[StudentTensor]) -> None:
+    """Load copies of the tensors into the student. Raises RuntimeError for a tensor that it does not have."""
     tensors = {}
-    for record, tensor in made:
+    for record, tensor in student_tensors:
         tensors[record.name] = tensor.clone(memory_format=torch.contiguous_format)
     # Assigned: the student is on the meta device, where nothing can be copied into.
     unexpected = student.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
@@ -199,33 +203,33 @@ def _load(student: HybridForCausalLM, made: Sequence[Made]) -> None:
         raise RuntimeError(f"the student has no tensors {', '.join(unexpected)}")
 
 
+def _built_before(
+    student: HybridForCausalLM, recurrent: Mapping[str, Tensor], device: torch.device
+) -> Iterator[StudentTensor]:
+    """Yield the tensors of all recurrent heads from an earlier build, with their records."""
+    for name in recurrent_tensors(student):
+        tensor = recurrent[name].to(device)
+        yield StudentTensor(TensorRecord(name, "initialized", tuple(tensor.shape)), tensor)
+
+
 @torch.no_grad()
-def _trace(
+def _calibration_traces(
     teacher: PreTrainedModel,
     student: HybridForCausalLM,
     calibration: Mapping[str, object] | None,
     init: Init,
 ) -> Sequence[LayerTrace | None]:
-    """Record what the recurrent heads of every layer are fitted to, if ``init`` needs it.
+    """Record the target that each layer's recurrent heads are fitted to; None for each if ``init`` fits nothing.
 
-    That is the teacher's heads on the calibration batch; beside a window, what the window leaves over.
+    The target is the output of the teacher's heads on the calibration batch, less that of their windows.
     """
-    if init != "fitted":
+    has_recurrent_heads = student.config.d_state > 0
+    if init != "fitted" or not has_recurrent_heads:
         return [None] * teacher.config.num_hidden_layers
-    if calibration is None:
-        raise ValueError(
-            f"init {init!r} is fitted to data; pass a batch as calibration, or choose 'teacher'."
-        )
-    input_ids = calibration.get("input_ids")
-    seq_idx = calibration.get("seq_idx")
-    if not isinstance(input_ids, Tensor):
-        raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
-    if not isinstance(seq_idx, Tensor):
-        seq_idx = torch.zeros_like(input_ids)
-    seq_idx = seq_idx.to(teacher.device)
+    input_ids, seq_idx = _calibration_rows(calibration, teacher.device)
     with eval_mode(teacher), trace_mixers(teacher) as calls:
         packed = packed_inputs(seq_idx, teacher.dtype, teacher.config)
-        decoder_of(teacher)(input_ids=input_ids.to(teacher.device), use_cache=False, **packed)
+        decoder_of(teacher)(input_ids=input_ids, use_cache=False, **packed)
     traces = []
     for mixer, call in zip(student.mixers(), calls.values(), strict=True):
         target_BLHP = call.heads_BLHP
@@ -233,6 +237,23 @@ def _trace(
             target_BLHP = target_BLHP - _windowed_heads(mixer, call, seq_idx)
         traces.append(LayerTrace(call.hidden_BLD, target_BLHP, seq_idx))
     return traces
+
+
+def _calibration_rows(
+    calibration: Mapping[str, object] | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the batch's input_ids and seq_idx; without seq_idx, every row is one document."""
+    if calibration is None:
+        raise ValueError(
+            "init 'fitted' is fitted to data; pass a batch as calibration, or choose 'teacher'."
+        )
+    input_ids = calibration.get("input_ids")
+    seq_idx = calibration.get("seq_idx")
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"calibration has {', '.join(calibration)}; it needs input_ids.")
+    if not isinstance(seq_idx, Tensor):
+        seq_idx = torch.zeros_like(input_ids)
+    return input_ids.to(device), seq_idx.to(device)
 
 
 def _windowed_heads(mixer: HybridMixer, call: MixerCall, seq_idx_BL: Tensor) -> Tensor:
@@ -244,34 +265,28 @@ def _windowed_heads(mixer: HybridMixer, call: MixerCall, seq_idx_BL: Tensor) -> 
         return mixer.heads(*call.args, **arguments)
 
 
-def _known_tensors(
-    student: HybridForCausalLM, recurrent: Mapping[str, Tensor], device: torch.device
-) -> Iterator[Made]:
-    """Yield the given tensors of all recurrent heads, with their records."""
-    for name in recurrent_tensors(student):
-        tensor = recurrent[name].to(device)
-        yield TensorRecord(name, "initialized", tuple(tensor.shape)), tensor
-
-
+@torch.no_grad()
 def _initialized_tensors(
     student: HybridForCausalLM,
     sites: Sequence[AttentionSite],
     init: Init,
     traces: Sequence[LayerTrace | None],
     seed: int,
-) -> Iterator[Made]:
-    """Yield new tensors of all recurrent heads, with their records."""
+) -> list[StudentTensor]:
+    """Initialize the tensors of all recurrent heads; return them with their records."""
     generator = torch.Generator().manual_seed(seed)
     config = student.config
     assert isinstance(config, HybridConfig)
     names = mixer_names(student)
-    for site, own, mixer, trace in zip(sites, names, student.mixers(), traces, strict=True):
+    tensors = []
+    for site, own_name, mixer, trace in zip(sites, names, student.mixers(), traces, strict=True):
         if mixer.ssm is None:
             continue
-        like = mixer.ssm.state_dict()
-        started = init_ssm(init, site, mixer.replaced, config, generator, trace)
-        for name, (tensor, used) in started.items():
-            full_name = f"{own}.ssm.{name}"
-            originals = tuple(f"{site.name}.{original}" for original in used)
-            record = TensorRecord(full_name, "initialized", tuple(tensor.shape), originals)
-            yield record, tensor.to(like[name].dtype)
+        empty_tensors = mixer.ssm.state_dict()
+        initialized = init_ssm(init, site, mixer.replaced, config, generator, trace)
+        for name, (tensor, sources) in initialized.items():
+            full_name = f"{own_name}.ssm.{name}"
+            source_names = tuple(f"{site.name}.{source}" for source in sources)
+            record = TensorRecord(full_name, "initialized", tuple(tensor.shape), source_names)
+            tensors.append(StudentTensor(record, tensor.to(empty_tensors[name].dtype)))
+    return tensors

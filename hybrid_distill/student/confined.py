@@ -1,4 +1,4 @@
-"""Student whose heads all keep to windows: what a teacher is without its sight of what is far."""
+"""Confine a teacher to windows: the student that it is without its view of distant tokens."""
 
 from __future__ import annotations
 

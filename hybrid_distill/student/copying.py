@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..model import HybridForCausalLM, HybridMixer
@@ -31,7 +31,11 @@ class TensorRecord:
     source: tuple[str, ...] = ()
 
 
-Made = tuple[TensorRecord, Tensor]
+class StudentTensor(NamedTuple):
+    """A tensor to load into the student, and its record."""
+
+    record: TensorRecord
+    tensor: Tensor
 
 
 def check_attention(site: AttentionSite, n_kv_heads: int) -> None:
@@ -42,25 +46,29 @@ def check_attention(site: AttentionSite, n_kv_heads: int) -> None:
 
 def _check_projections(site: AttentionSite, n_kv_heads: int) -> None:
     assert site.layout is not None
+    heads = range(site.n_heads)
+    kv_heads = range(n_kv_heads)
     for name in site.layout.inputs:
-        rows = site.linear(name).out_features
-        all_heads = range(site.n_heads), range(n_kv_heads)
-        n_blocks = len(site.layout.blocks(name, *all_heads, site.n_heads, n_kv_heads))
-        if rows != n_blocks * site.head_dim:
+        n_rows = site.linear(name).out_features
+        n_blocks = len(site.layout.blocks(name, heads, kv_heads, site.n_heads, n_kv_heads))
+        n_expected = n_blocks * site.head_dim
+        if n_rows != n_expected:
             raise ValueError(
-                f"{site.name}.{name} has {rows} rows; expected {n_blocks} heads x {site.head_dim} = "
-                f"{n_blocks * site.head_dim}. {_REFUSED}"
+                f"{site.name}.{name} has {n_rows} rows; expected {n_blocks} heads x {site.head_dim} = "
+                f"{n_expected}. {_REFUSED}"
             )
 
 
 def _check_tensors(site: AttentionSite, n_kv_heads: int) -> None:
     assert site.layout is not None
     linears = (*site.layout.inputs, site.layout.output)
-    known = {f"{name}.{part}" for name in linears for part in ("weight", "bias")}
+    projections = set()
+    for name in linears:
+        projections |= {f"{name}.weight", f"{name}.bias"}
     norms = _norm_sizes(site, n_kv_heads)
     for name, tensor in site.module.state_dict().items():
         is_norm = tensor.dim() == 1 and len(tensor) in norms.get(name, ())
-        if name not in known and not is_norm:
+        if name not in projections and not is_norm:
             raise ValueError(
                 f"{site.name} ({type(site.module).__name__}) holds {name} {list(tensor.shape)}; expected "
                 f"{', '.join(linears)}, and at most q_norm and k_norm over one head's {site.head_dim} channels or "
@@ -86,47 +94,61 @@ def _norm_sizes(site: AttentionSite, n_kv_heads: int) -> dict[str, set[int]]:
 
 def copied_tensors(
     student: HybridForCausalLM, teacher: PreTrainedModel, sites: Sequence[AttentionSite]
-) -> Iterator[Made]:
+) -> Iterator[StudentTensor]:
     """Yield every tensor that the student takes from the teacher, with its record."""
-    source = teacher.state_dict()
-
-    def copied(name: str, action: Action, tensor: Tensor, original: str) -> Made:
-        return TensorRecord(name, action, tuple(tensor.shape), (original,)), tensor
-
-    own_names = mixer_names(student)
-    for site, own, mixer in zip(sites, own_names, student.mixers(), strict=True):
-        assert site.layout is not None
-        for name, tensor in _kept_tensors(site, mixer).items():
-            original = f"{site.name}.{name}"
-            action = "copied" if tensor.shape == source[original].shape else "sliced"
-            yield copied(f"{own}.attention.{name}", action, tensor, original)
-        for name, tensor in site.o_proj.state_dict().items():
-            original = f"{site.name}.{site.layout.output}.{name}"
-            yield copied(f"{own}.o_proj.{name}", "copied", tensor, original)
-    named = teacher_names(teacher)
-    inside = tuple(f"{name}." for name in own_names)
+    mixers = mixer_names(student)
+    for site, mixer_name, mixer in zip(sites, mixers, student.mixers(), strict=True):
+        yield from _mixer_tensors(site, mixer_name, mixer)
+    teacher_tensors = teacher.state_dict()
+    teacher_name = teacher_names(teacher)
+    in_mixers = tuple(f"{name}." for name in mixers)
     for name in student.state_dict():
-        if not name.startswith(inside):
-            yield copied(name, "copied", source[named(name)], named(name))
+        if not name.startswith(in_mixers):
+            source = teacher_name(name)
+            yield _copied(name, "copied", teacher_tensors[source], source)
+
+
+def _mixer_tensors(
+    site: AttentionSite, mixer_name: str, mixer: HybridMixer
+) -> Iterator[StudentTensor]:
+    """Yield what one mixer takes from the attention that it replaces: its kept heads, the output projection."""
+    assert site.layout is not None
+    site_tensors = site.module.state_dict()
+    for name, tensor in _kept_tensors(site, mixer).items():
+        is_whole = tensor.shape == site_tensors[name].shape
+        action: Action = "copied" if is_whole else "sliced"
+        yield _copied(f"{mixer_name}.attention.{name}", action, tensor, f"{site.name}.{name}")
+    for name, tensor in site.o_proj.state_dict().items():
+        source = f"{site.name}.{site.layout.output}.{name}"
+        yield _copied(f"{mixer_name}.o_proj.{name}", "copied", tensor, source)
+
+
+def _copied(name: str, action: Action, tensor: Tensor, source: str) -> StudentTensor:
+    return StudentTensor(TensorRecord(name, action, tuple(tensor.shape), (source,)), tensor)
 
 
 def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:
     """Slice the teacher's attention tensors to the kept heads where the student's shape differs; norms stay whole."""
     if mixer.attention is None:
         return {}
-    assert site.layout is not None
-    own = mixer.attention.state_dict()
-    cut = {}
+    layout = site.layout
+    assert layout is not None
+    student_tensors = mixer.attention.state_dict()
+    kept_tensors = {}
     for name, tensor in site.module.state_dict().items():
         module = name.partition(".")[0]
-        if name in own and own[name].shape != tensor.shape:
-            kept = site.layout.blocks(
+        if module == layout.output:
+            # Whole, and a module of the mixer: recurrent heads go through it too.
+            continue
+        if name in student_tensors and student_tensors[name].shape != tensor.shape:
+            # Joined projections stack queries, keys and values: blocks of one head's rows, of each part.
+            blocks = layout.blocks(
                 module, mixer.kept, mixer.kv_groups, site.n_heads, site.n_kv_heads
             )
-            tensor = tensor.unflatten(0, (-1, site.head_dim))[kept].flatten(0, 1)
-        if module != site.layout.output:
-            cut[name] = tensor
-    return cut
+            by_block = tensor.unflatten(0, (-1, site.head_dim))
+            tensor = by_block[blocks].flatten(0, 1)
+        kept_tensors[name] = tensor
+    return kept_tensors
 
 
 def copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
@@ -134,24 +156,29 @@ def copy_buffers(student: HybridForCausalLM, teacher: PreTrainedModel) -> None:
 
     Modules without parameters are copied whole: dynamic RoPE also stores frequencies for the longest row so far.
     """
-    named = teacher_names(teacher)
+    teacher_name = teacher_names(teacher)
     mixers = mixer_names(student)
-    empty = {name.rpartition(".")[0] for name, buffer in student.named_buffers() if buffer.is_meta}
-    for module_name in empty:
-        their_name = named(module_name)
+    buffers_on_meta = [name for name, buffer in student.named_buffers() if buffer.is_meta]
+    for module_name in {name.rpartition(".")[0] for name in buffers_on_meta}:
+        source_name = teacher_name(module_name)
         # Nemotron's attention had a rotary embedding of its own, until transformers 5.14.
         for mixer in mixers:
             if module_name.startswith(f"{mixer}.attention."):
-                their_name = named(module_name.replace(f"{mixer}.attention.", f"{mixer}.", 1))
-        theirs = teacher.get_submodule(their_name)
-        if next(theirs.parameters(), None) is None:
+                name_in_site = module_name.replace(f"{mixer}.attention.", f"{mixer}.", 1)
+                source_name = teacher_name(name_in_site)
+        source = teacher.get_submodule(source_name)
+        if next(source.parameters(), None) is None:
             parent, _, attribute = module_name.rpartition(".")
-            setattr(student.get_submodule(parent), attribute, copy.deepcopy(theirs))
+            setattr(student.get_submodule(parent), attribute, copy.deepcopy(source))
         else:
-            own = student.get_submodule(module_name)
-            for attribute, buffer in list(own.named_buffers(recurse=False)):
-                if buffer.is_meta:
-                    setattr(own, attribute, theirs.get_buffer(attribute).clone())
+            _copy_own_buffers(student.get_submodule(module_name), source)
+
+
+def _copy_own_buffers(target: nn.Module, source: nn.Module) -> None:
+    # Listed first: setting a buffer changes the dictionary that is walked.
+    for name, buffer in list(target.named_buffers(recurse=False)):
+        if buffer.is_meta:
+            setattr(target, name, source.get_buffer(name).clone())
 
 
 def mixer_names(student: HybridForCausalLM) -> list[str]:
@@ -165,10 +192,10 @@ def teacher_names(teacher: PreTrainedModel) -> Callable[[str], str]:
     decoder_name = names[decoder_of(teacher)]
     output_name = names[teacher.get_output_embeddings()]
 
-    def named(name: str) -> str:
+    def teacher_name(name: str) -> str:
         root, _, rest = name.partition(".")
         if root == "model":
             return f"{decoder_name}.{rest}"
         return f"{output_name}.{rest}"
 
-    return named
+    return teacher_name

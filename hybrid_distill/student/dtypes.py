@@ -1,14 +1,12 @@
 """Dtypes of a student: the rule, in one place.
 
-A student is built in its teacher's dtype. While a stage trains, the parameters that it trains are
-float32 (`make_master_weights`), because an update is often smaller than the rounding of a bfloat16
-weight; autocast computes in another dtype around them. They stay float32 from stage to stage and in
-every file below stages/.
+A student is built in its teacher's dtype. While a stage trains, the parameters that it trains are float32
+(`make_master_weights`), because an update is often smaller than the rounding of a bfloat16 weight; autocast computes
+in another dtype around them. They stay float32 from stage to stage and in every file below stages/.
 
-Outside training nothing autocasts, and a matrix product takes one dtype. So a student that is
-evaluated, asked or exported has the teacher's dtype throughout (`settle`), whichever of its parts
-was trained. What is measured is then what is exported, at the teacher's size, and
-`trained_student` gives the same from the files.
+Outside training nothing autocasts, and a matrix product takes one dtype. So a student that is evaluated, queried or
+exported has the teacher's dtype throughout (`settle`), whichever of its parts was trained. The exported student is then
+the one that was measured, at the teacher's size, and `trained_student` returns the same from the files.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ def make_master_weights(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def settle(student: HybridForCausalLM, dtype: torch.dtype | None = None) -> HybridForCausalLM:
-    """Cast all parameters of a student to one dtype, by default that in which it was built, its
-    teacher's; return it.
+    """Cast all parameters of a student to one dtype and return it; the default is the teacher's.
 
     Buffers keep theirs: RoPE's frequencies are float32 in any model. Tied parameters stay tied.
     """
@@ -43,12 +40,11 @@ def settle(student: HybridForCausalLM, dtype: torch.dtype | None = None) -> Hybr
 
 def check_one_dtype(student: nn.Module) -> None:
     """Raise ValueError for a student whose parameters have several dtypes, as between two stages."""
-    dtypes = sorted(
-        {str(parameter.dtype).removeprefix("torch.") for parameter in student.parameters()}
-    )
+    dtypes = {str(parameter.dtype) for parameter in student.parameters()}
     if len(dtypes) > 1:
+        names = sorted(name.removeprefix("torch.") for name in dtypes)
         raise ValueError(
-            f"the student's parameters are {' and '.join(dtypes)}, as while a stage trains them; a "
+            f"the student's parameters are {' and '.join(names)}, as while a stage trains them; a "
             "student has one dtype outside training: pass it through "
             "hybrid_distill.student.dtypes.settle first."
         )

@@ -11,8 +11,9 @@ from ..plan import HeadPlan
 from .build import build_student
 
 log = logging.getLogger(__name__)
+
 SMALL = 256
-"""Vocabulary and MLP width of the student that `check_family` makes."""
+"""Largest vocabulary and MLP width of the student that `check_family` makes."""
 SHORT_WINDOW = 3
 """Largest window of that student, shorter than the document that it is checked on."""
 
@@ -38,7 +39,7 @@ def check_family(teacher: PreTrainedModel, recurrence: str = "discrete", window:
     except Exception as error:
         log.debug("no small %s could be made: %s", type(teacher).__name__, error)
         return
-    # Of each layer one head is kept, so that both kinds run in it.
+    # Each layer keeps one head, so that both kinds of heads run in it.
     first_heads = [(layer, 0) for layer in range(config.num_hidden_layers)]
     plan = HeadPlan.from_pairs(small, first_heads)
     build_student(
@@ -53,17 +54,20 @@ def check_family(teacher: PreTrainedModel, recurrence: str = "discrete", window:
 
 
 def _small_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config with the first layer of each type, or the first two, and small sizes."""
     fields = config.to_dict()
     n_layers = config.num_hidden_layers
-    types = fields.get("layer_types") or ["first", "second"][:n_layers]
-    layers = sorted({types.index(kind) for kind in types})
+    layer_types = fields.get("layer_types") or ["first", "second"][:n_layers]
+    layers = sorted({layer_types.index(kind) for kind in layer_types})
     for name, value in fields.items():
+        # Any list of this length holds a setting a layer: layer_types, no_rope_layers.
         if isinstance(value, list) and len(value) == n_layers:
             fields[name] = [value[layer] for layer in layers]
-        # It may lie outside the small vocabulary.
+        # The id may lie outside the small vocabulary.
         if name.endswith("token_id"):
             fields[name] = None
-    fields |= {"num_hidden_layers": len(layers), "vocab_size": min(config.vocab_size, SMALL)}
+    fields["num_hidden_layers"] = len(layers)
+    fields["vocab_size"] = min(config.vocab_size, SMALL)
     if isinstance(fields.get("intermediate_size"), int):
         fields["intermediate_size"] = min(fields["intermediate_size"], SMALL)
     return type(config).from_dict(fields)

@@ -18,12 +18,18 @@ from ..model.recurrent_heads import spread_half_lives
 from ..model.ssd import causal_conv, ssd_scan
 from .score_factors import RIDGE, Factors, LayerTrace
 
-HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)  # candidates, in tokens
-HALF_LIVES_OF_LAYER = (2.0, 64.0)  # range without a fit, in tokens, log-spaced over a layer's heads
-CONTENT = 0.1  # content coefficient without a fit, in standard deviations over white inputs
-PIECES = 64  # of a row, at most
-CHUNK = 128  # tokens
-WRITE = 0.5  # write gate of the delta rule: closest to the teacher among 0.5, 0.95 and 1 - a (docs/method.md)
+HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+"""Candidates of the fit, in tokens."""
+HALF_LIVES_OF_LAYER = (2.0, 64.0)
+"""Range without a fit, in tokens, log-spaced over a layer's heads."""
+CONTENT = 0.1
+"""Content coefficient without a fit, in standard deviations over white inputs."""
+PIECES = 64
+"""Pieces of a row, at most, over which products are summed apart."""
+CHUNK = 128
+"""Tokens of an average that one matrix product computes."""
+WRITE = 0.5
+"""Write gate of the delta rule: closest to the teacher among 0.5, 0.95 and 1 - a (docs/method.md)."""
 
 
 class Coefficients(NamedTuple):
@@ -41,8 +47,7 @@ def guess_coefficients(
 ) -> Coefficients:
     """Return coefficients without a fit: log-spaced half-lives, a content part of CONTENT.
 
-    ``key_norm_R`` is the usual length of the keys before they are normalized; the delta rule
-    alone has one.
+    ``key_norm_R`` is the usual length of the keys before they are normalized; only the delta rule normalizes them.
     """
     scale_R = torch.ones(n_heads, device=device)
     half_life_R = spread_half_lives(n_heads, *HALF_LIVES_OF_LAYER).to(device)
@@ -68,39 +73,42 @@ def fit_coefficients(
     trace: LayerTrace,
     is_delta: bool,
 ) -> Coefficients:
-    """Fit coefficients to the heads' outputs, per head; try its values both unchanged and convolved.
+    """Fit coefficients to the heads' outputs: per head, the best of all half-lives, with and without a convolution.
 
     ``x_weight`` [R P, D] and ``x_bias`` [R P] compute the values of the recurrent heads.
     """
+    n_heads = len(heads)
     hidden_BLD = trace.hidden_BLD.float()
     seq_idx_BL = trace.seq_idx_BL
     target_BLRP = trace.heads_BLHP[:, :, list(heads)].float()
-    values_BLRP = (hidden_BLD @ x_weight.T + x_bias).unflatten(-1, (len(heads), -1))
+    values_BLX = hidden_BLD @ x_weight.T + x_bias
+    values_BLRP = values_BLX.unflatten(-1, (n_heads, -1))
     b_BLRF = torch.einsum("bld,rfd->blrf", hidden_BLD, factors.b_weight) + factors.b_bias
     c_BLRF = torch.einsum("bld,rfd->blrf", hidden_BLD, factors.c_weight) + factors.c_bias
-    identity_RK = _identity_taps(len(heads), conv_width, hidden_BLD.device)
     averages = [_average(values_BLRP, half_life, seq_idx_BL) for half_life in HALF_LIVES]
+    identity_RK = _identity_taps(n_heads, conv_width, hidden_BLD.device)
     fitted_RK = _fit_taps(values_BLRP, target_BLRP, identity_RK, averages, seq_idx_BL)
 
     # Columns: half-life, average, content, skip, then the taps.
-    best = _Best(hidden_BLD.new_zeros(len(heads), 4 + conv_width))
+    best = _Best(hidden_BLD.new_zeros(n_heads, 4 + conv_width))
     problem = _LeastSquares(target_BLRP, n_features=3)
     for taps_RK in (identity_RK, fitted_RK):
+        is_convolved = taps_RK is fitted_RK
         x_BLRP = values_BLRP
-        x_averages = averages
-        if taps_RK is fitted_RK:
+        if is_convolved:
             x_BLRP = _convolved(values_BLRP, taps_RK, seq_idx_BL)
-            if not is_delta:
-                # Both are sums over the past of a document: the average of convolved values is the convolved average.
-                x_averages = [_convolved(average, taps_RK, seq_idx_BL) for average in averages]
+        # Last and first, because only the average and the content change with the half-life.
         problem.set_features(2, x_BLRP)
-        for half_life, average_BLRP in zip(HALF_LIVES, x_averages, strict=True):
+        for half_life, average_BLRP in zip(HALF_LIVES, averages, strict=True):
             if is_delta:
-                pasts = _delta_averages(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
+                past = _delta_averages(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
             else:
+                if is_convolved:
+                    # Cheaper than averaging again, and the same: both are linear, within a document.
+                    average_BLRP = _convolved(average_BLRP, taps_RK, seq_idx_BL)
                 content_BLRP = _content_average(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
-                pasts = (average_BLRP, content_BLRP)
-            problem.set_features(0, *pasts)
+                past = (average_BLRP, content_BLRP)
+            problem.set_features(0, *past)
             weights_R3, error_R = problem.solve()
             half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
             best.offer(torch.cat([half_life_R1, weights_R3, taps_RK], dim=1), error_R)
@@ -117,6 +125,7 @@ class _Best:
         self.error_R = torch.full_like(values_RG[:, 0], math.inf, dtype=torch.float64)
 
     def offer(self, values_RG: Tensor, error_R: Tensor) -> None:
+        """Take over the values of the heads whose error is smaller than any before."""
         is_better_R = error_R < self.error_R
         self.values_RG = torch.where(is_better_R[:, None], values_RG, self.values_RG)
         self.error_R = torch.where(is_better_R, error_R, self.error_R)
@@ -137,8 +146,8 @@ def _convolved(values_BLRP: Tensor, taps_RK: Tensor, seq_idx_BL: Tensor | None) 
 def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None) -> Tensor:
     """Return the decaying average of x: y_i = a y_(i-1) + (1 - a) x_i, from zero in every document.
 
-    All heads share the decay, so that a chunk of tokens is one product with a matrix of its powers: a third of the
-    time of the scan, which is for heads with decays of their own.
+    All heads share the decay, so that a chunk of C tokens is one product with a matrix of its powers. Takes a third of
+    the time of the scan, which is for heads with decays of their own.
     """
     a = 0.5 ** (1.0 / half_life)
     batch, length = x_BLRP.shape[:2]
@@ -146,21 +155,25 @@ def _average(x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None) -> Ten
         seq_idx_BL = torch.zeros(batch, length, dtype=torch.long, device=x_BLRP.device)
     place_C = torch.arange(min(CHUNK, length), device=x_BLRP.device)
     distance_CC = place_C.unsqueeze(1) - place_C
-    power_CC = torch.where(distance_CC >= 0, a ** distance_CC.clamp_min(0) * (1.0 - a), 0.0)
-    average_BLX = torch.empty_like(x_BLRP.flatten(2))
+    # Clamped: a power of a negative distance could be infinite.
+    weight_CC = a ** distance_CC.clamp_min(0) * (1.0 - a)
+    weight_CC = torch.where(distance_CC >= 0, weight_CC, 0.0)
+    x_BLX = x_BLRP.flatten(2)
+    averages = []
     last_BX = None
-    chunks = zip(x_BLRP.flatten(2).split(CHUNK, 1), seq_idx_BL.split(CHUNK, 1), strict=True)
-    for number, (x_BCX, seq_idx_BC) in enumerate(chunks):
+    for begin in range(0, length, CHUNK):
+        x_BCX = x_BLX[:, begin : begin + CHUNK]
+        seq_idx_BC = seq_idx_BL[:, begin : begin + CHUNK]
         n = x_BCX.shape[1]
         is_same_BCC = seq_idx_BC.unsqueeze(2) == seq_idx_BC.unsqueeze(1)
-        y_BCX = (power_CC[:n, :n] * is_same_BCC) @ x_BCX
+        average_BCX = (weight_CC[:n, :n] * is_same_BCC) @ x_BCX
         if last_BX is not None:
-            continues_BC = seq_idx_BC == seq_idx_BL[:, number * CHUNK - 1, None]
+            continues_BC = seq_idx_BC == seq_idx_BL[:, begin - 1, None]
             carry_BC = a ** (place_C[:n] + 1) * continues_BC
-            y_BCX += carry_BC.unsqueeze(2) * last_BX.unsqueeze(1)
-        average_BLX[:, number * CHUNK : number * CHUNK + n] = y_BCX
-        last_BX = y_BCX[:, -1]
-    return average_BLX.view_as(x_BLRP)
+            average_BCX += carry_BC.unsqueeze(2) * last_BX.unsqueeze(1)
+        averages.append(average_BCX)
+        last_BX = average_BCX[:, -1]
+    return torch.cat(averages, dim=1).view_as(x_BLRP)
 
 
 def _content_average(
@@ -169,7 +182,9 @@ def _content_average(
     """Return the decaying average of x, weighted by C_i . B_j."""
     a = 0.5 ** (1.0 / half_life)
     log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
-    return ssd_scan(x_BLRP, log_a_BLR, b_BLRF * (1.0 - a), c_BLRF, seq_idx_BL=seq_idx_BL)[0]
+    b_BLRF = b_BLRF * (1.0 - a)
+    average_BLRP, _ = ssd_scan(x_BLRP, log_a_BLR, b_BLRF, c_BLRF, seq_idx_BL=seq_idx_BL)
+    return average_BLRP
 
 
 def _delta_averages(
@@ -178,12 +193,13 @@ def _delta_averages(
     """Read the delta rule's states twice: along the direction that all keys share, and with C."""
     log_a_BLR = x_BLRP.new_full(x_BLRP.shape[:3], -math.log(2.0) / half_life)
     write_BLR = x_BLRP.new_full(x_BLRP.shape[:3], WRITE)
+    # The first state dimension is the shared direction: 1 in every key.
     k_BLRN = unit_keys(nn.functional.pad(b_BLRF, (1, 0), value=1.0))
-    shared_BLRN = nn.functional.pad(0 * c_BLRF, (1, 0), value=1.0)
-    content_BLRN = nn.functional.pad(c_BLRF, (1, 0))
-    gates = (log_a_BLR, write_BLR)
-    average_BLRP, _ = delta_scan(x_BLRP, *gates, k_BLRN, shared_BLRN, seq_idx_BL=seq_idx_BL)
-    content_BLRP, _ = delta_scan(x_BLRP, *gates, k_BLRN, content_BLRN, seq_idx_BL=seq_idx_BL)
+    shared_query_BLRN = nn.functional.pad(torch.zeros_like(c_BLRF), (1, 0), value=1.0)
+    content_query_BLRN = nn.functional.pad(c_BLRF, (1, 0))
+    inputs = (x_BLRP, log_a_BLR, write_BLR, k_BLRN)
+    average_BLRP, _ = delta_scan(*inputs, shared_query_BLRN, seq_idx_BL=seq_idx_BL)
+    content_BLRP, _ = delta_scan(*inputs, content_query_BLRN, seq_idx_BL=seq_idx_BL)
     return average_BLRP, content_BLRP
 
 
@@ -191,7 +207,7 @@ class _LeastSquares:
     """Weights of features that fit a target, per head, where most features stay from one fit to the next.
 
     Keeps features and target beside one another, [R, pieces of the rows, G + 1, values of a piece], and their
-    products, so that a fit costs no more than its new features.
+    products, so that a fit costs no more than its new features. The target is the last column.
     """
 
     def __init__(self, target_BLRP: Tensor, n_features: int) -> None:
@@ -199,19 +215,22 @@ class _LeastSquares:
         # Products are summed in double precision over short pieces: errors of candidates are close to one another.
         n_pieces = batch * math.gcd(length, PIECES)
         n_values = batch * length * width // n_pieces
-        self.columns = target_BLRP.new_zeros(n_heads, n_pieces, n_features + 1, n_values)
-        self.products = target_BLRP.new_zeros(n_heads, n_features + 1, n_features + 1).double()
+        n_columns = n_features + 1
+        self.columns = target_BLRP.new_zeros(n_heads, n_pieces, n_columns, n_values)
+        self.products = target_BLRP.new_zeros(n_heads, n_columns, n_columns).double()
         self.set_features(n_features, target_BLRP)
 
     def set_features(self, first: int, *features_BLRP: Tensor) -> None:
         """Set consecutive features, from number ``first`` on."""
-        last = first + len(features_BLRP)
+        end = first + len(features_BLRP)
         for place, feature_BLRP in enumerate(features_BLRP, start=first):
             column = self.columns[:, :, place]
-            column.copy_(feature_BLRP.movedim(2, 0).reshape(column.shape))
-        new = (self.columns[:, :, first:last] @ self.columns.mT).double().sum(1)
-        self.products[:, first:last] = new
-        self.products[:, :, first:last] = new.mT
+            feature_RBLP = feature_BLRP.movedim(2, 0)
+            column.copy_(feature_RBLP.reshape(column.shape))
+        products_of_pieces = self.columns[:, :, first:end] @ self.columns.mT
+        products = products_of_pieces.double().sum(1)
+        self.products[:, first:end] = products
+        self.products[:, :, first:end] = products.mT
 
     def solve(self) -> tuple[Tensor, Tensor]:
         """Return the weights [R, G] and the squared error [R]."""
@@ -221,7 +240,8 @@ class _LeastSquares:
         weights = torch.linalg.solve(gram + torch.diag_embed(jitter), moment)
         # Not w^T m alone: with the ridge, the weights do not solve G w = m.
         explained_R = (weights.mT @ (2 * moment - gram @ weights)).flatten()
-        return weights.squeeze(-1).float(), self.products[:, -1, -1] - explained_R
+        error_R = self.products[:, -1, -1] - explained_R
+        return weights.squeeze(-1).float(), error_R
 
 
 def _fit_taps(

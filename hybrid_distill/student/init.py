@@ -42,7 +42,7 @@ from .score_factors import (
     small_noise,
 )
 
-Started = dict[str, tuple[Tensor, tuple[str, ...]]]
+SourcedTensors = dict[str, tuple[Tensor, tuple[str, ...]]]
 """Tensors of `SSMHeads` by name, each with the names of the attention tensors that it was made from."""
 
 FLOOR = 0.05  # smallest coefficient of the average: at 0, neither B nor C would get a gradient
@@ -66,8 +66,8 @@ class _Start(NamedTuple):
     b: _Rows
     c: _Rows
     coefficients: Coefficients
-    open_D: Tensor | float
-    """Direction of the inputs along which a gate without a bias is open."""
+    open_gate_D: Tensor | float
+    """Weight of every channel's output gate that opens it at the mean input, for a gate without a bias."""
     from_v: tuple[str, ...] = ()
     """Names of the attention tensors that x was made from."""
     from_qk: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ def init_ssm(
     config: HybridConfig,
     generator: torch.Generator,
     trace: LayerTrace | None = None,
-) -> Started:
+) -> SourcedTensors:
     """Make the tensors of the `SSMHeads` that replace ``heads``, in fp32 on the teacher's device.
 
     ``fitted`` requires a ``trace``; the others take none.
@@ -94,7 +94,9 @@ def init_ssm(
     a_bias = _gate_biases(form, start.coefficients.half_life_R)
     if form.has_silu:
         start = _start_before_silu(start, a_bias, config.d_state)
-    a_weight = start.x.weight.new_zeros(len(a_bias), start.x.weight.shape[1])
+    # The decay does not depend on the input at first.
+    width = start.x.weight.shape[1]
+    a_weight = start.x.weight.new_zeros(len(a_bias), width)
     return {
         **_projections_of_inputs(form, start),
         **_output_gate(form, start, config.window, generator),
@@ -111,19 +113,21 @@ def _gate_biases(form: Recurrence, half_life_R: Tensor) -> Tensor:
     if form.n_gates == 1:
         return decay_R
     write_R = torch.full_like(decay_R, WRITE).logit()
+    # The rows of a head are neighbors.
     return torch.stack([decay_R, write_R], dim=1).flatten()
 
 
 def _start_before_silu(start: _Start, a_bias: Tensor, d_state: int) -> _Start:
     """Return the start whose x, B and C are right after Mamba-2's SiLU and step size, which multiplies B."""
-    step_C = nn.functional.softplus(a_bias).repeat_interleave(d_state)
+    step_R = nn.functional.softplus(a_bias)
+    step_C = step_R.repeat_interleave(d_state)
     b = _Rows(start.b.weight / step_C.unsqueeze(1), start.b.bias / step_C)
     return start._replace(x=_before_silu(start.x), b=_before_silu(b), c=_before_silu(start.c))
 
 
-def _projections_of_inputs(form: Recurrence, start: _Start) -> Started:
+def _projections_of_inputs(form: Recurrence, start: _Start) -> SourcedTensors:
     """Make the tensors of x_proj, b_proj and c_proj, with their biases where the form has them."""
-    tensors: Started = {
+    tensors: SourcedTensors = {
         "x_proj.weight": (start.x.weight, start.from_v),
         "b_proj.weight": (start.b.weight, start.from_qk),
         "c_proj.weight": (start.c.weight, start.from_qk),
@@ -140,26 +144,27 @@ def _projections_of_inputs(form: Recurrence, start: _Start) -> Started:
 
 def _output_gate(
     form: Recurrence, start: _Start, window: int, generator: torch.Generator
-) -> Started:
+) -> SourcedTensors:
     """Make the tensors of z_proj."""
     x_weight = start.x.weight
     if not form.has_gate_bias:
-        # Open at the mean input, if calibration data provides it.
+        # Without calibration data the mean input counts as 0: the noise alone then opens the gate.
         noise = small_noise(generator, *x_weight.shape, like=x_weight)
-        return {"z_proj.weight": (start.open_D + noise, ())}
-    # Beside a window, the heads start as zeros.
-    gate = CLOSED_GATE if window else OPEN_GATE
+        return {"z_proj.weight": (start.open_gate_D + noise, ())}
+    # Closed beside a window: the student then starts as the teacher under its windows.
+    bias = CLOSED_GATE if window else OPEN_GATE
     return {
         "z_proj.weight": (torch.zeros_like(x_weight), ()),
-        "z_proj.bias": (torch.full_like(start.x.bias, gate), ()),
+        "z_proj.bias": (torch.full_like(start.x.bias, bias), ()),
     }
 
 
 def _convolution(start: _Start, conv_width: int, head_dim: int) -> Tensor:
     """Return the taps of all channels: those of the coefficients for x, the identity for B and C."""
-    n_x = start.x.bias.numel()
-    n_channels = n_x + start.b.bias.numel() + start.c.bias.numel()
+    n_x = len(start.x.bias)
+    n_channels = n_x + len(start.b.bias) + len(start.c.bias)
     conv_CK = torch.zeros(n_channels, conv_width, device=start.x.weight.device)
+    # The last tap reads the current token.
     conv_CK[:, -1] = 1.0
     conv_CK[:n_x] = start.coefficients.taps_RK.repeat_interleave(head_dim, dim=0)
     return conv_CK
@@ -170,16 +175,20 @@ def _random_start(
 ) -> _Start:
     value = projection_of(site, "value")
     width = value.in_features
-    x_weight = small_noise(generator, n_heads * site.head_dim, width, like=value.weight)
-    b_weight = small_noise(generator, n_heads * config.d_state, width, like=x_weight)
-    c_weight = small_noise(generator, n_heads * config.d_state, width, like=x_weight)
+    n_values = n_heads * site.head_dim
+    n_states = n_heads * config.d_state
+    x_weight = small_noise(generator, n_values, width, like=value.weight)
+    b_weight = small_noise(generator, n_states, width, like=x_weight)
+    c_weight = small_noise(generator, n_states, width, like=x_weight)
     guess = guess_coefficients(n_heads, config.conv_width, x_weight.device)
+    # D = 1, as in Mamba's own initialization.
+    coefficients = guess._replace(skip_R=x_weight.new_ones(n_heads))
     return _Start(
         x=_Rows(x_weight, x_weight.new_zeros(len(x_weight))),
         b=_Rows(b_weight, x_weight.new_zeros(len(b_weight))),
         c=_Rows(c_weight, x_weight.new_zeros(len(c_weight))),
-        coefficients=guess._replace(skip_R=x_weight.new_ones(n_heads)),
-        open_D=0.0,
+        coefficients=coefficients,
+        open_gate_D=0.0,
     )
 
 
@@ -190,22 +199,12 @@ def _teacher_start(
     generator: torch.Generator,
     trace: LayerTrace | None,
 ) -> _Start:
+    """Take x from the heads' values, B and C from their scores, and fit or guess the coefficients."""
     assert site.layout is not None
-    group_size = site.n_heads // site.n_kv_heads
-    value_rows = [head_rows(site, "value", head // group_size) for head in heads]
-    x = _Rows(
-        weight=torch.cat([weight for weight, _ in value_rows]),
-        bias=torch.cat([bias for _, bias in value_rows]),
-    )
-
+    x = _value_rows(site, heads)
     inputs = input_moments(site, trace)
-    n_factors = config.d_state - 1  # the first state dimension holds the constant
-    keys = key_sides(site, heads, inputs)
-    per_head = []
-    for head in heads:
-        key = keys[head // group_size]
-        per_head.append(score_factors(site, head, key, n_factors, inputs, generator))
-    factors = Factors(*map(torch.stack, zip(*per_head, strict=True)))
+    # One state dimension holds the constant.
+    factors = _factors_of_layer(site, heads, config.d_state - 1, inputs, generator)
 
     is_delta = config.recurrence == "gdn"
     width = config.conv_width
@@ -216,17 +215,46 @@ def _teacher_start(
         coefficients = guess_coefficients(len(heads), width, x.weight.device, key_norm_R)
     b, c = _projections(factors, coefficients, is_delta)
     # Least squares: of all weights w, those with w u closest to 1 over the inputs u.
-    solved_D1 = torch.cholesky_solve(inputs.mean_D.unsqueeze(1), inputs.root_moment_DD)
+    one_D1 = torch.cholesky_solve(inputs.mean_D.unsqueeze(1), inputs.root_moment_DD)
     norms = (*HEAD_NORMS["query"], *HEAD_NORMS["key"])
     return _Start(
         x,
         b,
         c,
         coefficients,
-        open_D=OPEN_GATE * solved_D1[:, 0],
+        open_gate_D=OPEN_GATE * one_D1[:, 0],
         from_v=_names(site, site.layout.value),
         from_qk=_names(site, site.layout.query, site.layout.key, *norms),
     )
+
+
+def _value_rows(site: AttentionSite, heads: tuple[int, ...]) -> _Rows:
+    """Return the rows of the value projection that each head reads; heads of a KV group get a copy each."""
+    group_size = site.n_heads // site.n_kv_heads
+    weights = []
+    biases = []
+    for head in heads:
+        weight_PD, bias_P = head_rows(site, "value", head // group_size)
+        weights.append(weight_PD)
+        biases.append(bias_P)
+    return _Rows(torch.cat(weights), torch.cat(biases))
+
+
+def _factors_of_layer(
+    site: AttentionSite,
+    heads: tuple[int, ...],
+    n_factors: int,
+    inputs: InputMoments,
+    generator: torch.Generator,
+) -> Factors:
+    """Factorize the scores of every head, stacked over the heads."""
+    group_size = site.n_heads // site.n_kv_heads
+    keys = key_sides(site, heads, inputs)
+    per_head = []
+    for head in heads:
+        key = keys[head // group_size]
+        per_head.append(score_factors(site, head, key, n_factors, inputs, generator))
+    return Factors(*map(torch.stack, zip(*per_head, strict=True)))
 
 
 def _key_norms(factors: Factors, inputs: InputMoments) -> Tensor:
@@ -249,10 +277,11 @@ def _projections(
             factors.c_weight, factors.c_bias, coefficients.content_R, coefficients.average_R
         )
         return b, c
-    new_R = 1.0 - 0.5 ** (1.0 / coefficients.half_life_R)
+    # 1 - a, which turns the state's sum into an average.
+    share_of_new_R = 1.0 - 0.5 ** (1.0 / coefficients.half_life_R)
     floored_R = coefficients.average_R.abs().clamp_min(FLOOR)
-    average_R = coefficients.average_R.sign() * floored_R * new_R
-    content_R = coefficients.content_R * new_R
+    average_R = coefficients.average_R.sign() * floored_R * share_of_new_R
+    content_R = coefficients.content_R * share_of_new_R
     root_average_R = average_R.abs().sqrt()
     root_content_R = content_R.abs().sqrt()
     b = _with_constant(factors.b_weight, factors.b_bias, root_content_R, root_average_R)
@@ -269,8 +298,11 @@ def _with_constant(
     weight_RFD: Tensor, bias_RF: Tensor, scale_R: Tensor, constant_R: Tensor
 ) -> _Rows:
     """Scale the factors and put the constant before them; return [R N, D] and [R N]."""
-    weight_RND = nn.functional.pad(weight_RFD * scale_R[:, None, None], (0, 0, 1, 0))
-    bias_RN = torch.cat([constant_R[:, None], bias_RF * scale_R[:, None]], dim=1)
+    scaled_RFD = weight_RFD * scale_R[:, None, None]
+    scaled_RF = bias_RF * scale_R[:, None]
+    # A constant is a row without weights: its bias alone.
+    weight_RND = nn.functional.pad(scaled_RFD, (0, 0, 1, 0))
+    bias_RN = torch.cat([constant_R[:, None], scaled_RF], dim=1)
     return _Rows(weight_RND.flatten(0, 1), bias_RN.flatten())
 
 
@@ -282,11 +314,15 @@ def _before_silu(rows: _Rows) -> _Rows:
     """
     weight_CD, bias_C = rows
     inverse_C = bias_C.clone()
-    for _ in range(20):  # y = silu(v) as v = y / sigmoid(v), for y > 0
+    # Fixed point: y = silu(v) is v = y / sigmoid(v), for y > 0.
+    for _ in range(20):
         inverse_C = bias_C / inverse_C.sigmoid()
     is_constant_C = (weight_CD == 0).all(dim=1) & (bias_C > 0)
-    return _Rows(2 * weight_CD, torch.where(is_constant_C, inverse_C, 2 * bias_C))
+    silu_bias_C = torch.where(is_constant_C, inverse_C, 2 * bias_C)
+    return _Rows(2 * weight_CD, silu_bias_C)
 
 
 def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:
-    return tuple(name for name in site.module.state_dict() if name.partition(".")[0] in modules)
+    """Return the names of the tensors of these modules of the site's attention."""
+    names = site.module.state_dict()
+    return tuple(name for name in names if name.partition(".")[0] in modules)

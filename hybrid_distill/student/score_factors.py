@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from ..model.layout import Part, head_norm, is_over_all_heads
 from ..teacher import AttentionSite
 
-NOISE = 0.02  # standard deviation of B where C is 0: if both were 0, neither would get a gradient
-RIDGE = 1e-4  # relative; inputs of a layer and features of the fit may be nearly collinear
+NOISE = 0.02
+"""Standard deviation of B where C is 0: if both were 0, neither would get a gradient."""
+RIDGE = 1e-4
+"""Relative ridge: inputs of a layer and features of the fit may be nearly collinear."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class InputMoments(NamedTuple):
 class Factors(NamedTuple):
     """Factors of scores C u_i . B u_j, F rows per head, with about unit standard deviation.
 
-    Of one head [F, D] and [F]; stacked over the heads of a layer [R, F, D] and [R, F].
+    Weights are [F, D] and biases [F] for one head; [R, F, D] and [R, F] stacked over the heads of a layer.
     """
 
     b_weight: Tensor
@@ -49,7 +51,8 @@ class Factors(NamedTuple):
 
 def small_noise(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor:
     """Draw small noise on the CPU, for the same values on every device."""
-    return torch.randn(*shape, generator=generator, device="cpu").to(like.device) * NOISE
+    unit_noise = torch.randn(*shape, generator=generator, device="cpu")
+    return unit_noise.to(like.device) * NOISE
 
 
 def projection_of(site: AttentionSite, part: Part) -> nn.Linear:
@@ -70,33 +73,38 @@ def head_rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tenso
 
 
 def input_moments(site: AttentionSite, trace: LayerTrace | None) -> InputMoments:
-    """Estimate the moments of the layer's inputs from the trace.
-
-    Without data, assume white noise whose standard deviation per channel is the gain of the
-    layer's input norm.
-    """
+    """Estimate the moments of the layer's inputs from the trace; without one, from the layer's input norm."""
     if trace is None:
-        gains_D = norm_gains(getattr(site.block, "input_layernorm", None))
-        if gains_D is None:
-            gains_D = torch.ones_like(projection_of(site, "query").weight[0]).float()
-        else:
-            # A channel with gain 0 would make the roots singular.
-            gains_D = gains_D.abs().clamp_min(1e-3)
-        return InputMoments(torch.zeros_like(gains_D), torch.diag(gains_D), torch.diag(gains_D))
+        return _white_moments(site)
     hidden_TD = trace.hidden_BLD.flatten(0, 1).float()
     mean_D = hidden_TD.mean(0)
     # Centered first: as the difference of two moments, the covariance would be lost in rounding.
     centered_TD = hidden_TD - mean_D
     covariance_DD = (centered_TD.mT @ centered_TD).double() / len(hidden_TD)
     moment_DD = covariance_DD + torch.outer(mean_D, mean_D).double()
-    return InputMoments(mean_D.float(), _root(moment_DD).float(), _root(covariance_DD).float())
+    return InputMoments(mean_D, _root(moment_DD), _root(covariance_DD))
+
+
+def _white_moments(site: AttentionSite) -> InputMoments:
+    """Assume white noise whose standard deviation per channel is the gain of the layer's input norm."""
+    gains_D = norm_gains(getattr(site.block, "input_layernorm", None))
+    if gains_D is None:
+        channel_D = projection_of(site, "query").weight[0]
+        gains_D = torch.ones_like(channel_D).float()
+    else:
+        # A channel with gain 0 would make the roots singular.
+        gains_D = gains_D.abs().clamp_min(1e-3)
+    root_DD = torch.diag(gains_D)
+    return InputMoments(torch.zeros_like(gains_D), root_DD, root_DD)
 
 
 def _root(matrix_DD: Tensor) -> Tensor:
+    """Return the Cholesky factor of a matrix in fp64, in fp32."""
     # Fewer tokens than channels leave the matrix singular, which Cholesky refuses.
     jitter = RIDGE * matrix_DD.diagonal().mean() + 1e-12
     identity_DD = torch.eye(len(matrix_DD), device=matrix_DD.device)
-    return torch.linalg.cholesky(matrix_DD + jitter * identity_DD)
+    root_DD = torch.linalg.cholesky(matrix_DD + jitter * identity_DD)
+    return root_DD.float()
 
 
 class KeySide(NamedTuple):
@@ -104,6 +112,7 @@ class KeySide(NamedTuple):
 
     weight_PD: Tensor
     r_PP: Tensor
+    """R of the thin QR of the keys over the layer's inputs, and its pseudoinverse."""
     inverse_PP: Tensor
 
 
@@ -112,10 +121,13 @@ def key_sides(
 ) -> dict[int, KeySide]:
     """Return the key side of the KV groups of ``heads``, by group."""
     group_size = site.n_heads // site.n_kv_heads
+    groups = {head // group_size for head in heads}
     sides = {}
-    for group in sorted({head // group_size for head in heads}):
+    for group in sorted(groups):
+        # The covariance, not the moment: softmax ignores what all keys have in common.
         weight_PD, _ = _head_projection(site, "key", group, inputs.root_covariance_DD)
-        r_PP = torch.linalg.qr((weight_PD @ inputs.root_covariance_DD).T).R
+        keys_PD = weight_PD @ inputs.root_covariance_DD
+        r_PP = torch.linalg.qr(keys_PD.T).R
         sides[group] = KeySide(weight_PD, r_PP, torch.linalg.pinv(r_PP))
     return sides
 
@@ -130,26 +142,28 @@ def score_factors(
 ) -> Factors:
     """Find B and C such that C u_i . B u_j best approximates the head's score, without positions.
 
-    Minimizes the mean squared error over the layer's inputs with ``n_factors`` products; ``key`` is
-    the side of the head's group (`key_sides`). Keys are
-    relative to their mean, which softmax ignores. Beyond the rank of the scores, B is small noise
-    and C is zero.
+    Minimizes the mean squared error over the layer's inputs with ``n_factors`` products; ``key`` is the side of the
+    head's group (`key_sides`). Keys are relative to their mean, which softmax ignores. Beyond the rank of the scores,
+    B is small noise and C is zero.
     """
     wq_PD, bq_P = _head_projection(site, "query", head, inputs.root_moment_DD)
     wk_PD = key.weight_PD
     # Thin QRs of both sides reduce the SVD from D x D to P x P.
-    rq_PP = torch.linalg.qr((wq_PD @ inputs.root_moment_DD).T).R
+    queries_PD = wq_PD @ inputs.root_moment_DD
+    rq_PP = torch.linalg.qr(queries_PD.T).R
     u_PP, s_P, vh_PP = torch.linalg.svd(rq_PP @ key.r_PP.T)
     rank = min(n_factors, len(s_P))
     s_P = s_P / s_P.norm().clamp_min(1e-6)
+    # B and C share each singular value evenly.
     root_F1 = s_P[:rank, None].sqrt()
     to_c_FP = root_F1 * (u_PP[:, :rank].T @ torch.linalg.pinv(rq_PP).T)
     to_b_FP = root_F1 * (vh_PP[:rank] @ key.inverse_PP.T)
+    mean_key_P = wk_PD @ inputs.mean_D
 
     n_missing = n_factors - rank
     b_weight_FD = nn.functional.pad(to_b_FP @ wk_PD, (0, 0, 0, n_missing))
     c_weight_FD = nn.functional.pad(to_c_FP @ wq_PD, (0, 0, 0, n_missing))
-    b_bias_F = nn.functional.pad(-to_b_FP @ (wk_PD @ inputs.mean_D), (0, n_missing))
+    b_bias_F = nn.functional.pad(-to_b_FP @ mean_key_P, (0, n_missing))
     c_bias_F = nn.functional.pad(to_c_FP @ bq_P, (0, n_missing))
     b_weight_FD[rank:] = small_noise(generator, n_missing, b_weight_FD.shape[1], like=b_weight_FD)
     return Factors(b_weight_FD, b_bias_F, c_weight_FD, c_bias_F)
@@ -158,7 +172,10 @@ def score_factors(
 def _head_projection(
     site: AttentionSite, part: Part, head: int, root_DD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return one head's query or key projection; the norm after it is folded in as a usual gain."""
+    """Return one head's query or key projection; the norm after it is folded in as a usual gain.
+
+    A norm depends on the input, a projection cannot: the norm's factor for a typical input takes its place.
+    """
     weight_PD, bias_P = head_rows(site, part, head)
     norm = head_norm(site.module, part)
     if norm is None:
@@ -191,7 +208,11 @@ def norm_gains(norm: nn.Module | None) -> Tensor | None:
     # whose RMS is 1. The difference of both signs cancels a bias.
     signs_C = torch.ones_like(weight)
     signs_C[1::2] = -1
-    applied_C = (signs_C * (norm(signs_C) - norm(-signs_C)) / 2).float()
-    error = (weight.float() - applied_C).abs().sum()
-    error_with_one = (1 + weight.float() - applied_C).abs().sum()
-    return weight.float() if error <= error_with_one else 1 + weight.float()
+    without_bias_C = (norm(signs_C) - norm(-signs_C)) / 2
+    applied_C = (signs_C * without_bias_C).float()
+    weight_C = weight.float()
+    error = (weight_C - applied_C).abs().sum()
+    error_with_one = (1 + weight_C - applied_C).abs().sum()
+    if error <= error_with_one:
+        return weight_C
+    return 1 + weight_C

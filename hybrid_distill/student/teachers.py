@@ -1,6 +1,6 @@
-"""The question that every command asks first: can this model be a teacher?
+"""Check whether a model can be a teacher, from its config and tokenizer.
 
-It takes a config and a tokenizer, and builds the model on the meta device: no weights are read, nothing is computed.
+Every command does so first. The model is built on the meta device: no weights are read, nothing is computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def check_teacher(
     if config.model_type != HybridConfig.model_type or heads:
         model = empty_teacher(config, name)
         if heads:
-            attention_sites(model)  # names the layer, where a plan would miss a count of heads
+            # Before a plan, whose error would miss a count of heads: this one names the layer.
+            attention_sites(model)
             checked_sites(model, HeadPlan.none(model), DEFAULT_INIT)
     if tokenizer is not None:
         check_embedding(tokenizer, config, name)
@@ -60,11 +61,12 @@ def empty_teacher(
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, **attention
             )
-    except Exception as error:  # each version of transformers raises other errors
+    # Each version of transformers raises other errors.
+    except Exception as error:
         raise ValueError(
             f"cannot build the teacher {name!r} ({first_line(error)}); pass another model."
         ) from error
-    # Asked of the model, not of the config: Llama 4's wraps a text model, which transformers builds alone.
+    # The model's config, not the one passed in: Llama 4's wraps a text model, which transformers builds alone.
     _check_text_only(model, name)
     return model
 
