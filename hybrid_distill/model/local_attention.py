@@ -19,7 +19,8 @@ from torch import Tensor
 from .rows import pick_tokens
 from .window_kernels import attend_with_kernel, kernel_runs
 
-BLOCK = 128  # queries per block: each block also reads W - 1 + S keys of earlier tokens
+BLOCK = 128
+"""Queries per block; each block also reads W - 1 + S keys of earlier tokens."""
 
 
 class Reach(NamedTuple):
@@ -77,8 +78,8 @@ def attend_locally(
 ) -> Tensor:
     """Compute windowed attention of a row, [B, H, L, P].
 
-    ``begin_BL`` is the index of the first token of each token's document; with ``earlier`` tokens,
-    which belong to the row's only document, it is not read. Consecutive query heads share a KV head.
+    ``begin_BL`` is the index of the first token of each token's document; with ``earlier`` tokens, which belong to the
+    row's only document, it is not read. Consecutive query heads share a KV head.
     """
     if earlier is None and kernel_runs(query_BHLP, scoring.dropout):
         return attend_with_kernel(
@@ -90,6 +91,19 @@ def attend_locally(
             scoring.scale,
             scoring.softcap,
         )
+    return _attend_in_blocks(query_BHLP, key_BGLP, value_BGLP, begin_BL, reach, scoring, earlier)
+
+
+def _attend_in_blocks(
+    query_BHLP: Tensor,
+    key_BGLP: Tensor,
+    value_BGLP: Tensor,
+    begin_BL: Tensor,
+    reach: Reach,
+    scoring: Scoring,
+    earlier: Earlier | None,
+) -> Tensor:
+    """Attend with one batched call, in which each block of queries has its near keys and one document's sinks."""
     length = query_BHLP.shape[2]
     size = min(BLOCK, length)
     n_blocks = -(-length // size)
@@ -104,10 +118,8 @@ def attend_locally(
         begin_BL = begin_BL + n_past
     else:
         n_past = earlier.near_keys.shape[2]
-        key_BGTP = torch.cat([earlier.near_keys, key_BGLP], dim=2)
-        value_BGTP = torch.cat([earlier.near_values, value_BGLP], dim=2)
-        key_BGTP = F.pad(key_BGTP, (0, 0, 0, padding))
-        value_BGTP = F.pad(value_BGTP, (0, 0, 0, padding))
+        key_BGTP = _after(earlier.near_keys, key_BGLP, padding)
+        value_BGTP = _after(earlier.near_values, value_BGLP, padding)
         # Negative for a document that began before these tokens.
         begin_BL = (n_past - earlier.n_tokens_B).unsqueeze(1).expand(-1, length)
     begin_BNQ = F.pad(begin_BL, (0, padding)).unflatten(1, (n_blocks, size))
@@ -118,17 +130,22 @@ def attend_locally(
     # A single block without earlier tokens has its sinks among its near keys.
     if reach.sinks and (n_blocks > 1 or earlier is not None):
         # Only one document can have sinks before a block's near keys: that of its first query.
-        sink_keys = None if earlier is None else earlier.sink_keys
-        sink_values = None if earlier is None else earlier.sink_values
+        sink_keys = None
+        sink_values = None
+        if earlier is not None:
+            sink_keys = earlier.sink_keys
+            sink_values = earlier.sink_values
         begin_BN = begin_BNQ[:, :, 0]
         key_BNGSP = _sinks(key_BGTP, begin_BN, reach.sinks, sink_keys)
         value_BNGSP = _sinks(value_BGTP, begin_BN, reach.sinks, sink_values)
+        seen_BNQS = _seen_sinks(begin_BNQ, reach, n_past)
         key_BNGKP = torch.cat([key_BNGSP, key_BNGKP], dim=3)
         value_BNGKP = torch.cat([value_BNGSP, value_BNGKP], dim=3)
-        seen_BNQK = torch.cat([_seen_sinks(begin_BNQ, reach, n_past), seen_BNQK], dim=3)
+        seen_BNQK = torch.cat([seen_BNQS, seen_BNQK], dim=3)
 
     query_BHTP = F.pad(query_BHLP, (0, 0, 0, padding))
     query_BNHQP = query_BHTP.unflatten(2, (n_blocks, size)).transpose(1, 2)
+    # Every block is a row of its own to the attention function.
     out_NHQP = attend(
         query_BNHQP.flatten(0, 1),
         key_BNGKP.flatten(0, 1),
@@ -137,7 +154,14 @@ def attend_locally(
         scoring,
     )
     out_BNHQP = out_NHQP.unflatten(0, (-1, n_blocks))
-    return out_BNHQP.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    out_BHTP = out_BNHQP.transpose(1, 2).flatten(2, 3)
+    return out_BHTP[:, :, :length]
+
+
+def _after(earlier_BGXP: Tensor, row_BGLP: Tensor, padding: int) -> Tensor:
+    """Return a row after earlier tokens, with padding behind it, [B, G, T, P]."""
+    t_BGTP = torch.cat([earlier_BGXP, row_BGLP], dim=2)
+    return F.pad(t_BGTP, (0, 0, 0, padding))
 
 
 def seen_in_ring(place_BR: Tensor, last_place_B1: Tensor, reach: Reach) -> Tensor:
@@ -157,10 +181,10 @@ def attend(
     scoring: Scoring,
 ) -> Tensor:
     """Attend under a boolean mask; H / G consecutive query heads read each KV head."""
+    _, n_heads, n_queries, _ = query_BHQP.shape
     n_groups = key_BGKP.shape[1]
-    n_queries = query_BHQP.shape[2]
     # The heads of a KV head become more queries of one head: no key is copied for them.
-    group_size = query_BHQP.shape[1] // n_groups
+    group_size = n_heads // n_groups
     query_BGQP = query_BHQP.unflatten(1, (n_groups, group_size)).flatten(2, 3)
     if n_queries > 1:
         # One query is the same row of the mask for all heads.
@@ -196,7 +220,9 @@ def local_maps(
 
 def _maps(query: Tensor, key: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
     """Return attention weights [..., Q, K] in the dtype of the queries."""
-    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scale = scoring.scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     scores = query @ key.mT * scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -226,13 +252,16 @@ def _seen_near(begin_BNQ: Tensor, reach: Reach, n_past: int) -> Tensor:
 def _sinks(t_BGTP: Tensor, begin_BN: Tensor, n_sinks: int, stored_BGSP: Tensor | None) -> Tensor:
     """Return the sinks of the document that begins at each index, [B, N, G, S, P]."""
     n_blocks = begin_BN.shape[1]
+    n_tokens = t_BGTP.shape[2]
     sink_S = torch.arange(n_sinks, device=begin_BN.device)
     index_BNS = begin_BN.unsqueeze(2) + sink_S
-    index_BT = index_BNS.clamp(0, t_BGTP.shape[2] - 1).flatten(1)
-    picked_BGTP = pick_tokens(t_BGTP, index_BT)
-    sinks_BNGSP = picked_BGTP.unflatten(2, (n_blocks, n_sinks)).transpose(1, 2)
+    # Clamped: a short document has fewer sinks, which `_seen_sinks` hides.
+    index_BX = index_BNS.clamp(0, n_tokens - 1).flatten(1)
+    picked_BGXP = pick_tokens(t_BGTP, index_BX)
+    sinks_BNGSP = picked_BGXP.unflatten(2, (n_blocks, n_sinks)).transpose(1, 2)
     if stored_BGSP is None:
         return sinks_BNGSP
+    # Sinks before the earlier tokens are in the ring alone.
     is_stored_BN1S1 = (index_BNS < 0)[:, :, None, :, None]
     return torch.where(is_stored_BN1S1, stored_BGSP.unsqueeze(1), sinks_BNGSP)
 
@@ -241,14 +270,16 @@ def _seen_sinks(begin_BNQ: Tensor, reach: Reach, n_past: int) -> Tensor:
     """Return which sinks of a block each query sees: those of its own document before the near keys."""
     _, n_blocks, size = begin_BNQ.shape
     device = begin_BNQ.device
+    sink_S = torch.arange(reach.sinks, device=device)
     first_key_N = torch.arange(n_blocks, device=device) * size
     begin_BN = begin_BNQ[:, :, 0]
-    index_BNS = begin_BN.unsqueeze(2) + torch.arange(reach.sinks, device=device)
+    index_BNS = begin_BN.unsqueeze(2) + sink_S
     is_before_BNS = index_BNS < first_key_N[:, None]
     is_same_BNQ = begin_BNQ == begin_BN.unsqueeze(2)
     seen_BNQS = is_same_BNQ.unsqueeze(3) & is_before_BNS.unsqueeze(2)
     if reach.limit is not None:
-        query_NQ = n_past + first_key_N.unsqueeze(1) + torch.arange(size, device=device)
+        in_block_Q = torch.arange(size, device=device)
+        query_NQ = n_past + first_key_N.unsqueeze(1) + in_block_Q
         distance_BNQS = query_NQ.unsqueeze(2) - index_BNS.unsqueeze(2)
         seen_BNQS = seen_BNQS & (distance_BNQS < reach.limit)
     return seen_BNQS

@@ -76,6 +76,19 @@ def _delta_matrix(
     return delta_mixing_matrix(*gates(raw_BLRG), k_BLRN, c_BLRN, seq_idx_BL)
 
 
+def _b_alone(b: Tensor, raw: Tensor) -> Tensor:
+    return b
+
+
+def _b_by_step_size(b: Tensor, raw: Tensor) -> Tensor:
+    step_size = -log_decay(raw)
+    return b * step_size.unsqueeze(-1).to(b.dtype)
+
+
+def _b_of_unit_length(b: Tensor, raw: Tensor) -> Tensor:
+    return unit_keys(b)
+
+
 class Recurrence(NamedTuple):
     """Everything in which the `RECURRENCES` differ.
 
@@ -86,7 +99,7 @@ class Recurrence(NamedTuple):
     scan: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_scan
     step: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_step
     matrix: Callable[..., Tensor] = _ssd_matrix
-    keys: Callable[[Tensor, Tensor], Tensor] = lambda b, raw: b
+    keys: Callable[[Tensor, Tensor], Tensor] = _b_alone
     n_gates: int = 1
     """Rows of ``a_proj`` per head: the raw decay, and any further gates of the recurrence."""
     has_silu: bool = False
@@ -96,9 +109,7 @@ class Recurrence(NamedTuple):
     """Decoding step may run in one kernel."""
 
 
-_MAMBA2 = Recurrence(
-    keys=lambda b, raw: b * -log_decay(raw).unsqueeze(-1).to(b.dtype), has_silu=True
-)
+_MAMBA2 = Recurrence(keys=_b_by_step_size, has_silu=True)
 FORMS = {
     "discrete": Recurrence(steps_in_place=True),
     "mamba2": _MAMBA2,
@@ -107,11 +118,24 @@ FORMS = {
         scan=gated_delta_scan,
         step=gated_delta_step,
         matrix=_delta_matrix,
-        keys=lambda b, raw: unit_keys(b),
+        keys=_b_of_unit_length,
         n_gates=2,
     ),
 }
 """Forms of the recurrent heads, by name (`RECURRENCES`)."""
+
+
+class ScanInputs(NamedTuple):
+    """Inputs of a recurrence, after the convolution."""
+
+    x: Tensor
+    """[B, L, R, P]"""
+    raw: Tensor
+    """Raw gates, [B, L, R] or [B, L, R, G]."""
+    b: Tensor
+    """[B, L, R, N], as ``Recurrence.keys`` has scaled it."""
+    c: Tensor
+    """[B, L, R, N]"""
 
 
 class SSMHeads(nn.Module):
@@ -156,7 +180,8 @@ class SSMHeads(nn.Module):
         self.n_heads = n_heads
         self.head_dim = head_dim
         self.d_state = d_state
-        self.conv_width = conv_width  # ZeRO-3 empties the weights, and with them their shapes
+        # Not read from the weights: ZeRO-3 empties them, and with them their shapes.
+        self.conv_width = conv_width
         # A bias of x, B and C is either the projection's or, before a SiLU, the convolution's: adapters merge their own
         # bias into the projection's, which adds it before the convolution.
         has_bias = not self.form.has_silu
@@ -221,7 +246,9 @@ class SSMHeads(nn.Module):
             self.conv_bias.zero_()
         self.D.fill_(1.0)
         self.a_proj.bias.zero_()
-        self.a_proj.bias.view(self.n_heads, -1)[:, 0] = raw_decay(spread_half_lives(self.n_heads))
+        # The decay is the first gate of a head.
+        gates_RG = self.a_proj.bias.view(self.n_heads, -1)
+        gates_RG[:, 0] = raw_decay(spread_half_lives(self.n_heads))
 
     def forward(
         self,
@@ -240,6 +267,7 @@ class SSMHeads(nn.Module):
             cache.on_replay(self._replay(hidden_BLD, token_mask_BL))
         rows = None
         if token_mask_BL is not None:
+            # Padding goes last: the convolution and the states would have to skip it within a row.
             rows = TokensFirst.of(token_mask_BL)
             token_mask_BL = rows.mask_BL
             hidden_BLD = rows.apply(hidden_BLD)
@@ -258,15 +286,19 @@ class SSMHeads(nn.Module):
         )
         if cache is not None:
             cache.remember(conv_state=conv_state, ssm_state=ssm_state)
-        return y_BLRP if rows is None else rows.undo(y_BLRP)
+        if rows is None:
+            return y_BLRP
+        return rows.undo(y_BLRP)
 
     def _replay(
         self, hidden_BLD: Tensor, token_mask_BL: Tensor | None
     ) -> Callable[[HybridLayerCache, int], None]:
-        """Return what reads the first n of these tokens again, from the states before them."""
+        """Return a function that reads the first n of these tokens again, from the states before them."""
 
         def replay(cache: HybridLayerCache, n_tokens: int) -> None:
-            mask_BL = None if token_mask_BL is None else token_mask_BL[:, :n_tokens]
+            mask_BL = None
+            if token_mask_BL is not None:
+                mask_BL = token_mask_BL[:, :n_tokens]
             # Without documents: packed rows are refused with a cache.
             self.forward(hidden_BLD[:, :n_tokens], mask_BL, None, cache)
 
@@ -281,16 +313,18 @@ class SSMHeads(nn.Module):
         state_BRPN: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y_BLRP, conv state, SSM state) after these tokens, given the states before them."""
-        xbc_BLC, raw = self._projections(hidden_BLD)
-        x, b, c, raw, conv_state_BCK = self._convolved(
-            xbc_BLC, raw, token_mask_BL, seq_idx_BL, conv_state_BCK
+        xbc_BLC, raw_BLR = self._projections(hidden_BLD)
+        inputs, conv_state_BCK = self._convolved(
+            xbc_BLC, raw_BLR, token_mask_BL, seq_idx_BL, conv_state_BCK
         )
-        options: dict[str, Any] = {
-            "state_BHPN": state_BRPN,
-            "seq_idx_BL": seq_idx_BL,
-            "impl": self.impl,
-        }
-        y_BLRP, state_BRPN = self.form.scan(x, raw, b, c, self.D, self._gate(hidden_BLD), **options)
+        y_BLRP, state_BRPN = self.form.scan(
+            *inputs,
+            self.D,
+            self._gate(hidden_BLD),
+            state_BHPN=state_BRPN,
+            seq_idx_BL=seq_idx_BL,
+            impl=self.impl,
+        )
         return y_BLRP, conv_state_BCK, state_BRPN
 
     def _run_in_segments(
@@ -307,14 +341,14 @@ class SSMHeads(nn.Module):
         for begin in range(0, hidden_BLD.shape[1], size):
             segment = slice(begin, begin + size)
             if seq_idx_BL is not None and begin:
-                conv_state_BCK, state_BRPN = _of_document(
+                conv_state_BCK, state_BRPN = _states_of_document(
                     seq_idx_BL, begin, conv_state_BCK, state_BRPN
                 )
             outputs: Any = checkpoint(
                 self._run,
                 hidden_BLD[:, segment],
-                None if token_mask_BL is None else token_mask_BL[:, segment],
-                None if seq_idx_BL is None else seq_idx_BL[:, segment],
+                _columns(token_mask_BL, segment),
+                _columns(seq_idx_BL, segment),
                 conv_state_BCK,
                 state_BRPN,
                 use_reentrant=False,
@@ -329,17 +363,18 @@ class SSMHeads(nn.Module):
     def mixing_matrices(self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None) -> Tensor:
         """Return T_BRLS with y = T x, D on the diagonal included, the output gate left out."""
         x, raw, b, c, _ = self.scan_inputs(hidden_BLD, seq_idx_BL)
-        mixing = self.form.matrix(raw, b, c, seq_idx_BL)
-        return mixing + torch.diag_embed(
-            self.D.to(mixing.dtype).unsqueeze(-1).expand(-1, x.shape[1])
-        )
+        mixing_BRLS = self.form.matrix(raw, b, c, seq_idx_BL)
+        skip_R1 = self.D.to(mixing_BRLS.dtype).unsqueeze(-1)
+        skip_RL = skip_R1.expand(-1, x.shape[1])
+        return mixing_BRLS + torch.diag_embed(skip_RL)
 
     def scan_inputs(
         self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Return the scan's inputs x_BLRP, raw gates, B_BLRN and C_BLRN, and the output gate silu(z)_BLRP."""
-        x, b, c, raw, _ = self._convolved(*self._projections(hidden_BLD), None, seq_idx_BL, None)
-        return x, raw, b, c, F.silu(self._gate(hidden_BLD))
+        xbc_BLC, raw_BLR = self._projections(hidden_BLD)
+        inputs, _ = self._convolved(xbc_BLC, raw_BLR, None, seq_idx_BL, None)
+        return (*inputs, F.silu(self._gate(hidden_BLD)))
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """Return x, B and C of all heads before the convolution, [B, L, C], and the raw gates, [B, L, R G]."""
@@ -378,13 +413,12 @@ class SSMHeads(nn.Module):
             self.D,
             conv_state,
             ssm_state,
-            token_mask_B=None if token_mask_BL is None else token_mask_BL[:, 0],
+            token_mask_B=_columns(token_mask_BL, 0),
             impl=self.impl if self.has_step else "torch",
         )
         if y_BRP is None:
-            x, b, c, raw, conv_state = self._convolved(
-                xbc_BLC, raw_BLR, token_mask_BL, None, conv_state
-            )
+            inputs, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
+            x, raw, b, c = inputs
             y_BRP, ssm_state = self.form.step(
                 x[:, 0], raw[:, 0], b[:, 0], c[:, 0], self.D, z_BLRP[:, 0], ssm_state
             )
@@ -398,8 +432,8 @@ class SSMHeads(nn.Module):
         token_mask_BL: Any,
         seq_idx_BL: Any,
         conv_state_BCK: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return x_BLRP, B_BLRN, C_BLRN after the convolution, the raw gates, and the conv state.
+    ) -> tuple[ScanInputs, Tensor]:
+        """Return the inputs of the scan after the convolution, and the conv state.
 
         Padding, at the end of its row, adds nothing to the state and does not decay it.
         """
@@ -411,29 +445,7 @@ class SSMHeads(nn.Module):
             # softplus and sigmoid of -inf are 0: padding neither decays the state nor writes to it
             # by the delta rule.
             raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
-        is_padded = xbc_BLC.shape[-1] > sum(self.sizes)
-
-        def in_row(t: Tensor, dim: int = 0) -> Tensor:
-            return _join(t.split(self.sizes, dim), dim) if is_padded else t
-
-        if conv_state_BCK is not None:
-            conv_state_BCK = in_row(conv_state_BCK, 1)
-        xbc_BLC, conv_state_BCK = causal_conv(
-            xbc_BLC,
-            # By hand: a product of bfloat16 and float32 is float32, under autocast too.
-            in_row(self.conv_weight).to(xbc_BLC.dtype),
-            state_BCK=conv_state_BCK,
-            seq_idx_BL=seq_idx_BL,
-            n_tokens_B=n_tokens_B,
-            impl=self.impl,
-        )
-        if is_padded:
-            # A cache holds no padding: whether rows have it depends on their length.
-            conv_state_BCK = torch.cat(_parts(conv_state_BCK, self.sizes, 1), dim=1)
-        if self.conv_bias is not None:
-            xbc_BLC = xbc_BLC + in_row(self.conv_bias).to(xbc_BLC.dtype)
-        if self.form.has_silu:
-            xbc_BLC = F.silu(xbc_BLC)
+        xbc_BLC, conv_state_BCK = self._convolve(xbc_BLC, seq_idx_BL, conv_state_BCK, n_tokens_B)
         x_BLC, b_BLC, c_BLC = _Parts.apply(xbc_BLC, self.sizes)
         x = x_BLC.unflatten(-1, (self.n_heads, -1))
         b = b_BLC.unflatten(-1, (self.n_heads, -1))
@@ -444,7 +456,46 @@ class SSMHeads(nn.Module):
         if token_BL1 is not None:
             # Only now: the taps of the convolution reach from padding back to the tokens before it.
             x = x * token_BL1.unsqueeze(-1)
-        return x, self.form.keys(b, raw), c, raw, conv_state_BCK
+        return ScanInputs(x, raw, self.form.keys(b, raw), c), conv_state_BCK
+
+    def _convolve(
+        self, xbc_BLC: Tensor, seq_idx_BL: Any, conv_state_BCK: Any, n_tokens_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve the channels of x, B and C, with the bias and SiLU of the form; return also the conv state."""
+        is_padded = xbc_BLC.shape[-1] > sum(self.sizes)
+
+        def like_row(t: Tensor, dim: int = 0) -> Tensor:
+            """Pad the parts along ``dim`` as those of the row are."""
+            if is_padded:
+                return _join(t.split(self.sizes, dim), dim)
+            return t
+
+        if conv_state_BCK is not None:
+            conv_state_BCK = like_row(conv_state_BCK, 1)
+        xbc_BLC, conv_state_BCK = causal_conv(
+            xbc_BLC,
+            # By hand: a product of bfloat16 and float32 is float32, under autocast too.
+            like_row(self.conv_weight).to(xbc_BLC.dtype),
+            state_BCK=conv_state_BCK,
+            seq_idx_BL=seq_idx_BL,
+            n_tokens_B=n_tokens_B,
+            impl=self.impl,
+        )
+        if is_padded:
+            # A cache holds no padding: whether rows have it depends on their length.
+            conv_state_BCK = torch.cat(_parts(conv_state_BCK, self.sizes, 1), dim=1)
+        if self.conv_bias is not None:
+            xbc_BLC = xbc_BLC + like_row(self.conv_bias).to(xbc_BLC.dtype)
+        if self.form.has_silu:
+            xbc_BLC = F.silu(xbc_BLC)
+        return xbc_BLC, conv_state_BCK
+
+
+def _columns(t_BL: Any, columns: slice | int) -> Any:
+    """Return these columns of a mask or of document numbers, if there are any."""
+    if t_BL is None:
+        return None
+    return t_BL[:, columns]
 
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -475,34 +526,47 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, row_BLC: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.sizes = row_BLC.shape, sizes
+        ctx.shape = row_BLC.shape
+        ctx.sizes = sizes
         return _parts(row_BLC, sizes, -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        first = grad_outputs[0]
-        batch, length, width = ctx.shape
-        n_bytes = batch * length * width * first.itemsize
         # While a compiler traces, tensors have no addresses to compare.
-        if not torch.compiler.is_compiling() and first.untyped_storage().nbytes() == n_bytes:
-            row_BLC = first.as_strided(ctx.shape, (length * width, width, 1), 0)
-            places = [(t.data_ptr(), t.stride()) for t in _parts(row_BLC, ctx.sizes, -1)]
-            if places == [(t.data_ptr(), t.stride()) for t in grad_outputs]:
+        if not torch.compiler.is_compiling():
+            row_BLC = _common_row(grad_outputs, ctx.shape, ctx.sizes)
+            if row_BLC is not None:
                 return row_BLC, None
-        if width > sum(ctx.sizes):
+        if ctx.shape[-1] > sum(ctx.sizes):
             return _join(grad_outputs, -1), None
         return torch.cat(grad_outputs, -1), None
 
 
-def _of_document(
+def _common_row(
+    parts: Sequence[Tensor], shape: tuple[int, int, int], sizes: list[int]
+) -> Tensor | None:
+    """Return the row [B, L, C] of which these are the `_parts`, as a view; None if they are not of one tensor."""
+    batch, length, width = shape
+    first = parts[0]
+    if first.untyped_storage().nbytes() != batch * length * width * first.itemsize:
+        return None
+    row_BLC = first.as_strided(shape, (length * width, width, 1), 0)
+    for part, view in zip(parts, _parts(row_BLC, sizes, -1), strict=True):
+        if part.data_ptr() != view.data_ptr() or part.stride() != view.stride():
+            return None
+    return row_BLC
+
+
+def _states_of_document(
     seq_idx_BL: Tensor, begin: int, conv_state_BCK: Any, state_BRPN: Any
 ) -> tuple[Tensor, Tensor]:
     """Zero the parts of the states before token ``begin`` that belong to an earlier document."""
     n_past = conv_state_BCK.shape[-1]
-    own_BK = (
-        # No document has this number.
-        F.pad(seq_idx_BL[:, :begin], (n_past, 0), value=-1)[:, begin:]
-        == seq_idx_BL[:, begin : begin + 1]
-    )
+    # -1 is the number of no document. It fills the places of a past that is longer than the tokens so far.
+    past_BX = F.pad(seq_idx_BL[:, :begin], (n_past, 0), value=-1)
+    document_B1 = seq_idx_BL[:, begin : begin + 1]
+    is_own_BK = past_BX[:, begin:] == document_B1
     continues_B = seq_idx_BL[:, begin - 1] == seq_idx_BL[:, begin]
-    return conv_state_BCK * own_BK.unsqueeze(1), state_BRPN * continues_B[:, None, None, None]
+    own_conv_state = conv_state_BCK * is_own_BK.unsqueeze(1)
+    own_state = state_BRPN * continues_B[:, None, None, None]
+    return own_conv_state, own_state

@@ -1,7 +1,7 @@
 """Attention of a layer in which kept heads see everything and replaced heads a window.
 
-The backbone's own attention module computes queries, keys and values, with its norms and positions. In
-place of its attention function it calls `HeadCall.attend`, which runs each kind of head its own way.
+The backbone's own attention module computes queries, keys and values, with its norms and positions. In place of its
+attention function it calls `_attend`, and that `HeadCall.attend`, which runs each kind of head in its own way.
 
 Shapes: B batch, L length, H heads, G KV heads, P head dim, R slots of a ring, S source length.
 """
@@ -70,20 +70,22 @@ class WindowedAttention:
                 f"{type(attention).__name__} attends in chunks, within which a window would end; "
                 "pass window 0 for this family."
             )
-        window = config.window if limit is None else min(config.window, limit)
+        window = config.window
+        if limit is not None:
+            window = min(window, limit)
         self.reach = Reach(window, config.sinks, limit)
         self.kept = list(config.kept[layer])
         self.replaced = list(config.replaced_in(layer))
         self.kept_groups = sorted({head // group_size for head in self.kept})
-        self.ring_groups = [
-            group for group in range(config.num_key_value_heads) if group not in self.kept_groups
-        ]
-        self.kept_index = _reading(self.kept, self.kept_groups, group_size)
-        groups = sorted({head // group_size for head in self.replaced})
-        index = _reading(self.replaced, groups, group_size)
+        # The cache stores KV heads of kept heads whole; the ring holds the others.
+        all_groups = range(config.num_key_value_heads)
+        self.ring_groups = [group for group in all_groups if group not in self.kept_groups]
+        self.kept_index = _kv_places(self.kept, self.kept_groups, group_size)
         # KV heads that the windowed heads read: once each if all are read equally often, in order,
         # else the one of every head.
-        self.window_groups = groups if index is None else [groups[place] for place in index]
+        self.window_groups = sorted({head // group_size for head in self.replaced})
+        if _kv_places(self.replaced, self.window_groups, group_size) is not None:
+            self.window_groups = [head // group_size for head in self.replaced]
         self.backbone_config: PretrainedConfig = attention.config
         # Each family has an eager attention function of its own, beside its module's class.
         namespace = inspect.unwrap(type(attention).forward).__globals__
@@ -121,13 +123,14 @@ class WindowedAttention:
         return attend(module, query, key, value, mask, **options)
 
 
-def _reading(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
-    """Return the place among ``groups`` that each head reads; None if all are read equally often, in order."""
-    index = [groups.index(head // group_size) for head in heads]
+def _kv_places(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
+    """Return the place among ``groups`` of the KV head of each head; None if repeating each KV head gives the same."""
+    places = [groups.index(head // group_size) for head in heads]
     n_repeats = len(heads) // max(1, len(groups))
-    if index == [place // n_repeats for place in range(len(groups) * n_repeats)]:
+    repeated = [place // n_repeats for place in range(len(groups) * n_repeats)]
+    if places == repeated:
         return None
-    return index
+    return places
 
 
 class FullKeys(NamedTuple):
@@ -191,37 +194,34 @@ class HeadCall:
         maps = []
         full = self._full_keys(key_BGLP, value_BGLP)
         if self.runs_kept and full is not None:
+            # Only families that cap scores have attention functions with this argument.
             if softcap is not None:
                 options["softcap"] = softcap
+            options |= {"scaling": scaling, "dropout": dropout}
+            kept_query = pick_heads(query_BHLP, heads.kept)
             kept_BLHP, kept_maps = heads.attend_kept(
-                attention,
-                pick_heads(query_BHLP, heads.kept),
-                full.keys,
-                full.values,
-                mask,
-                scaling=scaling,
-                dropout=dropout,
-                **options,
+                attention, kept_query, full.keys, full.values, mask, **options
             )
             outputs.append(kept_BLHP)
             if kept_maps is not None:
                 maps.append(kept_maps)
         scoring = Scoring(scaling, softcap, dropout)
-        query = pick_heads(query_BHLP, heads.replaced)
-        near_BHLP = self._attend_near(query, key_BGLP, value_BGLP, full, scoring)
+        near_query = pick_heads(query_BHLP, heads.replaced)
+        near_BHLP = self._attend_near(near_query, key_BGLP, value_BGLP, full, scoring)
         outputs.append(near_BHLP.transpose(1, 2))
         output_BLHP = torch.cat(outputs, dim=2)
         if heads.backbone_config._attn_implementation != "eager":
             return output_BLHP, None
         if self.cache is None and not attention.training:
-            maps.append(self._near_maps(query, key_BGLP, scoring))
+            maps.append(self._near_maps(near_query, key_BGLP, scoring))
         if not maps:
+            # Not None: eager attention returns a tensor, whose shape its callers read.
             batch, _, length, _ = query_BHLP.shape
             maps.append(query_BHLP.new_zeros((batch, 0, length, length)))
         return output_BLHP, _joined(maps)
 
     def _full_keys(self, key_BGLP: Tensor, value_BGLP: Tensor) -> FullKeys | None:
-        """Return what the kept heads read, and store it; None if there are none, or nobody reads it."""
+        """Store keys and values of the kept heads, and return all that they read; None if nothing reads them."""
         heads = self.heads
         if not heads.kept or not (self.runs_kept or self.cache is not None):
             return None
@@ -238,7 +238,7 @@ class HeadCall:
         return FullKeys(keys, values, offset)
 
     def _near_maps(self, query_BHLP: Tensor, key_BGLP: Tensor, scoring: Scoring) -> Tensor:
-        """Return the attention maps of the windowed heads, for who looks at them. Padding counts as tokens."""
+        """Return the attention maps of the windowed heads, for analysis. Padding counts as tokens."""
         heads = self.heads
         key_BHLP = pick_heads(key_BGLP, heads.window_groups)
         begin_BL = self._begins(query_BHLP, None)
@@ -265,9 +265,11 @@ class HeadCall:
         earlier = None
         if self.cache is not None:
             ring = self.cache.ring_of(heads.reach.window, heads.reach.sinks)
-            if ring.n_tokens_B is not None:
-                if length == 1:
-                    return self._decode(ring, query_BHLP, key_BGLP, value_BGLP, full, scoring)
+            has_tokens = ring.n_tokens_B is not None
+            if has_tokens and length == 1:
+                return self._decode(ring, query_BHLP, key_BGLP, value_BGLP, full, scoring)
+            if has_tokens:
+                # Before the row overwrites the oldest of them.
                 earlier = self._earlier(ring, full, key_BGLP.dtype)
             self._store(ring, key_BGLP, value_BGLP, rows)
         near_keys = pick_heads(key_BGLP, heads.window_groups)
@@ -276,9 +278,12 @@ class HeadCall:
         out_BHLP = attend_locally(
             query_BHLP, near_keys, near_values, begin_BL, heads.reach, scoring, earlier
         )
-        return out_BHLP if rows is None else _reordered(out_BHLP, rows.undo)
+        if rows is None:
+            return out_BHLP
+        return _reordered(out_BHLP, rows.undo)
 
     def _begins(self, query_BHLP: Tensor, rows: TokensFirst | None) -> Tensor:
+        """Return the index of the first token of each token's document, in the order of ``rows``."""
         batch, _, length, _ = query_BHLP.shape
         seq_idx_BL = self.seq_idx_BL
         if seq_idx_BL is None:
@@ -298,20 +303,20 @@ class HeadCall:
         token_mask_BL = self.token_mask_BL
         if rows is not None:
             column_BL = rows.apply(column_BL)
-        key_BGLP = self._stored(key_BGLP)
-        value_BGLP = self._stored(value_BGLP)
+        ring_keys = self._stored(key_BGLP)
+        ring_values = self._stored(value_BGLP)
 
         def write(layer: HybridLayerCache, n_tokens: int) -> None:
-            """Store what the first n columns hold: a row's tokens come first."""
+            """Store the tokens of the first n columns; ``rows`` has put a row's tokens first."""
             if token_mask_BL is None:
                 n_new_B = torch.full((batch,), n_tokens, device=device)
             else:
                 n_new_B = (token_mask_BL[:, :n_tokens] != 0).sum(dim=1)
+            # The argument's ring, not this one: a copy of the cache replays with these functions too.
+            own_ring = layer.ring_of(ring.window, ring.sinks)
             # Not get_seq_length: a static layer's is on the device, and its ring has all slots.
             n_columns = layer.seen + n_tokens
-            layer.ring_of(ring.window, ring.sinks).write(
-                key_BGLP, value_BGLP, column_BL, n_new_B, n_columns
-            )
+            own_ring.write(ring_keys, ring_values, column_BL, n_new_B, n_columns)
 
         write(self.cache, length)
         self.cache.on_replay(write)
@@ -395,7 +400,9 @@ class HeadCall:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """Concatenate heads; a single part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim=1)
 
 
 def _reordered(t_BHLP: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:

@@ -116,9 +116,7 @@ def test_the_training_forward_is_the_mixing_matrix(teacher) -> None:
     seq_idx = torch.tensor([[0] * 5 + [1] * 8 + [2] * 6]).expand(2, -1)
     hidden = torch.randn(2, 19, student.config.hidden_size)
     mixing_BHLS = mixer.mixing_matrices(hidden, seq_idx)
-    projections = mixer.ssm._projections(hidden)
-    values_BSHP, *_ = mixer.ssm._convolved(*projections, None, seq_idx, None)
-    gate_BLHP = torch.nn.functional.silu(mixer.ssm.z_proj(hidden)).unflatten(-1, (8, -1))
+    values_BSHP, *_, gate_BLHP = mixer.ssm.scan_inputs(hidden, seq_idx)
     mixed_BLHP = torch.einsum("bhls,bshp->blhp", mixing_BHLS, values_BSHP)
     close(mixer.heads(hidden, seq_idx=seq_idx), mixed_BLHP * gate_BLHP)
     assert mixing_BHLS[0, :, 6, 4].abs().max() == 0

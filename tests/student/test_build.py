@@ -156,8 +156,7 @@ def test_recurrent_heads_start_as_averages_over_distinct_spans(
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
     ssm = student.mixers()[0].ssm
     assert len(log_decay(ssm.a_proj.bias).unique()) == 8
-    inputs = ssm._projections(torch.randn(1, 2000, 64))
-    _, b, c, raw, _ = ssm._convolved(*inputs, None, None, None)
+    _, raw, b, c, _ = ssm.scan_inputs(torch.randn(1, 2000, 64))
     row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_decay(raw), b, c)
     torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
 
