@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from .data import DataConfig
 from .io import Record, refused
 from .kernels import Kernels
-from .model.field_rules import check_windows
+from .model.field_rules import OWN_RULES, check_field, check_windows
 from .plan import Unit
 from .probes.prompt_formats import check_prompt_format
 from .student.init import Init
@@ -142,6 +142,8 @@ class StudentConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "student.")
+        for name, value in self.head_options.items():
+            check_field(f"student.{name}", value, OWN_RULES[name])
         names = {name: f"student.{name}" for name in ("window", "sinks", "d_state", "recurrence")}
         check_windows(self.window, self.sinks, self.d_state, self.recurrence, names)
 

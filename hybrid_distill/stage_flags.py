@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from .config import RunConfig
+from .dependent_options import check_read
 
 CHOICE = (
     "Stages of the recipe to run, in this order; by default all. Without a name: none, no training."
@@ -38,11 +39,16 @@ def with_stage_flags(config: RunConfig) -> RunConfig:
     return kind(**{**options, "stages": names})
 
 
-def without_stage_flags(flags: RunConfig) -> RunConfig:
-    """Return the run with the stages that the flags chose and changed. Raises ValueError as `RunConfig` does."""
+def without_stage_flags(flags: RunConfig, default: RunConfig) -> RunConfig:
+    """Return the run with the stages that the flags chose and changed; ``default`` is the run before that.
+
+    Raises ValueError as `RunConfig` and `check_read` do.
+    """
     options = {field.name: getattr(flags, field.name) for field in dataclasses.fields(RunConfig)}
     stages = tuple(getattr(flags, str(name)) for name in flags.stages)
-    return RunConfig(**{**options, "stages": stages})
+    run = RunConfig(**{**options, "stages": stages})
+    check_read(run, default)
+    return run
 
 
 def _unchecked(flags: RunConfig) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, from_record, to_json
 from hybrid_distill.data import DataConfig
+from hybrid_distill.dependent_options import check_read
 from hybrid_distill.train.config import Align, Distill
 from hybrid_distill.validation import number_of_tokens
 
@@ -75,11 +77,43 @@ def test_numbers_of_tokens(text: str, number: int) -> None:
         {"d_state": 0},
         {"window": 4, "recurrence": "mamba2-stock"},
         {"window": -1},
+        {"d_state": 3},
+        {"d_state": 129},
+        {"conv_width": 17},
     ],
 )
 def test_bad_windows_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="student"):
         StudentConfig(**options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reader"),
+    [
+        ("align_share", {"align_share": 0.3}, {"tokens": "3M"}),
+        ("context", {"context": 512}, {"cache": "1MB"}),
+        (
+            "plan.pairs",
+            {"plan": PlanConfig(pairs=((5, 0),))},
+            {"plan": PlanConfig("pairs", pairs=((5, 0),))},
+        ),
+        (
+            "distill.beta",
+            {"stages": (Distill(beta=0.3),)},
+            {"stages": (Distill(beta=0.3, kind="jsd"),)},
+        ),
+    ],
+)
+def test_an_option_is_refused_without_the_one_that_makes_it_read(
+    name: str, options: dict[str, Any], reader: dict[str, Any]
+) -> None:
+    default = run(Distill())
+    with pytest.raises(ValueError, match=f"^{name} "):
+        check_read(replace(default, **options), default)
+    check_read(replace(default, **{**options, **reader}), default)
+    # A recipe may set it for a flag that comes later.
+    of_recipe = replace(default, **options)
+    check_read(of_recipe, of_recipe)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ LAYERS = (
     ("scoring", "train"),
     ("evaluation",),
     ("export",),
-    ("config", "recipe", "flags", "stage_flags", "pipeline"),
+    ("config", "recipe", "flags", "dependent_options", "stage_flags", "pipeline"),
     ("lab",),
     ("cli", "__main__"),
 )

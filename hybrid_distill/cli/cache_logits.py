@@ -110,7 +110,7 @@ def main(words: list[str]) -> None:
     def parsed(default: RunConfig) -> CacheJob:
         prog = f"hybrid-distill cache-logits {path}"
         job = override(CacheJob(default), flags, prog, CacheJob.__doc__, shown_in_help)
-        return replace(job, run=without_stage_flags(job.run))
+        return replace(job, run=without_stage_flags(job.run, config))
 
     default = with_stage_flags(config)
     job = parsed(default)

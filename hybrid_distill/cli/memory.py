@@ -22,6 +22,7 @@ import tyro
 
 from ..lab.reporting import text_table
 from ..model import layer_windows
+from ..model.field_rules import OWN_RULES, check_field
 from ..plan import HeadId, HeadPlan, cache_bytes
 from ..scoring import HeadScores
 from ..student.teachers import check_teacher
@@ -135,6 +136,8 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
     scores = None if job.scores is None else HeadScores.load(job.scores)
     d_states = numbers("d-state", job.d_state, least=0)
     windows = numbers("window", job.window, least=0)
+    for d_state in d_states:
+        check_field("--d-state", d_state, OWN_RULES["d_state"])
     # Without a state and a window, nothing would stand in place of a head.
     held = [pair for pair in product(d_states, windows) if any(pair)]
     lengths = numbers("lengths", job.lengths, least=1)

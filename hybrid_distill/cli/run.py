@@ -48,10 +48,10 @@ def run_with_flags(
 
     base = on_asked_teacher(checked_config(default, recipe), words)
     flags = with_stage_flags(base)
-    config = without_stage_flags(override(flags, words, prog, description))
+    config = without_stage_flags(override(flags, words, prog, description), base)
     if config.cache is not None:
         flags = fitted_flags(flags, config)
-        config = without_stage_flags(override(flags, words, prog, description))
+        config = without_stage_flags(override(flags, words, prog, description), base)
     if config.dry_run:
         from .dry_run import describe
 

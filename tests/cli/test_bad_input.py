@@ -56,6 +56,22 @@ CASES = """
     memory --heads 1000: --heads is 1000
     memory --lengths all: 'all'
     memory --model no/such/model: no config
+    memory --d-state 3: --d-state is 3
+    memory --d-state 8,129: --d-state is 129
+    run tiny --dry-run --student.d-state 3: student.d_state is 3
+    run tiny --dry-run --student.conv-width 17: student.conv_width is 17
+    run tiny --dry-run --align-share 0.3: align_share is 0.3
+    run tiny --dry-run --context 8192: context is 8192
+    run tiny --show-config: show_config is True
+    run tiny --dry-run --plan.pairs 5 0: --plan.selection pairs
+    run tiny --dry-run --plan.layers 1 2: --plan.selection layers
+    run tiny --dry-run --plan.file plan.json: --plan.selection file
+    run tiny --dry-run --scoring.distance 9: scoring.distance is 9
+    run tiny --dry-run --scoring.other-weights: scoring.other_weights is True
+    run tiny --dry-run --distill.beta 0.3: --distill.kind jsd
+    cache-logits tiny --align-share 0.3: align_share is 0.3
+    sweep --set align-share=0.3: align_share is 0.3
+    sweep --d-state 3,8: --d-state is 3
     sweep --heads 0,49: --heads is 49
     sweep --d-state 0,4: --d-state is '0,4'
     sweep --seeds 0: --seeds is 0

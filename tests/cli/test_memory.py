@@ -19,35 +19,35 @@ def sizes(**options: Any) -> dict[tuple[str, int], int]:
 
 
 def test_heads_that_share_keys_and_values_cost_as_much_as_one() -> None:
-    in_float32 = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="float32")
+    in_float32 = sizes(model="2x8x2x16", heads="4,all", d_state="4", dtype="float32")
     one_head = 2 * 16 * 10 * 4
-    state = 12 * 16 * 3 * 4
-    assert in_float32["4 heads, apart", 3] == 4 * one_head + state
-    assert in_float32["4 heads, groups together", 3] == one_head + state
+    state = 12 * 16 * 4 * 4
+    assert in_float32["4 heads, apart", 4] == 4 * one_head + state
+    assert in_float32["4 heads, groups together", 4] == one_head + state
     assert in_float32["all heads", 0] == 4 * one_head
-    in_int8 = sizes(model="2x8x2x16", heads="4,all", d_state="3", dtype="int8", state_dtype="int8")
+    in_int8 = sizes(model="2x8x2x16", heads="4,all", d_state="4", dtype="int8", state_dtype="int8")
     assert {setting: 4 * size for setting, size in in_int8.items()} == in_float32
 
 
 def test_a_window_is_stored_for_kv_heads_that_no_kept_head_stores() -> None:
-    options = {"model": "2x8x2x16", "heads": "4", "d_state": "0,3", "window": "0,5", "sinks": 2}
+    options = {"model": "2x8x2x16", "heads": "4", "d_state": "0,4", "window": "0,5", "sinks": 2}
     table = cache_sizes(MemoryJob(lengths="10", **options))
     together = table[table.kept == "4 heads, groups together"]
     n_bytes = {(row.d_state, row.window): row.window_bytes for row in together.itertuples()}
     # One of four KV heads is stored whole; each slot of a layer has an index of 4 bytes.
     ring = 3 * 2 * 16 * (5 + 2) * 2 + 2 * (5 + 2) * 4
-    assert n_bytes == {(3, 0): 0, (0, 5): ring, (3, 5): ring}
+    assert n_bytes == {(4, 0): 0, (0, 5): ring, (4, 5): ring}
 
 
 def test_both_ends_of_a_model_whose_layers_have_windows(family_model: Any, tmp_path: Path) -> None:
     """One of 3 layers with 4 KV heads sees everything; 4 heads cost most there, and least where windows are."""
     teacher = family_model("gemma3", sliding_window=6, sliding_window_pattern=2)
     teacher.config.save_pretrained(tmp_path)
-    state = (24 - 4) * 8 * 3 * 4
+    state = (24 - 4) * 8 * 4 * 4
     kv = 2 * 8 * 2
-    assert sizes(model=str(tmp_path), heads="4,24", d_state="3") == {
-        ("4 heads, apart", 3): 4 * kv * 10 + state,
-        ("4 heads, groups together", 3): 2 * kv * 5 + state,
+    assert sizes(model=str(tmp_path), heads="4,24", d_state="4") == {
+        ("4 heads, apart", 4): 4 * kv * 10 + state,
+        ("4 heads, groups together", 4): 2 * kv * 5 + state,
         ("all heads", 0): 4 * kv * (10 + 5 + 5),
     }
 
@@ -56,11 +56,11 @@ def test_scores_say_which_heads_share(tmp_path: Path) -> None:
     drops = [[0.9, 0.8, 0.0, 0.0], [0.0, 0.0, 0.7, 0.0]]
     path = tmp_path / "scores.json"
     some_scores(drops, drops, n_kv_heads=2).save(path)
-    by_scores = sizes(model="2x4x2x8", heads="2,3", d_state="1", scores=path)
-    assert by_scores["first 2", 1] == 1 * 2 * 8 * 10 * 2 + 6 * 8 * 4, "both in one group"
-    assert by_scores["first 3", 1] == 2 * 2 * 8 * 10 * 2 + 5 * 8 * 4
+    by_scores = sizes(model="2x4x2x8", heads="2,3", d_state="4", scores=path)
+    assert by_scores["first 2", 4] == 1 * 2 * 8 * 10 * 2 + 6 * 8 * 4 * 4, "both in one group"
+    assert by_scores["first 3", 4] == 2 * 2 * 8 * 10 * 2 + 5 * 8 * 4 * 4
     with pytest.raises(ValueError, match="another teacher"):
-        sizes(heads="2", d_state="1", scores=path)
+        sizes(heads="2", d_state="4", scores=path)
 
 
 def test_the_command_prints_a_row_for_each_placement(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Literal
 
 from ...config import Selection
+from ...model.field_rules import OWN_RULES, check_field
 from ...plan import HeadPlan
 from ...validation import COUNT, numbers, words
 
@@ -69,6 +70,8 @@ class Grid:
         COUNT.check("--seeds", seeds)
         states = tuple(dict.fromkeys(numbers("d-state", d_state, least=0)))
         windows = tuple(dict.fromkeys(numbers("window", window, least=0)))
+        for state in states:
+            check_field("--d-state", state, OWN_RULES["d_state"])
         if 0 in states and not any(windows):
             raise ValueError(
                 f"--d-state is {d_state!r}, and a state of 0 leaves a window alone; "

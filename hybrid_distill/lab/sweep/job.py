@@ -181,9 +181,10 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
             flags.append(f"--{section}{dot}no-{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
-    default = with_stage_flags(on_asked_teacher(config_of(recipe), flags))
+    of_recipe = on_asked_teacher(config_of(recipe), flags)
+    default = with_stage_flags(of_recipe)
     changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
-    base = without_stage_flags(changed)
+    base = without_stage_flags(changed, of_recipe)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
