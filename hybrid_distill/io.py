@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,17 @@ LARGEST_JSON = 2**28
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in an OSError that names no file: that of a full disk, for one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path; after the block, sync the file there and move it to ``path``.
 
@@ -29,9 +41,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(path)
+        with naming(path):
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -106,8 +119,9 @@ def write_json(path: Path, record: Mapping[str, object], *, indent: int | None =
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file atomically, with the permissions of the user's umask.
 
-    Raises SafetensorError or OSError, for example if the disk is full.
+    Raises OSError, for example if the disk is full.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with replacing(path) as temporary:
@@ -117,7 +131,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         temporary.touch()
         mode = temporary.stat().st_mode
         # transformers refuses other formats.
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        try:
+            save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # A full disk is one, and a bug to callers that know what OSError means.
+            raise OSError(errno.EIO, str(error), str(path)) from error
         temporary.chmod(mode)
 
 

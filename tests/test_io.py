@@ -5,6 +5,8 @@ import json
 import resource
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from students import tiny_student
 from training import die, killed
 
 from hybrid_distill.export import ExportError, checkpoint, export_checkpoint
-from hybrid_distill.io import replacing, save_tensors, write_json
+from hybrid_distill.io import replacing, save_tensors, write_json, write_text
+from hybrid_distill.train.metrics import METRICS, append_metrics
 
 
 def names(folder: Path) -> list[str]:
@@ -86,17 +89,41 @@ def test_a_full_disk_is_an_error_and_what_was_moved_aside_is_put_back(
     path = tmp_path / "export"
     export_checkpoint(student, None, path, plan=plan, gate=False, license="first")
     path.rename(tmp_path / ".export.old.tmp")
+    with files_up_to(4096), pytest.raises(ExportError, match=str(path)):
+        export_checkpoint(student, None, path, plan=plan, gate=False, license="second")
+    assert "license: first" in (path / "README.md").read_text()
+    assert names(tmp_path) == ["export"]
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Stand for a full disk: no file can grow beyond ``size`` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        with pytest.raises(ExportError, match=str(path)):
-            export_checkpoint(student, None, path, plan=plan, gate=False, license="second")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    assert "license: first" in (path / "README.md").read_text()
-    assert names(tmp_path) == ["export"]
+
+
+@pytest.mark.parametrize("kind", ["text", "tensors", "metrics"])
+def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, kind: str) -> None:
+    """That of the system names none, and that of safetensors is not an OSError."""
+    path = tmp_path / METRICS
+
+    def write() -> None:
+        if kind == "text":
+            write_text(path, "x" * 9000)
+        elif kind == "tensors":
+            save_tensors(path, {"a": torch.ones(9000)})
+        else:
+            append_metrics(tmp_path, {"step": "x" * 9000})
+
+    with files_up_to(4096), pytest.raises(OSError) as error:
+        write()
+    assert error.value.filename == str(path)
 
 
 def test_tensors_are_saved_with_the_users_file_mode(tmp_path: Path) -> None:

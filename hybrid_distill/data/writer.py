@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..io import Record, read_json, sync
+from ..io import Record, naming, read_json, sync
 from ..progress import Phase
 from ..provenance import now
 from ..vocabulary import vocabulary_size
@@ -154,7 +154,8 @@ class ShardWriter:
         starts = (documents.starts + shard["tokens"]).astype("<i8")
         for file, array in zip(self._files, (documents.ids, starts, documents.learned)):
             if array is not None:
-                file.write(array.tobytes())
+                with naming(Path(file.name)):
+                    file.write(array.tobytes())
         number, _ = place
         for count in (shard, header.sources[number]):
             count["tokens"] += len(documents.ids)
@@ -186,7 +187,8 @@ class ShardWriter:
 
     def _close_shard(self) -> None:
         for file in self._files:
-            file.close()
+            with naming(Path(file.name)):
+                file.close()
             # Before the header counts the shard: after a power cut, it must not name bytes that are
             # lost.
             sync(Path(file.name))

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ..distributed import agree_on, compute_everywhere, own_share, rank_and_world
@@ -147,7 +146,7 @@ class Checkpoints:
             # there.
             sync(folder)
             sync(self.folder)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             # Other processes may have files in the folder; the next start removes them.
             with suppress(OSError):
                 file.unlink(missing_ok=True)

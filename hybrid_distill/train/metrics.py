@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..io import Record, write_text
+from ..io import Record, naming, write_text
 
 METRICS = "metrics.jsonl"
 NO_LOSS: Record = {"loss": None, "grad_norm": None, "per_layer": {}}
@@ -17,7 +17,8 @@ def append_metrics(folder: Path, metrics: Record) -> None:
     if "skipped" in metrics:
         # Its loss may be NaN or infinite, which JSON lacks.
         metrics = metrics | NO_LOSS
-    with (folder / METRICS).open("a") as file:
+    path = folder / METRICS
+    with naming(path), path.open("a") as file:
         file.write(json.dumps(metrics) + "\n")
 
 

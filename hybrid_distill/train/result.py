@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -70,7 +69,7 @@ def save_stage(folder: str | Path, student: nn.Module, **record: Any) -> StageMa
         # Last: a folder without it is not a finished stage, whatever else it holds.
         manifest = StageManifest(**record, weights=weights_hash(student), files=files, tied=tied)
         write_sealed(folder / MANIFEST, asdict(manifest))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise SaveFailed(f"cannot save {path} ({error}); make room and run again.") from error
     return manifest
 
