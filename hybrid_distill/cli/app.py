@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import progress
+from ..distributed import LaunchRefused, is_launched_with_others
 from .exits import exit_cleanly
 from .slow_imports import loading, mute_progress_bars
 
@@ -35,6 +36,16 @@ COMMANDS = {
     "Look inside": ("analyze",),
 }
 NAMES = tuple(chain.from_iterable(COMMANDS.values()))
+IN_ONE_PROCESS = (
+    "import-gguf",
+    "prepare-data",
+    "generate-data",
+    "report",
+    "export",
+    "verify",
+    "analyze",
+)
+"""Commands that several processes cannot share: each would do all of the work, or find the folder in use."""
 HELP = ("-h", "--help")
 QUIET = "--quiet"
 USAGE = """\
@@ -86,6 +97,11 @@ def _dispatch(name: str, *words: str) -> None:
         question = f"did you mean {similar[0]!r}? " if similar else ""
         raise ValueError(
             f"{name!r} is not a command; {question}`hybrid-distill --help` lists them."
+        )
+    if name in IN_ONE_PROCESS and is_launched_with_others():
+        raise LaunchRefused(
+            f"{name} runs in one process, and a launcher has started several; run `hybrid-distill "
+            f"{name} ...` without it."
         )
     with loading():
         # One command only: importing all of them would load torch for a bad flag or --help.

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from ..distributed import (
     LaunchRefused,
@@ -21,13 +22,17 @@ from ..distributed import (
     WorldError,
     disconnect,
     is_launched_main,
+    is_launched_with_others,
 )
 from ..locking import InUse
+from ..train.stop import Interrupted, Terminated, is_ctrl_c
 
 IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
 """Errors that all processes of a launch raise together; the main one prints them."""
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals by which a launcher or a cluster stops a process."""
+CTRL_C = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, saved or not: with 0, a shell would go on with its next command."""
 FINISHED = "HYBRID_DISTILL_FINISHED"
 """Variable that names a file to create when all work is finished; an interrupted run creates
 none."""
@@ -42,7 +47,7 @@ class _Stderr(logging.Handler):
 
 def exit_cleanly(action: Callable[[], object]) -> None:
     """Run ``action``; errors that the user can fix end in one line and exit status 2, a saved
-    interruption in status 0.
+    interruption in status 0, or 130 if it was Ctrl-C.
 
     If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is
     finished.
@@ -50,7 +55,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
     _show_only_own_messages()
     # As with Ctrl-C, what runs is saved first.
     for number in STOPPING:
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _terminate)
     try:
         try:
             action()
@@ -65,7 +70,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
             "stopped; the same command continues from what was finished, or starts again.",
             file=sys.stderr,
         )
-        sys.exit(130)
+        sys.exit(CTRL_C)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _lost_its_reader():
             sys.exit(128 + signal.SIGPIPE)
@@ -78,6 +83,10 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         # The frames of the traceback hold the trained model, which `disconnect` needs freed.
         traceback.clear_frames(error.__traceback__)
         _leave()
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _leave() -> None:
@@ -112,20 +121,21 @@ def _report(error: Exception, status: int) -> None:
     raised_by_all = status == 0 or isinstance(error, IN_EVERY_PROCESS)
     if raised_by_all and not is_launched_main():
         return
-    print(f"error: {error}" if status else error, file=sys.stderr)
+    print(error if isinstance(error, Interrupted) else f"error: {error}", file=sys.stderr)
 
 
 def _exit_status(error: Exception) -> int | None:
     """Return the exit status of an error; None for a bug."""
+    if isinstance(error, Interrupted):
+        # A launcher takes any other status of a process for its failure.
+        stays = is_launched_with_others() or not is_ctrl_c(error)
+        return 0 if stays else CTRL_C
     if isinstance(error, (ValueError, OSError, WorldError, OtherProcessError)):
         return 2
     # Imported late: both load torch, which a command that fails at once has not.
     from ..export import ExportError
     from ..train.loop import Diverged
-    from ..train.stop import Interrupted
 
-    if isinstance(error, Interrupted):
-        return 0
     return 2 if isinstance(error, (ExportError, Diverged)) else None
 
 

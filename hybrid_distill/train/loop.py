@@ -138,7 +138,8 @@ def train_stage(
             # alone.
             if any(compute_everywhere(stop_requested)):
                 raise Interrupted(
-                    f"{config.name} is finished and saved in {out}; run the same command to resume."
+                    f"{config.name} is finished and saved in {out}; run the same command to resume.",
+                    number=stop_requested(),
                 )
         return manifest
     finally:
@@ -249,7 +250,9 @@ class _Training:
         rows_left = (self.config.steps - self.step) * self.n_rows
         return rows_left * self.rows.seq_len * self.flops
 
-    def run(self, stop_requested: Callable[[], bool], progress: bool, trace: Path | None) -> None:
+    def run(
+        self, stop_requested: Callable[[], int | None], progress: bool, trace: Path | None
+    ) -> None:
         """Run the remaining steps.
 
         Raises Diverged, Interrupted (before the last step only) and SaveFailed.
@@ -276,7 +279,7 @@ class _Training:
                     # `finish` saves the result; a stop is answered after that.
                     return
                 if stop:
-                    self._save_and_stop()
+                    self._save_and_stop(stop_requested())
                 if self.step % config.checkpoint_every == 0:
                     self._save()
 
@@ -302,7 +305,7 @@ class _Training:
     def _train_step(
         self,
         batches: Iterator[Batch],
-        stop_requested: Callable[[], bool],
+        stop_requested: Callable[[], int | None],
     ) -> tuple[Record, bool]:
         """Run one optimizer step; return (metrics, whether any process was asked to stop)."""
         config = self.config
@@ -318,7 +321,7 @@ class _Training:
             loss, per_layer = self._forward_backward(micro_batches, totals)
         norm = self.strategy.clip_gradients(config.clip)
         # A failed save stops all processes after this step, not at the next checkpoint.
-        stop = stop_requested() or self.checkpoints.failed()
+        stop = stop_requested() is not None or self.checkpoints.failed()
         figures = self._read(loss, per_layer, norm, n_tokens, stop)
         self.tokens += figures.n_tokens
         metrics: Record = {
@@ -499,13 +502,14 @@ class _Training:
         self.checkpoints.save(self.step, self.strategy.shares, state)
         return self.checkpoints.path(self.step)
 
-    def _save_and_stop(self) -> None:
+    def _save_and_stop(self, number: int | None) -> None:
         path = self._save()
         # Raises SaveFailed, if that is why the stage stops.
         self.checkpoints.wait()
         raise Interrupted(
             f"{self.config.name} stopped at step {self.step} of {self.config.steps} and is saved "
-            f"in {path}; run the same command to resume."
+            f"in {path}; run the same command to resume.",
+            number=number,
         )
 
     def _restore(self, snapshot: Snapshot) -> None:

@@ -22,8 +22,9 @@ import hybrid_distill
 from hybrid_distill import provenance
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
-from hybrid_distill.cli.app import NAMES
+from hybrid_distill.cli.app import IN_ONE_PROCESS, NAMES
 from hybrid_distill.cli.dry_run import describe
+from hybrid_distill.cli.exits import exit_cleanly
 from hybrid_distill.cli.recipes import FIRST, find_recipe
 from hybrid_distill.config import StudentConfig, from_json
 from hybrid_distill.data import DataConfig
@@ -32,6 +33,7 @@ from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import prepare, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import load_config
+from hybrid_distill.train.stop import Interrupted
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 check_supported = provenance.check_supported.__wrapped__  # without its cache
@@ -273,6 +275,25 @@ def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("command", IN_ONE_PROCESS)
+def test_commands_of_one_process_refuse_a_launch_of_several(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    rank: int,
+) -> None:
+    """One line from the main process; before, the launcher ended a process that had begun to write."""
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--out", str(tmp_path / "out")])
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == (1 if rank == 0 else 0)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("words", ["--help", "run --help", "recipes"])
 def test_a_reader_that_has_read_enough_is_not_an_error(words: str) -> None:
     reader, writer = os.pipe()
@@ -454,6 +475,32 @@ def test_recipes_are_listed_printed_and_found_by_name(
         assert find_recipe(Path(name)) == RECIPES / "hybrid_tiny.py"
     (tmp_path / "tiny.py").touch()
     assert find_recipe(Path("tiny.py")) == Path("tiny.py"), "a file of the user's comes first"
+
+
+@pytest.mark.parametrize(
+    ("number", "world", "status"),
+    [
+        (signal.SIGINT, 1, 130),
+        (signal.SIGTERM, 1, 0),
+        (None, 1, 0),
+        # A launcher would end the others, and report a failure.
+        (signal.SIGINT, 2, 0),
+    ],
+)
+def test_ctrl_c_that_was_saved_does_not_end_like_a_finished_run(
+    number: int | None, world: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+
+    def stopped() -> None:
+        raise Interrupted("saved", number=number)
+
+    actual = 0
+    try:
+        exit_cleanly(stopped)
+    except SystemExit as end:
+        actual = end.code
+    assert actual == status
 
 
 def test_a_late_signal_does_not_change_how_a_finished_command_ends() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,9 @@ class Scripted:
     begun: list[str] = field(default_factory=list)
     busy: set[int] = field(default_factory=set)
     at_once: int = 0
+
+    def starting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def start(self, sweep: Sweep, task: Task, slot: int) -> Any:
         assert 0 <= slot < self.slots
@@ -431,14 +435,23 @@ def config():
 GRID: dict[str, Any] = {"heads": "0,2", "d_state": "4", "seeds": 1, "selection": "random"}
 
 
-def begun(recipe_file: Path, out: Path) -> subprocess.Popen[bytes]:
-    """A sweep in a process of its own, once its first student has saved a checkpoint."""
+def begun(
+    recipe_file: Path, out: Path, *, jobs: int = 1, on_ctrl_c: signal.Handlers = signal.SIG_DFL
+) -> subprocess.Popen[str]:
+    """A sweep in a process group of its own, once its first student has saved a checkpoint."""
     command = [sys.executable, "-m", "hybrid_distill", "sweep", str(recipe_file), "--out", str(out)]
+    command += ["--jobs", str(jobs)]
     for name, value in GRID.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # Where tests run in the background, it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, on_ctrl_c),
     )
     checkpoint = "cells/none-n4-s0/stages/*/checkpoints/step-*/rank-*.json"
     while process.poll() is None and not any(out.glob(checkpoint)):
@@ -473,7 +486,8 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(
 ) -> None:
     process = begun(longer, tmp_path)
     process.send_signal(how)
-    assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == (0 if how == signal.SIGTERM else -signal.SIGKILL)
     assert not (tmp_path / "cells/none-n4-s0/evaluation.json").exists(), (
         "it was over before it was stopped"
     )
@@ -481,6 +495,38 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(
     sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
 
     assert weights(tmp_path / "cells") == weights(whole / "cells") != {}
+    assert rows_without_times(tmp_path) == rows_without_times(whole)
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize(
+    ("how", "on_ctrl_c", "status_after"),
+    [(signal.SIGINT, signal.SIG_DFL, 130), (signal.SIGTERM, signal.SIG_IGN, 0)],
+    ids=["ctrl-c", "nohup"],
+)
+def test_jobs_that_are_stopped_save_and_say_nothing_themselves(
+    how: signal.Signals,
+    on_ctrl_c: signal.Handlers,
+    status_after: int,
+    longer: Path,
+    whole: Path,
+    tmp_path: Path,
+) -> None:
+    """A terminal sends Ctrl-C to the whole group, a shell's background jobs ignore it."""
+    pytest.importorskip("submitit")
+    process = begun(longer, tmp_path, jobs=2, on_ctrl_c=on_ctrl_c)
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)
+    else:
+        process.send_signal(how)
+    _, errors = process.communicate()
+    assert process.returncode == status_after
+    assert "Traceback" not in errors
+    this = Sweep(tmp_path)
+    states = {this.tasks[name].outcome().state for name in ("none-n4-s0", "random2-n4-s0")}
+    assert states <= {"stopped", "waiting"}
+    sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
+    assert weights(tmp_path / "cells") == weights(whole / "cells")
     assert rows_without_times(tmp_path) == rows_without_times(whole)
 
 

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -37,6 +38,8 @@ POLL = 0.2
 PATIENCE = 120.0
 """Seconds to wait for a process of a stopped sweep that is still saving a task."""
 STOPPING = (signal.SIGTERM, signal.SIGINT)
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Variable with the seconds that a launcher waits for processes it has asked to stop; torch's default is 30."""
 
 
 @dataclass
@@ -58,7 +61,12 @@ class Here:
     def done(self) -> bool:
         return True
 
-    def cancel(self) -> None: ...
+    def starting(self) -> AbstractContextManager[None]:
+        """Return a context that leaves Ctrl-C as it is: the task runs inside."""
+        return nullcontext()
+
+    def cancel(self, job: Here, *, again: bool = False) -> None:
+        """Do nothing: a task that runs here has ended when the sweep is asked to stop."""
 
 
 @dataclass
@@ -104,6 +112,32 @@ class Jobs:
                 "--options, --minutes or --gpus; the same command continues with what has run."
             ) from error
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Block SIGINT in this thread and, for good, in the processes that it starts.
+
+        A terminal sends Ctrl-C to submitit's processes too, which would end before the jobs have saved. This process
+        hears of it when the block ends, and then knows the job.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def cancel(self, job: Job[int], *, again: bool = False) -> None:
+        """Ask a job to save and end; ``again`` if it has been asked and has not ended.
+
+        submitit ignores what comes while it loads a job, and a job that saves ignores a second request.
+        """
+        if self.executor.cluster != "local":
+            if not again:
+                job.cancel()
+        elif not job.done():
+            # Not `job.cancel`: its SIGINT makes submitit's controller print a traceback and kill the job within a
+            # second, and does nothing where SIGINT is ignored, as under `nohup`. SIGTERM it passes on, and waits.
+            os.kill(int(job.job_id), signal.SIGTERM)
+
 
 @dataclass
 class Command:
@@ -114,7 +148,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self) -> int:
-        environment = {**os.environ, **self.environment}
+        environment = {SHUTDOWN_TIMEOUT: f"{PATIENCE:.0f}", **os.environ, **self.environment}
         with self.log.open("a") as log:
             try:
                 process = subprocess.Popen(
@@ -270,9 +304,10 @@ def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None
             taken = {each.slot for each in running.values()}
             # A free share of the machine: two running jobs must not get the same GPUs.
             slot = min(set(range(workers.slots)) - taken)
-            running[task.name] = Running(workers.start(sweep, task, slot), slot)
+            with workers.starting():
+                running[task.name] = Running(workers.start(sweep, task, slot), slot)
     except KeyboardInterrupt:
-        _stop(sweep, running)
+        _stop(sweep, workers, running)
         raise
 
 
@@ -312,13 +347,15 @@ def _error_of_needed(sweep: Sweep, task: Task) -> str:
     return ""
 
 
-def _stop(sweep: Sweep, running: Mapping[str, Running]) -> None:
+def _stop(sweep: Sweep, workers: Here | Jobs, running: Mapping[str, Running]) -> None:
     """Cancel running jobs, and wait until they have saved."""
     for each in running.values():
-        each.job.cancel()
+        workers.cancel(each.job)
     limit = time.monotonic() + PATIENCE
     while time.monotonic() < limit and any(_is_saving(sweep, *item) for item in running.items()):
         time.sleep(POLL)
+        for each in running.values():
+            workers.cancel(each.job, again=True)
 
 
 def _is_saving(sweep: Sweep, name: str, running: Running) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ...pipeline.planning import given_scores
 from ...plan import HeadPlan
 from ...recipe import ask_recipe, config_of, on_asked_teacher
 from ...stage_flags import with_stage_flags, without_stage_flags
-from ...train.stop import Interrupted
+from ...train.stop import Interrupted, is_ctrl_c
 from ...train.tracking import check_trackers
 from .execution import run_tasks
 from .flags import SweepJob
@@ -142,9 +143,10 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
 
         try:
             run_tasks(this, workers, changed)
-        except (KeyboardInterrupt, Interrupted):
+        except (KeyboardInterrupt, Interrupted) as stop:
             raise Interrupted(
-                "the sweep stopped and has saved what ran; the same command continues it."
+                "the sweep stopped and has saved what ran; the same command continues it.",
+                number=signal.SIGINT if is_ctrl_c(stop) else None,
             ) from None
         finally:
             print(f"results: {write_results(this)}")
