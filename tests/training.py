@@ -252,8 +252,9 @@ def train_chain(
     number: int = int(signal.SIGTERM),
     teacher_sharding: str = "replicated",
     compiled: bool = False,
+    names: tuple[str, ...] = CHAIN,
 ) -> None:
-    """Align, go on with long rows in segments, and distill a new student, 12 steps each.
+    """Align, go on with long rows in segments, and distill a new student, 12 steps each; or the stages ``names``.
 
     The last process gets signal ``number`` when it asks for the batch of step ``signal_at`` of
     the stage ``signal_in``. ``compiled`` layers run torch's own operators.
@@ -263,7 +264,7 @@ def train_chain(
         changes["compile"] = "on"
         torch.compile = partial(torch.compile, backend="aot_eager")
     rank, world = rank_and_world()
-    for name in CHAIN:
+    for name in names:
         if name != "long":
             student, teacher = sure_models(bf16)
         is_signalled = name == signal_in and rank == world - 1

@@ -15,7 +15,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import eval_mode, generated
 from .config import DistillOnPolicy
 from .end_to_end import EndToEnd
-from .stage import Stage, StageLoss, Totals, n_rows
+from .stage import Stage, StageLoss, Totals, n_rows, teacher_hidden
 
 KINDS_OF_ROWS = ("given", "own")
 
@@ -116,12 +116,28 @@ class OnPolicy(EndToEnd):
         for kind in KINDS_OF_ROWS:
             part = _kind_of(batch, kind)
             if len(part["mask"]) == 0:
+                self._gather_teacher(batch)
                 continue
             n_tokens = totals[f"{kind}_tokens"]
             loss = super().loss(part, {"tokens": n_tokens}).total
             share = totals[f"{kind}_rows"] / n_all_rows
             losses.append(share.to(loss.dtype) * loss)
         return StageLoss(torch.stack(losses).sum(), {})
+
+    def _gather_teacher(self, batch: Batch) -> None:
+        """Take part in the other processes' run of a sharded teacher, on rows of a kind that this one has none of.
+
+        All processes gather a layer together: if one ran the teacher less often, the others would wait for it.
+        """
+        if not self.teacher_is_sharded:
+            return
+        # The smallest batch that there is: what it contains does not matter.
+        one_token: Batch = {
+            "input_ids": batch["input_ids"].new_zeros(1, 1),
+            "seq_idx": batch["seq_idx"].new_zeros(1, 1),
+            "mask": batch["mask"].new_zeros(1, 1),
+        }
+        teacher_hidden(self.teacher, one_token)
 
     @torch.no_grad()
     def own_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:

@@ -160,6 +160,15 @@ def test_two_processes_with_ddp_and_a_sharded_teacher_give_the_curves_of_one(
     assert_each_held_half(with_ddp)
 
 
+def test_a_sharded_teacher_judges_text_that_only_some_processes_have(tmp_path: Path) -> None:
+    """In most steps one process has given and written rows, and the other has rows of one kind."""
+    names = ("on_policy",)
+    ended = launch(DDP, tmp_path / "two", "--names", *names, *SHARDED)
+    assert ended.returncode == 0, ended.stderr
+    train_chain(tmp_path / "one", names=names)
+    assert_same_stage(tmp_path / "two" / "on_policy", tmp_path / "one" / "on_policy")
+
+
 @pytest.mark.parametrize("launcher", [DDP, FSDP_2], ids=["ddp", "fsdp2"])
 def test_compiled_layers_give_the_curves_of_one_process_that_compiles_nothing(
     alone: Path, tmp_path: Path, launcher: tuple[str, ...]
