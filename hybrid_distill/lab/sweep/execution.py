@@ -65,7 +65,7 @@ class Here:
         """Return a context that leaves Ctrl-C as it is: the task runs inside."""
         return nullcontext()
 
-    def cancel(self, job: Here, *, again: bool = False) -> None:
+    def cancel(self, job: Here | Job[int], *, again: bool = False) -> None:
         """Do nothing: a task that runs here has ended when the sweep is asked to stop."""
 
 
@@ -125,11 +125,12 @@ class Jobs:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def cancel(self, job: Job[int], *, again: bool = False) -> None:
+    def cancel(self, job: Here | Job[int], *, again: bool = False) -> None:
         """Ask a job to save and end; ``again`` if it has been asked and has not ended.
 
         submitit ignores what comes while it loads a job, and a job that saves ignores a second request.
         """
+        assert not isinstance(job, Here)
         if self.executor.cluster != "local":
             if not again:
                 job.cancel()
