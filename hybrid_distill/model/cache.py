@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +58,16 @@ class Forward(NamedTuple):
     before: LayerSnapshot
     n_tokens: int
     replays: list[Callable[[HybridLayerCache, int], None]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        # Without this, a copy would be made as a pickle is.
+        return Forward(*(copy.deepcopy(field, memo) for field in self))
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            "the cache records forward passes that it may undo, and a record refers to the student's modules, so it "
+            "cannot be pickled; call cache.stop_recording() first."
+        )
 
 
 class HybridLayerCache(DynamicLayer):

@@ -44,7 +44,8 @@ def seq_idx_of_positions(
     device to find out if there are boundaries. A compiled graph cannot: it assumes some, but none with a cache.
     """
     length = position_BL.shape[1]
-    if n_past and token_mask_BL is not None:
+    if token_mask_BL is not None:
+        # Without asking for n_past, which a static cache has on the device: nothing precedes an empty cache.
         n_past = (attention_mask[:, :-length] != 0).sum(dim=1)
     position_BS = F.pad(position_BL, (1, 0))  # starts with the last cached token
     position_BS[:, 0] = n_past - 1

@@ -62,6 +62,9 @@ _prepare_inputs: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
 _like_prepare_inputs: Any = wraps(_prepare_inputs)
 GENERATION_CACHE = cache_argument(_prepare_inputs)
 
+# Options of `from_pretrained` that say where a checkpoint is.
+WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+
 # Of Granite, Cohere, Gemma 2.
 LOGIT_OPTIONS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
@@ -117,7 +120,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         missing = sorted(name for name in info["missing_keys"] if name not in cls._own_tensors)
         unexpected = sorted(info["unexpected_keys"])
         if missing or unexpected:
-            unties = kwargs.get("tie_word_embeddings") is False
+            unties = missing == ["lm_head.weight"] and _stores_tied(path, kwargs)
             _refuse_tensors(path or "this checkpoint", missing, unexpected, unties)
         check_new_version(model, path)
         return model
@@ -291,6 +294,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
                 "install version 5.5 or newer, or leave prefill_chunk_size out."
             )
+        if in_pieces and model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "inputs_embeds are given with a prefill_chunk_size, and transformers cuts tokens alone into pieces; "
+                "leave prefill_chunk_size out."
+            )
         _, batch_size, max_length, *_ = args
         given = model_kwargs.get(GENERATION_CACHE)
         if isinstance(given, HybridCache):
@@ -388,9 +396,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             return parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if self._crosses_switch(cache, input_ids, kwargs):
             kwargs |= self._all_tokens_anew(cache, input_ids, kwargs)
-        elif kwargs.get("is_first_iteration") and kwargs.get("inputs_embeds") is None:
+        elif kwargs.get("is_first_iteration"):
             n_past = int(cache.get_seq_length())
-            # Speculation of transformers forgets that a cache may be filled.
+            # Speculation of transformers forgets that a cache may be filled. Embeddings it cuts.
             is_whole = "next_sequence_length" in kwargs and kwargs["next_sequence_length"] is None
             if is_whole and n_past and cache.layer(0).record_past:
                 kwargs["next_sequence_length"] = input_ids.shape[1] - n_past
@@ -585,11 +593,22 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         )
 
 
+def _stores_tied(path: Any, options: dict[str, Any]) -> bool:
+    """Return True if a checkpoint's own config ties the embeddings.
+
+    The options of `from_pretrained` do not say who untied them: `AutoModelForCausalLM` has put them into the config.
+    """
+    if path is None:
+        return False
+    where = {name: options[name] for name in WHERE if name in options}
+    return bool(HybridConfig.from_pretrained(path, **where).tie_word_embeddings)
+
+
 def _refuse_tensors(
     where: str, missing: list[str], unexpected: list[str], unties: bool
 ) -> NoReturn:
     """Raise ValueError for a checkpoint whose tensors are not the model's."""
-    if unties and missing == ["lm_head.weight"]:
+    if unties:
         raise ValueError(
             f"{where} stores one tensor for both embeddings; leave tie_word_embeddings=False out."
         )
@@ -619,11 +638,23 @@ def _n_tokens_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> int:
     return length if prompt is None else length + prompt.shape[1]
 
 
+def _covers_more(kwargs: dict[str, Any], length: int) -> bool:
+    """Return True if the mask or the positions are longer than the input.
+
+    The input is then the new tokens alone. Of tokens, `generate` sees that, but it cuts the past off any embeddings.
+    """
+    # Positions too: transformers 5.24 drops a mask without padding.
+    given = [kwargs.get("attention_mask"), kwargs.get("position_ids")]
+    return any(tensor is not None and tensor.shape[-1] > length for tensor in given)
+
+
 def _check_continued(
     student: HybridForCausalLM, cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
 ) -> None:
     """Raise ValueError if the tokens so far do not go on from those of the cache."""
     n_past = int(cache.get_seq_length())
+    embedded = kwargs.get("inputs_embeds")
+    mask = kwargs.get("attention_mask")
     n_new = kwargs.get("next_sequence_length")
     # transformers before 5.5 passes the places of the new tokens.
     if n_new is None and kwargs.get("cache_position") is not None:
@@ -631,15 +662,20 @@ def _check_continued(
     # Otherwise the input is the new tokens alone.
     if n_new is None or not n_past:
         return
-    if n_new < 1:
+    length = input_ids.shape[1] if embedded is None else embedded.shape[1]
+    if n_new < 1 or (embedded is not None and _covers_more(kwargs, length)):
         raise ValueError(
-            f"the cache holds {n_past} tokens and the input {input_ids.shape[1]}; pass the tokens of the cache "
+            f"the cache holds {n_past} tokens and the input {length}; pass the tokens of the cache "
             "and at least one more, and a cache.copy() to each of several continuations."
         )
     prefix = cache.prefix
     if prefix is None:
         return
-    if not prefix.begins(input_ids, kwargs.get("attention_mask")):
+    if embedded is None:
+        begins = prefix.begins(input_ids, mask)
+    else:
+        begins = prefix.begins_embedded(embedded, mask, student.get_input_embeddings())
+    if not begins:
         raise ValueError(
             "the input does not begin with the prompt that the cache holds; pass all tokens and their "
             "attention_mask, in rows as many as the cache has (cache.repeat)."

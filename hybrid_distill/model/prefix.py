@@ -46,15 +46,34 @@ class Prefix(NamedTuple):
 
         What stands at padding does not matter.
         """
-        if ids_BS.shape[0] != self.ids_BL.shape[0] or ids_BS.shape[1] < self.n_columns:
+        if not self._fits(ids_BS):
             return False
-        is_token_BL = (self.mask_BL != 0).to(ids_BS.device)
-        is_other = (ids_BS[:, : self.n_columns] != self.ids_BL.to(ids_BS.device)) & is_token_BL
+        is_other_BL = ids_BS[:, : self.n_columns] != self.ids_BL.to(ids_BS.device)
+        return self._is_same(is_other_BL, mask_BS)
+
+    def begins_embedded(
+        self, embedded_BSD: Tensor, mask_BS: Tensor | None, embedding: nn.Module
+    ) -> bool:
+        """Return `begins` for the embeddings of rows, given the student's embedding of tokens."""
+        if not self._fits(embedded_BSD):
+            return False
+        own_BLD = embedding(self.ids_BL).to(embedded_BSD)
+        is_other_BL = (embedded_BSD[:, : self.n_columns] != own_BLD).any(dim=-1)
+        return self._is_same(is_other_BL, mask_BS)
+
+    def _fits(self, rows: Tensor) -> bool:
+        """Return True if the rows are as many as the prompt's, and as long or longer."""
+        return rows.shape[0] == self.ids_BL.shape[0] and rows.shape[1] >= self.n_columns
+
+    def _is_same(self, is_other_BL: Tensor, mask_BS: Tensor | None) -> bool:
+        """Return True if no token of the prompt is another, and the padding is the prompt's."""
+        is_token_BL = (self.mask_BL != 0).to(is_other_BL.device)
+        is_other_BL = is_other_BL & is_token_BL
         if mask_BS is None:
-            is_other |= ~is_token_BL
+            is_other_BL |= ~is_token_BL
         else:
-            is_other |= (mask_BS[:, : self.n_columns] != 0) != is_token_BL
-        return not bool(is_other.any())
+            is_other_BL |= (mask_BS[:, : self.n_columns] != 0) != is_token_BL
+        return not bool(is_other_BL.any())
 
     def repeated(self, n: int) -> Prefix:
         """Return the prompt with each row n times."""

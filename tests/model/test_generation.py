@@ -342,6 +342,29 @@ def test_decoding_compiles_into_one_graph_for_all_steps(window: int) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("max_length", [None, 16], ids=["dynamic", "static"])
+def test_padded_rows_after_a_cache_compile_without_a_break(max_length: int | None) -> None:
+    """Several tokens at once, with a 2-D mask: their number before them is on the device if the cache is static."""
+    teacher = make_family_model("llama", num_hidden_layers=1)
+    student = student_of(teacher, keep(teacher, KEPT["mixed"]), window=5)
+    ids, mask = left_padded([tokens(12), tokens(7)])
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    expected = logits(student, ids, attention_mask=mask, position_ids=positions)
+    cache = student.new_cache(max_length=max_length)
+    student(ids[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], cache=cache)
+    torch.compiler.reset()
+    read = torch.compile(student.forward, backend="eager", fullgraph=True)
+    options = {"attention_mask": mask, "position_ids": positions[:, 6:]}
+    same_logits(read(ids[:, 6:], cache=cache, **options).logits, expected[:, 6:])
+
+
+def test_embeddings_in_pieces_are_refused(llama_student) -> None:
+    prompt = llama_student.get_input_embeddings()(tokens(1, 9))
+    with pytest.raises(ValueError, match="prefill_chunk_size"):
+        llama_student.generate(inputs_embeds=prompt, prefill_chunk_size=4, **GREEDY)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32, None])
 def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(student, kv_dtype) -> None:
     ids = tokens(2, 19)

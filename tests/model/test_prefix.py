@@ -343,6 +343,46 @@ def test_generate_refuses_another_text_than_the_prefix(llama_student) -> None:
     assert cache.get_seq_length() == 9
 
 
+def embedded(student: Any, ids: Tensor, cache: HybridCache, **options: Any) -> Tensor:
+    """Return what `generate` appends to the embeddings of tokens."""
+    prompt = student.get_input_embeddings()(ids)
+    return student.generate(inputs_embeds=prompt, cache=cache, **GREEDY, **options)
+
+
+def test_embeddings_go_on_from_a_prefix_as_tokens_do(student) -> None:
+    """Padded rows; and a row without a mask."""
+    ids, mask = left_padded([tokens(13), tokens(9)])
+    cache = student.prefill(ids[:, :8], attention_mask=mask[:, :8])
+    text = student.generate(ids, attention_mask=mask, **GREEDY)[:, 13:]
+    assert torch.equal(embedded(student, ids, cache, attention_mask=mask), text)
+    cache = student.prefill(ids[:1, :8])
+    assert torch.equal(embedded(student, ids[:1], cache), text[:1])
+
+
+def test_generate_refuses_other_embeddings_than_the_prefix(llama_student) -> None:
+    ids, mask = left_padded([tokens(9), tokens(7)])
+    cache = llama_student.prefill(ids[:, :8], attention_mask=mask[:, :8])
+    with pytest.raises(ValueError, match="does not begin"):
+        embedded(llama_student, ids.flip(1), cache, attention_mask=mask)
+    with pytest.raises(ValueError, match="does not begin"):
+        embedded(llama_student, ids, cache, attention_mask=torch.ones_like(mask))
+    with pytest.raises(ValueError, match="does not begin"):
+        embedded(llama_student, ids[:1], cache, attention_mask=mask[:1])
+    # What stands at padding does not matter.
+    ids[1, 0] = 1
+    embedded(llama_student, ids, cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("n_past", [3, 8])
+def test_embeddings_of_the_new_tokens_alone_are_refused(llama_student, n_past: int) -> None:
+    """transformers would cut off as many of them as the cache holds, or all."""
+    ids = tokens(1, 12)
+    cache = llama_student.new_cache()
+    logits(llama_student, ids[:, :n_past], cache=cache)
+    with pytest.raises(ValueError, match="pass the tokens of the cache"):
+        embedded(llama_student, ids[:, n_past:], cache, attention_mask=torch.ones_like(ids))
+
+
 def test_generate_refuses_another_padding_than_the_prefix(llama_student) -> None:
     ids, mask = left_padded([tokens(9), tokens(6)])
     longer = torch.cat([ids, tokens(2, 1)], dim=1)

@@ -1,5 +1,6 @@
 """Drafted tokens and how a cache takes them back: the text is that of plain decoding."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -304,6 +305,22 @@ def test_what_cannot_be_taken_back_is_refused(llama_student) -> None:
 
 
 @torch.no_grad()
+def test_a_cache_that_records_is_copied_but_not_pickled(llama_student) -> None:
+    ids = tokens(1, 9)
+    cache = llama_student.new_cache()
+    cache.activate_past_recording()
+    logits(llama_student, ids, cache=cache)
+    copied = cache.copy()
+    copied.crop(-3)
+    whole = logits(llama_student, ids, use_cache=False)
+    same_logits(logits(llama_student, ids[:, 6:], cache=copied), whole[:, 6:])
+    for recording in (cache, cache.snapshot()):
+        with pytest.raises(ValueError, match="stop_recording"):
+            pickle.dumps(recording)
+    cache.stop_recording()
+    assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 9
+
+
 def test_keys_alone_are_cropped_without_a_record() -> None:
     teacher = make_family_model("llama")
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
