@@ -1,4 +1,4 @@
-"""Writer of export folders: model files, tokenizer, plan, scores, results, record, model card."""
+"""Write export folders: model files, tokenizer, plan, scores, results, record, model card."""
 
 from __future__ import annotations
 
@@ -46,24 +46,18 @@ def export_checkpoint(
 ) -> GateReport:
     """Export ``student``, by default for `from_pretrained` with ``trust_remote_code=True``.
 
-    ``results`` maps "teacher" and "student" to their evaluations, for the model card. ``license``
-    (a hub identifier) and ``base_model`` are the teacher's. ``training`` holds the name, steps and
-    tokens of each stage; None if they are unknown. The folder appears, or replaces an earlier export, only when it is
-    complete and has passed the gate (`verify_export`).
+    ``results`` maps "teacher" and "student" to their evaluations, for the model card. ``license`` (a hub identifier)
+    and ``base_model`` are the teacher's. ``training`` holds the name, steps and tokens of each stage; None if they are
+    unknown. The folder appears, or replaces an earlier export, only when it is complete and has passed the gate
+    (`verify_export`).
 
-    Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan``
-    is not the student's, its parameters have several dtypes, ``path`` holds anything but an export,
-    or ``export_format`` cannot express the student.
+    Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not the
+    student's, its parameters have several dtypes, ``path`` holds anything but an export, or ``export_format`` cannot
+    express the student.
     """
     path = Path(path)
     check_one_dtype(student)
-    plan.check_fits(student)
-    kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
-    kept_by_student = [list(heads) for heads in student.config.kept]
-    if kept != kept_by_student:
-        raise ValueError(
-            f"the plan keeps {kept}, the student {kept_by_student}; pass the plan it was built with."
-        )
+    _check_plan(plan, student)
     # Before the student is written and run: both take minutes for a large one.
     check_replaceable(path)
     check_expressible(student, export_format)
@@ -91,16 +85,38 @@ def export_checkpoint(
         write_text(folder / CARD, card)
         if not gate:
             return GateReport()
-        missing = missing_program(export_format)
-        if missing is not None:
-            log.warning("%s was not checked: %s", path, missing)
-            return GateReport()
+        # Inside: a folder that fails must not replace an earlier export.
+        return _verify(folder, path, export_format, student.device)
+
+
+def _check_plan(plan: HeadPlan, student: HybridForCausalLM) -> None:
+    """Raise ValueError for a plan that the student was not built with."""
+    plan.check_fits(student)
+    kept = [list(plan.kept_in(layer)) for layer in range(plan.n_layers)]
+    kept_by_student = [list(heads) for heads in student.config.kept]
+    if kept != kept_by_student:
+        raise ValueError(
+            f"the plan keeps {kept}, the student {kept_by_student}; pass the plan it was built with."
+        )
+
+
+def _verify(
+    folder: Path, path: Path, export_format: ExportFormat, device: torch.device
+) -> GateReport:
+    """Run the gate on the unfinished ``folder`` and store its report, if the program that it needs is installed.
+
+    Raises ExportError, naming the final ``path``, if a check fails.
+    """
+    missing = missing_program(export_format)
+    if missing is not None:
+        log.warning("%s was not checked: %s", path, missing)
+        return GateReport()
+    if device.type == "cuda":
         # The record's float32 copy of the student: the gate's process needs that memory.
-        if student.device.type == "cuda":
-            torch.cuda.empty_cache()
-        report = export_gate.run_gate(folder, str(student.device), called=path).require(path)
-        write_json(folder / REPORT, report.to_dict())
-        return report
+        torch.cuda.empty_cache()
+    report = export_gate.run_gate(folder, str(device), called=path).require(path)
+    write_json(folder / REPORT, report.to_dict())
+    return report
 
 
 def _write_measurements(
@@ -120,7 +136,7 @@ def _write_measurements(
 def measurements(
     results: Mapping[str, EvalResult] | None, training: Sequence[Record] | None
 ) -> dict[str, Record]:
-    """Return what an export's files hold of evaluations and stages, by file name."""
+    """Return the contents of an export's files about evaluations and stages, by file name."""
     files = {}
     if results is not None:
         evaluations = {name: result.to_dict() for name, result in results.items()}

@@ -27,7 +27,7 @@ from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer
 from ..model.recurrent_heads import SSMHeads
 from .falcon_h1 import backbone_obstacles, placed, rope_kinds
-from .onnx_windows import WindowGraph
+from .onnx_windows import END, WindowGraph
 
 if TYPE_CHECKING:
     from onnx_ir import Model, Value
@@ -40,8 +40,6 @@ OPSET = 24
 RUNTIME_DOMAIN = "com.microsoft"
 LARGEST_FILE = 2**31 - 2**24
 """Bytes of weights in model.onnx itself: protobuf allows 2 GiB, including the graph."""
-END = 2**62
-"""End of a slice up to the last token."""
 ROPE_BY_LENGTH = {"dynamic", "longrope"}
 """RoPE types whose frequencies depend on the length of the text."""
 
@@ -50,7 +48,8 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why a student cannot be written as ONNX."""
     reasons = backbone_obstacles(student, BACKBONES)
     mixers = student.mixers()
-    if student.config.recurrence == "gdn" and any(mixer.ssm is not None for mixer in mixers):
+    has_recurrent_heads = any(mixer.ssm is not None for mixer in mixers)
+    if student.config.recurrence == "gdn" and has_recurrent_heads:
         reasons.append("its recurrent heads are gdn")
     windows = [mixer.windowed for mixer in mixers if mixer.windowed is not None]
     if any(windowed.reach.limit is not None for windowed in windows):
@@ -90,7 +89,9 @@ def _end_tokens(student: HybridForCausalLM) -> list[int]:
         ends = student.generation_config.eos_token_id
     if ends is None:
         return []
-    return [ends] if isinstance(ends, int) else ends
+    if isinstance(ends, int):
+        return [ends]
+    return ends
 
 
 def _weight_bytes(model: Model) -> int:
@@ -117,8 +118,10 @@ class Heads(NamedTuple):
             readers.setdefault(head // group_size, []).append(head)
         per_group = max(map(len, readers.values()), default=0)
         queries: list[int | None] = []
-        for several in readers.values():
-            queries += [*several, *[None] * (per_group - len(several))]
+        for heads_of_group in readers.values():
+            n_missing = per_group - len(heads_of_group)
+            queries += heads_of_group
+            queries += [None] * n_missing
         return cls(queries, list(readers))
 
 
@@ -155,7 +158,7 @@ class GraphWriter:
         mask_BS = self.builder.input("attention_mask", integer, ["batch", "total_length"])
         all_tokens = self.ir.tensor([0], integer)
         keep = self.builder.input("logits_to_keep", const_value=all_tokens)
-        self._positions(ids_BL, mask_BS)
+        self._shared_by_layers(ids_BL, mask_BS)
         decoder = self.student.model
         embedding = self._weight("embed_tokens", decoder.embed_tokens.weight)
         hidden = op.Gather(embedding, ids_BL)
@@ -167,10 +170,13 @@ class GraphWriter:
             hidden = op.Add(hidden, self._mlp(normed, layer.mlp))
             self.builder.pop_module()
         # From -keep on: 0 keeps all tokens, as in transformers.
-        hidden = op.Slice(hidden, op.Neg(keep), [END], [1])
+        first_kept = op.Neg(keep)
+        hidden = op.Slice(hidden, first_kept, [END], [1])
         hidden = self._norm("norm", hidden, decoder.norm)
         if self.student.lm_head.weight is decoder.embed_tokens.weight:
-            logits = op.MatMul(hidden, op.Transpose(embedding, perm=[1, 0]))
+            # Tied: the weight is stored once.
+            head = op.Transpose(embedding, perm=[1, 0])
+            logits = op.MatMul(hidden, head)
         else:
             logits = self._linear("lm_head", hidden, self.student.lm_head)
         logits.shape = self.ir.Shape(["batch", "kept_length", self.student.config.vocab_size])
@@ -179,31 +185,37 @@ class GraphWriter:
             self.builder.add_output(value, name)
         return self.ir.Model(self.graph, ir_version=11, producer_name="hybrid-distill")
 
-    def _positions(self, ids_BL: Value, mask_BS: Value) -> None:
-        """Build what all layers share: the token mask, RoPE's angles and the attention mask.
-
-        Padding attends to itself, because a softmax over nothing is NaN, which would spread.
-        """
+    def _shared_by_layers(self, ids_BL: Value, mask_BS: Value) -> None:
+        """Build the values that all layers read: the token mask, windows, RoPE's angles and the attention mask."""
         op = self.op
-        types = self.ir.DataType
         length = op.Shape(ids_BL, start=1)
         total = op.Shape(mask_BS, start=1)
         # The mask also covers the past: the input's tokens are its last ones.
         first = op.Neg(length)
         token_BL = op.Slice(mask_BS, first, [END], [1])
-        self.token_BL1 = op.Unsqueeze(op.Cast(token_BL, to=types.FLOAT), [-1])
+        is_token_BL = op.Cast(token_BL, to=self.ir.DataType.FLOAT)
+        self.token_BL1 = op.Unsqueeze(is_token_BL, [-1])
 
+        n_tokens_BS = op.CumSum(mask_BS, 1)
+        position_BS = op.Sub(n_tokens_BS, 1)
         # Padding on the left counts as position 0.
-        position_BS = op.Max(op.Sub(op.CumSum(mask_BS, 1), 1), 0)
+        position_BS = op.Max(position_BS, 0)
         position_BL = op.Slice(position_BS, first, [END], [1])
         config = self.student.config
         if config.window:
             self.windows = WindowGraph(op, config.window, config.sinks)
             self.windows.build(mask_BS, token_BL, position_BL)
+        self._rotations(position_BL)
+        self._attention_mask(mask_BS, first, total)
+
+    def _rotations(self, position_BL: Value) -> None:
+        """Build the cosines and sines of RoPE."""
+        op = self.op
         position_BL1 = op.Unsqueeze(position_BL, [-1])
         rope = self.student.model.rotary_emb
         inv_freq = self._weight("inv_freq", rope.inv_freq)
-        angle = op.Mul(op.Cast(position_BL1, to=types.FLOAT), inv_freq)
+        position_BL1 = op.Cast(position_BL1, to=self.ir.DataType.FLOAT)
+        angle = op.Mul(position_BL1, inv_freq)
         # YaRN scales queries and keys, by way of the sines and cosines.
         scaling = float(rope.attention_scaling)
         cosine = op.Cos(angle)
@@ -211,12 +223,20 @@ class GraphWriter:
         self.cos = op.Mul(cosine, scaling)
         self.sin = op.Mul(sine, scaling)
 
-        place_1S = op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0])
-        place_L1 = op.Transpose(op.Slice(place_1S, first, [END], [1]), perm=[1, 0])
+    def _attention_mask(self, mask_BS: Value, first: Value, total: Value) -> None:
+        """Build the causal mask without padding, which only attends to itself."""
+        op = self.op
+        place_S = op.Range(0, op.Squeeze(total), 1)
+        place_1S = op.Unsqueeze(place_S, [0])
+        place_1L = op.Slice(place_1S, first, [END], [1])
+        place_L1 = op.Transpose(place_1L, perm=[1, 0])
         earlier_LS = op.Less(place_1S, place_L1)
-        token_B1S = op.Unsqueeze(op.Cast(mask_BS, to=types.BOOL), [1])
+        is_token_BS = op.Cast(mask_BS, to=self.ir.DataType.BOOL)
+        token_B1S = op.Unsqueeze(is_token_BS, [1])
         earlier_BLS = op.And(earlier_LS, token_B1S)
-        seen_BLS = op.Or(earlier_BLS, op.Equal(place_1S, place_L1))
+        # Padding too: a softmax over nothing is NaN, which would spread.
+        own_LS = op.Equal(place_1S, place_L1)
+        seen_BLS = op.Or(earlier_BLS, own_LS)
         self.seen_B1LS = op.Unsqueeze(seen_BLS, [1])
 
     def _mixer(self, hidden: Value, mixer: HybridMixer) -> Value:
@@ -249,14 +269,16 @@ class GraphWriter:
         if kept.queries:
             outputs.append(self._attention(mixer.attention, mixer.layer, projected, kept))
             columns += kept.queries
-        joined = outputs[0] if len(outputs) == 1 else self.op.Concat(*outputs, axis=-1)
+        joined = outputs[0]
+        if len(outputs) > 1:
+            joined = self.op.Concat(*outputs, axis=-1)
         weight = placed(mixer.o_proj.weight.T, columns, self.head_dim).T
         return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
 
     def _attention_parts(
         self, mixer: HybridMixer, prefix: str, heads: Heads
     ) -> dict[str, Projection]:
-        """Return what attention heads project: queries, keys and values."""
+        """Return the projections of attention heads: queries, keys and values."""
         queries, groups = heads
         if mixer.windowed is None:
             # The module has the kept heads alone.
@@ -273,7 +295,7 @@ class GraphWriter:
         return parts
 
     def _recurrent_parts(self, heads: SSMHeads) -> dict[str, Projection]:
-        """Return what the recurrent heads project: input of the convolution, gate and decay."""
+        """Return the projections of the recurrent heads: input of the convolution, gate and decay."""
         convolved = [heads.x_proj, heads.b_proj, heads.c_proj]
         bias = None
         if not heads.form.has_silu:
@@ -290,24 +312,9 @@ class GraphWriter:
         """Write `SSMHeads.forward`: convolution, recurrence, skip and gate."""
         op = self.op
         n_heads = heads.n_heads
-        n_channels, width = heads.conv_weight.shape
-        past = self._state(layer, "conv_state", ["batch", width - 1, n_channels])
-        masked = op.Mul(projected["xbc"], self.token_BL1)
-        weight = self._weight("conv.weight", heads.conv_weight.unsqueeze(1))
-        bias = None
-        if heads.conv_bias is not None:
-            bias = self._weight("conv.bias", heads.conv_bias)
-        xbc, conv_state = self.runtime_op.CausalConvWithState(
-            masked,
-            weight,
-            bias,
-            past,
-            channels_last=1,
-            activation="silu" if heads.form.has_silu else "none",
-            _outputs=2,
-        )
+        xbc = self._convolution(heads, layer, projected["xbc"])
         x, b, c = op.Split(xbc, heads.sizes, axis=-1, _outputs=3)
-        if bias is not None:
+        if heads.conv_bias is not None:
             # The bias made padding nonzero, which would enter the state.
             x = op.Mul(x, self.token_BL1)
         # log a = -softplus(a + bias): the operator multiplies by its third input.
@@ -317,9 +324,11 @@ class GraphWriter:
             self._weight("minus_one", -torch.ones(n_heads)),
         )
         if heads.form.has_silu:
-            # Mamba-2 scales B by the step of which the decay is made; A = -1.
-            dt_BLR1 = op.Unsqueeze(op.Neg(log_a_BLR), [-1])
-            b_BLRN = op.Mul(op.Reshape(b, [0, 0, n_heads, heads.d_state]), dt_BLR1)
+            # Mamba-2 scales B by the step size, from which the decay is computed; A = -1.
+            step_BLR = op.Neg(log_a_BLR)
+            step_BLR1 = op.Unsqueeze(step_BLR, [-1])
+            b_BLRN = op.Reshape(b, [0, 0, n_heads, heads.d_state])
+            b_BLRN = op.Mul(b_BLRN, step_BLR1)
             b = op.Reshape(b_BLRN, [0, 0, n_heads * heads.d_state])
         shape = ["batch", n_heads, heads.d_state, heads.head_dim]
         past = self._state(layer, "recurrent_state", shape)
@@ -335,10 +344,32 @@ class GraphWriter:
             update_rule="gated",
             _outputs=2,
         )
-        self.states[f"present.{layer}.conv_state"] = conv_state
         self.states[f"present.{layer}.recurrent_state"] = recurrent_state
-        skip = op.Mul(x, self._weight("D", heads.D.repeat_interleave(heads.head_dim)))
-        return op.Mul(op.Add(y, skip), self._silu(projected["z"]))
+        d = self._weight("D", heads.D.repeat_interleave(heads.head_dim))
+        skip = op.Mul(x, d)
+        y = op.Add(y, skip)
+        return op.Mul(y, self._silu(projected["z"]))
+
+    def _convolution(self, heads: SSMHeads, layer: int, xbc: Value) -> Value:
+        """Write the causal convolution of x, B and C, with the form's bias and SiLU."""
+        n_channels, width = heads.conv_weight.shape
+        past = self._state(layer, "conv_state", ["batch", width - 1, n_channels])
+        masked = self.op.Mul(xbc, self.token_BL1)
+        weight = self._weight("conv.weight", heads.conv_weight.unsqueeze(1))
+        bias = None
+        if heads.conv_bias is not None:
+            bias = self._weight("conv.bias", heads.conv_bias)
+        convolved, conv_state = self.runtime_op.CausalConvWithState(
+            masked,
+            weight,
+            bias,
+            past,
+            channels_last=1,
+            activation="silu" if heads.form.has_silu else "none",
+            _outputs=2,
+        )
+        self.states[f"present.{layer}.conv_state"] = conv_state
+        return convolved
 
     def _attention(
         self, attention: Any, layer: int, projected: dict[str, Value], heads: Heads
@@ -373,15 +404,17 @@ class GraphWriter:
         n_groups = len(heads.groups)
         shape = ["batch", self.windows.n_stored, n_groups * self.head_dim]
         query = self._rotated(attention, "q", projected["window_q"], len(heads.queries))
-        read = []
         new_key = self._rotated(attention, "k", projected["window_k"], n_groups)
-        for name, new in (("window_key", new_key), ("window_value", projected["window_v"])):
-            all_tokens, stored = self.windows.extend(self._state(layer, name, shape), new)
-            read.append(all_tokens)
-            self.states[f"present.{layer}.{name}"] = stored
+        past_key = self._state(layer, "window_key", shape)
+        key, stored_key = self.windows.extend(past_key, new_key)
+        past_value = self._state(layer, "window_value", shape)
+        value, stored_value = self.windows.extend(past_value, projected["window_v"])
+        self.states[f"present.{layer}.window_key"] = stored_key
+        self.states[f"present.{layer}.window_value"] = stored_value
         return self.op.Attention(
             query,
-            *read,
+            key,
+            value,
             self.windows.seen_B1LT,
             q_num_heads=len(heads.queries),
             kv_num_heads=n_groups,
@@ -400,7 +433,8 @@ class GraphWriter:
     def _mlp(self, hidden: Value, mlp: Any) -> Value:
         gate = self._linear("gate_proj", hidden, mlp.gate_proj)
         up = self._linear("up_proj", hidden, mlp.up_proj)
-        return self._linear("down_proj", self.op.Mul(self._silu(gate), up), mlp.down_proj)
+        gated = self.op.Mul(self._silu(gate), up)
+        return self._linear("down_proj", gated, mlp.down_proj)
 
     def _silu(self, value: Value) -> Value:
         # ONNX Runtime has no kernel for Swish.
@@ -415,8 +449,10 @@ class GraphWriter:
         weights = []
         biases = []
         for weight, bias in parts.values():
+            if bias is None:
+                bias = weight.new_zeros(len(weight))
             weights.append(weight)
-            biases.append(weight.new_zeros(len(weight)) if bias is None else bias)
+            biases.append(bias)
         product = self._affine(name, hidden, torch.cat(weights), torch.cat(biases))
         sizes = [len(weight) for weight in weights]
         pieces = self.op.Split(product, sizes, axis=-1, _outputs=len(parts))
@@ -426,13 +462,15 @@ class GraphWriter:
         return self._affine(name, hidden, linear.weight, linear.bias)
 
     def _affine(self, name: str, hidden: Value, weight: Tensor, bias: Tensor | None) -> Value:
-        product = self.op.MatMul(hidden, self._weight(f"{name}.weight", weight.T))
+        transposed = self._weight(f"{name}.weight", weight.T)
+        product = self.op.MatMul(hidden, transposed)
         if bias is None:
             return product
         return self.op.Add(product, self._weight(f"{name}.bias", bias))
 
     def _weight(self, name: str, tensor: Tensor) -> Value:
-        values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+        on_host = tensor.detach().to("cpu", torch.float32)
+        values = on_host.contiguous().numpy()
         return self.builder.initializer(self.ir.tensor(values), name)
 
     def _state(self, layer: int, name: str, shape: list[int | str]) -> Value:

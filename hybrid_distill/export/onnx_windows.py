@@ -1,12 +1,11 @@
-"""Windows in an ONNX graph: what each call reads of earlier tokens, and what the next one needs.
+"""Windows in an ONNX graph: which keys a token sees, and which keys the next call needs.
 
-ONNX Runtime's own attention with a window (``GroupQueryAttention``) knows no first tokens of a text,
-so windows are a masked ``Attention`` over few keys. Each layer stores those of a row's first S tokens,
-then of its last W - 1 in their order: `WindowGraph` says where a token stands in its row, which keys
-it sees, and which are stored. A prompt is read in one piece, in memory that grows with its square.
+ONNX Runtime's own attention with a window (``GroupQueryAttention``) has no sinks, so windows are a masked
+``Attention`` over few keys. Each layer stores those of a row's first S tokens, then of its last W - 1 in their order.
+A prompt is read in one piece, in memory that grows with its square.
 
-Shapes: B batch, L length, S so many first tokens, N = W - 1 latest tokens, R = S + N stored keys,
-T = R + L keys of a call.
+Shapes: B batch, L length, S first tokens (sinks), N = W - 1 latest tokens, R = S + N stored keys, T = R + L keys of a
+call.
 """
 
 from __future__ import annotations
@@ -15,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnx_ir import Value
+
+
+END = 2**62
+"""End of a slice up to the last token."""
 
 
 class WindowGraph:
@@ -43,42 +46,55 @@ class WindowGraph:
         self.next_BR1 = self._next(n_after_B1, n_new_B1)
 
     def _seen(self, token_BL: Value, position_BL: Value) -> Value:
-        """Return which keys a token sees: stored ones, then those of this call."""
+        """Return which keys a token sees, [B, 1, L, T]: stored ones, then those of this call."""
         op = self.op
         begin_B1 = op.Sub(self.n_before_B1, self.window - 1)
         # A first token that is near, or is not there yet, is not read where first tokens are stored.
-        sink_BS = op.Where(op.Less(self.sink_1S, begin_B1), self.sink_1S, -1)
+        is_far_BS = op.Less(self.sink_1S, begin_B1)
+        sink_BS = op.Where(is_far_BS, self.sink_1S, -1)
         near_BN = op.Add(begin_B1, self.near_1N)
-        new_BL = op.Where(op.Equal(token_BL, 0), -1, position_BL)
+        is_padding_BL = op.Equal(token_BL, 0)
+        new_BL = op.Where(is_padding_BL, -1, position_BL)
         place_BT = op.Concat(sink_BS, near_BN, new_BL, axis=1)
         place_B1T = op.Unsqueeze(place_BT, [1])
-        distance_BLT = op.Sub(op.Unsqueeze(position_BL, [2]), place_B1T)
-        reached_BLT = op.Or(op.Less(distance_BLT, self.window), op.Less(place_B1T, self.sinks))
+        position_BL1 = op.Unsqueeze(position_BL, [2])
+        distance_BLT = op.Sub(position_BL1, place_B1T)
+        is_near_BLT = op.Less(distance_BLT, self.window)
+        is_sink_B1T = op.Less(place_B1T, self.sinks)
+        reached_BLT = op.Or(is_near_BLT, is_sink_B1T)
         is_earlier_BLT = op.GreaterOrEqual(distance_BLT, 0)
         is_token_B1T = op.GreaterOrEqual(place_B1T, 0)
-        seen_BLT = op.And(op.And(reached_BLT, is_earlier_BLT), is_token_B1T)
+        reached_BLT = op.And(reached_BLT, is_earlier_BLT)
+        seen_BLT = op.And(reached_BLT, is_token_B1T)
         # Padding sees itself, because a softmax over nothing is NaN, which would spread.
-        column_1T = op.Range(0, op.Squeeze(op.Shape(place_BT, start=1)), 1)
-        own_L = op.Slice(column_1T, [self.n_stored], [2**62], [0])
-        own_LT = op.Equal(op.Unsqueeze(own_L, [1]), column_1T)
-        return op.Unsqueeze(op.Or(seen_BLT, own_LT), [1])
+        n_columns = op.Shape(place_BT, start=1)
+        column_T = op.Range(0, op.Squeeze(n_columns), 1)
+        own_L = op.Slice(column_T, [self.n_stored], [END], [0])
+        own_L1 = op.Unsqueeze(own_L, [1])
+        own_LT = op.Equal(own_L1, column_T)
+        seen_BLT = op.Or(seen_BLT, own_LT)
+        return op.Unsqueeze(seen_BLT, [1])
 
     def _next(self, n_after_B1: Value, n_new_B1: Value) -> Value:
-        """Return which of this call's keys are stored for the next one."""
+        """Return the columns of this call's keys that are stored for the next one, [B, R, 1]."""
         op = self.op
         n_columns = op.Add(self.length, self.n_stored)
         # The token at place p of a row is in column T - n_after + p, if it is new.
-        column_BS = op.Add(op.Sub(n_columns, n_after_B1), self.sink_1S)
-        # What is stored for a token that is yet to come is never read.
-        column_BS = op.Min(column_BS, op.Sub(n_columns, 1))
+        first_column_B1 = op.Sub(n_columns, n_after_B1)
+        column_BS = op.Add(first_column_B1, self.sink_1S)
+        # Any column will do for a sink that is yet to come: it is never read.
+        last_column = op.Sub(n_columns, 1)
+        column_BS = op.Min(column_BS, last_column)
         is_stored_BS = op.Less(self.sink_1S, self.n_before_B1)
         sink_BS = op.Where(is_stored_BS, self.sink_1S, column_BS)
         # Of the latest tokens, those that stay come first, moved to the left by the new ones.
         moved_BN = op.Add(self.near_1N, n_new_B1)
         stays_BN = op.Less(moved_BN, self.window - 1)
-        near_BN = op.Where(stays_BN, moved_BN, op.Add(self.near_1N, self.length))
+        new_BN = op.Add(self.near_1N, self.length)
+        near_BN = op.Where(stays_BN, moved_BN, new_BN)
         near_BN = op.Add(near_BN, self.sinks)
-        return op.Unsqueeze(op.Concat(sink_BS, near_BN, axis=1), [2])
+        next_BR = op.Concat(sink_BS, near_BN, axis=1)
+        return op.Unsqueeze(next_BR, [2])
 
     def extend(self, past_BRC: Value, new_BLC: Value) -> tuple[Value, Value]:
         """Return the keys or values of a call, [B, T, C], and those to store, [B, R, C]."""

@@ -38,6 +38,7 @@ from .resume_log import ResumeLog
 from .shortcuts import computed_in, fastest_exact
 
 CONTROL_TOKENS = 256
+"""Tokens of each plain text on which the control loss is measured."""
 ENOUGH = 1 / 3
 """Accuracy that a model needs for a ranking of its heads, as a share of the way from guessing to always right. On 8
 pairs SmolLM2-135M and Gemma 3 270M are at 43 % of it, and were ranked well (docs/atlas.md)."""
@@ -69,7 +70,7 @@ def score_heads(
             ``n_queries``) counts once, by the share of them answered correctly.
         batch_size: Rows per forward pass; a row is one prompt with one head ablated. None chooses
             it automatically. Halved whenever memory runs out.
-        control_texts: Plain texts; the control loss is measured on the first 256 tokens of each.
+        control_texts: Plain texts; the control loss is measured on the first `CONTROL_TOKENS` of each.
         min_accuracy: Accuracy required of the model with all its heads. None: `ENOUGH`.
         race_k: Drop heads once they cannot be among the top k (`racing`). With about 99 %
             confidence, the top k are the same as in exhaustive scoring. A dropped head's scores cover only the
@@ -92,41 +93,45 @@ def score_heads(
     # Encoded once: every ablated model answers the same tokens.
     questions = _question_rows(model, tokenizer, probe, n_examples)
     control_texts = list(control_texts or [])
-    texts = []
-    for number, tokens in enumerate(text_rows(tokenizer, control_texts, max_tokens=CONTROL_TOKENS)):
-        texts.append(TextRow(number, tokens, model.device))
+    texts = _control_rows(model, tokenizer, control_texts)
     race = None
     if race_k is not None:
         race = Race(race_k, n_examples, n_queries=queries_of(probe))
 
-    # A GPU multiplies in bfloat16 many times faster; `computed_in` records it.
-    on_gpu_in_float32 = model.device.type == "cuda" and model.dtype == torch.float32
-    in_bfloat16 = torch.autocast("cuda", torch.bfloat16, on_gpu_in_float32)
-    with eval_mode(model), in_bfloat16:
-        # Everything that decides the numbers: `ResumeLog` reuses measurements only if all of it is
-        # the same.
+    with eval_mode(model), _bfloat16_on_gpu(model):
+        # Inside: autocast decides what the model is computed in.
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),
             "n_examples": n_examples,
             "by": "choice",
             "control": _describe_texts(control_texts),
-            "race": None if race is None else {**asdict(race), "rounds": race.rounds},
+            "race": _describe_race(race),
             "heads": None if heads is None else _pairs(heads),
             "removed": _pairs(removed),
             "kind": sites[0].kind,
             "computed_in": str(computed_in(model)).removeprefix("torch."),
             **describe_run(model),
         }
+        # It holds everything that decides the numbers: measurements of any other task are not reused.
+        log = ResumeLog(resume_path, provenance)
         # Around everything: the baseline and each head's drop are those of the reduced model.
         with ablate_heads(model, removed, kind=kind):
             run = AblationRun(model, questions, texts, candidates, race)
             with Phase("measuring the model with all its heads", hidden=not progress):
-                forwards = fastest_exact(model, sites, BatchSizer(model, batch_size), run.samples())
+                sizer = BatchSizer(model, batch_size)
+                forwards = fastest_exact(model, sites, sizer, run.samples())
                 run.baseline(forwards)
-            check_accuracy(run.right_E.mean().item(), min_accuracy, probe)
-            run.ablate(forwards, ResumeLog(resume_path, provenance), progress)
+            accuracy = run.right_E.mean().item()
+            check_accuracy(accuracy, min_accuracy, probe)
+            run.ablate(forwards, log, progress)
     return run.scores(sites, probe.chance, provenance)
+
+
+def _bfloat16_on_gpu(model: PreTrainedModel) -> torch.autocast:
+    """Return the autocast of a float32 model on a GPU, which multiplies in bfloat16 many times faster."""
+    is_on = model.device.type == "cuda" and model.dtype == torch.float32
+    return torch.autocast("cuda", torch.bfloat16, is_on)
 
 
 def _candidates(
@@ -162,9 +167,26 @@ def _question_rows(
     encoded = [encode_example(tokenizer, example) for example in examples]
     rows = []
     for start in range(0, len(examples), n_queries):
-        own = slice(start, start + n_queries)
-        rows.append(QuestionRow(len(rows), examples[own], encoded[own], model.device))
+        of_prompt = slice(start, start + n_queries)
+        row = QuestionRow(len(rows), examples[of_prompt], encoded[of_prompt], model.device)
+        rows.append(row)
     return rows
+
+
+def _control_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[TextRow]:
+    """Make a row for the beginning of each plain text."""
+    rows = []
+    for number, tokens in enumerate(text_rows(tokenizer, texts, max_tokens=CONTROL_TOKENS)):
+        rows.append(TextRow(number, tokens, model.device))
+    return rows
+
+
+def _describe_race(race: Race | None) -> Record | None:
+    if race is None:
+        return None
+    return {**asdict(race), "rounds": race.rounds}
 
 
 def _describe_texts(texts: Sequence[str]) -> Record | None:

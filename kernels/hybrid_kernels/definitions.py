@@ -1,9 +1,9 @@
 """A test of each kernel on the user's own device, before its first use: tiny inputs, forward and
 backward, against the definition in float64 on the CPU.
 
-No machine can try every GPU, driver and version of triton beforehand. A kernel that does not
-compile, does not launch or computes something else is told from here, so that the caller can use
-torch instead."""
+No machine can try every GPU, driver and version of triton beforehand. This test finds a kernel that
+does not compile, does not launch or computes something else, so that the caller can use torch
+instead."""
 
 from __future__ import annotations
 
@@ -52,14 +52,10 @@ def _first_difference(
     sizes: tuple[int, ...],
     options: dict[str, Any],
 ) -> str | None:
+    draw = _Draw(device, dtype)
     try:
-        for name, actual, expected in TESTS[kernel](_Draw(device, dtype), *sizes, **options):
-            # Relative to the largest element: small ones are differences of large ones and round as
-            # these.
-            scale = expected.abs().max().clamp_min(1e-12)
-            largest = (actual.cpu().double() - expected).abs().max()
-            # A NaN would be less than any tolerance.
-            error = (largest / scale).nan_to_num(torch.inf).item()
+        for name, actual, expected in TESTS[kernel](draw, *sizes, **options):
+            error = _relative_error(actual, expected)
             if error > TOLERANCE[dtype]:
                 return (
                     f"on {device} its {name} is off by {error:.1e} of the largest element "
@@ -75,6 +71,15 @@ def _first_difference(
     return None
 
 
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest element: small ones are differences of
+    large ones and round as these."""
+    scale = expected.abs().max().clamp_min(1e-12)
+    largest = (actual.cpu().double() - expected).abs().max()
+    # A NaN would be less than any tolerance.
+    return (largest / scale).nan_to_num(torch.inf).item()
+
+
 class _Draw:
     """Draw leaves in float64 on the CPU that hold what the kernel's dtype can represent."""
 
@@ -84,9 +89,8 @@ class _Draw:
         self.generator = torch.Generator("cpu").manual_seed(0)
 
     def __call__(self, *size: int) -> Tensor:
-        return self.rounded(
-            torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
-        )
+        values = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
+        return self.rounded(values)
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return a leaf: rounded first, so that definition and kernel start from the same
@@ -94,14 +98,20 @@ class _Draw:
         return values.detach().to(self.dtype).double().requires_grad_()
 
     def given(self, leaf: Tensor | None, dtype: torch.dtype | None = None) -> Any:
-        """Return what the kernel gets for a leaf."""
+        """Return the kernel's input for a leaf."""
         if leaf is None:
             return None
         return leaf.detach().to(self.device, dtype or self.dtype)
 
 
+def _documents(packed: bool) -> Tensor:
+    """Return the document of each token, [L]: one for all, unless ``packed``."""
+    tokens = torch.arange(LENGTH, device="cpu")
+    return tokens // (DOCUMENT if packed else LENGTH)
+
+
 Triples = Iterator[tuple[str, Tensor, Tensor]]
-"""Names, and what the kernel and the definition give."""
+"""Name of an output or gradient, the kernel's and the definition's."""
 
 
 def _recurrence(draw: _Draw, head_dim: int, d_state: int, **options: bool) -> Triples:
@@ -115,7 +125,8 @@ def _block_of_recurrence(
 ) -> Triples:
     """Test in one part of the row and without a state, then in two parts and with one."""
     tokens = (1, LENGTH, N_HEADS)
-    document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
+    document = _documents(packed)
+    seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
     for n_segments in (1, 2):
         x = draw(*tokens, head_dim)
         a = draw(*tokens)
@@ -138,38 +149,49 @@ def _block_of_recurrence(
         options = {
             "D_H": draw.given(D),
             "state_BHPN": draw.given(state, torch.float32),
-            "seq_idx_BL": document.unsqueeze(0).to(draw.device) if packed else None,
+            "seq_idx_BL": seq_idx,
             "softplus": gated,
             "n_segments": n_segments,
         }
-        before_gate, found_final, chunk_states = ssd.ssd_forward(
+        before_gate, actual_final, chunk_states = ssd.ssd_forward(
             *inputs, **options, save_chunk_states=training
         )
         output = before_gate
         if z is not None:
             output = ssd.gate(before_gate, draw.given(z))
         yield "output", output, y
-        yield "last state", found_final, final
-        if training and chunk_states is not None:
-            # So that no sum over tokens is small by chance.
-            dy = draw(*y.shape).detach().abs() * x.detach().sign()
-            dfinal = draw(*final.shape).detach() if n_segments > 1 else None
-            found = {}
-            upstream = draw.given(dy)
-            if z is not None:
-                upstream, found["z"] = ssd._gate_gradients_op(upstream, before_gate, draw.given(z))
-            gradients = ssd.ssd_backward(
-                upstream, draw.given(dfinal, torch.float32), chunk_states, *inputs, **options
-            )
-            for name, gradient in gradients._asdict().items():
-                found[name.rpartition("_")[0]] = gradient
-            given = {"x": x, "a": a, "b": b, "c": c, "D": D, "z": z, "state": state}
-            leaves = {name: leaf for name, leaf in given.items() if leaf is not None}
-            loss = (y * dy).sum()
-            if dfinal is not None:
-                loss = loss + (final * dfinal).sum()
-            for name, expected in zip(leaves, torch.autograd.grad(loss, list(leaves.values()))):
-                yield f"gradient of {name}", found[name], expected
+        yield "last state", actual_final, final
+        if not training or chunk_states is None:
+            continue
+
+        # So that no sum over tokens is small by chance.
+        dy = draw(*y.shape).detach().abs() * x.detach().sign()
+        dfinal = draw(*final.shape).detach() if n_segments > 1 else None
+        actual = {}
+        upstream = draw.given(dy)
+        if z is not None:
+            upstream, actual["z"] = ssd._gate_gradients_op(upstream, before_gate, draw.given(z))
+        gradients = ssd.ssd_backward(
+            upstream, draw.given(dfinal, torch.float32), chunk_states, *inputs, **options
+        )
+        for name, gradient in gradients._asdict().items():
+            # Without the dimensions: x_BLHP is x.
+            actual[name.rpartition("_")[0]] = gradient
+        loss = (y * dy).sum()
+        if dfinal is not None:
+            loss = loss + (final * dfinal).sum()
+        leaves = {"x": x, "a": a, "b": b, "c": c, "D": D, "z": z, "state": state}
+        yield from _gradients(loss, leaves, actual)
+
+
+def _gradients(
+    loss: Tensor, leaves: dict[str, Tensor | None], actual: dict[str, Tensor]
+) -> Triples:
+    """Compare the gradients of the leaves that there are with those of the definition's loss."""
+    present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    expected = torch.autograd.grad(loss, list(present.values()))
+    for name, gradient in zip(present, expected):
+        yield f"gradient of {name}", actual[name], gradient
 
 
 def _define_recurrence(
@@ -195,7 +217,9 @@ def _define_recurrence(
     y = torch.einsum("blsh,blhn,bshn,bshp->blhp", decay_BLSH, c, b, x)
     final = torch.einsum("bsh,bshn,bshp->bhpn", decay_BLSH[:, -1], b, x)
     if state is not None:
-        kept_BLH = cum_BLH.exp() * (document == document[0])[None, :, None]
+        # The state before the row belongs to the first document.
+        is_first_L = document == document[0]
+        kept_BLH = cum_BLH.exp() * is_first_L[None, :, None]
         y = y + torch.einsum("blh,blhn,bhpn->blhp", kept_BLH, c, state)
         final = final + kept_BLH[:, -1, :, None, None] * state
     if D is not None and z is not None:
@@ -208,20 +232,20 @@ def _delta_rule(
 ) -> Triples:
     """Test `delta_rule` without and with a state."""
     tokens = (1, LENGTH, N_HEADS)
-    document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
+    document = _documents(packed)
     seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
-    for given_state in (None, draw(1, N_HEADS, head_dim, d_state)):
+    for state in (None, draw(1, N_HEADS, head_dim, d_state)):
         x = draw(*tokens, head_dim)
         c = draw(*tokens, d_state)
         # Weak decays: with strong ones, little of a state would reach the next chunk.
         log_a = draw.rounded(-draw(*tokens).abs() / 8)
         write = draw.rounded(draw(*tokens).sigmoid())
         k = draw.rounded(F.normalize(draw(*tokens, d_state), dim=-1))
-        y, final = _define_delta_rule(x, log_a, write, k, c, given_state, document)
+        y, final = _define_delta_rule(x, log_a, write, k, c, state, document)
 
         leaves = {"x": x, "log a": log_a, "write gate": write, "k": k, "c": c}
-        if given_state is not None:
-            leaves["state"] = given_state
+        if state is not None:
+            leaves["state"] = state
         with torch.set_grad_enabled(training):
             on_device = {}
             for name, leaf in leaves.items():
@@ -236,12 +260,13 @@ def _delta_rule(
         yield "output", output.detach(), y
         yield "last state", last.detach(), final
         if training:
-            upstream = draw(*y.shape).detach(), draw(*final.shape).detach()
-            expected = torch.autograd.grad((y, final), list(leaves.values()), upstream)
-            upstream_on_device = draw.given(upstream[0]), draw.given(upstream[1], torch.float32)
-            found = torch.autograd.grad((output, last), inputs, upstream_on_device)
-            for name, actual, gradient in zip(leaves, found, expected):
-                yield f"gradient of {name}", actual, gradient
+            dy = draw(*y.shape).detach()
+            dfinal = draw(*final.shape).detach()
+            expected = torch.autograd.grad((y, final), list(leaves.values()), (dy, dfinal))
+            upstream = draw.given(dy), draw.given(dfinal, torch.float32)
+            actual = torch.autograd.grad((output, last), inputs, upstream)
+            for name, actual_gradient, gradient in zip(leaves, actual, expected):
+                yield f"gradient of {name}", actual_gradient, gradient
 
 
 def _define_delta_rule(
@@ -260,11 +285,13 @@ def _define_delta_rule(
     for t in range(x.shape[1]):
         if t > 0 and document[t] != document[t - 1]:
             state = torch.zeros_like(state)
+        key = k[:, t].unsqueeze(-2)
+        query = c[:, t].unsqueeze(-2)
         decayed = log_a[:, t].exp()[..., None, None] * state
-        stored = (decayed * k[:, t].unsqueeze(-2)).sum(-1)
+        stored = (decayed * key).sum(-1)
         written = write[:, t].unsqueeze(-1) * (x[:, t] - stored)
-        state = decayed + written.unsqueeze(-1) * k[:, t].unsqueeze(-2)
-        ys.append((state * c[:, t].unsqueeze(-2)).sum(-1))
+        state = decayed + written.unsqueeze(-1) * key
+        ys.append((state * query).sum(-1))
     return torch.stack(ys, dim=1), state
 
 
@@ -272,7 +299,7 @@ def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Tr
     """Test `causal_conv` without and with a state."""
     # More than a program holds.
     n_channels = 80
-    document = torch.arange(LENGTH, device="cpu") // (DOCUMENT if packed else LENGTH)
+    document = _documents(packed)
     seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
     with_past = torch.cat([document[:1].expand(width - 1), document])
     for state in (None, draw(1, n_channels, width - 1)):
@@ -281,21 +308,21 @@ def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Tr
         past = x.new_zeros(1, width - 1, n_channels)
         if state is not None:
             past = state.mT
-        # [L, C, K, 1]
-        taps = torch.cat([past, x], 1).unfold(1, LENGTH, 1).permute(3, 2, 1, 0)
-        # [L, 1, K]: whether a tap lies in the token's own document.
-        same = (with_past.unfold(0, LENGTH, 1).mT == document.unsqueeze(1)).unsqueeze(1)
-        y = (taps.squeeze(-1) * weight * same).sum(-1).unsqueeze(0)
+        taps_1KCL = torch.cat([past, x], 1).unfold(1, LENGTH, 1)
+        taps_LCK = taps_1KCL.permute(3, 2, 1, 0).squeeze(-1)
+        tap_document_LK = with_past.unfold(0, LENGTH, 1).mT
+        is_own_LK = tap_document_LK == document.unsqueeze(1)
+        y = (taps_LCK * weight * is_own_LK.unsqueeze(1)).sum(-1).unsqueeze(0)
 
-        given = draw.given(x), draw.given(weight), draw.given(state), seq_idx, False
-        yield "output", conv._forward_op(*given), y
+        inputs = draw.given(x), draw.given(weight), draw.given(state), seq_idx, False
+        yield "output", conv._forward_op(*inputs), y
         if training:
             dy = draw(*y.shape).detach()
-            leaves = [leaf for leaf in (x, weight, state) if leaf is not None]
-            found = conv._backward_op(draw.given(dy), *given)
-            gradients = torch.autograd.grad(y, leaves, dy)
-            for name, actual, expected in zip(("x", "weight", "state"), found, gradients):
-                yield f"gradient of {name}", actual, expected
+            gradients = conv._backward_op(draw.given(dy), *inputs)
+            actual = dict(zip(("x", "weight", "state"), gradients))
+            yield from _gradients(
+                (y * dy).sum(), {"x": x, "weight": weight, "state": state}, actual
+            )
 
 
 def _decoding_step(
@@ -314,26 +341,31 @@ def _decoding_step(
     convolved = (window * weight).sum(-1).split(parts, 1)
     x, b, c = (part.unflatten(1, (N_HEADS, -1)) for part in convolved)
     decay = (-F.softplus(a)).exp()[..., None, None]
-    new = decay * state + x.unsqueeze(-1) * b.unsqueeze(-2)
-    y = ((new * c.unsqueeze(-2)).sum(-1) + D.unsqueeze(-1) * x) * F.silu(z)
+    new_state = decay * state + x.unsqueeze(-1) * b.unsqueeze(-2)
+    read = (new_state * c.unsqueeze(-2)).sum(-1)
+    y = (read + D.unsqueeze(-1) * x) * F.silu(z)
 
-    states = draw.given(past), draw.given(state, torch.float32)
-    given = (
+    # Updated in place.
+    conv_state = draw.given(past)
+    ssm_state = draw.given(state, torch.float32)
+    inputs = (
         draw.given(xbc),
         draw.given(a, torch.float32),
         draw.given(z),
         draw.given(weight),
         draw.given(D),
     )
-    is_token = torch.tensor([True, not masked], device="cpu")
-    on_device = is_token.to(draw.device)
+    is_token_B = torch.tensor([True, not masked], device="cpu")
+    on_device_B = is_token_B.to(draw.device)
+    token_mask_B = on_device_B if masked else None
     with torch.no_grad():
-        found = step.ssd_step(*given, *states, token_mask_B=on_device if masked else None)
-    yield "output", found[on_device], y[is_token]
+        output = step.ssd_step(*inputs, conv_state, ssm_state, token_mask_B=token_mask_B)
+    yield "output", output[on_device_B], y[is_token_B]
     # Padding leaves both states as they were.
-    inputs = torch.where(is_token.view(2, 1, 1), window[..., 1:], past)
-    yield "new inputs", states[0], inputs
-    yield "new state", states[1], torch.where(is_token.view(2, 1, 1, 1), new, state)
+    expected_inputs = torch.where(is_token_B.view(2, 1, 1), window[..., 1:], past)
+    expected_state = torch.where(is_token_B.view(2, 1, 1, 1), new_state, state)
+    yield "new inputs", conv_state, expected_inputs
+    yield "new state", ssm_state, expected_state
 
 
 def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
@@ -354,16 +386,20 @@ def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
             dtype = torch.float32 if tensor.is_floating_point() else None
             on_device.append(tensor.to(draw.device, dtype))
         tokens = Tokens(*on_device)
+        # Both write the gradient into the student's logits.
+        logits = student.clone()
+        logits_on_device = draw.given(student)
         if from_head:
-            expected = loss_torch.of_head(student.clone(), teacher, exact, options)
-            found = loss_triton.of_head(draw.given(student), draw.given(teacher), tokens, options)
+            expected = loss_torch.of_head(logits, teacher, exact, options)
+            actual = loss_triton.of_head(logits_on_device, draw.given(teacher), tokens, options)
         else:
-            log_probs, ids = (teacher / options.temperature).log_softmax(-1).topk(n_stored)
-            expected = loss_torch.of_top_k(student.clone(), ids, log_probs, exact, options)
+            teacher_log_probs = (teacher / options.temperature).log_softmax(-1)
+            log_probs, ids = teacher_log_probs.topk(n_stored)
+            expected = loss_torch.of_top_k(logits, ids, log_probs, exact, options)
             stored = ids.to(draw.device), draw.given(log_probs, torch.float32)
-            found = loss_triton.of_top_k(draw.given(student), *stored, tokens, options)
-        yield "value", found[0], expected[0]
-        yield "gradient", found[1], expected[1]
+            actual = loss_triton.of_top_k(logits_on_device, *stored, tokens, options)
+        yield "value", actual[0], expected[0]
+        yield "gradient", actual[1], expected[1]
 
 
 TESTS: dict[str, Callable[..., Triples]] = {

@@ -26,21 +26,21 @@ SMALLEST_TAIL = torch.finfo(torch.float32).eps
 def of_head(
     student_MV: Tensor, teacher_MV: Tensor, tokens: Tokens, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """loss_M, in float32 at least, and gradient_MV by the student's logits, in their place."""
+    """Return loss_M, in float32 at least, and gradient_MV by the student's logits, in their place."""
     return _part_by_part(_of_head, student_MV, (teacher_MV,), tokens, options)
 
 
 def of_top_k(
     student_MV: Tensor, ids_MK: Tensor, log_probs_MK: Tensor, tokens: Tokens, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """The same with a teacher that is known at K tokens; all others are one outcome."""
+    """Compute `of_head` for a teacher that is stored at K tokens; all others are one outcome."""
     return _part_by_part(_of_top_k, student_MV, (ids_MK, log_probs_MK), tokens, options)
 
 
 def _part_by_part(
     compare: Callable[..., tuple[Tensor, Tensor]],
     student_MV: Tensor,
-    known: tuple[Tensor, ...],
+    teacher: tuple[Tensor, ...],
     tokens: Tokens,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
@@ -52,8 +52,9 @@ def _part_by_part(
     losses = []
     for start in range(0, len(student_MV), size):
         rows = slice(start, start + size)
-        part = type(tokens)(*(t[rows] for t in tokens))
-        loss_M, gradient_MV = compare(student_MV[rows], *(x[rows] for x in known), part, options)
+        tokens_of_part = Tokens(*(tensor[rows] for tensor in tokens))
+        teacher_of_part = [tensor[rows] for tensor in teacher]
+        loss_M, gradient_MV = compare(student_MV[rows], *teacher_of_part, tokens_of_part, options)
         # In place: a chunk's logits and its gradient never exist at the same time.
         student_MV[rows] = gradient_MV
         losses.append(loss_M)
@@ -98,26 +99,29 @@ def _of_top_k(
 def compare_outcomes(
     log_q_MO: Tensor, log_probs_MK: Tensor, n_vocabulary: int, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Divergence and gradient over K tokens and "any other", which is left out if K is the whole
-    vocabulary."""
+    """Return divergence and gradient over K tokens and "any other", which is left out if K is the
+    whole vocabulary."""
     n_stored = log_probs_MK.shape[1]
     if n_stored == n_vocabulary:
         divergence_M, gradient_MK = divergence(log_q_MO[:, :n_stored], log_probs_MK, options)
         return divergence_M, torch.nn.functional.pad(gradient_MK, (0, 1))
     # The clamp keeps log finite where the stored tokens hold all of the mass; with the whole
     # vocabulary stored there is no rest, and its log would be -inf.
-    rest = (1.0 - log_probs_MK.exp().sum(-1, keepdim=True)).clamp_min(SMALLEST_TAIL).log()
-    return divergence(log_q_MO, torch.cat([log_probs_MK, rest], -1), options)
+    stored_M1 = log_probs_MK.exp().sum(-1, keepdim=True)
+    log_rest_M1 = (1.0 - stored_M1).clamp_min(SMALLEST_TAIL).log()
+    log_p_MO = torch.cat([log_probs_MK, log_rest_M1], -1)
+    return divergence(log_q_MO, log_p_MO, options)
 
 
 def divergence(log_q_MO: Tensor, log_p_MO: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """The divergence between teacher p and student q, and its gradient by the student's logits at
-    temperature T."""
+    """Return the divergence between teacher p and student q, and its gradient by the student's
+    logits at temperature T."""
     q = log_q_MO.exp()
     p = log_p_MO.exp()
     if options.kind == "forward_kl":
+        value = (p * (log_p_MO - log_q_MO)).sum(-1)
         # q times the sum of p, not q: rounded log-probabilities need not sum to 1.
-        return (p * (log_p_MO - log_q_MO)).sum(-1), q * p.sum(-1, keepdim=True) - p
+        return value, q * p.sum(-1, keepdim=True) - p
     if options.kind == "reverse_kl":
         pull = q * (log_q_MO - log_p_MO)
         return pull.sum(-1), pull - q * pull.sum(-1, keepdim=True)
@@ -132,14 +136,17 @@ def divergence(log_q_MO: Tensor, log_p_MO: Tensor, options: Options) -> tuple[Te
 def _with_cross_entropy(
     loss_M: Tensor, gradient_MV: Tensor, student_MV: Tensor, tokens: Tokens, options: Options
 ) -> tuple[Tensor, Tensor]:
-    if options.hard_weight:
-        log_q_MV = student_MV.log_softmax(-1)
-        label_M1 = tokens.labels_M.unsqueeze(-1)
-        hard_M1 = tokens.hard_M.unsqueeze(-1)
-        loss_M = loss_M - tokens.hard_M * log_q_MV.gather(1, label_M1).squeeze(-1)
-        gradient_MV += hard_M1 * log_q_MV.exp()
-        # Added, not set: the divergence has a gradient there already.
-        gradient_MV.scatter_add_(1, label_M1, -hard_M1)
+    """Add the cross-entropy of the labels, at temperature 1, to the loss and its gradient."""
+    if not options.hard_weight:
+        return loss_M, gradient_MV
+    log_q_MV = student_MV.log_softmax(-1)
+    label_M1 = tokens.labels_M.unsqueeze(-1)
+    hard_M1 = tokens.hard_M.unsqueeze(-1)
+    log_q_of_label_M = log_q_MV.gather(1, label_M1).squeeze(-1)
+    loss_M = loss_M - tokens.hard_M * log_q_of_label_M
+    gradient_MV += hard_M1 * log_q_MV.exp()
+    # Added, not set: the divergence has a gradient there already.
+    gradient_MV.scatter_add_(1, label_M1, -hard_M1)
     return loss_M, gradient_MV
 
 

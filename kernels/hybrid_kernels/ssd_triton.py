@@ -502,7 +502,7 @@ def _backward(
     n_chunks = tl.cdiv(L, Q)
     n_segments = tl.num_programs(2)
     q = tl.arange(0, Q)
-
+    # 1. dS, the gradient of the state after this segment. In registers for the whole walk, from right to left.
     dstate_NP = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
     if HAS_AFTER:
         incoming = after + ((row * n_segments + segment) * H + head) * (P * N)
@@ -511,7 +511,7 @@ def _backward(
     # which exists anyway; one reduction, after the loop, is cheaper than one in each chunk.
     dskip_QQ = tl.zeros([Q, Q], tl.float32)
     skip = tl.load(D + head).to(tl.float32) if HAS_D else 0.0
-
+    # 2. The walk: for each chunk its loads, then dC with dD, dB and dx, then dS before the chunk.
     first = segment * chunks_per_segment
     n_own = tl.minimum(chunks_per_segment, n_chunks - first)
     place = (row * H + head) * n_chunks
@@ -543,11 +543,11 @@ def _backward(
         if GRAD_X:
             # <dS, S> before dS moves on to the chunk's start.
             tl.store(over + place + chunk, kept * tl.sum(dstate_NP * state_NP.to(tl.float32)))
-
+        # dscores, the gradient of the scores before their decay, is what dC and dB share.
         dy_QP = _load(dy + (token * H + head) * P, n_valid, H * P, P, Q, BLOCK_P)
         if GRAD_C or GRAD_B:
             dscores_QQ = mm(dy_QP, tl.trans(x_QP), MODE) * decay_QQ
-
+        # dC = dscores B + from_start dy S^T
         if GRAD_C:
             if HAS_D:
                 dskip_QQ += tl.where(q[:, None] == q[None, :], dscores_QQ, 0.0)
@@ -564,14 +564,14 @@ def _backward(
             )
             dc_QN += mm(dscores_QQ, b_QN, MODE)
             _store(dc + token * dc_row + head * N, dc_QN, n_valid, dc_row, N, False, MODE)
-
+        # dB = dscores^T C + to_end x dS^T
         if GRAD_B:
             # [N, Q], as its products come out; the store transposes by addresses, which costs
             # nothing, where tl.trans of an accumulator is what Hopper's compiler got wrong.
             db_NQ = mm(dstate_NP, tl.trans(x_QP), MODE) * to_end_Q[None, :]
             db_NQ += mm(tl.trans(c_QN), dscores_QQ, MODE)
             _store(db + token * db_row + head * N, db_NQ, n_valid, db_row, N, True, MODE)
-
+        # dx = scores^T dy + to_end B dS + D dy: the first term's product waits until dS has moved on.
         if GRAD_X:
             dx_QP = mm(b_QN, dstate_NP, MODE) * to_end_Q[:, None]
             # Before the term of the scores is added: this one is the state's alone.
@@ -579,18 +579,18 @@ def _backward(
             scores_T_QQ = mm(b_QN, tl.trans(c_QN), MODE) * _decay_QQ(
                 cum_Q, document_Q, Q, PACKED, True
             )
-
+        # dS = kept dS + C^T from_start dy
         # dS is not needed to find dC alone.
         if GRAD_X or GRAD_B:
             to_state_QP = dy_QP.to(tl.float32) * from_start_Q[:, None]
             dstate_NP = dstate_NP * kept + mm(tl.trans(c_QN), to_state_QP, MODE)
-
+        # The rest of dx.
         if GRAD_X:
             dx_QP += mm(scores_T_QQ, dy_QP, MODE)  # last, as in the forward
             if HAS_D:
                 dx_QP += skip * dy_QP.to(tl.float32)
             _store(dx + token * dx_row + head * P, dx_QP, n_valid, dx_row, P, False, MODE)
-
+    # 3. What the walk has summed up.
     if GRAD_C and HAS_D:
         tl.store(dD + (row * n_segments + segment) * H + head, tl.sum(dskip_QQ))
     # After the walk, dS is that of the state before the row's first token.
