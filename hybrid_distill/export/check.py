@@ -330,8 +330,9 @@ def check_tensors_on_disk(folder: Path, record: Record) -> Check:
             wrong.append(f"{name} is unknown")
         else:
             with safe_open(files[name], framework="pt") as file:
-                if tensor_hash(file.get_tensor(name)) != hashes[name]:
-                    wrong.append(f"{name} has changed")
+                tensor = file.get_tensor(name)
+            if tensor_hash(tensor) != hashes[name]:
+                wrong.append(f"{name} has changed")
     return _none(f"{len(hashes)} tensors on disk: wrong", wrong)
 
 
@@ -404,7 +405,8 @@ def check_outputs(model: Model, prompts: Prompts, limits: Limits) -> Iterator[Ch
     yield check_tokens("cached", cached, prompts, margin)
     # Without a cache each token takes a whole forward. One prompt suffices: `check_ways` has
     # compared the forwards of all.
-    longest = max(range(len(prompts.ids)), key=lambda number: len(prompts.ids[number]))
+    lengths = [len(ids_L) for ids_L in prompts.ids]
+    longest = lengths.index(max(lengths))
     ids_1L = prompts.ids[longest].unsqueeze(0)
     uncached = greedy(model, ids_1L, None, new_tokens, use_cache=False)
     yield check_tokens("uncached", uncached.tokens_BT, prompts.only(longest), margin)
@@ -488,8 +490,8 @@ def check_logits(
 def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest absolute difference; NaN if there is one anywhere."""
     largest = []
-    for ours, theirs in zip(logits, expected, strict=True):
-        largest.append((ours - theirs).abs().max())
+    for logits_LV, expected_LV in zip(logits, expected, strict=True):
+        largest.append((logits_LV - expected_LV).abs().max())
     # torch's max propagates NaN, Python's does not.
     return float(torch.stack(largest).max())
 
@@ -497,15 +499,16 @@ def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
     """Compute logits [L, V] of each prompt's tokens in a left-padded batch."""
     ids_BL, mask_BL = left_padded(ids)
-    logits_BLV = model(
+    # `generate` counts positions by the mask, but a plain forward counts padding too.
+    position_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
+    output = model(
         input_ids=ids_BL,
         attention_mask=mask_BL,
-        # `generate` counts positions by the mask, but a plain forward counts padding too.
-        position_ids=(mask_BL.cumsum(-1) - 1).clamp(min=0),
+        position_ids=position_BL,
         use_cache=False,
-    ).logits
+    )
     without_padding = []
-    for ids_L, logits_LV in zip(ids, logits_BLV):
+    for ids_L, logits_LV in zip(ids, output.logits):
         without_padding.append(logits_LV[-len(ids_L) :].float())
     return without_padding
 
@@ -591,7 +594,8 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
     for prompt in ids:
         logits_LV = program.logits(prompt)
         if logits_LV is not None:
-            logits.append(torch.as_tensor(logits_LV).float()[:, prompts.columns])
+            logits_LV = torch.as_tensor(logits_LV).float()
+            logits.append(logits_LV[:, prompts.columns])
     if logits:
         name = f"{package} = exported model"
         yield check_logits(name, logits, prompts.logits, limit, scale=prompts.scale)
@@ -602,7 +606,8 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
 def load_program(export_format: str) -> Callable[[Path, int], Model]:
     """Return the class in programs.py, next to this file, that runs an export format."""
     # By its path: in an export, neither file belongs to a package.
-    programs = runpy.run_path(str(Path(__file__).with_name("programs.py")))["PROGRAMS"]
+    path = Path(__file__).with_name("programs.py")
+    programs = runpy.run_path(str(path))["PROGRAMS"]
     return programs[export_format]
 
 

@@ -51,10 +51,12 @@ class Program:
         continued: list[list[int]] = []
         for start in range(0, len(prompts), self.batch):
             batch = prompts[start : start + self.batch]
-            # [steps, prompts]
-            steps = [best(self.begin(batch))]
+            tokens = best(self.begin(batch))
+            # One list a step; the texts are its columns.
+            steps = [tokens]
             while len(steps) < new_tokens:
-                steps.append(best(self.step(steps[-1])))
+                tokens = best(self.step(tokens))
+                steps.append(tokens)
             continued += map(list, zip(*steps))
         return continued
 
@@ -65,6 +67,7 @@ class Program:
 
 
 def best(logits: Logits) -> list[int]:
+    """Return the most likely next token of each prompt."""
     return [int(logits_LV[-1].argmax()) for logits_LV in logits]
 
 
@@ -89,6 +92,7 @@ class OnnxRuntime(Program):
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
         ids, self.mask = left_padded(prompts)
         self.states = self.session.first_states(len(prompts))
+        # 0 keeps the logits of all tokens.
         logits = self._read(ids, keep=0 if every else 1)
         return [logits_LV[-len(prompt) :] for logits_LV, prompt in zip(logits, prompts)]
 
@@ -127,10 +131,12 @@ class LlamaCpp(Program):
         if self.context is not None:
             self.lib.llama_free(self.context)
         options = self.lib.llama_context_default_params()
-        options.n_ctx = self.n_context * len(prompts)
-        options.n_seq_max = len(prompts)
+        n_prompts = len(prompts)
+        n_tokens = sum(map(len, prompts))
+        options.n_ctx = self.n_context * n_prompts
+        options.n_seq_max = n_prompts
         # All prompts at once: llama_decode refuses a batch that is longer than this.
-        options.n_batch = max(sum(map(len, prompts)), len(prompts))
+        options.n_batch = max(n_tokens, n_prompts)
         # ggml's type 0 is float32; the default is 16 bits.
         options.type_k = 0
         options.type_v = 0
@@ -146,27 +152,33 @@ class LlamaCpp(Program):
         return self._read([[token] for token in tokens], every=False)
 
     def _read(self, rows: Tokens, every: bool) -> Logits:
-        batch = self.lib.llama_batch_init(sum(map(len, rows)), 0, 1)
-        shown: list[list[int]] = []
+        n_tokens = sum(map(len, rows))
+        batch = self.lib.llama_batch_init(n_tokens, 0, 1)
+        # By row: the places in the batch whose logits llama.cpp computes.
+        places_by_row: list[list[int]] = []
         for sequence, row in enumerate(rows):
-            shown.append([])
+            places: list[int] = []
             for position, token in enumerate(row):
                 place = batch.n_tokens
                 batch.token[place] = token
                 batch.pos[place] = self.lengths[sequence] + position
                 batch.n_seq_id[place] = 1
                 batch.seq_id[place][0] = sequence
-                is_shown = every or position == len(row) - 1
-                batch.logits[place] = is_shown
-                if is_shown:
-                    shown[-1].append(place)
+                has_logits = every or position == len(row) - 1
+                batch.logits[place] = has_logits
+                if has_logits:
+                    places.append(place)
                 batch.n_tokens += 1
             self.lengths[sequence] += len(row)
+            places_by_row.append(places)
         status = self.lib.llama_decode(self.context, batch)
         if status:
             raise RuntimeError(f"llama_decode ended with status {status}")
         self.lib.llama_batch_free(batch)
-        return [np.stack(list(map(self._logits, places))) for places in shown]
+        logits = []
+        for places in places_by_row:
+            logits.append(np.stack([self._logits(place) for place in places]))
+        return logits
 
     def _logits(self, place: int) -> np.ndarray:
         address = self.lib.llama_get_logits_ith(self.context, place)
@@ -208,7 +220,8 @@ class MlxLm(Program):
         return self._read(tokens)
 
     def _read(self, tokens: Sequence[int]) -> np.ndarray:
-        return np.array(self.model(self.mx.array([tokens]), cache=self.cache))
+        logits = self.model(self.mx.array([tokens]), cache=self.cache)
+        return np.array(logits)
 
     def nbytes(self) -> int:
         return sum(layer_cache.nbytes for layer_cache in self.cache)
@@ -256,11 +269,13 @@ class Vllm(Program):
 
     def cache_bytes(self, prompt: Sequence[int]) -> int:
         """Count the bytes of pages, over all layers, that a sequence of full length takes."""
-        core = self.engine.llm_engine
+        engine = self.engine.llm_engine
+        # Private, and in this process only because `__init__` has switched vLLM's own process off.
+        scheduler = engine.engine_core.engine_core.scheduler
         n_bytes = 0
-        for group in core.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups:
-            of_layer = group.kv_cache_spec.max_memory_usage_bytes(core.vllm_config)
-            n_bytes += len(group.layer_names) * of_layer
+        for group in scheduler.kv_cache_config.kv_cache_groups:
+            bytes_of_layer = group.kv_cache_spec.max_memory_usage_bytes(engine.vllm_config)
+            n_bytes += len(group.layer_names) * bytes_of_layer
         return n_bytes
 
 

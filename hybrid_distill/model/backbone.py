@@ -42,31 +42,34 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
 
 def fields_of(backbone: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the given fields that are the backbone's."""
-    known = {*backbone, *DERIVED, *_ROPE_OF_TRANSFORMERS_4}
-    known |= make_backbone_config(backbone).to_dict().keys()
-    known -= {*OWN, *IN_BOTH}
-    return {name: value for name, value in given.items() if name in known}
+    names = {*backbone, *DERIVED, *_ROPE_OF_TRANSFORMERS_4}
+    names |= make_backbone_config(backbone).to_dict().keys()
+    names -= {*OWN, *IN_BOTH}
+    return {name: value for name, value in given.items() if name in names}
 
 
-def updated(backbone: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return a backbone with the given fields. Raises ValueError for RoPE fields against ``rope_parameters``."""
+def updated(backbone: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a backbone with the changes. Raises ValueError for RoPE fields against ``rope_parameters``."""
     rope = backbone.get("rope_parameters")
-    if "rope_parameters" in given and given["rope_parameters"] != rope:
+    if "rope_parameters" in changes and changes["rope_parameters"] != rope:
+        # The old spelling would still be that of the old RoPE.
         backbone = {
             name: value for name, value in backbone.items() if name not in _ROPE_OF_TRANSFORMERS_4
         }
     elif isinstance(rope, dict):
         for name in _ROPE_OF_TRANSFORMERS_4:
-            if name in given and given[name] != backbone.get(name):
+            if name in changes and changes[name] != backbone.get(name):
                 raise ValueError(
-                    f"{name} is {shortened(given[name])}, and the backbone has rope_parameters; pass rope_parameters, "
-                    "with all its entries."
+                    f"{name} is {shortened(changes[name])}, and the backbone has rope_parameters; pass "
+                    "rope_parameters, with all its entries."
                 )
-    derived = make_backbone_config(backbone)
-    for name, value in given.items():
-        left_out = name in DERIVED and backbone.get(name) is None
-        if not (left_out and value == DERIVED[name](derived)):
-            backbone = {**backbone, name: value}
+    config = make_backbone_config(backbone)
+    for name, value in changes.items():
+        # A field that the backbone leaves out stays out, if the change is to its derived value.
+        is_left_out = name in DERIVED and backbone.get(name) is None
+        if is_left_out and value == DERIVED[name](config):
+            continue
+        backbone = {**backbone, name: value}
     return _with_old_rope_spelling(backbone)
 
 
@@ -78,7 +81,8 @@ def make_backbone_config(backbone: dict[str, Any]) -> PretrainedConfig:
         fields[name] = dict(value) if isinstance(value, dict) else value
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except Exception as error:  # errors for fields of a wrong type vary by version of transformers
+    # Errors for fields of a wrong type vary by version of transformers.
+    except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"backbone is not a valid {backbone['model_type']} config ({type(error).__name__}: {reason}); "
@@ -125,10 +129,12 @@ def _with_old_rope_spelling(backbone: dict[str, Any]) -> dict[str, Any]:
         old["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if backbone["model_type"] == "gpt_neox":
         old |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
-    if backbone["model_type"] == "phi3" and old["rope_scaling"]:  # 4.x accepts exactly these three
+    if backbone["model_type"] == "phi3" and old["rope_scaling"]:
+        # transformers 4 accepts exactly these three.
         old["rope_scaling"] = {
             "type": "longrope",
-            **{name: rope[name] for name in ("short_factor", "long_factor")},
+            "short_factor": rope["short_factor"],
+            "long_factor": rope["long_factor"],
         }
     return {**backbone, **old}
 
@@ -147,11 +153,14 @@ def _has_several_ropes(backbone: dict[str, Any]) -> bool:
 
 def _rope_by_layer_type(rope: Any) -> dict[str, Any]:
     """Return the RoPE settings of each layer type; empty if all layers share one setting."""
-    return rope if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict) else {}
+    if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
+        return rope
+    return {}
 
 
 def rope_settings(config: PretrainedConfig) -> list[Mapping[str, Any]]:
     """List a decoder's RoPE settings: one entry for all layers, or one per layer type."""
-    shape: Any = config.get_text_config(decoder=True)
-    rope = getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None) or {}
-    return [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    text: Any = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    by_layer_type = [setting for setting in rope.values() if isinstance(setting, Mapping)]
+    return by_layer_type or [rope]

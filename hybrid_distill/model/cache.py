@@ -50,14 +50,14 @@ class CacheSnapshot(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """One recorded forward pass over a layer: the cache before it, and how its parts read the first n tokens again.
-
-    A replay gets the layer's cache as an argument, because a copy of the cache shares the functions.
-    """
+    """Record of one forward pass over a layer, for `HybridLayerCache.crop`."""
 
     before: LayerSnapshot
+    """Cache before it."""
     n_tokens: int
     replays: list[Callable[[HybridLayerCache, int], None]]
+    """Functions by which parts of the layer read its first n tokens again. They get the cache as an argument, because
+    a copy of the cache shares the functions."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         # Without this, a copy would be made as a pickle is.
@@ -186,8 +186,10 @@ class HybridLayerCache(DynamicLayer):
         # transformers before 5.5 passes the positions of the new tokens.
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
-        held = self.seen if self.sliding_window is None else min(self.seen, self.sliding_window - 1)
-        return held + query_length, self.seen - held
+        n_stored = self.seen
+        if self.sliding_window is not None:
+            n_stored = min(n_stored, self.sliding_window - 1)
+        return n_stored + query_length, self.seen - n_stored
 
     def reset(self) -> None:
         # super() would leave the states and the ring.
@@ -204,22 +206,22 @@ class HybridLayerCache(DynamicLayer):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; those of the ring begin with `RING`."""
-        named = {}
+        tensors = {}
         for name in STATES:
-            if getattr(self, name) is not None:
-                named[name] = getattr(self, name)
+            tensor = getattr(self, name)
+            if tensor is not None:
+                tensors[name] = tensor
         if self.ring is not None:
             for name, tensor in self.ring.tensors().items():
-                named[RING + name] = tensor
-        return named
+                tensors[RING + name] = tensor
+        return tensors
 
     def snapshot(self) -> LayerSnapshot:
-        """Return what the layer holds, for `restore`. Keys and values are shared: nothing writes into them."""
-        tensors = {}
-        for name, tensor in self.tensors().items():
-            # Kernels update states in place.
-            tensors[name] = tensor if name in ("keys", "values") else tensor.clone()
-        ring = None if self.ring is None else (self.ring.window, self.ring.sinks)
+        """Return the layer's contents, for `restore`."""
+        tensors = {name: _unshared(name, tensor) for name, tensor in self.tensors().items()}
+        ring = None
+        if self.ring is not None:
+            ring = (self.ring.window, self.ring.sinks)
         return LayerSnapshot(self.seen, tensors, ring, tuple(self.forwards))
 
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -232,11 +234,13 @@ class HybridLayerCache(DynamicLayer):
             # A layer that was reset has none.
             self.ring_of(*snapshot.ring)
         for name, tensor in snapshot.tensors.items():
-            self._put(name, tensor if name in ("keys", "values") else tensor.clone())
+            self._put(name, _unshared(name, tensor))
         self.seen = snapshot.n_tokens
         self.is_initialized = self.seen > 0
-        # Not those of now, whose tokens are undone.
-        self.forwards = list(snapshot.forwards) if self.record_past else []
+        # The current records are of tokens that are now undone.
+        self.forwards = []
+        if self.record_past:
+            self.forwards = list(snapshot.forwards)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         if name.startswith(RING):
@@ -254,9 +258,11 @@ class HybridLayerCache(DynamicLayer):
             n_left = min(tokens_to_remove, self.seen)
         else:
             n_left = self.seen + tokens_to_remove
-        earliest = self.forwards[0].before.n_tokens if self.forwards else self.seen
+        earliest = self.seen
         if self._only_appends():
             earliest = 0
+        elif self.forwards:
+            earliest = self.forwards[0].before.n_tokens
         if n_left < earliest:
             raise ValueError(
                 f"crop would go back to token {n_left} of {self.seen}, and recurrent states are recorded from token "
@@ -281,8 +287,10 @@ class HybridLayerCache(DynamicLayer):
             self.values = self.values[..., :n_left, :]
             self.seen = n_left
             return
-        # The first forward pass of which a token goes; later ones go as a whole.
-        undone = next(f for f in forwards if f.before.n_tokens + f.n_tokens > n_left)
+        # The first forward pass that loses a token; later ones are lost as a whole.
+        undone = next(
+            forward for forward in forwards if forward.before.n_tokens + forward.n_tokens > n_left
+        )
         n_kept = n_left - undone.before.n_tokens
         self.restore(undone.before)
         if n_kept:
@@ -292,9 +300,12 @@ class HybridLayerCache(DynamicLayer):
 
     def nbytes(self) -> dict[str, int]:
         """Count the bytes in use: ``kv``, ``window``, ``ssm``, ``conv``."""
+        window = 0
+        if self.ring is not None:
+            window = self.ring.nbytes()
         return {
             "kv": _nbytes(self.keys) + _nbytes(self.values),
-            "window": 0 if self.ring is None else self.ring.nbytes(),
+            "window": window,
             "ssm": _nbytes(self.ssm_state),
             "conv": _nbytes(self.conv_state),
         }
@@ -306,8 +317,17 @@ class HybridLayerCache(DynamicLayer):
             self._put(name, fn(tensor))
 
 
+def _unshared(name: str, tensor: Tensor) -> Tensor:
+    """Copy a tensor of a layer that is written in place; keys and values are replaced, never written into."""
+    if name in ("keys", "values"):
+        return tensor
+    return tensor.clone()
+
+
 def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.nbytes
+    if tensor is None:
+        return 0
+    return tensor.nbytes
 
 
 class StaticLayerCache(HybridLayerCache):
@@ -326,10 +346,11 @@ class StaticLayerCache(HybridLayerCache):
 
     def advance(self, n_tokens: int) -> None:
         if self.n_seen is None:
-            held = [self.keys, self.ssm_state]
+            # On the device of any part: which of them a layer has depends on its heads.
+            candidates = [self.keys, self.ssm_state]
             if self.ring is not None:
-                held.append(self.ring.keys)
-            device = next(t.device for t in held if t is not None)
+                candidates.append(self.ring.keys)
+            device = next(tensor.device for tensor in candidates if tensor is not None)
             self.n_seen = static(torch.zeros((), dtype=torch.long, device=device))
         self.n_seen += n_tokens
         self.is_initialized = True
@@ -357,13 +378,19 @@ class StaticLayerCache(HybridLayerCache):
         self, *, conv_state: Tensor | None = None, ssm_state: Tensor | None = None
     ) -> None:
         for name, new in (("conv_state", conv_state), ("ssm_state", ssm_state)):
-            if new is not None and getattr(self, name) is not None:
-                getattr(self, name).copy_(new)
-            elif new is not None:
-                setattr(self, name, static(new.clone(memory_format=torch.contiguous_format)))
+            if new is None:
+                continue
+            stored = getattr(self, name)
+            if stored is not None:
+                stored.copy_(new)
+            else:
+                new = new.clone(memory_format=torch.contiguous_format)
+                setattr(self, name, static(new))
 
     def get_seq_length(self) -> Any:
-        return 0 if self.n_seen is None else self.n_seen
+        if self.n_seen is None:
+            return 0
+        return self.n_seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         return self.max_length, 0
@@ -382,13 +409,16 @@ class StaticLayerCache(HybridLayerCache):
         )
 
     def snapshot(self) -> LayerSnapshot:
-        """Return what the layer holds, for `restore` of this layer: later tokens leave the earlier keys alone."""
+        """Return the layer's contents, for `restore` of this layer. No keys: later tokens do not overwrite them."""
         tensors = {}
         for name, tensor in self.tensors().items():
             if name not in ("keys", "values"):
                 tensors[name] = tensor.clone()
-        # Its ring goes back in place, and it records nothing.
-        return LayerSnapshot(0 if self.n_seen is None else self.n_seen.clone(), tensors)
+        n_tokens: Any = 0
+        if self.n_seen is not None:
+            n_tokens = self.n_seen.clone()
+        # Without ring and forwards: `restore` fills the ring in place, and a static layer records nothing.
+        return LayerSnapshot(n_tokens, tensors)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Go back to a snapshot in place."""
@@ -433,8 +463,11 @@ class HybridCache(Cache):
 
     def nbytes(self) -> dict[str, int]:
         """Count the bytes in use by all layers: ``kv``, ``window``, ``ssm``, ``conv``."""
-        layers = [layer.nbytes() for layer in self._layers()]
-        return {name: sum(layer[name] for layer in layers) for name in layers[0]}
+        totals: dict[str, int] = {}
+        for layer in self._layers():
+            for name, n_bytes in layer.nbytes().items():
+                totals[name] = totals.get(name, 0) + n_bytes
+        return totals
 
     def copy(self) -> HybridCache:
         """Return an independent copy: what is generated from one leaves the other alone."""
@@ -449,9 +482,9 @@ class HybridCache(Cache):
         return repeated
 
     def snapshot(self) -> CacheSnapshot:
-        """Return what the cache holds now, for `restore`; costs a copy of the states and no copy of the keys.
+        """Return the cache's contents, for `restore`; costs a copy of the states and no copy of the keys.
 
-        After tokens that are not to stay, ``restore`` goes back to it, as often as needed.
+        ``restore`` undoes later tokens, as often as needed.
         """
         return CacheSnapshot([layer.snapshot() for layer in self._layers()], self.prefix)
 
@@ -480,9 +513,9 @@ class HybridCache(Cache):
         write_prefix(Path(path), self.prefix, tensors)
 
     def fill(self, prefix: Prefix, tensors: dict[str, Tensor]) -> None:
-        """Take over what `save` wrote; layers with windows have their rings already."""
-        for place, tensor in tensors.items():
-            index, _, name = place.partition(".")
+        """Fill an empty cache from the tensors of `save`; layers with windows have their rings already."""
+        for full_name, tensor in tensors.items():
+            index, _, name = full_name.partition(".")
             layer = self.layer(int(index))
             layer._put(name, tensor)
             if name.endswith("keys"):

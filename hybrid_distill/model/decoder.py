@@ -1,7 +1,7 @@
 """Decoder of a student: the backbone's own class, whose forward hands each row's padding and documents to the mixers.
 
-Everybody who runs a student ends here: `HybridForCausalLM`, and whoever calls the decoder itself (trainers that compute
-their own loss, embedding models, ``get_decoder()``).
+Every run of a student comes through this forward: that of `HybridForCausalLM`, and those of trainers that compute
+their own loss and of embedding models, which call the decoder itself (``get_decoder()``).
 
 Shapes: B batch, L length, S source length, D model width.
 """
@@ -162,8 +162,8 @@ def _subclass(
 
 def _revive(maker: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
     """Make an instance without state (unpickling)."""
-    made_class = maker(*arguments)
-    return made_class.__new__(made_class)
+    subclass = maker(*arguments)
+    return subclass.__new__(subclass)
 
 
 def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +203,9 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
 
 def _input_shape(row: Mapping[str, Any]) -> tuple[int, int]:
     """Return the batch size and length of a decoder's input. Raises ValueError if there is none."""
-    inputs = row["input_ids"] if row["inputs_embeds"] is None else row["inputs_embeds"]
+    inputs = row["inputs_embeds"]
+    if inputs is None:
+        inputs = row["input_ids"]
     if inputs is None:
         raise ValueError("neither input_ids nor inputs_embeds was given; pass one of them.")
     batch, length = inputs.shape[:2]
@@ -232,7 +234,9 @@ def _fills_cache(row: Mapping[str, Any], cache: HybridCache | None, by_default: 
     """Return True if these tokens go into a cache. Raises ValueError for a cache with packed documents."""
     use_cache = row["use_cache"]
     if row["seq_idx"] is None:
-        return by_default if use_cache is None else use_cache
+        if use_cache is None:
+            return by_default
+        return use_cache
     if cache is not None or use_cache:
         raise ValueError(CACHE_WITH_PACKING)
     return False
@@ -282,9 +286,12 @@ def _documents(
     # A graph cannot look for documents: whether it fills a cache decides what it assumes.
     if torch.compiler.is_compiling() and use_cache is None:
         is_cached = is_cached or caches_by_default
-    n_past = 0 if cache is None else cache.get_seq_length()
+    n_past = 0
+    if cache is not None:
+        n_past = cache.get_seq_length()
+    position_BL = position_ids.expand(batch, -1)
     return seq_idx_of_positions(
-        position_ids.expand(batch, -1), row["attention_mask"], row["token_mask"], n_past, is_cached
+        position_BL, row["attention_mask"], row["token_mask"], n_past, is_cached
     )
 
 
@@ -314,7 +321,10 @@ def _refuse_hidden_tokens(mask_BHLS: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     length, source_length = mask_BHLS.shape[-2:]
-    is_seen_BHLS = mask_BHLS if mask_BHLS.dtype == torch.bool else mask_BHLS == 0
+    is_seen_BHLS = mask_BHLS
+    if mask_BHLS.dtype != torch.bool:
+        # Added to scores: 0 where a token is seen.
+        is_seen_BHLS = mask_BHLS == 0
     causal_LS = torch.ones_like(is_seen_BHLS[0, 0]).tril(source_length - length)
     if (is_seen_BHLS != causal_LS).any():
         raise ValueError(
@@ -325,15 +335,20 @@ def _refuse_hidden_tokens(mask_BHLS: Tensor) -> None:
 
 def _refuse_padding_in_windows(decoder: Any, attention_mask_BS: Tensor) -> None:
     """Raise ValueError for padding between tokens, if a row is longer than a kept head's sliding window."""
-    layers = zip(decoder.layers_with_attention, layer_windows(decoder.config))
-    kept = [window for has_attention, window in layers if has_attention and window is not None]
-    if torch.compiler.is_compiling() or not kept or attention_mask_BS.shape[1] <= min(kept):
+    windows = []
+    for has_attention, window in zip(decoder.layers_with_attention, layer_windows(decoder.config)):
+        if has_attention and window is not None:
+            windows.append(window)
+    if torch.compiler.is_compiling() or not windows:
+        return
+    shortest = min(windows)
+    if attention_mask_BS.shape[1] <= shortest:
         return
     is_token_BS = attention_mask_BS != 0
     follows_padding_BS = is_token_BS[:, 1:] & ~is_token_BS[:, :-1]
     has_tokens_before_BS = is_token_BS.cumsum(1)[:, :-1] > 0
     if (follows_padding_BS & has_tokens_before_BS).any():
         raise ValueError(
-            f"attention_mask has padding between the tokens of a row, and some layers have a window of {min(kept)} "
+            f"attention_mask has padding between the tokens of a row, and some layers have a window of {shortest} "
             "tokens, in which transformers counts padding; pad on the left."
         )

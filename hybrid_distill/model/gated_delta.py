@@ -90,16 +90,16 @@ def delta_step(
     c_BHN: Tensor,
     state_BHPN: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not
-    modified)."""
+    """Compute one token; return y_BHP in the dtype of x, and a new state."""
     dtype = state_dtype(x_BHP, state_BHPN)
     x = x_BHP.to(dtype)
     log_a = log_a_BH.to(dtype)
     write = write_BH.to(dtype)
     k = k_BHN.to(dtype)
     state = state_BHPN.to(dtype)
-    held = log_a.exp().unsqueeze(-1) * (state * k.unsqueeze(-2)).sum(-1)
-    u = write.unsqueeze(-1) * (x - held)
+    # The value that the state, once decayed, already holds for this key.
+    stored = log_a.exp().unsqueeze(-1) * (state * k.unsqueeze(-2)).sum(-1)
+    u = write.unsqueeze(-1) * (x - stored)
     y, state = ssd_step(u, log_a, k, c_BHN, state)
     return y.to(x_BHP.dtype), state
 
@@ -111,8 +111,7 @@ def delta_mixing_matrix(
     c_BLHN: Tensor,
     seq_idx_BL: Tensor | None = None,
 ) -> Tensor:
-    """Return T_BHLS with y = T x: the mixing matrix of `ssd`, which maps writes to y, times the map
-    from x to writes.
+    """Return T_BHLS with y = T x: the mixing matrix of `ssd`, which maps writes to y, times the map from x to writes.
 
     The writes solve (I + w (K K^T * decay)) u = w x, where K K^T has no diagonal.
     """
@@ -134,8 +133,7 @@ def gated_delta_scan(
     z_BLHP: Tensor,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` as in
-    `gated_ssd_scan`."""
+    """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` as in `gated_ssd_scan`."""
     y_BLHP, state = delta_scan(x_BLHP, *gates(raw_BLHG), k_BLHN, c_BLHN, **options)
     return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
@@ -165,31 +163,35 @@ def _writes(
 ) -> Tensor:
     """Return the writes u_BLHP, computed chunk by chunk (WY representation).
 
-    Within a chunk they solve (I + w (K K^T * decay)) u = w (x - decay K S^T), S the state before
-    the chunk. Both terms are solved for before S is known.  1. u = own - read S^T.  2. S after each
-    chunk.  3. The writes."""
+    Within a chunk they solve (I + w (K K^T * decay)) u = w (x - decay K S^T), S the state before the chunk. Both terms
+    are solved for before S is known.  1. u = own - read S^T.  2. S after each chunk.  3. The writes.
+    """
     batch, length, n_heads, head_dim = x.shape
+    d_state = k.shape[-1]
     cum_BHMQ, unseen, to_end, from_start, _ = chunk_decays(log_a, seq_idx, chunk_size)
-    x = to_chunks(x, chunk_size)  # [B, H, M, Q, P]
+    x_BHMQP = to_chunks(x, chunk_size)
     # Copied once, instead of in every product.
-    k = to_chunks(k, chunk_size).contiguous()
-    write = to_chunks(write.unsqueeze(-1), chunk_size)
-    written = k * write
-    overlap = written @ k.mT * decay_matrix(cum_BHMQ, unseen)
-    right = torch.cat([x * write, written * from_start.unsqueeze(-1)], dim=-1)
+    k_BHMQN = to_chunks(k, chunk_size).contiguous()
+    write_BHMQ1 = to_chunks(write.unsqueeze(-1), chunk_size)
+    scaled_k = k_BHMQN * write_BHMQ1
+    overlap = scaled_k @ k_BHMQN.mT * decay_matrix(cum_BHMQ, unseen)
+    right = torch.cat([x_BHMQP * write_BHMQ1, scaled_k * from_start.unsqueeze(-1)], dim=-1)
     # unitriangular: the diagonal counts as 1, and what `overlap` has there is not read.
     solved = solve_triangular(overlap, right, upper=False, unitriangular=True)
-    own, read = solved.split([head_dim, k.shape[-1]], -1)
+    own_BHMQP, read_BHMQN = solved.split([head_dim, d_state], -1)
 
-    to_state = (k * to_end.unsqueeze(-1)).mT
-    added = to_state @ own
-    forgets = to_state @ read
-    kept = torch.diag_embed(from_start[..., -1:].expand(*k.shape[:3], k.shape[-1])) - forgets
+    to_state = (k_BHMQN * to_end.unsqueeze(-1)).mT
+    added_BHMNP = to_state @ own_BHMQP
+    forgotten_BHMNN = to_state @ read_BHMQN
+    over_chunk_BHM1 = from_start[..., -1:]
+    decays_BHMN = over_chunk_BHM1.expand(*k_BHMQN.shape[:3], d_state)
+    kept_BHMNN = torch.diag_embed(decays_BHMN) - forgotten_BHMNN
     before = []
     state = state.mT
     # One by one, unlike in `ssd`: a chunk multiplies the state by a matrix, not by a number.
-    for kept_BHNN, added_BHNP in zip(kept.unbind(2), added.unbind(2)):
+    for kept_BHNN, added_BHNP in zip(kept_BHMNN.unbind(2), added_BHMNP.unbind(2)):
         before.append(state)
         state = kept_BHNN @ state + added_BHNP
-    u = own - read @ torch.stack(before, dim=2)
-    return u.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length]
+    u_BHMQP = own_BHMQP - read_BHMQN @ torch.stack(before, dim=2)
+    u_BLHP = u_BHMQP.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)
+    return u_BLHP[:, :length]

@@ -50,7 +50,8 @@ class AttentionLayout(NamedTuple):
             return head
         if self.by_head:
             return 3 * head + ("query", "key", "value").index(part)
-        return {"query": 0, "key": n_heads, "value": n_heads + n_kv_heads}[part] + head
+        first = {"query": 0, "key": n_heads, "value": n_heads + n_kv_heads}
+        return first[part] + head
 
     def blocks(
         self,
@@ -61,19 +62,21 @@ class AttentionLayout(NamedTuple):
         n_kv_heads: int,
     ) -> list[int]:
         """Return the block indices of these heads and KV heads in one linear, ascending."""
-        wanted: dict[Part, Sequence[int]] = {"query": heads, "key": kv_heads, "value": kv_heads}
-        return sorted(
-            self.block(part, head, n_heads, n_kv_heads)
-            for part, which in wanted.items()
-            if getattr(self, part) == linear
-            for head in which
-        )
+        heads_of: dict[Part, Sequence[int]] = {"query": heads, "key": kv_heads, "value": kv_heads}
+        blocks = []
+        for part, heads_of_part in heads_of.items():
+            if getattr(self, part) == linear:
+                blocks += [self.block(part, head, n_heads, n_kv_heads) for head in heads_of_part]
+        return sorted(blocks)
 
     def count_kv_heads(self, attention: nn.Module, n_heads: int, head_dim: int) -> int:
         """Count the KV heads of an attention module with ``n_heads`` query heads."""
         linear: Any = attention.get_submodule(self.key)
         n_blocks = linear.out_features // head_dim
-        return n_blocks if len(self.inputs) > 1 else (n_blocks - n_heads) // 2
+        if len(self.inputs) > 1:
+            return n_blocks
+        # One linear: all queries, then as many keys as values.
+        return (n_blocks - n_heads) // 2
 
 
 LAYOUTS = (
@@ -104,16 +107,17 @@ class ConfigView:
 def find_layout(attention: nn.Module, name: str) -> AttentionLayout:
     """Return the layout of an attention module called ``name``. Raises ValueError if no layout fits."""
     linears = {part for part, child in attention.named_children() if isinstance(child, nn.Linear)}
+    expected = []
     for layout in LAYOUTS:
-        if {*layout.inputs, layout.output} <= linears:
+        names = (*layout.inputs, layout.output)
+        if linears.issuperset(names):
             return layout
-    missing = [part for part in (*LAYOUTS[0].inputs, LAYOUTS[0].output) if part not in linears]
-    expected = ", or ".join(
-        f"{', '.join((*layout.inputs, layout.output))} ({layout.families})" for layout in LAYOUTS
-    )
+        expected.append(f"{', '.join(names)} ({layout.families})")
+    common_names = (*LAYOUTS[0].inputs, LAYOUTS[0].output)
+    missing = [part for part in common_names if part not in linears]
     raise ValueError(
         f"{name} ({type(attention).__name__}) has no linear {', '.join(missing)}; "
-        f"expected an attention module with {expected}."
+        f"expected an attention module with {', or '.join(expected)}."
     )
 
 
@@ -123,8 +127,10 @@ def cache_argument(forward: Callable[..., Any]) -> str:
     The signature decides, not the version of transformers: a family, or a model's remote code, may be older or newer.
     """
     parameters = inspect.signature(forward).parameters
-    named = [name for name in CACHE_NAMES if name in parameters]
-    return named[0] if named else CACHE_NAMES[0]
+    for name in CACHE_NAMES:
+        if name in parameters:
+            return name
+    return CACHE_NAMES[0]
 
 
 def cache_of(output: Any) -> Any:
@@ -146,8 +152,11 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 
 def head_norm(attention: nn.Module, part: Part) -> nn.Module | None:
     """Return the norm after an attention module's query or key projection, if it has one."""
-    norms = [getattr(attention, name, None) for name in HEAD_NORMS.get(part, ())]
-    return next((norm for norm in norms if norm is not None), None)
+    for name in HEAD_NORMS.get(part, ()):
+        norm = getattr(attention, name, None)
+        if norm is not None:
+            return norm
+    return None
 
 
 def is_over_all_heads(norm: nn.Module | None, head_dim: int) -> bool:
@@ -174,5 +183,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def attention_name(layer: nn.Module) -> str:
     """Return the name of a decoder layer's attention module; empty if there is none."""
     children = dict(layer.named_children())
-    found = [name for name in ATTENTION_NAMES if name in children]
-    return found[0] if found else ""
+    for name in ATTENTION_NAMES:
+        if name in children:
+            return name
+    return ""

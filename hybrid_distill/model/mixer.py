@@ -57,15 +57,20 @@ class _KVStore:
         return pick_heads(key_states, self.kv_index), pick_heads(value_states, self.kv_index)
 
     def get_seq_length(self, *args: Any) -> int:
-        return 0 if self.layer is None else self.layer.get_seq_length()
+        if self.layer is None:
+            return 0
+        return self.layer.get_seq_length()
 
 
 def _pick_blocks(
     heads: list[int], head_dim: int, norm: nn.Module, args: Any, out_BLC: Tensor
 ) -> Tensor:
     """Pick heads from the output of a norm over all heads (forward hook)."""
-    blocks = [out_BLC[..., head * head_dim : (head + 1) * head_dim] for head in heads]
-    return torch.cat(blocks, dim=-1)
+    picked = []
+    for head in heads:
+        begin = head * head_dim
+        picked.append(out_BLC[..., begin : begin + head_dim])
+    return torch.cat(picked, dim=-1)
 
 
 def _unprojected(t_BLD: Tensor) -> Tensor:
@@ -76,11 +81,10 @@ def _unprojected(t_BLD: Tensor) -> Tensor:
 class HybridMixer(nn.Module):
     """Replacement for the attention module of a layer, with the same inputs and kind of output.
 
-    ``attention`` is the backbone's attention module without its output projection. It is reduced to the
-    kept heads (None if no head is kept); if replaced heads have a window, it is whole, and ``windowed``
-    limits what they see. ``ssm`` holds the recurrent heads (None if all heads are kept, or if windows
-    stand alone). If queries and keys are normalized over all heads, their projections stay whole and
-    the kept heads are picked after the norm.
+    ``attention`` is the backbone's attention module without its output projection. It is reduced to the kept heads
+    (None if no head is kept); if replaced heads have a window, it is whole, and ``windowed`` limits what they see.
+    ``ssm`` holds the recurrent heads (None if all heads are kept, or if windows stand alone). If queries and keys are
+    normalized over all heads, their projections stay whole and the kept heads are picked after the norm.
     """
 
     def __init__(self, attention: Any, config: HybridConfig, layer: int) -> None:
@@ -129,24 +133,7 @@ class HybridMixer(nn.Module):
         """Shrink the backbone's attention projections to the kept heads; the builder fills in their weights."""
         n_kept = len(self.kept)
         n_stored = len(self.kv_groups)
-        n_kv_heads = self.n_heads // self.group_size
-        whole = set()
-        read: dict[Part, tuple[int, ...]] = {"query": self.kept, "key": self.kv_groups}
-        n_all: dict[Part, int] = {"query": self.n_heads, "key": n_kv_heads}
-        for part, heads in read.items():
-            norm = head_norm(attention, part)
-            if norm is not None and is_over_all_heads(norm, self.head_dim):
-                whole.add(getattr(self.layout, part))
-                if len(heads) < n_all[part]:
-                    norm.register_forward_hook(partial(_pick_blocks, list(heads), self.head_dim))
-        for name in self.layout.inputs:
-            if name in whole:
-                continue
-            full = getattr(attention, name)
-            blocks = self.layout.blocks(name, self.kept, self.kv_groups, self.n_heads, n_kv_heads)
-            n_rows = len(blocks) * self.head_dim
-            cut = nn.Linear(full.in_features, n_rows, bias=full.bias is not None)
-            setattr(attention, name, cut)
+        self._cut_projections(attention)
         n_repeats = n_kept // n_stored
         kv_index = [self.kv_groups.index(head // self.group_size) for head in self.kept]
         repeated = [place // n_repeats for place in range(n_stored * n_repeats)]
@@ -169,6 +156,27 @@ class HybridMixer(nn.Module):
         )
         return attention
 
+    def _cut_projections(self, attention: Any) -> None:
+        """Replace projections by empty ones of the kept heads; where a norm spans all heads, pick heads after it."""
+        n_kv_heads = self.n_heads // self.group_size
+        whole = set()
+        kept: dict[Part, tuple[int, ...]] = {"query": self.kept, "key": self.kv_groups}
+        n_all: dict[Part, int] = {"query": self.n_heads, "key": n_kv_heads}
+        for part, heads in kept.items():
+            norm = head_norm(attention, part)
+            if norm is not None and is_over_all_heads(norm, self.head_dim):
+                whole.add(getattr(self.layout, part))
+                if len(heads) < n_all[part]:
+                    norm.register_forward_hook(partial(_pick_blocks, list(heads), self.head_dim))
+        for name in self.layout.inputs:
+            if name in whole:
+                continue
+            full = getattr(attention, name)
+            blocks = self.layout.blocks(name, self.kept, self.kv_groups, self.n_heads, n_kv_heads)
+            n_rows = len(blocks) * self.head_dim
+            cut = nn.Linear(full.in_features, n_rows, bias=full.bias is not None)
+            setattr(attention, name, cut)
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return (out_BLD, None): the output projection of all heads. See `heads` for the arguments."""
         y_BLHP = self.heads(hidden_states, *args, **kwargs)
@@ -188,22 +196,23 @@ class HybridMixer(nn.Module):
     ) -> Tensor:
         """Compute the outputs y_BLHP of all heads in the teacher's head order, before the output projection.
 
-        ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; only the
-        replaced heads read them. Kept heads read the backbone's ``attention_mask``; if ``attended``
-        contains their outputs, they do not run. Attention receives all other keyword arguments,
-        including a cache under any of `CACHE_NAMES`.
+        ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; only the replaced heads
+        read them. Kept heads read the backbone's ``attention_mask``; if ``attended`` contains their outputs, they do
+        not run. Attention receives all other keyword arguments. The cache may come under any of `CACHE_NAMES`.
         """
         if cache is None:
             cache = given_cache(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        # From the decoder layer, whose own forward may drop arguments that it does not know.
         row = getattr(current_row, "arguments", {})
         if token_mask is None:
             token_mask = row.get("token_mask")
         if seq_idx is None:
             seq_idx = row.get("seq_idx")
-        layer_cache = None if cache is None else cache.layer(self.layer)
+        layer_cache = None
         length = hidden_states.shape[1]
-        if layer_cache is not None:
+        if cache is not None:
+            layer_cache = cache.layer(self.layer)
             layer_cache.begin(length)
 
         inputs = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
@@ -237,7 +246,7 @@ class HybridMixer(nn.Module):
         return y_BLD.unflatten(-1, (-1, self.head_dim))
 
     def _store(self, layer_cache: HybridLayerCache | None) -> _KVStore | None:
-        """Return what kept attention reads as its cache, if it needs any."""
+        """Return the cache of the kept attention, if it needs one: also to repeat KV heads without a cache."""
         if layer_cache is None and self.kv_index is None:
             return None
         return _KVStore(layer_cache, self.kv_index)
@@ -264,9 +273,8 @@ class HybridMixer(nn.Module):
         if not self.kept or not self.replaced:
             return cast(Tensor, attended if self.kept else replaced)
         assert attended is not None and replaced is not None
-        # Runs, because a slice per head would be many small copies, and an index tensor one more
-        # transfer to the device.
-        # torch 2.9 cannot compile groupby of a generator.
+        # Runs, because a slice per head would be many small copies, and an index tensor one more transfer to the
+        # device. A list, because torch 2.9 cannot compile groupby of a generator.
         is_kept = [head in self.kept for head in range(self.n_heads)]
         n_attended = 0
         n_replaced = 0
@@ -284,7 +292,7 @@ class HybridMixer(nn.Module):
 
 @contextmanager
 def silence(mixers: list[HybridMixer], part: HeadPart) -> Iterator[None]:
-    """Leave one part of all replaced heads out: what the other part, or neither, computes alone."""
+    """Leave one part of all replaced heads out, so that the other part, or neither, computes alone."""
     before = [mixer.silenced for mixer in mixers]
     try:
         for mixer in mixers:

@@ -1,4 +1,4 @@
-"""File of a prompt's state: a cache that ``model.prefill`` has filled, and of which prompt and student it is.
+"""File of a prompt's state: a cache that ``model.prefill`` has filled, with its prompt and its student.
 
 Shapes: B batch, L columns of the prompt, padding included.
 """
@@ -44,7 +44,7 @@ class Prefix(NamedTuple):
     def begins(self, ids_BS: Tensor, mask_BS: Tensor | None) -> bool:
         """Return True if these rows begin with the prompt and its padding; without a mask, all are tokens.
 
-        What stands at padding does not matter.
+        The ids at padding do not matter.
         """
         if not self._fits(ids_BS):
             return False
@@ -83,13 +83,14 @@ class Prefix(NamedTuple):
         )
 
     def facts(self) -> dict[str, str]:
-        """Return what a file says of itself."""
+        """Return the metadata by which a file is recognized."""
         mask_BL = (self.mask_BL != 0).long().cpu()
         tokens_BL = self.ids_BL.long().cpu() * mask_BL
         shape = str(tuple(tokens_BL.shape)).encode()
+        prompt = shape + _bytes(tokens_BL) + _bytes(mask_BL)
         return {
             "format": FORMAT,
-            "prompt": hashlib.sha256(shape + _bytes(tokens_BL) + _bytes(mask_BL)).hexdigest(),
+            "prompt": hashlib.sha256(prompt).hexdigest(),
             "student": self.student,
             "dtype": self.dtype,
         }
@@ -97,20 +98,21 @@ class Prefix(NamedTuple):
 
 @torch.no_grad()
 def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
-    """Hash what decides the state after a prompt: a student's settings, its weights and which of its adapters are on,
-    the embeddings of the tokens.
+    """Hash everything on which the state after a prompt depends.
 
-    Of each weight, only some elements are read. Wherever a weight is, on a device or offloaded, the hash is the same.
+    That is a student's settings, its weights and which of its adapters are on, and the embeddings of the tokens. Of
+    each weight, only some elements are read. Wherever a weight is, on a device or offloaded, the hash is the same.
     """
     config = model.config
     fields = ("kept", "d_state", "conv_width", "conv_bias", "recurrence", "window", "sinks")
-    own = {name: getattr(config, name) for name in fields}
-    described = json.dumps([own, config.backbone], sort_keys=True, default=str)
-    digest = hashlib.sha256(described.encode())
+    settings = {name: getattr(config, name) for name in fields}
+    description_of_config = json.dumps([settings, config.backbone], sort_keys=True, default=str)
+    digest = hashlib.sha256(description_of_config.encode())
     # Training may change the embeddings of a few tokens alone, which a sample would not notice.
     token_T = ids_BL[mask_BL != 0].unique()
     token_T = token_T[token_T < config.vocab_size]
-    samples = [model.get_input_embeddings()(token_T).float().flatten()]
+    embedding_TD = model.get_input_embeddings()(token_T)
+    samples = [embedding_TD.float().flatten()]
     for description, sample in _sampled_weights(model.model):
         digest.update(description.encode())
         samples.append(sample.to(ids_BL.device, torch.float32))
@@ -125,14 +127,19 @@ def _sampled_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if hasattr(module, "base_layer"):
             adapters = [getattr(module, name, None) for name in OF_ADAPTERS]
             yield f"{path} {adapters}", torch.empty(0)
+        # Listed first: loading replaces the parameters.
         names = [name for name, _ in module.named_parameters(recurse=False)]
         with _in_memory(module):
             for name in names:
                 weight = getattr(module, name)
                 for part in _plain_parts(weight.detach()):
-                    stride = max(1, part.numel() // SAMPLES_PER_TENSOR)
-                    sample = part.flatten()[::stride][:SAMPLES_PER_TENSOR]
-                    yield f"{path}.{name} {tuple(part.shape)} {part.dtype}", sample
+                    yield f"{path}.{name} {tuple(part.shape)} {part.dtype}", _sample(part)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, spread evenly."""
+    stride = max(1, tensor.numel() // SAMPLES_PER_TENSOR)
+    return tensor.flatten()[::stride][:SAMPLES_PER_TENSOR]
 
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:

@@ -34,10 +34,10 @@ class RingStep(NamedTuple):
 class TokenRing:
     """First S and last W tokens of each row: their keys and values, and where a full cache stores them.
 
-    Slot m < S holds the token at place m, slot S + r the latest token whose place is r modulo W. Places
-    count the tokens of a row from 0, without padding, so that rows of a padded batch differ in their
-    number of tokens but not in the shape of their rings. Until a row has W columns, there are as many
-    slots of the window as columns; a static ring has all of them from the start.
+    Slot m < S holds the token at place m, slot S + r the latest token whose place is r modulo W. Places count the
+    tokens of a row from 0, without padding, so that rows of a padded batch differ in their number of tokens but not in
+    the shape of their rings. Until a row has W columns, there are as many slots of the window as columns; a static
+    ring has all of them from the start.
     """
 
     def __init__(self, window: int, sinks: int, is_static: bool = False) -> None:
@@ -82,9 +82,11 @@ class TokenRing:
         self._grow(n_columns)
         assert self.n_tokens_B is not None
         if token_mask_B1 is None:
+            is_new_B = None
             n_new_B = torch.ones_like(self.n_tokens_B)
         else:
-            n_new_B = (token_mask_B1 != 0).sum(dim=1)
+            is_new_B = token_mask_B1[:, 0] != 0
+            n_new_B = is_new_B.long()
         n_tokens_B = self.n_tokens_B + n_new_B
         # A row of padding alone has no token yet. Padding is given the output of the last token, which nobody reads.
         place_B1 = (n_tokens_B.unsqueeze(1) - 1).clamp_min(0)
@@ -93,12 +95,13 @@ class TokenRing:
             # A token beyond the sinks is written into the same slot twice: fewer steps than to ask.
             sink_B1 = torch.where(place_B1 < self.sinks, place_B1, slot_BX)
             slot_BX = torch.cat([sink_B1, slot_BX], dim=1)
+        row_B = torch.arange(len(place_B1), device=place_B1.device)
         return RingStep(
             n_tokens_B=n_tokens_B,
             n_new_B=n_new_B,
-            is_new_B=None if token_mask_B1 is None else n_new_B > 0,
+            is_new_B=is_new_B,
             column_B1=column_B1.to(torch.int32),
-            row_B1=torch.arange(len(place_B1), device=place_B1.device).unsqueeze(1),
+            row_B1=row_B.unsqueeze(1),
             slot_BX=slot_BX,
             seen_BR=seen_in_ring(self._places_BR(n_tokens_B), place_B1, reach),
         )
@@ -165,10 +168,13 @@ class TokenRing:
         """
         device = n_tokens_B.device
         last_B1 = n_tokens_B.unsqueeze(1) - 1
+        slot_W = torch.arange(self.n_near, device=device)
         # The largest place up to the last one that is r modulo W.
-        near_BW = last_B1 - (last_B1 - torch.arange(self.n_near, device=device)) % self.window
+        age_BW = (last_B1 - slot_W) % self.window
+        near_BW = last_B1 - age_BW
         sink_S = torch.arange(self.sinks, device=device)
-        return torch.cat([sink_S.expand(len(last_B1), -1), near_BW], dim=1)
+        sink_BS = sink_S.expand(len(last_B1), -1)
+        return torch.cat([sink_BS, near_BW], dim=1)
 
     def _allocate(self, key_BGLP: Tensor, value_BGLP: Tensor, n_new_B: Tensor) -> None:
         batch, n_groups, _, width = key_BGLP.shape
@@ -195,7 +201,9 @@ class TokenRing:
         return self.sinks + min(self.window, n_columns)
 
     def _owned(self, tensor: Tensor) -> Tensor:
-        return static(tensor) if self.is_static else tensor
+        if self.is_static:
+            return static(tensor)
+        return tensor
 
     def _set(self, name: str, tensor: Tensor) -> None:
         if self.is_static:
@@ -212,12 +220,12 @@ class TokenRing:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name; empty before the first token."""
-        named = {}
+        tensors = {}
         for name in ("keys", "values", "column_BR", "n_tokens_B"):
             tensor = getattr(self, name)
             if tensor is not None:
-                named[name] = tensor
-        return named
+                tensors[name] = tensor
+        return tensors
 
     def nbytes(self) -> int:
         """Count the bytes of keys, values and columns."""
@@ -225,10 +233,11 @@ class TokenRing:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _put(held: Tensor, slots: Any, new: Tensor, is_new_B: Tensor | None) -> None:
+def _put(stored: Tensor, slots: Any, new: Tensor, is_new_B: Tensor | None) -> None:
     """Write ``new`` [B, 1, ...] into the ``slots`` of a tensor, in rows that are new."""
-    new = new.to(held.dtype)
+    new = new.to(stored.dtype)
     if is_new_B is not None:
-        new = torch.where(is_new_B.view(-1, *[1] * (new.dim() - 1)), new, held[slots])
+        other_dims = [1] * (new.dim() - 1)
+        new = torch.where(is_new_B.view(-1, *other_dims), new, stored[slots])
     # Not scatter_, which takes a hundred times as long on a CPU.
-    held[slots] = new
+    stored[slots] = new

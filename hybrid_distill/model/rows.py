@@ -1,4 +1,4 @@
-"""Choice and order of tokens and heads, and tensors that stay where they are.
+"""Pick and reorder tokens and heads of rows; mark tensors whose addresses stay.
 
 Shapes: B batch, L length, H heads, R picked tokens, P head dim.
 """
@@ -23,14 +23,19 @@ class TokensFirst(NamedTuple):
     @classmethod
     def of(cls, token_mask_BL: Tensor) -> TokensFirst:
         """Find the order. Neither sorts nor synchronizes with the device."""
-        is_token = token_mask_BL != 0
-        n_tokens_B1 = is_token.sum(dim=1, keepdim=True)
-        padding_place = n_tokens_B1 + (~is_token).cumsum(1)
-        place_BL = torch.where(is_token, is_token.cumsum(1), padding_place) - 1
+        is_token_BL = token_mask_BL != 0
+        n_tokens_B1 = is_token_BL.sum(dim=1, keepdim=True)
+        # Counted from 1: tokens first, in their order, then padding in its own.
+        token_place_BL = is_token_BL.cumsum(1)
+        padding_place_BL = n_tokens_B1 + (~is_token_BL).cumsum(1)
+        place_BL = torch.where(is_token_BL, token_place_BL, padding_place_BL) - 1
         index_BL = torch.arange(place_BL.numel(), device=place_BL.device).view_as(place_BL)
-        back = (place_BL + index_BL[:, :1]).flatten()
+        first_of_row_B1 = index_BL[:, :1]
+        back = (place_BL + first_of_row_B1).flatten()
+        # The inverse of a permutation, without sorting it.
         order = torch.empty_like(back).scatter_(0, back, index_BL.flatten())
-        return cls(order, back, index_BL[:1] < n_tokens_B1)
+        place_in_row_1L = index_BL[:1]
+        return cls(order, back, place_in_row_1L < n_tokens_B1)
 
     def apply(self, t: Tensor) -> Tensor:
         """Reorder the tokens of [B, L, ...]."""
@@ -42,7 +47,9 @@ class TokensFirst(NamedTuple):
 
     def documents(self, seq_idx_BL: Tensor) -> Tensor:
         """Reorder document numbers; the padding, now at the end, gets the last document's."""
-        return self.apply(seq_idx_BL).cummax(dim=1).values
+        reordered_BL = self.apply(seq_idx_BL)
+        # Numbers ascend along a row, so the largest so far is that of the last token.
+        return reordered_BL.cummax(dim=1).values
 
 
 class _Reordered(torch.autograd.Function):
@@ -62,9 +69,10 @@ class _Reordered(torch.autograd.Function):
 def document_begins(seq_idx_BL: Tensor) -> Tensor:
     """Return the index of the first token of each token's document."""
     index_L = torch.arange(seq_idx_BL.shape[1], device=seq_idx_BL.device)
-    starts_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
-    starts_BL[:, 1:] = seq_idx_BL[:, 1:] != seq_idx_BL[:, :-1]
-    return torch.where(starts_BL, index_L, 0).cummax(dim=1).values
+    is_first_BL = torch.ones_like(seq_idx_BL, dtype=torch.bool)
+    is_first_BL[:, 1:] = seq_idx_BL[:, 1:] != seq_idx_BL[:, :-1]
+    begin_BL = torch.where(is_first_BL, index_L, 0)
+    return begin_BL.cummax(dim=1).values
 
 
 def pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
@@ -85,9 +93,10 @@ def pick_heads(t_BHLP: Tensor, heads: list[int]) -> Tensor:
 
 def pick_tokens(t_BHLP: Tensor, index_BR: Tensor) -> Tensor:
     """Return the tokens [B, H, R, P] at each row's own indices."""
-    batch, n_heads, _, width = t_BHLP.shape
-    index = index_BR.long()[:, None, :, None].expand(batch, n_heads, -1, width)
-    return t_BHLP.gather(2, index)
+    batch, n_heads, _, head_dim = t_BHLP.shape
+    index_B1R1 = index_BR.long()[:, None, :, None]
+    index_BHRP = index_B1R1.expand(batch, n_heads, -1, head_dim)
+    return t_BHLP.gather(2, index_BHRP)
 
 
 def static(tensor: Tensor) -> Tensor:

@@ -167,8 +167,7 @@ def _is_student(model: PreTrainedModel) -> bool:
 
 
 def _compared(model: PreTrainedModel) -> Any:
-    """Return what runs: the model, or the decoder of a student without an output embedding (`HybridModel`, a
-    classifier)."""
+    """Return the model; for a student without an output embedding (`HybridModel`, a classifier), its decoder."""
     if _is_student(model) and model.get_output_embeddings() is None:
         return decoder_of(model)
     return model
@@ -181,16 +180,25 @@ def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
 
 
 def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
-    mask_1L = (torch.arange(ids_1L.shape[1], device=ids_1L.device) >= BESIDE).long().unsqueeze(0)
+    mask_1L = _in_document(ids_1L)
     positions_1L = (mask_1L.cumsum(-1) - 1).clamp(min=0)
-    return _logits(model, ids_1L, attention_mask=mask_1L, position_ids=positions_1L)[BESIDE:]
+    logits_LV = _logits(model, ids_1L, attention_mask=mask_1L, position_ids=positions_1L)
+    return logits_LV[BESIDE:]
 
 
 def _packed(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
-    seq_idx_1L = (torch.arange(ids_1L.shape[1], device=ids_1L.device) >= BESIDE).long().unsqueeze(0)
-    if _is_student(model):
-        return _logits(model, ids_1L, seq_idx=seq_idx_1L)[BESIDE:]
-    return _logits(model, ids_1L, **packed_inputs(seq_idx_1L, model.dtype, model.config))[BESIDE:]
+    seq_idx_1L = _in_document(ids_1L)
+    inputs: dict[str, Any] = {"seq_idx": seq_idx_1L}
+    if not _is_student(model):
+        inputs = packed_inputs(seq_idx_1L, model.dtype, model.config)
+    logits_LV = _logits(model, ids_1L, **inputs)
+    return logits_LV[BESIDE:]
+
+
+def _in_document(ids_1L: Tensor) -> Tensor:
+    """Return 1 at tokens of the tested document and 0 before it: a mask, and the number of each document."""
+    place_L = torch.arange(ids_1L.shape[1], device=ids_1L.device)
+    return (place_L >= BESIDE).long().unsqueeze(0)
 
 
 def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
@@ -213,13 +221,14 @@ def _size(difference_LV: Tensor) -> float:
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make windows and chunks shorter than the document; masks and caches read the config at every forward."""
-    config = decoder_of(model).config if _is_student(model) else text_config(model)
-    sizes = {field: getattr(config, field, None) for field in LIMITED.values()}
-    longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
+    config = text_config(model)
     windowed = []
     if _is_student(model):
         student: Any = model
+        config = decoder_of(model).config
         windowed = [mixer.windowed for mixer in student.mixers() if mixer.windowed is not None]
+    sizes = {field: getattr(config, field, None) for field in LIMITED.values()}
+    longer = {field: size for field, size in sizes.items() if size is not None and size > WINDOW}
     reaches = [heads.reach for heads in windowed]
     try:
         for field in longer:
@@ -250,15 +259,19 @@ def rounded_once_more(
 ) -> Iterator[None]:
     """Perturb every decoder layer's output by about one rounding error of relative size ``eps``."""
 
-    def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
-        hidden_BLD = output[0] if isinstance(output, tuple) else output
-        change_BLD = torch.rand(hidden_BLD.shape, generator=generator, device="cpu").to(
-            hidden_BLD.device
-        )
-        changed_BLD = (hidden_BLD * (1 + eps * (2 * change_BLD - 1))).to(hidden_BLD.dtype)
-        return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
+    def perturb(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
+        # Decoder layers return the hidden states alone, or first among others: it depends on the family.
+        if isinstance(output, tuple):
+            return (perturbed(output[0]), *output[1:])
+        return perturbed(output)
+
+    def perturbed(hidden_BLD: Tensor) -> Tensor:
+        # Drawn on the CPU, for the same numbers on every device.
+        uniform_BLD = torch.rand(hidden_BLD.shape, generator=generator, device="cpu")
+        change_BLD = eps * (2 * uniform_BLD.to(hidden_BLD.device) - 1)
+        return (hidden_BLD * (1 + change_BLD)).to(hidden_BLD.dtype)
 
     with ExitStack() as hooks:
         for layer in decoder_of(model).layers:
-            hooks.enter_context(layer.register_forward_hook(change))
+            hooks.enter_context(layer.register_forward_hook(perturb))
         yield

@@ -7,15 +7,15 @@ Per head, with one scalar decay a_t in (0, 1) per token (discrete Mamba-2, arXiv
 
 As a matrix, y = T x with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s: the *mixing matrix*.
 
-Shapes: B batch, L length, S source length, H head, P head dim, N state size, C channels, K conv
-width, M chunks, Q chunk size. States and decays are in fp32 or fp64, independent of the inputs'
-dtype and autocast."""
+Shapes: B batch, L length, S source length, H head, P head dim, N state size, C channels, K conv width, M chunks,
+Q chunk size. States and decays are in fp32 or fp64, independent of the inputs' dtype and autocast.
+"""
 
 from __future__ import annotations
 
 import importlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,15 @@ from torch import Tensor
 
 from .kernel_choice import KERNEL_WIDTHS, KERNELS, choose
 
-CHUNK_SIZE = 32  # on a CPU, shorter chunks are too many calls and longer ones too many products
-# One matmul carries the state over a block; its cost is quadratic in the block size
+CHUNK_SIZE = 32
+"""Tokens of a chunk. On a CPU, shorter chunks are too many calls and longer ones too many products."""
 CHUNKS_PER_BLOCK = 64
-MIN_LOG_DECAY = -30.0  # erases an fp32 state completely, and keeps sums finite
+"""Chunks over which one product carries the state; its cost is quadratic in this number."""
+MIN_LOG_DECAY = -30.0
+"""Smallest log decay: it erases an fp32 state completely, and keeps sums finite."""
 MAMBA_CHUNK_SIZE = 128
-SMALLEST_STEP = 1e-20  # exp(-1e-20) is 1, and dividing by it stays finite
+SMALLEST_STEP = 1e-20
+"""Smallest step for mamba-ssm: exp(-1e-20) is 1, and dividing by it stays finite."""
 
 
 def log_decay(raw: Tensor) -> Tensor:
@@ -55,13 +58,12 @@ def ssd_scan(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence.
 
-    ``state_BHPN`` is the state before the first token (default: zero). ``seq_idx_BL`` numbers the
-    documents packed in a row, ascending: the state resets where the number changes, and a given
-    state belongs to the first document. Returns y_BLHP in the dtype of x, and the state after the
-    last token in fp32 (fp64 for fp64).
+    ``state_BHPN`` is the state before the first token (default: zero). ``seq_idx_BL`` numbers the documents packed in
+    a row, ascending: the state resets where the number changes, and a given state belongs to the first document.
+    Returns y_BLHP in the dtype of x, and the state after the last token in fp32 (fp64 for fp64).
 
-    Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl``
-    that cannot run."""
+    Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that cannot run.
+    """
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
     chosen = choose(impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None)
     if type(chunk_size) is not int or chunk_size < 1:
@@ -69,7 +71,7 @@ def ssd_scan(
             f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
         )
     length = x_BLHP.shape[1]
-    # Autocast would run fp32 matmuls in bf16
+    # Autocast would run fp32 matmuls in bf16.
     with torch.autocast(x_BLHP.device.type, enabled=False):
         if chosen == "triton" and length > 0:
             options = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL, "softplus": False}
@@ -107,16 +109,14 @@ def gated_ssd_scan(
     """
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
     chosen = choose(impl, "recurrence", x_BLHP, *sizes, gated=True, packed=seq_idx_BL is not None)
+    options: dict[str, Any] = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL}
     if x_BLHP.shape[1] > 0 and chosen == "triton":
-        inputs = x_BLHP, raw_BLH, b_BLHN, c_BLHN
         with torch.autocast(x_BLHP.device.type, enabled=False):
             return KERNELS["ssd"](
-                *inputs, D_H=D_H, z_BLHP=z_BLHP, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL
+                x_BLHP, raw_BLH, b_BLHN, c_BLHN, D_H=D_H, z_BLHP=z_BLHP, **options
             )
     log_a_BLH = log_decay(raw_BLH)
-    y_BLHP, state = ssd_scan(
-        x_BLHP, log_a_BLH, b_BLHN, c_BLHN, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL, impl=impl
-    )
+    y_BLHP, state = ssd_scan(x_BLHP, log_a_BLH, b_BLHN, c_BLHN, impl=impl, **options)
     return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
@@ -146,50 +146,54 @@ def step_in_place(
     token_mask_B: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor | None:
-    """Run one token of `causal_conv` and `gated_ssd_scan` in one kernel; update both states in
-    place, return y_BHP.
+    """Run one token of `causal_conv` and `gated_ssd_scan` in one kernel; update both states in place, return y_BHP.
 
-    ``token_mask_B`` is 0 at padding, which leaves both states unchanged. Returns None, and does
-    nothing, if gradients are enabled, ``impl`` has no such kernel, or the states or the convolution
-    width do not fit it."""
-    states = conv_state_BCK, ssm_state_BHPN
-    fits = ssm_state_BHPN.dtype == torch.float32 and conv_weight_CK.shape[1] in KERNEL_WIDTHS
+    ``token_mask_B`` is 0 at padding, which leaves both states unchanged. Returns None, and does nothing, if gradients
+    are enabled, ``impl`` has no such kernel, or the states or the convolution width do not fit it.
+    """
     # In place, so not where autograd may still need the states as they are.
-    fits = fits and not torch.is_grad_enabled() and all(state.is_contiguous() for state in states)
-    if not fits:
+    if torch.is_grad_enabled():
         return None
-    sizes = *ssm_state_BHPN.shape[2:], conv_weight_CK.shape[1]
-    if choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None) != "triton":
+    conv_width = conv_weight_CK.shape[1]
+    if ssm_state_BHPN.dtype != torch.float32 or conv_width not in KERNEL_WIDTHS:
+        return None
+    if not (conv_state_BCK.is_contiguous() and ssm_state_BHPN.is_contiguous()):
+        return None
+    sizes = *ssm_state_BHPN.shape[2:], conv_width
+    chosen = choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None)
+    if chosen != "triton":
         return None
     inputs = xbc_BC, raw_BH, z_BHP, conv_weight_CK, D_H
-    return KERNELS["ssd_step"](*inputs, *states, token_mask_B=token_mask_B)
+    return KERNELS["ssd_step"](*inputs, conv_state_BCK, ssm_state_BHPN, token_mask_B=token_mask_B)
 
 
 def skip_and_gate(y: Tensor, x: Tensor, D_H: Tensor, z: Tensor) -> Tensor:
-    return torch.addcmul(y, x, D_H.to(y.dtype).unsqueeze(-1)) * F.silu(z)
+    """Return (y + D x) silu(z)."""
+    skip_H1 = D_H.to(y.dtype).unsqueeze(-1)
+    return torch.addcmul(y, x, skip_H1) * F.silu(z)
 
 
 def ssd_step(
     x_BHP: Tensor, log_a_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token; return y_BHP in the dtype of x, and a new state (the old one is not
-    modified)."""
+    """Compute one token; return y_BHP in the dtype of x, and a new state."""
     dtype = state_dtype(x_BHP, state_BHPN)
-    decay = log_a_BH.to(dtype).exp()[..., None, None]
-    added = x_BHP.to(dtype).unsqueeze(-1) * b_BHN.to(dtype).unsqueeze(-2)
-    state = decay * state_BHPN.to(dtype) + added
-    y_BHP = (state * c_BHN.to(dtype).unsqueeze(-2)).sum(-1)
+    decay_BH11 = log_a_BH.to(dtype).exp()[..., None, None]
+    x_BHP1 = x_BHP.to(dtype).unsqueeze(-1)
+    b_BH1N = b_BHN.to(dtype).unsqueeze(-2)
+    c_BH1N = c_BHN.to(dtype).unsqueeze(-2)
+    state = decay_BH11 * state_BHPN.to(dtype) + x_BHP1 * b_BH1N
+    y_BHP = (state * c_BH1N).sum(-1)
     return y_BHP.to(x_BHP.dtype), state
 
 
 def mixing_matrix(
     log_a_BLH: Tensor, b_BLHN: Tensor, c_BLHN: Tensor, seq_idx_BL: Tensor | None = None
 ) -> Tensor:
-    """Return T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document,
-    else 0.
+    """Return T_BHLS with T[i, j] = (C_i . B_j) prod_{j < s <= i} a_s for j <= i in one document, else 0.
 
-    This is the counterpart of an attention map: quadratic in the length. In fp32 (fp64 for fp64
-    inputs)."""
+    This is the counterpart of an attention map: quadratic in the length. In fp32 (fp64 for fp64 inputs).
+    """
     with torch.autocast(b_BLHN.device.type, enabled=False):
         dtype = state_dtype(b_BLHN)
         log_a_BHL = log_a_BLH.to(dtype).transpose(1, 2)
@@ -210,13 +214,12 @@ def causal_conv(
     n_tokens_B: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Convolve channels causally, with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1)
-    + k}.
+    """Convolve channels causally, with identity activation: y_t = sum_k weight[:, k] x_{t - (K - 1) + k}.
 
-    The last tap reads the current token. The state is the last K - 1 inputs, [B, C, K - 1]
-    (default: zeros). With ``seq_idx_BL``, no tap reads another document. Returns y_BLC and the
-    state after each row's last token: the last input, or input ``n_tokens_B`` - 1 if padding
-    follows the tokens."""
+    The last tap reads the current token. The state is the last K - 1 inputs, [B, C, K - 1] (default: zeros). With
+    ``seq_idx_BL``, no tap reads another document. Returns y_BLC and the state after each row's last token: the last
+    input, or input ``n_tokens_B`` - 1 if padding follows the tokens.
+    """
     n_past = weight_CK.shape[1] - 1
     length = x_BLC.shape[1]
     if state_BCK is not None:
@@ -230,7 +233,7 @@ def causal_conv(
     else:
         y_BLC, last_BCK = _conv_by_taps(x_BLC, weight_CK, state_BCK, seq_idx_BL)
     if n_tokens_B is not None:
-        # What either returns are the last inputs of a row, which here are padding.
+        # Either way has returned the last inputs of a row, which here are padding.
         last_BCK = _last_tokens(x_BLC, state_BCK, n_tokens_B, n_past)
     return y_BLC, last_BCK
 
@@ -258,8 +261,7 @@ def _conv_by_taps(
 def _last_tokens(
     x_BLC: Tensor, state_BCK: Tensor | None, n_tokens_B: Tensor, n_past: int
 ) -> Tensor:
-    """Return the last K - 1 inputs up to each row's last token, [B, C, K - 1]; some may come from
-    the state."""
+    """Return the last K - 1 inputs up to each row's last token, [B, C, K - 1]; some may come from the state."""
     back_K = torch.arange(-n_past, 0, device=x_BLC.device)
     place_BK1 = (n_tokens_B.unsqueeze(1) + back_K).unsqueeze(-1)
     # Negative places are in the state. Each source is read at all places, so they are clamped.
@@ -276,16 +278,17 @@ def _scan_mamba_ssm(
 ) -> tuple[Tensor, Tensor]:
     """Scan with mamba-ssm's kernels.
 
-    They compute the continuous form: a step dt decays the state by exp(-dt) and scales the input.
-    Here dt is -log a, and the input is divided by dt first."""
+    They compute the continuous form: a step dt decays the state by exp(-dt) and scales the input. Here dt is -log a,
+    and the input is divided by dt first.
+    """
     combined = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-    dt = -log_a.float()
-    x_over_dt = (x.float() / dt.clamp_min(SMALLEST_STEP).unsqueeze(-1)).to(x.dtype)
-    minus_one = log_a.new_full((x.shape[2],), -1.0, dtype=torch.float32)
+    dt_BLH = (-log_a.float()).clamp_min(SMALLEST_STEP)
+    x_over_dt = x.float() / dt_BLH.unsqueeze(-1)
+    minus_one_H = log_a.new_full((x.shape[2],), -1.0, dtype=torch.float32)
     y, state = combined.mamba_chunk_scan_combined(
-        x_over_dt,
-        dt.clamp_min(SMALLEST_STEP),
-        minus_one,
+        x_over_dt.to(x.dtype),
+        dt_BLH,
+        minus_one_H,
         b.contiguous(),
         c.contiguous(),
         chunk_size=MAMBA_CHUNK_SIZE,
@@ -297,7 +300,9 @@ def _scan_mamba_ssm(
 
 
 def state_dtype(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    """Return the dtype of states: fp64 if a tensor is, else fp32."""
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if is_double else torch.float32
 
 
 def initial_state(state_BHPN: Tensor | None, x_BLHP: Tensor, d_state: int) -> Tensor:
@@ -310,39 +315,40 @@ def initial_state(state_BHPN: Tensor | None, x_BLHP: Tensor, d_state: int) -> Te
 
 
 def _same_document(seq_idx_BL: Tensor, back: int) -> Tensor:
-    """Mark tokens whose predecessor ``back`` tokens earlier is in the same document; the past is
-    the first document."""
-    before_BK = seq_idx_BL[:, :1].expand(-1, back)
-    return torch.cat([before_BK, seq_idx_BL], dim=1)[:, : seq_idx_BL.shape[1]] == seq_idx_BL
+    """Mark tokens whose predecessor ``back`` tokens earlier is in the same document; the past is the first document."""
+    length = seq_idx_BL.shape[1]
+    past_BK = seq_idx_BL[:, :1].expand(-1, back)
+    earlier_BL = torch.cat([past_BK, seq_idx_BL], dim=1)[:, :length]
+    return earlier_BL == seq_idx_BL
 
 
 def _unseen(seq_idx: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """Return a mask [.., L, L]: -inf where token i does not see token j (later, or in another
-    document), else 0."""
-    later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
-    if seq_idx is not None:
-        later = later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
+    """Return a mask [.., L, L]: -inf where token i does not see token j (later, or in another document), else 0."""
+    is_later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
+    if seq_idx is None:
+        is_unseen = is_later.unsqueeze(0)
     else:
-        later = later.unsqueeze(0)
-    unseen = torch.zeros(later.shape, dtype=state_dtype(like), device=like.device)
-    return unseen.masked_fill_(later, -math.inf)
+        is_unseen = is_later | (seq_idx.unsqueeze(-1) != seq_idx.unsqueeze(-2))
+    unseen = torch.zeros(is_unseen.shape, dtype=state_dtype(like), device=like.device)
+    return unseen.masked_fill_(is_unseen, -math.inf)
 
 
 def _sums(log_a: Tensor, unseen: Tensor) -> Tensor:
-    """Sum log a [.., H, L] over the tokens that token i sees: cum_i, which restarts with each
-    document.
+    """Sum log a [.., H, L] over the tokens that token i sees: cum_i, which restarts with each document.
 
-    Uses a matrix product, so that no document affects the sums or gradients of another, not even in
-    the last bit. Uses float64, because differences of long sums lose small terms in float32 (MPS
-    has only float32)."""
+    Uses a matrix product, so that no document affects the sums or gradients of another, not even in the last bit. Uses
+    float64, because differences of long sums lose small terms in float32 (MPS has only float32).
+    """
     wide = log_a.dtype if log_a.device.type == "mps" else torch.float64
-    return log_a.to(wide) @ (unseen == 0).to(wide).mT
+    is_seen = (unseen == 0).to(wide)
+    return log_a.to(wide) @ is_seen.mT
 
 
 def decay_matrix(cum: Tensor, unseen: Tensor) -> Tensor:
-    """Return exp(cum_i - cum_j), 0 where unseen; the mask is added before exp, which could
-    otherwise overflow."""
-    return (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(unseen.dtype).add_(unseen).exp_()
+    """Return exp(cum_i - cum_j), 0 where unseen."""
+    log_decay_ij = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).to(unseen.dtype)
+    # Masked before exp, which could overflow where token j is later.
+    return log_decay_ij.add_(unseen).exp_()
 
 
 def _scan_reference(
@@ -358,7 +364,8 @@ def _scan_reference(
     ys = []
     for t in range(x.shape[1]):
         if seq_idx is not None and t > 0:
-            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+            continues_B = seq_idx[:, t] == seq_idx[:, t - 1]
+            state = state * continues_B[:, None, None, None]
         y, state = ssd_step(x[:, t], log_a[:, t], b[:, t], c[:, t], state)
         ys.append(y)
     return torch.stack(ys, dim=1), state
@@ -375,56 +382,80 @@ def _scan_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Scan with matrix products: a mixing matrix within each chunk, states between chunks.
 
-    1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from
-    both."""
+    1. Each chunk's addition to the state.  2. The state before each chunk.  3. The outputs, from both.
+    """
     batch, length, n_heads, head_dim = x.shape
     # Copied once, instead of in every product.
-    x = to_chunks(x, chunk_size).contiguous()  # [B, H, M, Q, P]
+    x_BHMQP = to_chunks(x, chunk_size).contiguous()
     # Products are faster if their last dimension is not the small N.
-    bt = to_chunks(b, chunk_size).mT.contiguous()  # [B, H, M, N, Q]
-    ct = to_chunks(c, chunk_size).mT.contiguous()
+    b_BHMNQ = to_chunks(b, chunk_size).mT.contiguous()
+    c_BHMNQ = to_chunks(c, chunk_size).mT.contiguous()
     cum_BHMQ, unseen, to_end, from_start, seq_BMQ = chunk_decays(log_a, seq_idx, chunk_size)
 
-    added_BHMNP = (bt * to_end.unsqueeze(-2)) @ x
-    before_BHMNP, state = _carry(added_BHMNP, cum_BHMQ[..., -1], state.mT, seq_BMQ)
+    added_BHMNP = (b_BHMNQ * to_end.unsqueeze(-2)) @ x_BHMQP
+    over_chunk_BHM = cum_BHMQ[..., -1]
+    before_BHMNP, state = _carry(added_BHMNP, over_chunk_BHM, state.mT, seq_BMQ)
     # Detached: the backward by hand gives cum the gradient of both its uses.
-    y = _ChunkOutputs.apply(x, bt, ct, cum_BHMQ, before_BHMNP, unseen, from_start.detach())
-    return y.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)[:, :length], state.mT
+    from_start = from_start.detach()
+    y_BHMQP = _ChunkOutputs.apply(
+        x_BHMQP, b_BHMNQ, c_BHMNQ, cum_BHMQ, before_BHMNP, unseen, from_start
+    )
+    y_BLHP = y_BHMQP.permute(0, 2, 3, 1, 4).reshape(batch, -1, n_heads, head_dim)
+    return y_BLHP[:, :length], state.mT
 
 
-def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) -> tuple[Any, ...]:
-    """Return the decays within each chunk, and the document of each token.
+class ChunkDecays(NamedTuple):
+    """Decays within each chunk, and the document of each token."""
 
-    In order: cum_BHMQ and the mask for `decay_matrix`; the decay from each token to the end of its
-    chunk, and from the state before the chunk to each token, both [B, H, M, Q] and 0 across
-    documents; seq_BMQ."""
-    log_a_BHMQ = to_chunks(log_a_BLH.clamp_min(MIN_LOG_DECAY).unsqueeze(-1), chunk_size).squeeze(-1)
+    cum_BHMQ: Tensor
+    """Sum of log a up to each token, from where its chunk or document begins."""
+    unseen: Tensor
+    """Mask for `decay_matrix`, [.., M, Q, Q]."""
+    to_end: Tensor
+    """Decay from each token to the end of its chunk, [B, H, M, Q]; 0 across documents."""
+    from_start: Tensor
+    """Decay from the state before the chunk to each token, [B, H, M, Q]; 0 across documents."""
+    seq_BMQ: Tensor | None
+
+
+def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) -> ChunkDecays:
+    """Compute the decays within each chunk."""
+    log_a_BLH1 = log_a_BLH.clamp_min(MIN_LOG_DECAY).unsqueeze(-1)
+    log_a_BHMQ = to_chunks(log_a_BLH1, chunk_size).squeeze(-1)
     dtype = log_a_BHMQ.dtype
-    seq_BMQ = None if seq_idx_BL is None else _documents_by_chunk(seq_idx_BL, chunk_size)
+    seq_BMQ = None
+    if seq_idx_BL is not None:
+        seq_BMQ = _documents_by_chunk(seq_idx_BL, chunk_size)
     unseen = _unseen(seq_BMQ, chunk_size, log_a_BLH)
     cum_BHMQ = _sums(log_a_BHMQ.transpose(1, 2), unseen).transpose(1, 2)
     unseen = unseen.unsqueeze(1)
-    to_end = ((cum_BHMQ[..., -1:] - cum_BHMQ[..., :-1]).to(dtype) + unseen[..., -1, :-1]).exp()
+    log_to_end = (cum_BHMQ[..., -1:] - cum_BHMQ[..., :-1]).to(dtype)
+    to_end = (log_to_end + unseen[..., -1, :-1]).exp()
+    # The last token is the end.
+    to_end = F.pad(to_end, (0, 1), value=1.0)
     from_start = cum_BHMQ.to(dtype).exp()
     if seq_BMQ is not None:
-        from_start = from_start * (seq_BMQ == _incoming(seq_BMQ)).unsqueeze(1)
-    return cum_BHMQ, unseen, F.pad(to_end, (0, 1), value=1.0), from_start, seq_BMQ
+        continues_BMQ = seq_BMQ == _incoming(seq_BMQ)
+        from_start = from_start * continues_BMQ.unsqueeze(1)
+    return ChunkDecays(cum_BHMQ, unseen, to_end, from_start, seq_BMQ)
 
 
 class _ChunkOutputs(torch.autograd.Function):
-    """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before
-    the chunk.
+    """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
 
-    The backward is written by hand: autograd would store three Q x Q matrices instead of one and
-    make twice as many passes over them. Except for j = i, every term of y_i has the factor
-    exp(cum_i) and every term of dx_j the factor exp(-cum_j), so that the gradient of cum is dy_i .
-    y_i - x_i . dx_i. Terms with j = i, which have no decay, are kept separate: under strong decays
-    they would swamp the others."""
+    ``bt`` and ``ct`` are B and C with the tokens last, [B, H, M, N, Q].
+
+    The backward is written by hand: autograd would store three Q x Q matrices instead of one and make twice as many
+    passes over them. Except for j = i, every term of y_i has the factor exp(cum_i) and every term of dx_j the factor
+    exp(-cum_j), so that the gradient of cum is dy_i . y_i - x_i . dx_i. Terms with j = i, which have no decay, are
+    kept separate: under strong decays they would swamp the others.
+    """
 
     @staticmethod
     def forward(ctx, x, bt, ct, cum, before, unseen, from_start) -> Tensor:
         decay = decay_matrix(cum, unseen)
         decay.diagonal(dim1=-2, dim2=-1).zero_()
+        # The scores have no name, which would hold a Q x Q matrix for longer than their product.
         earlier = (ct.mT @ bt).mul_(decay) @ x
         earlier += (ct * from_start.unsqueeze(-2)).mT @ before
         own = (ct * bt).sum(-2).unsqueeze(-1)
@@ -441,6 +472,7 @@ class _ChunkOutputs(torch.autograd.Function):
         from_start = from_start.unsqueeze(-2)
         # It comes permuted, as y leaves. Copied once, instead of in every product.
         dy = dy.contiguous()
+        # Scores recomputed: one product costs less than a second Q x Q matrix in memory.
         dx = (ct.mT @ bt).mul_(decay).mT @ dy
         dcum = (dy * earlier).sum(-1) - (x * dx).sum(-1)
         dscores = (dy @ x.mT).mul_(decay)
@@ -452,8 +484,7 @@ class _ChunkOutputs(torch.autograd.Function):
 
 
 def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
-    """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros pad the last chunk and change no state (a =
-    1)."""
+    """Reshape [B, L, H, .] to [B, H, M, Q, .]; zeros pad the last chunk and change no state (a = 1)."""
     missing = -t_BLH.shape[1] % chunk_size
     if missing:
         t_BLH = F.pad(t_BLH, (0, 0, 0, 0, 0, missing))
@@ -463,32 +494,39 @@ def to_chunks(t_BLH: Tensor, chunk_size: int) -> Tensor:
 def _documents_by_chunk(seq_idx_BL: Tensor, chunk_size: int) -> Tensor:
     """Reshape to seq_BMQ; padding of the last chunk belongs to the last document."""
     missing = -seq_idx_BL.shape[1] % chunk_size
-    padding_BL = seq_idx_BL[:, -1:].expand(-1, missing)
-    return torch.cat([seq_idx_BL, padding_BL], dim=1).unflatten(1, (-1, chunk_size))
+    padding_BX = seq_idx_BL[:, -1:].expand(-1, missing)
+    padded_BL = torch.cat([seq_idx_BL, padding_BX], dim=1)
+    return padded_BL.unflatten(1, (-1, chunk_size))
 
 
 def _incoming(seq_BMQ: Tensor) -> Tensor:
     """Return the document of the state before each chunk, [B, M, 1]."""
-    return torch.cat([seq_BMQ[:, :1, :1], seq_BMQ[:, :-1, -1:]], dim=1)
+    first_token_B11 = seq_BMQ[:, :1, :1]
+    last_tokens_BM1 = seq_BMQ[:, :-1, -1:]
+    return torch.cat([first_token_B11, last_tokens_BM1], dim=1)
 
 
 def _carry(
     added_BHMNP: Tensor, log_decay_BHM: Tensor, state_BHNP: Tensor, seq_BMQ: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the states before each chunk and after the last one: S_m = a_m S_{m-1} + added_m, in
-    blocks of chunks.
+    """Return the states before each chunk and after the last one: S_m = a_m S_{m-1} + added_m, in blocks of chunks.
 
     A chunk in which a document starts does not pass on the state before it.
     """
-    starts_BM = None if seq_BMQ is None else (seq_BMQ[..., -1:] != _incoming(seq_BMQ)).squeeze(-1)
+    starts_BM = None
+    if seq_BMQ is not None:
+        starts_BM = (seq_BMQ[..., -1:] != _incoming(seq_BMQ)).squeeze(-1)
     before = []
     for start in range(0, added_BHMNP.shape[2], CHUNKS_PER_BLOCK):
         block = slice(start, start + CHUNKS_PER_BLOCK)
-        states = torch.cat([state_BHNP.unsqueeze(2), added_BHMNP[:, :, block]], dim=2)
-        segments = None if starts_BM is None else F.pad(starts_BM[:, block].cumsum(-1), (1, 0))
-        unseen = _unseen(segments, states.shape[2], states)
         # The state before the block comes first, and has no decay of its own.
-        cum = _sums(F.pad(log_decay_BHM[:, :, block], (1, 0)), unseen)
+        states = torch.cat([state_BHNP.unsqueeze(2), added_BHMNP[:, :, block]], dim=2)
+        log_decays = F.pad(log_decay_BHM[:, :, block], (1, 0))
+        segments = None
+        if starts_BM is not None:
+            segments = F.pad(starts_BM[:, block].cumsum(-1), (1, 0))
+        unseen = _unseen(segments, states.shape[2], states)
+        cum = _sums(log_decays, unseen)
         decay = decay_matrix(cum, unseen.unsqueeze(1))
         states = (decay @ states.flatten(-2)).view_as(states)
         before.append(states[:, :, :-1])
