@@ -61,7 +61,9 @@ class Forward(NamedTuple):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         # Without this, a copy would be made as a pickle is.
-        return Forward(*(copy.deepcopy(field, memo) for field in self))
+        return self._replace(
+            before=copy.deepcopy(self.before, memo), replays=copy.deepcopy(self.replays, memo)
+        )
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
@@ -470,7 +472,16 @@ class HybridCache(Cache):
         return totals
 
     def copy(self) -> HybridCache:
-        """Return an independent copy: what is generated from one leaves the other alone."""
+        """Return an independent copy: what is generated from one leaves the other alone.
+
+        Raises ValueError for a cache that was filled with gradients on.
+        """
+        for layer in self._layers():
+            if any(tensor.grad_fn is not None for tensor in layer.tensors().values()):
+                raise ValueError(
+                    "the cache was filled with gradients on, and a copy would have none; fill it under "
+                    "torch.no_grad(), as model.prefill does."
+                )
         return copy.deepcopy(self)
 
     def repeat(self, n: int) -> HybridCache:

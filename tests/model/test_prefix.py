@@ -435,6 +435,14 @@ def test_prefill_refuses_what_does_not_fit(llama_student) -> None:
         cache.repeat(0)
 
 
+def test_a_cache_with_gradients_is_not_copied(llama_student) -> None:
+    cache = llama_student.new_cache()
+    llama_student(tokens(1, 5), cache=cache)
+    for copied in (cache.copy, lambda: cache.repeat(2)):
+        with pytest.raises(ValueError, match="no_grad"):
+            copied()
+
+
 def test_a_static_cache_that_is_too_short_is_refused(llama_student) -> None:
     ids = tokens(1, 9)
     cache = llama_student.new_cache(max_length=10)
