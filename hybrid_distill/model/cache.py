@@ -101,7 +101,7 @@ class HybridLayerCache(DynamicLayer):
         self.ssm_state: Tensor | None = None
         self.ring: TokenRing | None = None
         self.ring_steps: dict[tuple[Reach, torch.device], RingStep] | None = None
-        """What the token of this forward pass does to rings, shared by all layers (`HybridCache.one_forward_pass`)."""
+        """Effects on rings of this forward pass's token, shared by all layers (`HybridCache.one_forward_pass`)."""
         self.seen = 0
         self.record_past = False
         self.forwards: list[Forward] = []

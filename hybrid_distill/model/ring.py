@@ -16,7 +16,7 @@ from .rows import pick_tokens, static
 
 
 class RingStep(NamedTuple):
-    """What one more token a row does to a ring. All layers with one reach do the same: the first computes it."""
+    """Effect of one more token per row on a ring, the same in all layers with one reach: the first computes it."""
 
     n_tokens_B: Tensor
     """Number of tokens in each row, this one included."""
