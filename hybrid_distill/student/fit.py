@@ -54,7 +54,8 @@ def guess_coefficients(
     if key_norm_R is not None:
         # Makes the delta rule's read an average, for keys that share one direction.
         a_R = 0.5 ** (1.0 / half_life_R)
-        scale_R = (1.0 - a_R * (1.0 - WRITE / key_norm_R**2)) * key_norm_R / WRITE
+        stays_R = a_R * (1.0 - WRITE / key_norm_R**2)
+        scale_R = (1.0 - stays_R) * key_norm_R / WRITE
     return Coefficients(
         half_life_R=half_life_R,
         average_R=scale_R,
@@ -111,8 +112,10 @@ def fit_coefficients(
             problem.set_features(0, *past)
             weights_R3, error_R = problem.solve()
             half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
-            best.offer(torch.cat([half_life_R1, weights_R3, taps_RK], dim=1), error_R)
-    half_life_R, average_R, content_R, skip_R = best.values_RG[:, :4].unbind(1)
+            candidate_RX = torch.cat([half_life_R1, weights_R3, taps_RK], dim=1)
+            best.offer(candidate_RX, error_R)
+    scalars_RX = best.values_RG[:, :4]
+    half_life_R, average_R, content_R, skip_R = scalars_RX.unbind(1)
     return Coefficients(half_life_R, average_R, content_R, skip_R, best.values_RG[:, 4:])
 
 
@@ -181,7 +184,8 @@ def _content_average(
 ) -> Tensor:
     """Return the decaying average of x, weighted by C_i . B_j."""
     a = 0.5 ** (1.0 / half_life)
-    log_a_BLR = torch.full(x_BLRP.shape[:3], math.log(a), device=x_BLRP.device)
+    batch, length, n_heads, _ = x_BLRP.shape
+    log_a_BLR = torch.full((batch, length, n_heads), math.log(a), device=x_BLRP.device)
     b_BLRF = b_BLRF * (1.0 - a)
     average_BLRP, _ = ssd_scan(x_BLRP, log_a_BLR, b_BLRF, c_BLRF, seq_idx_BL=seq_idx_BL)
     return average_BLRP
@@ -191,11 +195,15 @@ def _delta_averages(
     x_BLRP: Tensor, half_life: float, seq_idx_BL: Tensor | None, b_BLRF: Tensor, c_BLRF: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Read the delta rule's states twice: along the direction that all keys share, and with C."""
-    log_a_BLR = x_BLRP.new_full(x_BLRP.shape[:3], -math.log(2.0) / half_life)
-    write_BLR = x_BLRP.new_full(x_BLRP.shape[:3], WRITE)
+    batch, length, n_heads, _ = x_BLRP.shape
+    log_a = -math.log(2.0) / half_life
+    log_a_BLR = x_BLRP.new_full((batch, length, n_heads), log_a)
+    write_BLR = x_BLRP.new_full((batch, length, n_heads), WRITE)
     # The first state dimension is the shared direction: 1 in every key.
-    k_BLRN = unit_keys(nn.functional.pad(b_BLRF, (1, 0), value=1.0))
-    shared_query_BLRN = nn.functional.pad(torch.zeros_like(c_BLRF), (1, 0), value=1.0)
+    b_BLRN = nn.functional.pad(b_BLRF, (1, 0), value=1.0)
+    k_BLRN = unit_keys(b_BLRN)
+    nothing_BLRF = torch.zeros_like(c_BLRF)
+    shared_query_BLRN = nn.functional.pad(nothing_BLRF, (1, 0), value=1.0)
     content_query_BLRN = nn.functional.pad(c_BLRF, (1, 0))
     inputs = (x_BLRP, log_a_BLR, write_BLR, k_BLRN)
     average_BLRP, _ = delta_scan(*inputs, shared_query_BLRN, seq_idx_BL=seq_idx_BL)
@@ -237,10 +245,12 @@ class _LeastSquares:
         gram = self.products[:, :-1, :-1]
         moment = self.products[:, :-1, -1:]
         jitter = RIDGE * gram.diagonal(dim1=-2, dim2=-1) + 1e-12
-        weights = torch.linalg.solve(gram + torch.diag_embed(jitter), moment)
+        ridged_gram = gram + torch.diag_embed(jitter)
+        weights = torch.linalg.solve(ridged_gram, moment)
         # Not w^T m alone: with the ridge, the weights do not solve G w = m.
         explained_R = (weights.mT @ (2 * moment - gram @ weights)).flatten()
-        error_R = self.products[:, -1, -1] - explained_R
+        target_square_R = self.products[:, -1, -1]
+        error_R = target_square_R - explained_R
         return weights.squeeze(-1).float(), error_R
 
 
@@ -255,15 +265,19 @@ def _fit_taps(
     width = identity_RK.shape[1]
     problem = _LeastSquares(target_BLRP, n_features=width + 1)
     for place, delay in enumerate(reversed(range(width))):
-        taps_RK = identity_RK.roll(-delay, 1)
-        problem.set_features(place, _convolved(values_BLRP, taps_RK, seq_idx_BL))
+        # One tap at a time: the values of ``delay`` tokens ago.
+        tap_RK = identity_RK.roll(-delay, 1)
+        delayed_BLRP = _convolved(values_BLRP, tap_RK, seq_idx_BL)
+        problem.set_features(place, delayed_BLRP)
     best = _Best(identity_RK)
     for average_BLRP in averages:
         problem.set_features(width, average_BLRP)
         weights_RG, error_R = problem.solve()
         taps_RK = weights_RG[:, :width]
         total_R1 = taps_RK.sum(1, keepdim=True)
+        size_R = taps_RK.abs().sum(1)
         # Taps that cancel each other would erase the average.
-        cancels_R = total_R1.squeeze(1).abs() < 0.3 * taps_RK.abs().sum(1)
-        best.offer(taps_RK / total_R1, error_R.masked_fill(cancels_R, math.inf))
+        cancels_R = total_R1.squeeze(1).abs() < 0.3 * size_R
+        error_R = error_R.masked_fill(cancels_R, math.inf)
+        best.offer(taps_RK / total_R1, error_R)
     return best.values_RG

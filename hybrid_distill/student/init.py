@@ -42,7 +42,8 @@ from .score_factors import (
     small_noise,
 )
 
-SourcedTensors = dict[str, tuple[Tensor, tuple[str, ...]]]
+Names = tuple[str, ...]
+SourcedTensors = dict[str, tuple[Tensor, Names]]
 """Tensors of `SSMHeads` by name, each with the names of the attention tensors that it was made from."""
 
 FLOOR = 0.05  # smallest coefficient of the average: at 0, neither B nor C would get a gradient
@@ -68,9 +69,9 @@ class _Start(NamedTuple):
     coefficients: Coefficients
     open_gate_D: Tensor | float
     """Weight of every channel's output gate that opens it at the mean input, for a gate without a bias."""
-    from_v: tuple[str, ...] = ()
+    from_v: Names = ()
     """Names of the attention tensors that x was made from."""
-    from_qk: tuple[str, ...] = ()
+    from_qk: Names = ()
     """Names of the attention tensors that B and C were made from."""
 
 
@@ -121,8 +122,13 @@ def _start_before_silu(start: _Start, a_bias: Tensor, d_state: int) -> _Start:
     """Return the start whose x, B and C are right after Mamba-2's SiLU and step size, which multiplies B."""
     step_R = nn.functional.softplus(a_bias)
     step_C = step_R.repeat_interleave(d_state)
-    b = _Rows(start.b.weight / step_C.unsqueeze(1), start.b.bias / step_C)
-    return start._replace(x=_before_silu(start.x), b=_before_silu(b), c=_before_silu(start.c))
+    b_weight = start.b.weight / step_C.unsqueeze(1)
+    b_bias = start.b.bias / step_C
+    return start._replace(
+        x=_before_silu(start.x),
+        b=_before_silu(_Rows(b_weight, b_bias)),
+        c=_before_silu(start.c),
+    )
 
 
 def _projections_of_inputs(form: Recurrence, start: _Start) -> SourcedTensors:
@@ -254,12 +260,20 @@ def _factors_of_layer(
     for head in heads:
         key = keys[head // group_size]
         per_head.append(score_factors(site, head, key, n_factors, inputs, generator))
-    return Factors(*map(torch.stack, zip(*per_head, strict=True)))
+    b_weights, b_biases, c_weights, c_biases = zip(*per_head, strict=True)
+    return Factors(
+        b_weight=torch.stack(b_weights),
+        b_bias=torch.stack(b_biases),
+        c_weight=torch.stack(c_weights),
+        c_bias=torch.stack(c_biases),
+    )
 
 
 def _key_norms(factors: Factors, inputs: InputMoments) -> Tensor:
     """Return the usual length of each head's keys: the constant, and the spread of the factors."""
-    spread_R = (factors.b_weight @ inputs.root_covariance_DD).square().sum((1, 2))
+    # With the covariance R R^T, the mean of |W u|^2 around the mean of u is the squared norm of W R.
+    factors_RFD = factors.b_weight @ inputs.root_covariance_DD
+    spread_R = factors_RFD.square().sum((1, 2))
     return (1 + spread_R).sqrt()
 
 
@@ -322,7 +336,7 @@ def _before_silu(rows: _Rows) -> _Rows:
     return _Rows(2 * weight_CD, silu_bias_C)
 
 
-def _names(site: AttentionSite, *modules: str) -> tuple[str, ...]:
+def _names(site: AttentionSite, *modules: str) -> Names:
     """Return the names of the tensors of these modules of the site's attention."""
     names = site.module.state_dict()
     return tuple(name for name in names if name.partition(".")[0] in modules)

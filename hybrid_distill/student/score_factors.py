@@ -65,7 +65,8 @@ def head_rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tenso
     assert site.layout is not None
     projection = projection_of(site, part)
     block = site.layout.block(part, head, site.n_heads, site.n_kv_heads)
-    rows = slice(block * site.head_dim, (block + 1) * site.head_dim)
+    begin = block * site.head_dim
+    rows = slice(begin, begin + site.head_dim)
     weight_PD = projection.weight[rows].float()
     if projection.bias is None:
         return weight_PD, weight_PD.new_zeros(site.head_dim)
@@ -112,8 +113,9 @@ class KeySide(NamedTuple):
 
     weight_PD: Tensor
     r_PP: Tensor
-    """R of the thin QR of the keys over the layer's inputs, and its pseudoinverse."""
+    """R of the thin QR of the keys over the layer's inputs."""
     inverse_PP: Tensor
+    """Pseudoinverse of R."""
 
 
 def key_sides(
@@ -156,8 +158,10 @@ def score_factors(
     s_P = s_P / s_P.norm().clamp_min(1e-6)
     # B and C share each singular value evenly.
     root_F1 = s_P[:rank, None].sqrt()
-    to_c_FP = root_F1 * (u_PP[:, :rank].T @ torch.linalg.pinv(rq_PP).T)
-    to_b_FP = root_F1 * (vh_PP[:rank] @ key.inverse_PP.T)
+    u_PF = u_PP[:, :rank]
+    vh_FP = vh_PP[:rank]
+    to_c_FP = root_F1 * (u_PF.T @ torch.linalg.pinv(rq_PP).T)
+    to_b_FP = root_F1 * (vh_FP @ key.inverse_PP.T)
     mean_key_P = wk_PD @ inputs.mean_D
 
     n_missing = n_factors - rank
@@ -165,7 +169,8 @@ def score_factors(
     c_weight_FD = nn.functional.pad(to_c_FP @ wq_PD, (0, 0, 0, n_missing))
     b_bias_F = nn.functional.pad(-to_b_FP @ mean_key_P, (0, n_missing))
     c_bias_F = nn.functional.pad(to_c_FP @ bq_P, (0, n_missing))
-    b_weight_FD[rank:] = small_noise(generator, n_missing, b_weight_FD.shape[1], like=b_weight_FD)
+    width = b_weight_FD.shape[1]
+    b_weight_FD[rank:] = small_noise(generator, n_missing, width, like=b_weight_FD)
     return Factors(b_weight_FD, b_bias_F, c_weight_FD, c_bias_F)
 
 
@@ -188,10 +193,13 @@ def _head_projection(
         rows = [head_rows(site, part, other) for other in range(n_heads)]
         normed_CD = torch.cat([weight for weight, _ in rows])
         normed_bias_C = torch.cat([bias for _, bias in rows])
-        own_channels = slice(head * site.head_dim, (head + 1) * site.head_dim)
+        begin = head * site.head_dim
+        own_channels = slice(begin, begin + site.head_dim)
     # With M = R R^T the second moment of u, the mean of |W u|^2 is the squared norm of W R.
-    mean_square = (normed_CD @ root_DD).square().sum() / len(normed_CD)
-    usual_rms = (mean_square + normed_bias_C.square().mean()).sqrt()
+    normed_root_CD = normed_CD @ root_DD
+    mean_square = normed_root_CD.square().sum() / len(normed_CD)
+    bias_square = normed_bias_C.square().mean()
+    usual_rms = (mean_square + bias_square).sqrt()
     gain = 1 / usual_rms.clamp_min(1e-6)
     gains_C = norm_gains(norm)
     if gains_C is not None:
