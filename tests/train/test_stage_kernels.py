@@ -91,8 +91,8 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
 
     monkeypatch.setattr(ssd, "choose", noting)
     monkeypatch.setattr(fused_loss, "_pick", noting_loss)
-    # Only a CPU drops a mask without padding.
-    monkeypatch.setattr(decoder, "_marks_nothing", lambda token_mask_BL: False)
+    # Of several tokens, only a CPU drops a mask without padding.
+    monkeypatch.setattr(decoder, "_marks_nothing", lambda token_mask_BL, cache: False)
     (batch,) = stage.micro_batches(small_rows().batch(0, 4), 4, [0, 1, 2, 3])
     stage(batch, stage.totals(batch)).total.backward()
     for trial in tried:
