@@ -60,12 +60,13 @@ def is_view(operator: Any) -> bool:
 
 
 class Counts:
-    """Seconds and bytes by kind of operator, and the bytes of each name."""
+    """Seconds and bytes by kind of operator, the bytes of each name, and the number of operators."""
 
     def __init__(self) -> None:
         self.bytes: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
         self.names: Counter[str] = Counter()
+        self.n_operators = 0
 
     def add(self, kind: str, name: str, moved: int, flops: int = 0) -> None:
         self.bytes[kind] += moved
@@ -74,6 +75,7 @@ class Counts:
 
     def add_operator(self, operator: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Count an operator that runs by itself."""
+        self.n_operators += 1
         name = str(operator)
         if name.startswith(LOSS):
             return

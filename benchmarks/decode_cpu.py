@@ -18,9 +18,9 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from counting import CountOperators, Counts
 from records import RESULTS, about, parser_of, write
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hybrid_distill.lab.reporting import text_table
@@ -140,19 +140,6 @@ def seconds_of(call: Call, prompt: Tensor, n_tokens: int, clock: Callable[[], fl
     return clock() - started
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that run, but for those that only look at a tensor in another way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.n += 1
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def operators_a_layer(model: Any, prompt: Tensor) -> float:
     """Count the operators of one decoded token, by decoder layer."""
@@ -160,9 +147,10 @@ def operators_a_layer(model: Any, prompt: Tensor) -> float:
     name = next(name for name in CACHE_NAMES if outputs.get(name) is not None)
     cache = {name: outputs[name]}
     model(prompt[:, -1:], use_cache=True, **cache)
-    with Operators() as counted:
+    counts = Counts()
+    with CountOperators(counts):
         model(prompt[:, -1:], use_cache=True, **cache)
-    return round(counted.n / model.config.num_hidden_layers, 1)
+    return round(counts.n_operators / model.config.num_hidden_layers, 1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ class RingStep(NamedTuple):
     """0 where the token is padding, else 1."""
     is_new_B: Tensor | None
     """False where the token is padding; None if no token is."""
+    n_columns: int
+    """Number of columns of all rows so far, the token's included."""
     column_B1: Tensor
     row_B1: Tensor
     slot_BX: Tensor
@@ -100,18 +102,19 @@ class TokenRing:
             n_tokens_B=n_tokens_B,
             n_new_B=n_new_B,
             is_new_B=is_new_B,
+            n_columns=n_columns,
             column_B1=column_B1.to(torch.int32),
             row_B1=row_B.unsqueeze(1),
             slot_BX=slot_BX,
             seen_BR=seen_in_ring(self._places_BR(n_tokens_B), place_B1, reach),
         )
 
-    def take(self, step: RingStep, key_BG1P: Tensor, value_BG1P: Tensor, n_columns: int) -> None:
+    def take(self, step: RingStep, key_BG1P: Tensor, value_BG1P: Tensor) -> None:
         """Store the token of a step.
 
         It is written into its slots alone: a decoding model would else copy the ring for each token.
         """
-        self._grow(n_columns)
+        self._grow(step.n_columns)
         assert self.column_BR is not None and self.keys is not None and self.values is not None
         self._set("n_tokens_B", step.n_tokens_B)
         if self._is_fixed(key_BG1P):

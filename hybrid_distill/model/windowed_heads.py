@@ -342,14 +342,12 @@ class HeadCall:
         scoring: Scoring,
     ) -> Tensor:
         """Store one token per row, and compute the windowed heads for it, [B, H, 1, P]."""
-        assert self.cache is not None
-        n_columns = self.cache.seen + 1
-        step = self._ring_step(ring, n_columns)
-        ring.take(step, self._stored(key_BG1P), self._stored(value_BG1P), n_columns)
+        step = self._ring_step(ring)
+        ring.take(step, self._stored(key_BG1P), self._stored(value_BG1P))
         key_BHRP, value_BHRP = self._ring_keys(ring, full, query_BH1P.dtype)
         return attend(query_BH1P, key_BHRP, value_BHRP, step.seen_BR.unsqueeze(1), scoring)
 
-    def _ring_step(self, ring: TokenRing, n_columns: int) -> RingStep:
+    def _ring_step(self, ring: TokenRing) -> RingStep:
         """Return what this token does to the ring; within a forward pass, only the first layer computes it."""
         assert self.cache is not None and ring.n_tokens_B is not None
         reach = self.heads.reach
@@ -358,7 +356,7 @@ class HeadCall:
         if steps is not None and (reach, device) in steps:
             return steps[reach, device]
         column_B1 = self._columns(len(ring.n_tokens_B), 1, device)
-        step = ring.step(column_B1, self.token_mask_BL, n_columns, reach)
+        step = ring.step(column_B1, self.token_mask_BL, self.cache.seen + 1, reach)
         if steps is not None:
             steps[reach, device] = step
         return step
