@@ -19,7 +19,7 @@ from ..distributed import alone_in, compute_everywhere, connect, on_main_process
 from ..io import replacing
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
-from ..model.modeling_hybrid import logits_of
+from ..model.logits import logits_of
 from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..io import Record, write_json
 from ..model import HybridForCausalLM
-from ..model.backbone import rope_settings
+from ..model.backbone_config import rope_settings
 from ..model.mixer import HybridMixer
 from .weights import tied_weights, write_weights
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..io import write_json
 from ..model import HybridForCausalLM
-from ..model.backbone import rope_settings
+from ..model.backbone_config import rope_settings
 from .falcon_h1 import backbone_obstacles, rope_kinds
 from .weights import student_config, tied_weights, write_weights
 

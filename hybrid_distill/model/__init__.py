@@ -7,9 +7,10 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from .cache import HybridCache, HybridLayerCache
+from .cache import HybridCache
 from .configuration_hybrid import HybridConfig
 from .documents import packed_inputs
+from .layer_cache import HybridLayerCache
 from .mixer import HybridMixer
 from .modeling_hybrid import HybridForCausalLM, HybridForSequenceClassification, HybridModel
 from .recurrent_heads import SSMHeads

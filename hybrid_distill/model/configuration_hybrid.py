@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from .backbone import (
+from .backbone_config import (
     AT_THE_TOP,
     DERIVED,
     IN_BOTH,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .cache import HybridCache, HybridLayerCache, StaticLayerCache
+from .cache import HybridCache
 from .configuration_hybrid import HybridConfig
 from .documents import (
     CACHE_WITH_PACKING,
@@ -28,8 +28,10 @@ from .documents import (
     seq_idx_of_borders,
     seq_idx_of_positions,
 )
+from .layer_cache import HybridLayerCache
 from .layout import CACHE_NAMES, attention_name, cache_argument, given_cache
 from .mixer import ROW_ARGUMENTS, HybridMixer, current_row
+from .static_layer_cache import StaticLayerCache
 from .windows import layer_windows
 
 ARGUMENTS_READ = (

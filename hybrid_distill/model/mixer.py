@@ -15,8 +15,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .cache import HybridCache, HybridLayerCache
+from .cache import HybridCache
 from .configuration_hybrid import HybridConfig
+from .layer_cache import HybridLayerCache
 from .layout import (
     CACHE_NAMES,
     ConfigView,

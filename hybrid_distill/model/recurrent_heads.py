@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .cache import HybridLayerCache
 from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
 from .kernel_choice import DELTA_RULE, KERNEL_WIDTHS, KernelCall
+from .layer_cache import HybridLayerCache
 from .rows import TokensFirst
 from .ssd import (
     causal_conv,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import HybridLayerCache
 from .configuration_hybrid import HybridConfig
+from .layer_cache import HybridLayerCache
 from .layout import ConfigView
 from .local_attention import (
     Earlier,

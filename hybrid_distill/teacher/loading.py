@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ..distributed import own_device, warn_of_emulation
-from ..model.backbone import rope_settings
+from ..model.backbone_config import rope_settings
 from ..progress import Phase
 from ..safe_loading import check_checkpoint
 from .llamba import is_llamba, llamba_config, load_llamba

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from ..data import Batch, TaughtBatch, cu_seqlens
 from ..model.layout import decoder_of
-from ..model.modeling_hybrid import HybridForCausalLM, finishes_logits, logits_of
+from ..model.logits import finishes_logits, logits_of
+from ..model.modeling_hybrid import HybridForCausalLM
 from ..student.sharing import unshare_weights
 from ..teacher import decoder_blocks
 from .config import Distill

@@ -32,7 +32,7 @@ from hybrid_distill.export.check import (
     table,
 )
 from hybrid_distill.model import HybridForCausalLM
-from hybrid_distill.model.cache import HybridLayerCache
+from hybrid_distill.model.layer_cache import HybridLayerCache
 from hybrid_distill.model.recurrent_heads import SSMHeads
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student

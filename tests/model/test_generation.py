@@ -229,7 +229,7 @@ def test_a_prompt_in_pieces_is_the_prompt(student, size: int) -> None:
 def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     llama_student, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hybrid_distill.model.modeling_hybrid.__version__", "5.4.1")
+    monkeypatch.setattr("hybrid_distill.model.generation.__version__", "5.4.1")
     ids, mask = left_padded([tokens(5), tokens(3)])
     with pytest.raises(ValueError, match="padded rows"):
         generated(llama_student, ids, attention_mask=mask, prefill_chunk_size=2)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...model.logits import finishes_logits
 from ...model.mixer import HybridMixer
-from ...model.modeling_hybrid import HybridForCausalLM, finishes_logits
+from ...model.modeling_hybrid import HybridForCausalLM
 from ...teacher import decoder_blocks, text_config
 from ...train.config import Align, Distill, StageConfig
 from ...train.end_to_end import EndToEnd
