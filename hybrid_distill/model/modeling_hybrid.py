@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 # Keep every import: transformers up to 5.8 loads only those files of an export that this file imports directly.
+from .aligned_rows import join_aligned
 from .backbone import longrope_switch
 from .backbone_config import rope_settings
 from .cache import HybridCache
@@ -35,6 +36,7 @@ from .once import once
 from .prefill import HybridPrefill
 from .prefix import Prefix
 from .pretrained import HybridPreTrainedModel
+from .recurrences import FORMS
 from .recurrent_heads import SSMHeads
 from .ring import TokenRing
 from .rows import TokensFirst

@@ -7,7 +7,7 @@ K conv width (minus 1 in a stored state), R recurrent heads, G gates per head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,22 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
+from .aligned_rows import AlignedParts, aligned_parts, join_aligned
 from .kernel_choice import DELTA_RULE, KERNEL_WIDTHS, KernelCall
 from .layer_cache import HybridLayerCache
+from .recurrences import FORMS, Recurrence
 from .rows import TokensFirst
-from .ssd import (
-    causal_conv,
-    gated_ssd_scan,
-    gated_ssd_step,
-    log_decay,
-    mixing_matrix,
-    raw_decay,
-    step_in_place,
-)
+from .ssd import causal_conv, raw_decay, step_in_place
 
-ALIGNED = 16
-"""Alignment, in elements, of rows and of x, B and C in them: kernels can then load 16 bytes at once."""
 OPEN_GATE = 1.278464542761074
 """Bias at which a gate with zero weights passes everything: silu(OPEN_GATE) = 1."""
 CLOSED_GATE = 0.0
@@ -62,67 +53,6 @@ def spread_half_lives(n_heads: int, shortest: float = 2.0, longest: float = 256.
     """Return distinct half-lives in tokens, log-spaced over a layer's heads; a single head gets the geometric mean."""
     places = (torch.arange(n_heads) + 0.5) / n_heads
     return shortest * (longest / shortest) ** places
-
-
-def _ssd_matrix(
-    raw_BLR: Tensor, b_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None
-) -> Tensor:
-    return mixing_matrix(log_decay(raw_BLR), b_BLRN, c_BLRN, seq_idx_BL)
-
-
-def _delta_matrix(
-    raw_BLRG: Tensor, k_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None
-) -> Tensor:
-    return delta_mixing_matrix(*gates(raw_BLRG), k_BLRN, c_BLRN, seq_idx_BL)
-
-
-def _b_alone(b: Tensor, raw: Tensor) -> Tensor:
-    return b
-
-
-def _b_by_step_size(b: Tensor, raw: Tensor) -> Tensor:
-    step_size = -log_decay(raw)
-    return b * step_size.unsqueeze(-1).to(b.dtype)
-
-
-def _b_of_unit_length(b: Tensor, raw: Tensor) -> Tensor:
-    return unit_keys(b)
-
-
-class Recurrence(NamedTuple):
-    """Everything in which the `RECURRENCES` differ.
-
-    ``scan``, ``step`` and ``matrix`` read the raw gates ([B, L, R], or [B, L, R, G] for several gates) and the keys,
-    which ``keys`` computes from B and the raw gates.
-    """
-
-    scan: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_scan
-    step: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_step
-    matrix: Callable[..., Tensor] = _ssd_matrix
-    keys: Callable[[Tensor, Tensor], Tensor] = _b_alone
-    n_gates: int = 1
-    """Rows of ``a_proj`` per head: the raw decay, and any further gates of the recurrence."""
-    has_silu: bool = False
-    """Hold the biases of x, B and C in the convolution, and apply a SiLU after it."""
-    has_gate_bias: bool = True
-    steps_in_place: bool = False
-    """Decoding step may run in one kernel."""
-
-
-_MAMBA2 = Recurrence(keys=_b_by_step_size, has_silu=True)
-FORMS = {
-    "discrete": Recurrence(steps_in_place=True),
-    "mamba2": _MAMBA2,
-    "mamba2-stock": _MAMBA2._replace(has_gate_bias=False),
-    "gdn": Recurrence(
-        scan=gated_delta_scan,
-        step=gated_delta_step,
-        matrix=_delta_matrix,
-        keys=_b_of_unit_length,
-        n_gates=2,
-    ),
-}
-"""Forms of the recurrent heads, by name (`RECURRENCES`)."""
 
 
 class ScanInputs(NamedTuple):
@@ -385,10 +315,10 @@ class SSMHeads(nn.Module):
         if on_kernels and length > 1 and batch * length >= width and are_plain:
             # The weights are joined, because they are smaller than the activations. Padding makes
             # the rows longer than `sizes`.
-            weight = _join([projection.weight for projection in projections])
+            weight = join_aligned([projection.weight for projection in projections])
             bias = None
             if not self.form.has_silu:
-                bias = _join([projection.bias for projection in projections])
+                bias = join_aligned([projection.bias for projection in projections])
             xbc_BLC = F.linear(hidden_BLD, weight, bias)
         else:
             xbc_BLC = torch.cat([projection(hidden_BLD) for projection in projections], dim=-1)
@@ -446,7 +376,7 @@ class SSMHeads(nn.Module):
             # by the delta rule.
             raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
         xbc_BLC, conv_state_BCK = self._convolve(xbc_BLC, seq_idx_BL, conv_state_BCK, n_tokens_B)
-        x_BLC, b_BLC, c_BLC = _Parts.apply(xbc_BLC, self.sizes)
+        x_BLC, b_BLC, c_BLC = AlignedParts.apply(xbc_BLC, self.sizes)
         x = x_BLC.unflatten(-1, (self.n_heads, -1))
         b = b_BLC.unflatten(-1, (self.n_heads, -1))
         c = c_BLC.unflatten(-1, (self.n_heads, -1))
@@ -467,7 +397,7 @@ class SSMHeads(nn.Module):
         def like_row(t: Tensor, dim: int = 0) -> Tensor:
             """Pad the parts along ``dim`` as those of the row are."""
             if is_padded:
-                return _join(t.split(self.sizes, dim), dim)
+                return join_aligned(t.split(self.sizes, dim), dim)
             return t
 
         if conv_state_BCK is not None:
@@ -483,7 +413,7 @@ class SSMHeads(nn.Module):
         )
         if is_padded:
             # A cache holds no padding: whether rows have it depends on their length.
-            conv_state_BCK = torch.cat(_parts(conv_state_BCK, self.sizes, 1), dim=1)
+            conv_state_BCK = torch.cat(aligned_parts(conv_state_BCK, self.sizes, 1), dim=1)
         if self.conv_bias is not None:
             xbc_BLC = xbc_BLC + like_row(self.conv_bias).to(xbc_BLC.dtype)
         if self.form.has_silu:
@@ -496,65 +426,6 @@ def _columns(t_BL: Any, columns: slice | int) -> Any:
     if t_BL is None:
         return None
     return t_BL[:, columns]
-
-
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate x, B and C, each padded with zeros to a multiple of ALIGNED."""
-    pieces = []
-    for part in parts:
-        pieces.append(part)
-        shape = list(part.shape)
-        shape[dim] = -shape[dim] % ALIGNED
-        if shape[dim]:
-            pieces.append(part.new_zeros(shape))
-    return torch.cat(pieces, dim)
-
-
-def _parts(row: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
-    """Return x, B and C of a row, padded or not, as views."""
-    widths = sizes
-    if row.shape[dim] != sum(sizes):
-        widths = [size + -size % ALIGNED for size in sizes]
-    parts = []
-    for part, size in zip(row.split(widths, dim), sizes, strict=True):
-        parts.append(part.narrow(dim, 0, size))
-    return tuple(parts)
-
-
-class _Parts(torch.autograd.Function):
-    """`_parts` of the last dimension; the gradient is one row, without a copy if a kernel wrote it as one."""
-
-    @staticmethod
-    def forward(ctx: Any, row_BLC: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        ctx.shape = row_BLC.shape
-        ctx.sizes = sizes
-        return _parts(row_BLC, sizes, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        # While a compiler traces, tensors have no addresses to compare.
-        if not torch.compiler.is_compiling():
-            row_BLC = _common_row(grad_outputs, ctx.shape, ctx.sizes)
-            if row_BLC is not None:
-                return row_BLC, None
-        if ctx.shape[-1] > sum(ctx.sizes):
-            return _join(grad_outputs, -1), None
-        return torch.cat(grad_outputs, -1), None
-
-
-def _common_row(
-    parts: Sequence[Tensor], shape: tuple[int, int, int], sizes: list[int]
-) -> Tensor | None:
-    """Return the row [B, L, C] of which these are the `_parts`, as a view; None if they are not of one tensor."""
-    batch, length, width = shape
-    first = parts[0]
-    if first.untyped_storage().nbytes() != batch * length * width * first.itemsize:
-        return None
-    row_BLC = first.as_strided(shape, (length * width, width, 1), 0)
-    for part, view in zip(parts, _parts(row_BLC, sizes, -1), strict=True):
-        if part.data_ptr() != view.data_ptr() or part.stride() != view.stride():
-            return None
-    return row_BLC
 
 
 def _states_of_document(

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..model import HybridConfig
 from ..model.layout import HEAD_NORMS
-from ..model.recurrent_heads import CLOSED_GATE, FORMS, OPEN_GATE, Recurrence
+from ..model.recurrences import FORMS, Recurrence
+from ..model.recurrent_heads import CLOSED_GATE, OPEN_GATE
 from ..model.ssd import raw_decay
 from ..teacher import AttentionSite
 from .fit import WRITE, Coefficients, fit_coefficients, guess_coefficients

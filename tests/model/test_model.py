@@ -159,6 +159,7 @@ def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher) -> None:
 
 
 CODE = {
+    "aligned_rows",
     "cache",
     "backbone",
     "backbone_config",
@@ -181,6 +182,7 @@ CODE = {
     "prefill",
     "prefix",
     "pretrained",
+    "recurrences",
     "recurrent_heads",
     "ring",
     "rows",

@@ -1,0 +1,75 @@
+"""Recurrences of the replaced heads: what their scans, decoding steps and mixing matrices share and where they differ.
+
+Shapes: B batch, L length, S source length, N state size, R recurrent heads, G gates per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
+from .ssd import gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix
+
+
+def _ssd_matrix(
+    raw_BLR: Tensor, b_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None
+) -> Tensor:
+    return mixing_matrix(log_decay(raw_BLR), b_BLRN, c_BLRN, seq_idx_BL)
+
+
+def _delta_matrix(
+    raw_BLRG: Tensor, k_BLRN: Tensor, c_BLRN: Tensor, seq_idx_BL: Tensor | None = None
+) -> Tensor:
+    return delta_mixing_matrix(*gates(raw_BLRG), k_BLRN, c_BLRN, seq_idx_BL)
+
+
+def _b_alone(b: Tensor, raw: Tensor) -> Tensor:
+    return b
+
+
+def _b_by_step_size(b: Tensor, raw: Tensor) -> Tensor:
+    step_size = -log_decay(raw)
+    return b * step_size.unsqueeze(-1).to(b.dtype)
+
+
+def _b_of_unit_length(b: Tensor, raw: Tensor) -> Tensor:
+    return unit_keys(b)
+
+
+class Recurrence(NamedTuple):
+    """Everything in which the `RECURRENCES` differ.
+
+    ``scan``, ``step`` and ``matrix`` read the raw gates ([B, L, R], or [B, L, R, G] for several gates) and the keys,
+    which ``keys`` computes from B and the raw gates.
+    """
+
+    scan: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_scan
+    step: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_step
+    matrix: Callable[..., Tensor] = _ssd_matrix
+    keys: Callable[[Tensor, Tensor], Tensor] = _b_alone
+    n_gates: int = 1
+    """Rows of ``a_proj`` per head: the raw decay, and any further gates of the recurrence."""
+    has_silu: bool = False
+    """Hold the biases of x, B and C in the convolution, and apply a SiLU after it."""
+    has_gate_bias: bool = True
+    steps_in_place: bool = False
+    """Decoding step may run in one kernel."""
+
+
+_MAMBA2 = Recurrence(keys=_b_by_step_size, has_silu=True)
+FORMS = {
+    "discrete": Recurrence(steps_in_place=True),
+    "mamba2": _MAMBA2,
+    "mamba2-stock": _MAMBA2._replace(has_gate_bias=False),
+    "gdn": Recurrence(
+        scan=gated_delta_scan,
+        step=gated_delta_step,
+        matrix=_delta_matrix,
+        keys=_b_of_unit_length,
+        n_gates=2,
+    ),
+}
+"""Forms of the recurrent heads, by name (`RECURRENCES`)."""
