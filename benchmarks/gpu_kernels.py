@@ -41,7 +41,7 @@ from gpu_times import goals, peers
 from records import RESULTS, ROOT, parser_of, read, write
 from torch import Tensor
 
-from hybrid_distill.model.ssd import log_decay
+from hybrid_distill.model.decays import log_decay
 
 RECORD = RESULTS / "gpu_kernels.json"
 TESTED_ON_THE_DEVICE = ("conv_kernel", "step_kernel", "loss_kernel", "model_on_kernels")

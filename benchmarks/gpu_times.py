@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from traffic import DEVICES, Device, Shape, limit, mamba_ssm, milliseconds
 
+from hybrid_distill.model.decays import log_decay
 from hybrid_distill.model.gated_delta import delta_scan, unit_keys
-from hybrid_distill.model.ssd import log_decay
 
 AGREEMENT = 5e-2  # of another library's output with ours, relative to the largest entry; bf16
 N_TOKENS, N_WORDS, WIDTH = 16_384, 128_256, 2048

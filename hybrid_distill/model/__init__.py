@@ -9,12 +9,14 @@ from transformers import (
 
 from .cache import HybridCache
 from .configuration_hybrid import HybridConfig
+from .convolution import causal_conv
+from .decays import log_decay
 from .documents import packed_inputs
 from .layer_cache import HybridLayerCache
 from .mixer import HybridMixer
 from .modeling_hybrid import HybridForCausalLM, HybridForSequenceClassification, HybridModel
 from .recurrent_heads import SSMHeads
-from .ssd import causal_conv, log_decay, mixing_matrix, ssd_scan, ssd_step
+from .ssd import mixing_matrix, ssd_scan, ssd_step
 from .windows import layer_windows
 
 __all__ = [

@@ -19,20 +19,10 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
+from .chunked_scan import chunk_decays, to_chunks
+from .decays import decay_matrix, log_decay, state_dtype
 from .kernel_choice import DELTA_RULE, KERNELS, choose
-from .ssd import (
-    CHUNK_SIZE,
-    chunk_decays,
-    decay_matrix,
-    initial_state,
-    log_decay,
-    mixing_matrix,
-    skip_and_gate,
-    ssd_scan,
-    ssd_step,
-    state_dtype,
-    to_chunks,
-)
+from .ssd import CHUNK_SIZE, initial_state, mixing_matrix, skip_and_gate, ssd_scan, ssd_step
 
 
 def gates(raw_BLHG: Tensor) -> tuple[Tensor, Tensor]:

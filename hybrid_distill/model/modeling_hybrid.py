@@ -18,7 +18,10 @@ from .aligned_rows import join_aligned
 from .backbone import longrope_switch
 from .backbone_config import rope_settings
 from .cache import HybridCache
+from .chunked_scan import scan_chunked
 from .configuration_hybrid import HybridConfig
+from .convolution import causal_conv
+from .decays import log_decay
 from .decoder import put_mixers
 from .document_kernels import flash_runs
 from .document_mask import DocumentMask

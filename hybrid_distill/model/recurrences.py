@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .decays import log_decay
 from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
-from .ssd import gated_ssd_scan, gated_ssd_step, log_decay, mixing_matrix
+from .ssd import gated_ssd_scan, gated_ssd_step, mixing_matrix
 
 
 def _ssd_matrix(

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .aligned_rows import AlignedParts, aligned_parts, join_aligned
+from .convolution import causal_conv
+from .decays import raw_decay
 from .kernel_choice import DELTA_RULE, KERNEL_WIDTHS, KernelCall
 from .layer_cache import HybridLayerCache
 from .recurrences import FORMS, Recurrence
 from .rows import TokensFirst
-from .ssd import causal_conv, raw_decay, step_in_place
+from .ssd import step_in_place
 
 OPEN_GATE = 1.278464542761074
 """Bias at which a gate with zero weights passes everything: silu(OPEN_GATE) = 1."""

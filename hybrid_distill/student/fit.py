@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..model.convolution import causal_conv
 from ..model.gated_delta import delta_scan, unit_keys
 from ..model.recurrent_heads import spread_half_lives
-from ..model.ssd import causal_conv, ssd_scan
+from ..model.ssd import ssd_scan
 from .score_factors import RIDGE, Factors, LayerTrace
 
 HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)

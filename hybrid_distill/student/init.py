@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from ..model import HybridConfig
+from ..model.decays import raw_decay
 from ..model.layout import HEAD_NORMS
 from ..model.recurrences import FORMS, Recurrence
 from ..model.recurrent_heads import CLOSED_GATE, OPEN_GATE
-from ..model.ssd import raw_decay
 from ..teacher import AttentionSite
 from .fit import WRITE, Coefficients, fit_coefficients, guess_coefficients
 from .score_factors import (

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from hybrid_kernels.ssd import ssd
 from torch import Tensor
 
-from hybrid_distill.model.ssd import log_decay, ssd_scan
+from hybrid_distill.model.decays import log_decay
+from hybrid_distill.model.ssd import ssd_scan
 
 FP32 = torch.float32
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels are written in triton")
 from hybrid_kernels import common, conv
 from hybrid_kernels.conv import causal_conv
 
-from hybrid_distill.model import ssd
+from hybrid_distill.model import convolution
 
 # dtype -> error relative to the largest value; bf16 is one rounding of the result, of the
 # gradients' operands another
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not common.RUNS_HERE, reason="needs TRITON_INTER
 
 
 def reference(x, weight, state, seq_idx, activation):
-    y, last = ssd.causal_conv(x, weight, state_BCK=state, seq_idx_BL=seq_idx)
+    y, last = convolution.causal_conv(x, weight, state_BCK=state, seq_idx_BL=seq_idx)
     if activation:
         y = torch.nn.functional.silu(y)
     return y, last

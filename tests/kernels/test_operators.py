@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hybrid_kernels import common, conv, ssd, ssd_triton, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hybrid_distill.model.convolution import causal_conv
 from hybrid_distill.model.kernel_choice import choose
-from hybrid_distill.model.ssd import causal_conv, gated_ssd_scan, ssd_scan, step_in_place
+from hybrid_distill.model.ssd import gated_ssd_scan, ssd_scan, step_in_place
 
 pytestmark = pytest.mark.skipif(
     not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"

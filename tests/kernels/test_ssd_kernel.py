@@ -32,7 +32,7 @@ from ssd_problem import (
     run_kernels,
 )
 
-from hybrid_distill.model.ssd import log_decay
+from hybrid_distill.model.decays import log_decay
 
 # dtype of the inputs -> largest error, relative to the largest element of the expected tensor
 FORGETTING = "fp32, where a chunk holds many log decays of -30: their sum, near 1000, is exact to 1e-4 at best"

@@ -10,7 +10,8 @@ from hybrid_kernels import common
 from hybrid_kernels.step import ssd_step
 from ssd_problem import relative_error
 
-from hybrid_distill.model import ssd
+from hybrid_distill.model import convolution, ssd
+from hybrid_distill.model.decays import MIN_LOG_DECAY, log_decay
 
 # dtype -> error relative to the largest value; bf16 is the rounding of the result
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -39,11 +40,11 @@ def draw(
 def reference(xbc, a, z, conv_weight, D, conv_state, ssm_state) -> tuple[Tensor, Tensor, Tensor]:
     """The operations of the model's SSM heads for one token: output, conv state, ssm state."""
     _, heads, head_dim, d_state = ssm_state.shape
-    conv, conv_state = ssd.causal_conv(xbc.unsqueeze(1), conv_weight, state_BCK=conv_state)
+    conv, conv_state = convolution.causal_conv(xbc.unsqueeze(1), conv_weight, state_BCK=conv_state)
     sizes = [heads * size for size in (head_dim, d_state, d_state)]
     parts = conv[:, 0].split(sizes, dim=-1)
     x, b, c = (part.unflatten(-1, (heads, -1)) for part in parts)
-    log_a = ssd.log_decay(a).clamp_min(ssd.MIN_LOG_DECAY)
+    log_a = log_decay(a).clamp_min(MIN_LOG_DECAY)
     y, ssm_state = ssd.ssd_step(x, log_a, b, c, ssm_state)
     return (y + D.unsqueeze(-1) * x) * F.silu(z), conv_state, ssm_state
 

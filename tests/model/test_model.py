@@ -161,10 +161,13 @@ def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher) -> None:
 CODE = {
     "aligned_rows",
     "cache",
+    "convolution",
+    "chunked_scan",
     "backbone",
     "backbone_config",
     "configuration_hybrid",
     "field_rules",
+    "decays",
     "decoder",
     "document_kernels",
     "document_mask",

@@ -18,7 +18,15 @@ from students import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import decoder, gated_delta, kernel_choice, packed_inputs, self_check, ssd
+from hybrid_distill.model import (
+    convolution,
+    decoder,
+    gated_delta,
+    kernel_choice,
+    packed_inputs,
+    self_check,
+    ssd,
+)
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, check_teacher_rows
@@ -211,7 +219,7 @@ def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, mon
     student = mixed_student(make_family_model("llama"), recurrence=recurrence).to(dtype)
     together: list[tuple[Any, ...]] = []
     called: list[tuple[Any, ...]] = []
-    choose = ssd.choose
+    choose = kernel_choice.choose
 
     def note(device: torch.device, calls: list[kernel_choice.KernelCall]) -> None:
         for call in calls:
@@ -225,8 +233,8 @@ def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, mon
         return choose(impl, kernel, x, *sizes, **options)
 
     monkeypatch.setattr(self_check, "try_together", note)
-    monkeypatch.setattr(ssd, "choose", note_choice)
-    monkeypatch.setattr(gated_delta, "choose", note_choice)
+    for asking in (ssd, convolution, gated_delta):
+        monkeypatch.setattr(asking, "choose", note_choice)
     self_check._checked.pop(student, None)
     self_check.check_rows(student, "")
     assert [call for call in called if call not in together] == []

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_distill.model import kernel_choice, ssd
+from hybrid_distill.model import chunked_scan, kernel_choice
+from hybrid_distill.model.convolution import causal_conv
+from hybrid_distill.model.decays import log_decay, raw_decay
 from hybrid_distill.model.gated_delta import (
     delta_mixing_matrix,
     delta_scan,
@@ -21,14 +23,7 @@ from hybrid_distill.model.gated_delta import (
     gates,
     unit_keys,
 )
-from hybrid_distill.model.ssd import (
-    causal_conv,
-    log_decay,
-    mixing_matrix,
-    raw_decay,
-    ssd_scan,
-    ssd_step,
-)
+from hybrid_distill.model.ssd import mixing_matrix, ssd_scan, ssd_step
 
 # dtype of the inputs -> relative and absolute tolerance
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 1e-2}
@@ -166,7 +161,7 @@ def test_chunks_equal_steps(length: int, packed: bool, chunk_size: int, inputs, 
 def test_states_are_carried_over_blocks_of_chunks(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
+    monkeypatch.setattr(chunked_scan, "CHUNKS_PER_BLOCK", 3)
     test_chunks_equal_steps(77, packed, 8, inputs, ssd_scan, ssd_steps)
 
 
@@ -246,7 +241,7 @@ def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packe
 @pytest.mark.parametrize("changed", [slice(0, 75), slice(75, 140), slice(140, 200)])
 def test_another_document_changes_no_bit(changed: slice, monkeypatch) -> None:
     """Neither of values nor of gradients, whatever the decays; borders lie inside chunks."""
-    monkeypatch.setattr(ssd, "CHUNKS_PER_BLOCK", 3)
+    monkeypatch.setattr(chunked_scan, "CHUNKS_PER_BLOCK", 3)
     seq_idx = torch.tensor([0] * 75 + [1] * 65 + [2] * 60).expand(BATCH, -1)
     x, _, b, c = inputs(200, torch.float32)
     args = [x, -30 * torch.rand(BATCH, 200, HEADS) ** 8, b, c]

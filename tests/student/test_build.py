@@ -17,8 +17,10 @@ from hybrid_distill.data import DataConfig, open_rows
 from hybrid_distill.export.versions import oldest_transformers
 from hybrid_distill.io import save_tensors
 from hybrid_distill.model import HybridForCausalLM, packed_inputs
+from hybrid_distill.model.convolution import causal_conv
+from hybrid_distill.model.decays import log_decay
 from hybrid_distill.model.field_rules import release
-from hybrid_distill.model.ssd import causal_conv, log_decay, ssd_scan
+from hybrid_distill.model.ssd import ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.student.init import LayerTrace, init_ssm

@@ -20,7 +20,7 @@ from training import small_config, small_models, small_rows
 
 from hybrid_distill.cli.app import exit_cleanly
 from hybrid_distill.distributed import WorldError, connect
-from hybrid_distill.model import decoder, kernel_choice, ssd
+from hybrid_distill.model import convolution, decoder, kernel_choice, ssd
 from hybrid_distill.model.kernel_choice import DELTA_RULE
 from hybrid_distill.train import stage_kernels as module
 from hybrid_distill.train.loop import train_stage
@@ -79,7 +79,8 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     assert ("decoding step" in chosen) == (name == "on_policy")
 
     called: list[tuple] = []
-    choose, pick = ssd.choose, fused_loss._pick
+    choose = kernel_choice.choose
+    pick = fused_loss._pick
 
     def noting(impl, kernel, x, *sizes, **options):
         called.append((kernel, x.dtype, sizes, torch.is_grad_enabled(), options))
@@ -89,7 +90,8 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
         called.append(("distillation loss", dtype, options.kind, from_head))
         return pick(impl, device, dtype, options, from_head)
 
-    monkeypatch.setattr(ssd, "choose", noting)
+    for asking in (ssd, convolution):
+        monkeypatch.setattr(asking, "choose", noting)
     monkeypatch.setattr(fused_loss, "_pick", noting_loss)
     # Of several tokens, only a CPU drops a mask without padding.
     monkeypatch.setattr(decoder, "_marks_nothing", lambda token_mask_BL, cache: False)
