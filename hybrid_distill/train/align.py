@@ -10,7 +10,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import AttentionSite, MixerCall
 from .config import Align
 from .losses import l2_norm_loss, normalized_mse, power
-from .stage import TeacherForced, Totals, mixer_parameters, pick_heads
+from .stage import TeacherForced, Totals, mixer_parameters, select_heads
 
 
 class LayerAlignment(TeacherForced[Align]):
@@ -115,7 +115,7 @@ class LayerAlignment(TeacherForced[Align]):
             return output
         if self.config.train == "ssm" and mixer.kept:
             # Kept heads are frozen: the teacher's heads have computed their output already.
-            arguments["attended"] = pick_heads(call.heads_BLHP, mixer.kept, dim=2)
+            arguments["attended"] = select_heads(call.heads_BLHP, mixer.kept, dim=2)
         if self.config.target == "head":
             heads_BLHP = mixer.heads(*call.args, **arguments)
             return self._recurrent(layer, heads_BLHP)
@@ -124,4 +124,4 @@ class LayerAlignment(TeacherForced[Align]):
     def _recurrent(self, layer: int, heads_BLHP: Tensor) -> Tensor:
         """Select the heads that are recurrent in the student, [B, L, R, P]."""
         mixer = self.student.mixers()[layer]
-        return pick_heads(heads_BLHP, mixer.replaced, dim=2)
+        return select_heads(heads_BLHP, mixer.replaced, dim=2)

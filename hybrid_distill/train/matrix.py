@@ -10,7 +10,7 @@ from ..model.modeling_hybrid import HybridForCausalLM
 from ..teacher import AttentionSite, MixerCall
 from .config import AlignMatrix
 from .losses import frobenius_loss
-from .stage import TeacherForced, Totals, mixer_parameters, n_rows, pick_heads
+from .stage import TeacherForced, Totals, mixer_parameters, n_rows, select_heads
 
 UNUSED = ("x_proj", "z_proj")
 """Parameters of recurrent heads that do not affect mixing matrices."""
@@ -68,7 +68,7 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
         mixing_BRLS = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
         # Eager attention returns (output, maps).
         maps_BHLS = call.output[1]
-        maps_BRLS = pick_heads(maps_BHLS, mixer.replaced, dim=1)
+        maps_BRLS = select_heads(maps_BHLS, mixer.replaced, dim=1)
         n_rows_of_step = totals.get("rows")
         return frobenius_loss(mixing_BRLS, maps_BRLS, batch["mask"], n_rows_of_step)
 

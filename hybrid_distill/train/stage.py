@@ -279,7 +279,10 @@ def n_rows(mask_BL: Tensor) -> Tensor:
     return mask_BL.new_full((), len(mask_BL), dtype=torch.long)
 
 
-def pick_heads(t: Tensor, heads: Sequence[int], dim: int) -> Tensor:
-    """Select heads along ``dim``, without the host-device sync that ``t[:, list(heads)]`` causes."""
+def select_heads(t: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+    """Select heads along ``dim``, without the host-device sync that ``t[:, list(heads)]`` causes.
+
+    Not the slices of `model.rows.pick_heads`: they are views, in whose layout a loss would be summed in another order.
+    """
     index = torch.tensor(heads).to(t.device, non_blocking=True)
     return t.index_select(dim, index)
