@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import only_error
+from torch.testing import assert_close
 from training import SMALL
 
 from hybrid_distill.cli import import_gguf as command
@@ -79,7 +80,7 @@ def test_a_folder_computes_what_the_file_holds(tmp_path, capsys):
     assert "qwen2" in capsys.readouterr().out
     imported, tokenizer = load_teacher(out)
     ids = torch.arange(14)[None]
-    torch.testing.assert_close(imported(ids).logits, model.eval()(ids).logits)
+    assert_close(imported(ids).logits, model.eval()(ids).logits)
     assert tokenizer.chat_template == CHAT
     assert tokenizer.eos_token == "<eos>"
     assert imported.dtype == torch.float32

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import only_error
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -105,7 +106,7 @@ def test_its_language_model_is_a_teacher(multimodal):
     text.lm_head.load_state_dict(whole.lm_head.state_dict())
     ids = torch.arange(12)[None] + 5
     with torch.no_grad():
-        torch.testing.assert_close(text.eval()(ids).logits, whole.eval()(ids).logits)
+        assert_close(text.eval()(ids).logits, whole.eval()(ids).logits)
     check_teacher(text.config, name="text", heads=True)
     student, _ = build_student(text, HeadPlan.all(text.config), d_state=4)
     with torch.no_grad():

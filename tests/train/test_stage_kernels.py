@@ -57,6 +57,7 @@ def tried(monkeypatch) -> list[tuple]:
 def test_what_is_tried_before_training_is_what_a_step_calls(
     name: str, precision: str, tried, monkeypatch
 ) -> None:
+    # What a child process tries together, before the parent tries one by one.
     stage = stage_of(name, precision=precision)
     together: list[tuple] = []
 
@@ -69,17 +70,22 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
             together.append((kernel, dtype, sizes, options["training"], others))
 
     monkeypatch.setattr(module, "try_together", note)
+
     chosen = kernels_of(stage, GPU)
+
     # One child process has tried all of them.
     assert [trial for trial in tried if trial not in together] == []
     assert len(together) == len(tried)
     assert chosen["recurrence"] == "triton"
     assert chosen["convolution"] == "torch (it is off by 3)"
-    assert chosen.get("distillation loss") == (None if name == "align" else "triton")
+    expected_loss = None if name == "align" else "triton"
+    assert chosen.get("distillation loss") == expected_loss
     assert ("decoding step" in chosen) == (name == "on_policy")
 
+    # What a step calls.
     called: list[tuple] = []
-    choose, pick = ssd.choose, fused_loss._pick
+    choose = ssd.choose
+    pick = fused_loss._pick
 
     def noting(impl, kernel, x, *sizes, **options):
         called.append((kernel, x.dtype, sizes, torch.is_grad_enabled(), options))
@@ -94,7 +100,9 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     # Of several tokens, only a CPU drops a mask without padding.
     monkeypatch.setattr(decoder, "_marks_nothing", lambda token_mask_BL, cache: False)
     (batch,) = stage.micro_batches(small_rows().batch(0, 4), 4, [0, 1, 2, 3])
-    stage(batch, stage.totals(batch)).total.backward()
+    loss = stage(batch, stage.totals(batch)).total
+    loss.backward()
+
     for trial in tried:
         assert trial in called, f"{trial} is tried, and no step calls it"
     for call in called:
@@ -128,10 +136,13 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
         return "it is off by 3" if kernel == DELTA_RULE and not is_right else None
 
     monkeypatch.setattr(kernel_choice, "_reason_against", reason)
+
     chosen = module._of_heads(heads, GPU, torch.bfloat16)
+
     options = {"packed": True}
-    sizes = heads.head_dim, heads.d_state
-    first = (DELTA_RULE, torch.bfloat16, sizes, True, options)
+    sizes = (heads.head_dim, heads.d_state)
+    in_training = True
+    first = (DELTA_RULE, torch.bfloat16, sizes, in_training, options)
     assert asked[0] == first
     assert chosen["convolution"] == "triton"
     if is_right:
@@ -140,8 +151,10 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
     else:
         assert chosen[DELTA_RULE] == "torch (it is off by 3)"
         assert chosen["recurrence"] == "triton"
-        ours = ("recurrence", torch.float32, sizes, True, {"gated": False, **options})
+        ours = ("recurrence", torch.float32, sizes, in_training, {"gated": False, **options})
         assert asked[1] == ours
+
+    # What a user names is not tried.
     heads.impl = "triton"
     assert module._of_heads(heads, GPU, torch.bfloat16)[DELTA_RULE] == "torch"
     heads.impl = "torch"
@@ -151,12 +164,15 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
 def test_kernels_that_were_named_are_reported_as_such() -> None:
     stage = stage_of()
     stage.student.set_ssm_implementation("mamba_ssm")
-    assert kernels_of(stage, GPU)["recurrence"] == "mamba_ssm"
-    assert kernels_of(stage, GPU)["convolution"] == "torch"
+    kernels = kernels_of(stage, GPU)
+    assert kernels["recurrence"] == "mamba_ssm"
+    assert kernels["convolution"] == "torch"
+
     stage.student.set_ssm_implementation("torch")
     assert set(kernels_of(stage, GPU).values()) == {"torch"}
-    plain = kernels_of(stage_of(fused=False), torch.device("cpu"))
-    assert plain["distillation loss"] == "torch (not fused)"
+
+    not_fused = kernels_of(stage_of(fused=False), torch.device("cpu"))
+    assert not_fused["distillation loss"] == "torch (not fused)"
 
 
 def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from training import small_models, small_rows, small_run
+from training import random_student, small_models, small_rows, small_run
 
 from hybrid_distill.model import packed_inputs
-from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import MixerCall, attention_sites, replaced_forward, trace_mixers
@@ -64,13 +63,6 @@ def make(name: str, k: int = 2) -> Any:
     return make_stage(configs[name], student, teacher, vocab_size=99)
 
 
-def student_of(teacher: Any) -> HybridForCausalLM:
-    """Build a student that keeps five random heads."""
-    plan = HeadPlan.random(teacher.config, 5, seed=0)
-    student, _ = build_student(teacher, plan, d_state=4)
-    return student
-
-
 def trained_parameters(stage: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in stage.parameters() if parameter.requires_grad]
 
@@ -83,7 +75,7 @@ def trained_parameters(stage: nn.Module) -> list[nn.Parameter]:
 def test_the_target_is_the_output_of_the_teachers_own_module(family_model, family, batch, target):
     """Recomputed by hand from a trace of the teacher, the last layer included."""
     teacher = family_model(family)
-    student = student_of(teacher)
+    student = random_student(teacher, k=5, seed=0)
     stage = LayerAlignment(student, teacher, Align(target=target))
 
     per_layer = stage(batch).per_layer
@@ -232,7 +224,7 @@ def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
 def test_the_fused_loss_is_that_of_the_logits_and_has_its_gradients(family_model, family, batch):
     def loss_and_gradients(fused: bool) -> dict[str, Tensor | None]:
         teacher = family_model(family)
-        student = student_of(teacher)
+        student = random_student(teacher, k=5, seed=0)
         config = Distill(kind="jsd", temperature=2.0, hard_weight=0.3, fused=fused)
         stage = EndToEnd(student, teacher, config)
         loss = stage(batch).total
