@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ if __name__ == "__main__":
 
 from conftest import make_family_model
 
+from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.config import (
     EvaluationConfig,
     PlanConfig,
@@ -186,6 +188,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> list[float]:
     """Read the losses that a stage has logged."""
     return [line["loss"] for line in metrics(folder)]
+
+
+def copy_tiny_tokenizer(folder: Path) -> None:
+    """Copy the embedded teacher's tokenizer beside another model."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_teacher_path() / name, folder)
 
 
 class WrappedRows:

@@ -6,7 +6,6 @@ benchmarks/memory_plan.py measures; here its smallest shapes run.
 import importlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 from test_cli import RECIPES
-from training import QUICK, small_run
+from training import QUICK, copy_tiny_tokenizer, small_run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.dry_run import describe
 from hybrid_distill.cli.launch_plan import LAUNCH
@@ -377,8 +375,7 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     wide = LlamaConfig(vocab_size=1900, hidden_size=512, intermediate_size=700, num_hidden_layers=4)
     model = AutoModelForCausalLM.from_config(wide)
     model.save_pretrained(tmp_path / "wide")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_teacher_path() / name, tmp_path / "wide")
+    copy_tiny_tokenizer(tmp_path / "wide")
     long = Distill(
         name="long",
         steps=3,
