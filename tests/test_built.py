@@ -15,6 +15,7 @@ from training import ALIGN, DISTILL
 from hybrid_distill.pipeline import trained_student
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     home = Path(__file__).parents[1]
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 

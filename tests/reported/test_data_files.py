@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,7 +201,8 @@ def table(path: Path, **columns: list[Any]) -> str:
     if path.suffix == ".parquet":
         datasets.Dataset.from_dict(columns).to_parquet(path)
     else:
-        path.write_bytes(lines_of(*[dict(zip(columns, row)) for row in zip(*columns.values())]))
+        records = [dict(zip(columns, row)) for row in zip(*columns.values())]
+        path.write_bytes(lines_of(*records))
     return str(path)
 
 
@@ -243,15 +243,10 @@ def test_commands_read_such_files(folder, tmp_path, capsys):
     out = tmp_path / "tokens"
     main(["prepare-data", "--tokenizer", "tiny", "--sources", str(folder), "--out", str(out)])
     assert "4 documents" in capsys.readouterr().out
+
+    numbers = table(tmp_path / "n.jsonl", text=[1])
+    scores = tmp_path / "s.json"
     with pytest.raises(SystemExit, match="2"):
-        main(
-            [
-                "score",
-                "--control-texts",
-                table(tmp_path / "n.jsonl", text=[1]),
-                "--out",
-                str(tmp_path / "s.json"),
-            ]
-        )
-    assert f"{tmp_path / 'n.jsonl'}, line 1" in capsys.readouterr().err
-    assert not os.path.exists(tmp_path / "s.json")
+        main(["score", "--control-texts", numbers, "--out", str(scores)])
+    assert f"{numbers}, line 1" in capsys.readouterr().err
+    assert not scores.exists()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests.parent), str(tests), str(tests / "train")]
 

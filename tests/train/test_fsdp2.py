@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     home = Path(__file__).parents[2]
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 

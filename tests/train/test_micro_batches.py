@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     ROOT = Path(__file__).parents[2]
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     ROOT = Path(__file__).parents[2]
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 

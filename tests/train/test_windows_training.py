@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     home = Path(__file__).parents[2]
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 
