@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +35,22 @@ class Packed(NamedTuple):
 
 def packed_rows(device: str) -> Iterator[Packed]:
     """Yield rows of every dtype and size, with and without a window."""
-    for dtype, (batch, length, mean), window in product(TOLERANCE, ROWS_OF[device], (None, 200)):
-        place_L = torch.arange(length)
-        is_start_BL = torch.rand(batch, length) < 1 / mean
-        is_start_BL[:, 0] = True
-        first_BL = torch.where(is_start_BL, place_L, 0).cummax(1).values
-        if window is not None:
-            first_BL = first_BL.maximum(place_L - window + 1)
-        yield Packed(dtype, first_BL.to(device), window)
+    for dtype in TOLERANCE:
+        for batch, length, mean in ROWS_OF[device]:
+            for window in (None, 200):
+                first_BL = draw_first_seen(batch, length, mean, window)
+                yield Packed(dtype, first_BL.to(device), window)
+
+
+def draw_first_seen(batch: int, length: int, mean: int, window: int | None) -> Tensor:
+    """Draw where documents begin; return the first token that each token sees."""
+    place_L = torch.arange(length)
+    is_start_BL = torch.rand(batch, length) < 1 / mean
+    is_start_BL[:, 0] = True
+    first_BL = torch.where(is_start_BL, place_L, 0).cummax(1).values
+    if window is not None:
+        first_BL = first_BL.maximum(place_L - window + 1)
+    return first_BL
 
 
 def compare(device: str) -> dict[str, float]:

@@ -213,6 +213,7 @@ def measure_questions(teacher: Path) -> Measured:
         )
         scores, seconds = cpu_time(score)
         assert scores.agreement is not None
+        assert scores.accuracy_se_LH is not None
         rows[name] = {
             "prompts": n_prompts,
             "questions_per_prompt": n_queries,
