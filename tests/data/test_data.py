@@ -20,6 +20,8 @@ from hybrid_distill.data.rows import shuffled
 from hybrid_distill.data.tokens import Shard, hash_of
 
 EOS = 1
+FIRST = 10_000
+"""Distance between the first tokens of two numbered sources."""
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +46,6 @@ def numbered_sources(sizes: tuple[int, ...], shard: int) -> list[Tokens]:
     for number, n in enumerate(sizes):
         sources.append(numbered(n, shard=shard, first=FIRST * number))
     return sources
-
-
-FIRST = 10_000
-"""Distance of the numbers of two sources."""
 
 
 # Rows

@@ -137,7 +137,7 @@ def test_bf16_gathers_less_and_sums_in_float32(two):
 @pytest.mark.launched
 @pytest.mark.parametrize(("name", "precision", "count"), CASES)
 def test_the_losses_are_those_of_one_process(two, tmp_path, name, precision, count):
-    # The order of a sum changes its rounding; bfloat16 has 8 bits of it.
+    # Two processes sum in another order; a number of bfloat16 has 8 bits.
     tolerance = {"fp32": 1e-4, "bf16": 5e-3}[precision]
     together = two[name_of(name, precision, count)]
 

@@ -58,7 +58,6 @@ def tried(monkeypatch) -> list[tuple]:
 def test_what_is_tried_before_training_is_what_a_step_calls(
     name: str, precision: str, tried, monkeypatch
 ) -> None:
-    # What a child process tries together, before the parent tries one by one.
     stage = stage_of(name, precision=precision)
     together: list[tuple] = []
 
@@ -155,7 +154,6 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
         ours = ("recurrence", torch.float32, sizes, in_training, {"gated": False, **options})
         assert asked[1] == ours
 
-    # What a user names is not tried.
     heads.impl = "triton"
     assert module._of_heads(heads, GPU, torch.bfloat16)[DELTA_RULE] == "torch"
     heads.impl = "torch"
