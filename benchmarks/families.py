@@ -57,7 +57,14 @@ from hybrid_distill.teacher import head_kinds
 RESULTS = Path(__file__).parent / "results" / "families.json"
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 PACKAGE = Path(hybrid_distill.__file__).parent
-VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, D_STATE = 128, 4, 4, 2, 16, 8, 8
+# Of the tiny models.
+VOCAB = 128
+LAYERS = 4
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 16
+WINDOW = 8
+D_STATE = 8
 WIDTH = HEADS * HEAD_DIM
 LENGTHS = (5, 13, 21)  # of documents and prompts: below and above the window
 LIMIT = TOLERANCE[torch.float32]
@@ -249,17 +256,17 @@ def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
         base = config_class(**tiny_fields(config_class, SHAPES.get(model_type, {}))).to_dict()
     except Exception:
         return {}
-    found = {}
+    # Some configs drop what they are made with.
+    known = base | SHAPES.get(model_type, {})
+    variants: dict[str, dict[str, Any]] = {}
     for name, switches in VARIANTS.items():
-        known = base | SHAPES.get(model_type, {})  # some configs drop what they are made with
-        fields = {
-            field: value
-            for field, value in switches.items()
-            if field in known and known[field] != value
-        }
+        fields: dict[str, Any] = {}
+        for field, value in switches.items():
+            if field in known and known[field] != value:
+                fields[field] = value
         if fields:
-            found[name] = fields
-    return found
+            variants[name] = fields
+    return variants
 
 
 def keep_some(teacher: PreTrainedModel) -> HeadPlan:
@@ -532,12 +539,13 @@ def main() -> int:
         parser.error(
             f"{', '.join(sorted(unknown))}: not a causal-LM model type of this transformers"
         )
-    keeps_record = options.only or options.resume
-    recorded = read(options.out).get("families", {}) if keeps_record else {}
+    recorded: dict[str, list[dict[str, Any]]] = {}
+    if options.only or options.resume:
+        recorded = read(options.out).get("families", {})
     families = {name: rows for name, rows in recorded.items() if name in everything}
-    wanted = options.only or [
-        name for name in everything if not (options.resume and name in families)
-    ]
+    wanted = options.only or everything
+    if options.resume and not options.only:
+        wanted = [name for name in everything if name not in families]
 
     def done(model_type: str, rows: list[dict[str, Any]]) -> None:
         families[model_type] = rows
@@ -563,9 +571,8 @@ def main() -> int:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
     if options.out == RESULTS:
         write_page()
-    print(
-        f"{len(families)} model types, shapes: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()))}"
-    )
+    shapes = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+    print(f"{len(families)} model types, shapes: {shapes}")
     return int(counts.get("failed", 0) > 0)
 
 

@@ -367,9 +367,9 @@ class Answers:
         texts: dict[str, dict[str, str]] = {}
         for kept, means in self.means.iterrows():
             deviations = self.deviations.loc[kept]
-            texts[str(kept)] = {
-                str(task): f"{means[task]:.3f} ± {deviations[task]:.3f}" for task in means.index
-            }
+            by_task = texts.setdefault(str(kept), {})
+            for task in means.index:
+                by_task[str(task)] = f"{means[task]:.3f} ± {deviations[task]:.3f}"
         return texts
 
     def shares(self) -> dict[str, dict[str, float]]:

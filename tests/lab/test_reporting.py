@@ -195,7 +195,9 @@ def test_every_stage_has_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def draw(
         path: Path, _caption: str, rows: list[Row], *_: object, **_options: object
     ) -> list[Figure]:
-        drawn[path.name] = [name for row in rows for name in row.points.panel.unique()]
+        panels = drawn.setdefault(path.name, [])
+        for row in rows:
+            panels += row.points.panel.unique().tolist()
         return []
 
     monkeypatch.setattr("hybrid_distill.lab.reporting.run.draw_lines", draw)
