@@ -32,15 +32,17 @@ def differences(
     """
     by_setting = students.set_index([by, *fixed, "seed"])[list(figures)]
     names = set(students[by]) - {standard}
-    rows = {}
+    rows: dict[str, dict[str, str]] = {}
     for name in sorted(names):
-        less = (by_setting.loc[name] - by_setting.loc[standard]).dropna()
-        groups = less.groupby(list(fixed)) if fixed else [((), less)]
+        less_standard = by_setting.loc[name] - by_setting.loc[standard]
+        of_both = less_standard.dropna()
+        groups = of_both.groupby(list(fixed)) if fixed else [((), of_both)]
         for values, of_group in groups:
             words = [name]
             for value, column in zip(values, fixed):
                 words.append(f"{value} {column}")
-            rows[", ".join(words)] = {figure: with_interval(of_group[figure]) for figure in figures}
+            intervals = {figure: with_interval(of_group[figure]) for figure in figures}
+            rows[", ".join(words)] = intervals
     return rows
 
 

@@ -57,9 +57,8 @@ class LiveTopK:
 
     def batch(self, *place: int) -> Any:
         batch = self.rows.batch(*place)
-        top = top_k_of(
-            self.run.teacher, batch, self.k, vocab_size=vocabulary_size(self.run.tokenizer)
-        )
+        n_ids = vocabulary_size(self.run.tokenizer)
+        top = top_k_of(self.run.teacher, batch, self.k, vocab_size=n_ids)
         return {**batch, "teacher_ids_BLK": top.ids_BLK, "teacher_log_probs_BLK": top.log_probs_BLK}
 
 
@@ -73,16 +72,17 @@ def train(
     student, _ = build_student(run.teacher, plan, d_state=d_state, calibration=calibration)
     stage = make_stage(config, student, run.teacher, vocab_size=n_ids)
     optimizer = make_adamw(
-        stage, learning_rate=config.learning_rate, betas=config.betas, weight_decay=0.1
+        stage,
+        learning_rate=config.learning_rate,
+        betas=config.betas,
+        weight_decay=0.1,
     )
 
     def steps() -> list[float]:
-        losses = []
+        losses: list[float] = []
         for step in range(config.steps):
-            set_learning_rate(
-                optimizer,
-                config.learning_rate * wsd(step, config.steps, config.warmup, config.decay),
-            )
+            schedule = wsd(step, config.steps, config.warmup, config.decay)
+            set_learning_rate(optimizer, config.learning_rate * schedule)
             loss = stage(rows.batch(step, config.batch_size)).total
             loss.backward()
             torch.nn.utils.clip_grad_norm_(stage.parameters(), config.clip)
@@ -95,10 +95,11 @@ def train(
     with torch.no_grad():
         to_whole_teacher = make_stage(Distill(), student, run.teacher, vocab_size=n_ids)
         held_out_kl = to_whole_teacher(held_out).total.item()
+    n_tokens = config.rows_read * run.config.data.seq_len
     return {
         "losses": [round(loss, 6) for loss in losses],
         "held_out_kl": round(held_out_kl, 6),
-        "tokens_per_cpu_second": round(config.rows_read * run.config.data.seq_len / seconds, 1),
+        "tokens_per_cpu_second": round(n_tokens / seconds, 1),
     }
 
 
@@ -110,11 +111,10 @@ def curves(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         micro_batch_size=options.batch_size,
         learning_rate=1e-3,
     )
-    run = RunInputs(RunConfig(data=DataConfig(seq_len=256), stages=(config,)))
+    run = RunInputs(RunConfig(data=DataConfig(seq_len=SEQ_LEN), stages=(config,)))
     rows = cast(PackedRows, open_rows(run.config.data, run.tokenizer))
-    held_out_rows = open_rows(
-        DataConfig(sources=("tiny:held_out",), seq_len=256, seed=1), run.tokenizer
-    )
+    not_trained_on = DataConfig(sources=("tiny:held_out",), seq_len=SEQ_LEN, seed=1)
+    held_out_rows = open_rows(not_trained_on, run.tokenizer)
     held_out = held_out_rows.batch(0, HELD_OUT_ROWS)
 
     def contender(rows: Rows | LiveTopK, config: Distill) -> dict[str, Any]:
@@ -127,11 +127,12 @@ def curves(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         _, seconds = cpu_time(lambda job=job: cache_logits(job))
         logits = open_logits(folder / str(k))
         header: LogitHeader = logits.header
+        n_tokens = header.rows * header.seq_len
         results[f"top {k}, live"] = contender(LiveTopK(run, rows, k), cached)
         results[f"top {k}, from disk"] = {
             **contender(CachedLogitsDataset(rows, logits), cached),
             "bytes_a_token": header.bytes_per_token,
-            "written_tokens_per_cpu_second": round(header.rows * header.seq_len / seconds, 1),
+            "written_tokens_per_cpu_second": round(n_tokens / seconds, 1),
             "measured": header.measured,
         }
     return {"fingerprint": fingerprint(run.teacher), **results}
@@ -143,7 +144,8 @@ def differences(results: dict[str, Any], options: argparse.Namespace) -> dict[st
     for k in options.top_k:
         live = results[f"top {k}, live"]["losses"]
         from_disk = results[f"top {k}, from disk"]["losses"]
-        largest[f"top {k}"] = round(max(abs(b / a - 1) for a, b in zip(live, from_disk)), 7)
+        relative = [abs(stored / exact - 1) for exact, stored in zip(live, from_disk)]
+        largest[f"top {k}"] = round(max(relative), 7)
     worst = max(largest.values())
     if worst > CURVE:
         raise RuntimeError(

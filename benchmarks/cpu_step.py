@@ -34,7 +34,8 @@ from hybrid_distill.train.stages import make_stage
 
 WINDOW = "window 44 + 4"
 CASES = {"layers as they are": "off", "layers compiled": "on"}
-N_ROWS, ROW = 4, 512
+N_ROWS = 4
+ROW = 512
 UNTIMED = 2
 """First steps, which allocate and compile."""
 
@@ -85,9 +86,13 @@ def main() -> None:
         seconds = json.loads(process.stdout.splitlines()[-1])
         step = median(seconds[UNTIMED:])
         speed = N_ROWS * ROW / step
-        rows.append(
-            {"case": name, "seconds": step, "first step": seconds[0], "tokens a second": speed}
-        )
+        row = {
+            "case": name,
+            "seconds": step,
+            "first step": seconds[0],
+            "tokens a second": speed,
+        }
+        rows.append(row)
     print(text_table(pd.DataFrame(rows).round(1)))
     record = {"rows": rows, "layers": options.layers, "steps": options.steps}
     write(options.out, {**record, **about("a distillation step on a CPU", threads=1)})

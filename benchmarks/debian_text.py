@@ -25,6 +25,11 @@ from records import parser_of
 
 MEAGER = 500
 """Pages with fewer characters hold menus and redirections."""
+HELD_OUT_EVERY = 20
+"""One page in so many is held out."""
+PASSAGE = (60, 120)
+"""Words that stand before the last one of a passage, at least and at most."""
+SHORTEST_LAST_WORD = 5
 
 
 class _Prose(HTMLParser):
@@ -86,17 +91,19 @@ def english_files(folder: Path) -> list[Path]:
 
 def passages(page: str) -> Iterator[str]:
     """Yield passages that end in a word of five letters or more that they contain before."""
+    least, most = PASSAGE
     words = re.sub(r"\s+", " ", page).split(" ")
-    begun = 0
-    for n, word in enumerate(words):
+    begin = 0
+    for place, word in enumerate(words):
         last = word.rstrip(".")
-        ends = word.endswith(".") and last.isalpha() and len(last) >= 5
-        if n - begun < 60 or not ends:
+        is_word = last.isalpha() and len(last) >= SHORTEST_LAST_WORD
+        if place - begin < least or not word.endswith(".") or not is_word:
             continue
-        before = words[max(begun, n - 120) : n]
+        before = words[max(begin, place - most) : place]
+        # Said just before, the word would be repeated rather than looked up.
         if last in before[:-5]:
             yield " ".join([*before, last])
-            begun = n + 1
+            begin = place + 1
 
 
 def write_text(packages: list[Path], most: int, out: Path) -> None:
@@ -104,9 +111,13 @@ def write_text(packages: list[Path], most: int, out: Path) -> None:
     with (out / "train.jsonl").open("w") as train, (out / "held_out.jsonl").open("w") as held_out:
         for package in packages:
             n_characters = 0
-            long_pages = (page for page in pages(package) if len(page) > MEAGER)
-            for n, page in enumerate(long_pages):
-                file = held_out if n % 20 == 19 else train
+            n_pages = 0
+            for page in pages(package):
+                if len(page) <= MEAGER:
+                    continue
+                n_pages += 1
+                is_held_out = n_pages % HELD_OUT_EVERY == 0
+                file = held_out if is_held_out else train
                 file.write(json.dumps({"text": page}) + "\n")
                 n_characters += len(page)
                 if n_characters > most:
@@ -125,10 +136,13 @@ def write_tasks(held_out: Path, out: Path) -> None:
     questions.write_text("".join(lines))
     definition = files("lm_eval") / "tasks/lambada/lambada_openai.yaml"
     source = json.dumps({"data_files": {"test": str(questions.resolve())}})
-    task = (
-        f"include: {definition}\ndataset_path: json\ndataset_name: null\ndataset_kwargs: {source}\n"
-    )
-    (out / "lambada_openai.yaml").write_text(task)
+    task = [
+        f"include: {definition}",
+        "dataset_path: json",
+        "dataset_name: null",
+        f"dataset_kwargs: {source}",
+    ]
+    (out / "lambada_openai.yaml").write_text("\n".join(task) + "\n")
     print(f"{questions}: {len(lines)} passages")
 
 

@@ -21,7 +21,9 @@ from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import empty_student
 
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # bytes a second that a good kernel reaches
-BF16, FP32 = 2, 4
+# Bytes of a number.
+BF16 = 2
+FP32 = 4
 MEMORY = 64e9
 """Bytes for weights and caches, at equal memory."""
 LARGEST_BATCH = 1024
@@ -37,7 +39,8 @@ LLAMA_1B = LlamaConfig(
     head_dim=64,
     tie_word_embeddings=True,
 )
-N_KEPT, D_STATE = 20, 64
+N_KEPT = 20
+D_STATE = 64
 
 
 class Cost(NamedTuple):
@@ -91,14 +94,15 @@ def row(context: int) -> dict[str, Any]:
     bytes_per_token: dict[str, dict[str, int]] = {}
     for name, cost in by_model.items():
         bytes_per_token[name] = {str(n): round(cost.bytes_per_token(n)) for n in BATCHES}
+    times_the_teacher: dict[str, float] = {}
+    for device, rates in limits.items():
+        times_the_teacher[device] = rates["hybrid"] / rates["teacher"]
     return {
         "bytes_per_token": bytes_per_token,
         "bytes_held_per_sequence": {name: cost.held for name, cost in by_model.items()},
         "batch_at_equal_memory": batch,
         "tokens_per_second_limit_at_equal_memory": limits,
-        "times_the_teacher": {
-            device: rates["hybrid"] / rates["teacher"] for device, rates in limits.items()
-        },
+        "times_the_teacher": times_the_teacher,
     }
 
 
@@ -106,12 +110,10 @@ def show(context: int, counted: dict[str, Any]) -> None:
     for name, by_batch in counted["bytes_per_token"].items():
         megabytes = ", ".join(f"{batch}: {n / 1e6:.1f}" for batch, n in by_batch.items())
         print(f"context {context}, {name}: MB a token by batch: {megabytes}")
-    times = ", ".join(
-        f"{ratio:.1f}x on {device}" for device, ratio in counted["times_the_teacher"].items()
-    )
-    print(
-        f"  at equal memory: batch {counted['batch_at_equal_memory']}; bandwidth allows the hybrid {times}"
-    )
+    ratios = counted["times_the_teacher"].items()
+    times = ", ".join(f"{ratio:.1f}x on {device}" for device, ratio in ratios)
+    batches = counted["batch_at_equal_memory"]
+    print(f"  at equal memory: batch {batches}; bandwidth allows the hybrid {times}")
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from hybrid_distill.lab.reporting import text_table
 from hybrid_distill.model.layout import CACHE_NAMES
 
-PROMPT, NEW_TOKENS = 128, 64
+PROMPT = 128
+NEW_TOKENS = 64
 FEW_TOKENS = 8
 """Tokens of a shorter call: the difference leaves out the prompt."""
 Call = Callable[[Tensor, int], Tensor]
@@ -53,29 +54,17 @@ def main() -> None:
         "student, static cache": static(load(options.model)),
         "student, compiled, static cache": static(compiled(load(options.model))),
     }
-    first, best = {}, {}
-    expected = calls["student"](prompt, NEW_TOKENS)
-    for name, call in calls.items():
-        started = time.perf_counter()
-        tokens = call(prompt, NEW_TOKENS)
-        call(prompt, FEW_TOKENS)
-        first[name] = time.perf_counter() - started
-        same = (tokens == expected).float().mean().item()
-        print(f"{name}: first calls {first[name]:.0f} s, {same:.0%} of the student's tokens")
-    for _ in range(options.rounds):
-        for name, call in calls.items():
-            seconds = seconds_of(call, prompt, NEW_TOKENS, clock)
-            seconds -= seconds_of(call, prompt, FEW_TOKENS, clock)
-            best[name] = min(best.get(name, seconds), seconds)
+    first = first_calls(calls, prompt)
+    best = best_seconds(calls, prompt, clock, options.rounds)
     operators = {
         "teacher": operators_a_layer(teacher, prompt),
         "student": operators_a_layer(student, prompt),
     }
-    per_token = 1000 / (NEW_TOKENS - FEW_TOKENS)
+    milliseconds = 1000 / (NEW_TOKENS - FEW_TOKENS)
     table = pd.DataFrame(
         {
             "variant": list(calls),
-            "ms a token": [round(per_token * best[name], 1) for name in calls],
+            "ms a token": [round(milliseconds * best[name], 1) for name in calls],
             "operators a layer": [operators.get(name, "") for name in calls],
             "first calls, s": [round(first[name]) for name in calls],
         }
@@ -83,6 +72,33 @@ def main() -> None:
     print(text_table(table))
     record = {"rows": table.to_dict("records"), "rounds": options.rounds}
     write(options.out, {**record, **about("decoding on a CPU", threads=options.threads)})
+
+
+def first_calls(calls: dict[str, Call], prompt: Tensor) -> dict[str, float]:
+    """Return the wall seconds of each variant's first two calls, which compile; compare its tokens."""
+    expected = calls["student"](prompt, NEW_TOKENS)
+    first: dict[str, float] = {}
+    for name, call in calls.items():
+        started = time.perf_counter()
+        tokens = call(prompt, NEW_TOKENS)
+        call(prompt, FEW_TOKENS)
+        first[name] = time.perf_counter() - started
+        same = (tokens == expected).float().mean().item()
+        print(f"{name}: first calls {first[name]:.0f} s, {same:.0%} of the student's tokens")
+    return first
+
+
+def best_seconds(
+    calls: dict[str, Call], prompt: Tensor, clock: Callable[[], float], rounds: int
+) -> dict[str, float]:
+    """Return each variant's least seconds for the tokens that a long call has beyond a short one."""
+    best: dict[str, float] = {}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            long = seconds_of(call, prompt, NEW_TOKENS, clock)
+            short = seconds_of(call, prompt, FEW_TOKENS, clock)
+            best[name] = min(best.get(name, long - short), long - short)
+    return best
 
 
 def load(folder: str) -> Any:
@@ -120,9 +136,10 @@ def generator_of(model: Any, **options: str) -> Call:
 def products(model: nn.Module) -> Call:
     """Return a function that multiplies all weights of linear layers by a vector, so many times."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    vectors = {
-        weight.shape[1]: torch.ones(1, weight.shape[1], dtype=weight.dtype) for weight in weights
-    }
+    vectors: dict[int, Tensor] = {}
+    for weight in weights:
+        width = weight.shape[1]
+        vectors[width] = torch.ones(1, width, dtype=weight.dtype)
 
     @torch.inference_mode()
     def call(prompt: Tensor, n_tokens: int) -> Tensor:

@@ -57,7 +57,14 @@ from hybrid_distill.teacher import head_kinds
 RESULTS = Path(__file__).parent / "results" / "families.json"
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 PACKAGE = Path(hybrid_distill.__file__).parent
-VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, D_STATE = 128, 4, 4, 2, 16, 8, 8
+# Of the tiny models.
+VOCAB = 128
+LAYERS = 4
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 16
+WINDOW = 8
+D_STATE = 8
 WIDTH = HEADS * HEAD_DIM
 LENGTHS = (5, 13, 21)  # of documents and prompts: below and above the window
 LIMIT = TOLERANCE[torch.float32]
@@ -249,17 +256,17 @@ def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
         base = config_class(**tiny_fields(config_class, SHAPES.get(model_type, {}))).to_dict()
     except Exception:
         return {}
-    found = {}
+    # Some configs drop what they are made with.
+    known = base | SHAPES.get(model_type, {})
+    variants: dict[str, dict[str, Any]] = {}
     for name, switches in VARIANTS.items():
-        known = base | SHAPES.get(model_type, {})  # some configs drop what they are made with
-        fields = {
-            field: value
-            for field, value in switches.items()
-            if field in known and known[field] != value
-        }
+        fields: dict[str, Any] = {}
+        for field, value in switches.items():
+            if field in known and known[field] != value:
+                fields[field] = value
         if fields:
-            found[name] = fields
-    return found
+            variants[name] = fields
+    return variants
 
 
 def keep_some(teacher: PreTrainedModel) -> HeadPlan:
@@ -322,49 +329,53 @@ def comparisons(teacher: PreTrainedModel, scratch: Path) -> Iterator[tuple[str, 
     student = students["some"]
 
     taught_BLV = logits_of(teacher, ids_BL, use_cache=False)
-    yield (
-        "all heads kept = teacher",
-        difference(logits_of(students["all"], ids_BL, use_cache=False), taught_BLV),
-    )
+    kept_BLV = logits_of(students["all"], ids_BL, use_cache=False)
+    yield "all heads kept = teacher", difference(kept_BLV, taught_BLV)
 
     row_BL = torch.cat(documents)[None]
-    seq_idx_BL = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
+    numbers = torch.arange(len(LENGTHS))
+    seq_idx_BL = numbers.repeat_interleave(torch.tensor(LENGTHS))[None]
     packed = packed_inputs(seq_idx_BL, teacher.dtype, teacher.config)
-    alone = torch.cat([logits_of(teacher, ids_L[None], use_cache=False)[0] for ids_L in documents])
-    yield (
-        "teacher packed = alone",
-        difference(logits_of(teacher, row_BL, use_cache=False, **packed)[0], alone),
-    )
+    packed_LV = logits_of(teacher, row_BL, use_cache=False, **packed)[0]
+    taught_alone = [logits_of(teacher, ids_L[None], use_cache=False)[0] for ids_L in documents]
+    yield "teacher packed = alone", difference(packed_LV, torch.cat(taught_alone))
 
+    packed_LV = logits_of(student, row_BL, seq_idx=seq_idx_BL)[0]
     alone_of = [logits_of(student, ids_L[None], use_cache=False)[0] for ids_L in documents]
-    yield (
-        "packed = alone",
-        difference(logits_of(student, row_BL, seq_idx=seq_idx_BL)[0], torch.cat(alone_of)),
-    )
+    yield "packed = alone", difference(packed_LV, torch.cat(alone_of))
+
     differences = []
     for model in students.values():
         whole_LV = logits_of(model, documents[-1][None], use_cache=False)[0]
         differences.append(difference(decoded(model, documents[-1]), whole_LV))
     yield "cached = full", max(differences)
+
     padded_BL, mask_BL = left_padded(documents)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
     batch = logits_of(
-        student, padded_BL, attention_mask=mask_BL, position_ids=positions_BL, use_cache=False
+        student,
+        padded_BL,
+        attention_mask=mask_BL,
+        position_ids=positions_BL,
+        use_cache=False,
     )
     differences = []
     for row_LV, own_LV in zip(batch, alone_of, strict=True):
         differences.append(difference(row_LV[-len(own_LV) :], own_LV))
     yield "left-padded = alone", max(differences)
-    for name, made in students.items():
+
+    checks = {"all": "all heads kept, reloaded", "some": "reloaded"}
+    for name, exported in students.items():
         folder = scratch / f"{teacher.config.model_type}-{name}"
-        export_checkpoint(made, None, folder, plan=plans[name], gate=False)
+        export_checkpoint(exported, None, folder, plan=plans[name], gate=False)
         reloaded = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=True, dtype=torch.float32
+            folder,
+            trust_remote_code=True,
+            dtype=torch.float32,
         )
-        apart = difference(
-            logits_of(reloaded, ids_BL, use_cache=False), logits_of(made, ids_BL, use_cache=False)
-        )
-        yield "reloaded" if made is student else "all heads kept, reloaded", apart
+        reloaded_BLV = logits_of(reloaded, ids_BL, use_cache=False)
+        expected_BLV = logits_of(exported, ids_BL, use_cache=False)
+        yield checks[name], difference(reloaded_BLV, expected_BLV)
         shutil.rmtree(folder)
 
 
@@ -380,9 +391,11 @@ def decoded(student: HybridForCausalLM, ids_L: Tensor) -> Tensor:
     half = len(ids_L) // 2
     cache = student.new_cache()
     pieces = [ids_L[:half], *ids_L[half:].split(1)]
-    return torch.cat(
-        [student(input_ids=piece_L[None], cache=cache).logits[0] for piece_L in pieces]
-    )
+    logits: list[Tensor] = []
+    for piece_L in pieces:
+        output = student(input_ids=piece_L[None], cache=cache)
+        logits.append(output.logits[0])
+    return torch.cat(logits)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -429,14 +442,16 @@ def measure_all(model_types: list[str], done: Callable[[str, list[dict[str, Any]
         for model_type in bar:
             bar.set_postfix_str(model_type)
             rows = [measure(model_type, "", Path(name))]
-            rows += [
-                measure(model_type, variant, Path(name)) for variant in variants_of(model_type)
-            ]
-            # A variant that transformers itself cannot run does not count.
-            done(
-                model_type,
-                [row for row in rows if not row["variant"] or row["status"] != NO_TEACHER],
-            )
+            for variant in variants_of(model_type):
+                row = measure(model_type, variant, Path(name))
+                # One that transformers itself cannot run does not count.
+                if row["status"] != NO_TEACHER:
+                    rows.append(row)
+            done(model_type, rows)
+
+
+ORDER = ("supported", "failed", "refused", NO_TEACHER)
+"""Order of the table."""
 
 
 def write_page() -> None:
@@ -453,12 +468,18 @@ def write_page() -> None:
     lines = [head, "| check | largest difference | limit |\n| --- | ---: | ---: |"]
     for name, worst in worst_differences(families).items():
         lines.append(f"| {name} | {worst:.1e} | {CHECKS[name]:g} |")
-    lines.append(
-        "\n| model type | class | scored by | student | oldest transformers for an export | remarks |"
+    columns = (
+        "model type | class | scored by | student | oldest transformers for an export | remarks"
     )
+    lines.append(f"\n| {columns} |")
     lines.append("| --- | --- | --- | --- | --- | --- |")
-    order = ("supported", "failed", "refused", NO_TEACHER)
-    for name in sorted(families, key=lambda name: (order.index(families[name][0]["status"]), name)):
+
+    def place(name: str) -> tuple[int, str]:
+        """Order model types by what became of their plain shape, then by name."""
+        plain_shape = families[name][0]
+        return ORDER.index(plain_shape["status"]), name
+
+    for name in sorted(families, key=place):
         lines.append(page_row(name, families[name]))
     PAGE.write_text("\n".join(lines) + "\n")
 
@@ -518,12 +539,13 @@ def main() -> int:
         parser.error(
             f"{', '.join(sorted(unknown))}: not a causal-LM model type of this transformers"
         )
-    keeps_record = options.only or options.resume
-    recorded = read(options.out).get("families", {}) if keeps_record else {}
+    recorded: dict[str, list[dict[str, Any]]] = {}
+    if options.only or options.resume:
+        recorded = read(options.out).get("families", {})
     families = {name: rows for name, rows in recorded.items() if name in everything}
-    wanted = options.only or [
-        name for name in everything if not (options.resume and name in families)
-    ]
+    wanted = options.only or everything
+    if options.resume and not options.only:
+        wanted = [name for name in everything if name not in families]
 
     def done(model_type: str, rows: list[dict[str, Any]]) -> None:
         families[model_type] = rows
@@ -549,9 +571,8 @@ def main() -> int:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
     if options.out == RESULTS:
         write_page()
-    print(
-        f"{len(families)} model types, shapes: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()))}"
-    )
+    shapes = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+    print(f"{len(families)} model types, shapes: {shapes}")
     return int(counts.get("failed", 0) > 0)
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_distill.model import document_kernels, document_mask
 
-HEADS, WIDTH = (8, 2), 64
-"""Query and key heads, and their width."""
+N_QUERIES = 8
+N_KEYS = 2
+WIDTH = 64
+"""Channels of a head."""
 ROWS_OF = {"cuda": ((2, 2048, 700), (2, 1900, 60)), "cpu": ((2, 300, 150),)}
 """Batch, length, and mean length of the documents of these rows."""
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}  # float32 may be computed in TF32
@@ -32,16 +34,23 @@ class Packed(NamedTuple):
 
 
 def packed_rows(device: str) -> Iterator[Packed]:
+    """Yield rows of every dtype and size, with and without a window."""
     for dtype in TOLERANCE:
         for batch, length, mean in ROWS_OF[device]:
             for window in (None, 200):
-                place = torch.arange(length)
-                starts = torch.rand(batch, length) < 1 / mean
-                starts[:, 0] = True
-                first_BL = torch.where(starts, place, 0).cummax(1).values
-                if window is not None:
-                    first_BL = first_BL.maximum(place - window + 1)
+                first_BL = draw_first_seen(batch, length, mean, window)
                 yield Packed(dtype, first_BL.to(device), window)
+
+
+def draw_first_seen(batch: int, length: int, mean: int, window: int | None) -> Tensor:
+    """Draw where documents begin; return the first token that each token sees."""
+    place_L = torch.arange(length)
+    is_start_BL = torch.rand(batch, length) < 1 / mean
+    is_start_BL[:, 0] = True
+    first_BL = torch.where(is_start_BL, place_L, 0).cummax(1).values
+    if window is not None:
+        first_BL = first_BL.maximum(place_L - window + 1)
+    return first_BL
 
 
 def compare(device: str) -> dict[str, float]:
@@ -57,13 +66,13 @@ def compare(device: str) -> dict[str, float]:
         expected = attended(heads, document_mask.visible(rows.first_BL).unsqueeze(1))
         for way, function in ways.items():
             document_kernels.flash_function = lambda function=function: function
-            actual = attended(
-                heads, document_mask.DocumentMask.of(rows.first_BL, None, rows.window)
-            )
+            mask = document_mask.DocumentMask.of(rows.first_BL, None, rows.window)
+            actual = attended(heads, mask)
+            dtype = str(rows.dtype).removeprefix("torch.")
             for name, tensor in expected.items():
                 error = (actual[name] - tensor).abs().max() / tensor.abs().max()
-                named = f"{way} {name} {str(rows.dtype).removeprefix('torch.')}"
-                errors[named] = max(errors.get(named, 0.0), error.item())
+                key = f"{way} {name} {dtype}"
+                errors[key] = max(errors.get(key, 0.0), error.item())
     document_kernels.flash_function = lambda: flash
     return errors
 
@@ -71,14 +80,10 @@ def compare(device: str) -> dict[str, float]:
 def draw(rows: Packed) -> list[Tensor]:
     """Draw queries, keys and values."""
     batch, length = rows.first_BL.shape
-    n_queries, n_keys = HEADS
-    heads = []
-    for n_heads in (n_queries, n_keys, n_keys):
-        heads.append(
-            torch.randn(
-                batch, n_heads, length, WIDTH, device=rows.first_BL.device, dtype=rows.dtype
-            )
-        )
+    like_rows: dict[str, Any] = {"device": rows.first_BL.device, "dtype": rows.dtype}
+    heads: list[Tensor] = []
+    for n_heads in (N_QUERIES, N_KEYS, N_KEYS):
+        heads.append(torch.randn(batch, n_heads, length, WIDTH, **like_rows))
     return heads
 
 
@@ -89,10 +94,10 @@ def attended(heads: list[Tensor], mask: Tensor) -> dict[str, Tensor]:
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
     tensors = {"out": out.detach().float()}
     if has_gradients:
-        weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(
-            out.shape
-        )
-        gradients = torch.autograd.grad((out * weights).sum(), leaves)
+        # Another gradient for every entry.
+        weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype)
+        weighted = out * weights.view(out.shape)
+        gradients = torch.autograd.grad(weighted.sum(), leaves)
         for name, gradient in zip(("dq", "dk", "dv"), gradients):
             tensors[name] = gradient.float()
     return tensors

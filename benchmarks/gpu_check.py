@@ -42,7 +42,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-OK, WRONG, SKIPPED = "ok", "WRONG", "skipped"
+OK = "ok"
+WRONG = "WRONG"
+SKIPPED = "skipped"
 LIMIT = 400
 """Seconds that a row may take; in a rehearsal, three times as many."""
 KERNELS_LIMIT = 620
@@ -303,20 +305,25 @@ def check(setting: Setting, only: str = "") -> dict[str, Outcome]:
     """Run the rows whose name has the expression ``only``; print the table as it fills."""
     print(line("row", "result", "seconds", "detail"), flush=True)
     chosen = [row for row in rows() if re.search(only, row.name)]
-    outcomes: dict[str, Outcome] = {}
-    for alone, n_workers in ((False, 1 if setting.rehearse else SIDE_BY_SIDE), (True, 1)):
-        with ThreadPoolExecutor(n_workers) as pool:
-            running = {}
-            for row in chosen:
-                if row.alone == alone:
-                    running[pool.submit(timed, row, setting)] = row.name
-            for finished in as_completed(running):
-                name = running[finished]
-                outcome, seconds = finished.result()
-                outcomes[name] = outcome
-                print(line(name, outcome.result, f"{seconds:.0f}", outcome.detail), flush=True)
+    sharing = [row for row in chosen if not row.alone]
+    alone = [row for row in chosen if row.alone]
+    side_by_side = 1 if setting.rehearse else SIDE_BY_SIDE
+    outcomes = run_rows(sharing, setting, side_by_side) | run_rows(alone, setting, 1)
     counts = Counter(outcome.result for outcome in outcomes.values())
     print(", ".join(f"{counts[result]} {result}" for result in (OK, WRONG, SKIPPED)), flush=True)
+    return outcomes
+
+
+def run_rows(chosen: list[Row], setting: Setting, n_workers: int) -> dict[str, Outcome]:
+    """Run rows, several at a time; print each as it ends."""
+    outcomes: dict[str, Outcome] = {}
+    with ThreadPoolExecutor(n_workers) as pool:
+        running = {pool.submit(timed, row, setting): row.name for row in chosen}
+        for finished in as_completed(running):
+            name = running[finished]
+            outcome, seconds = finished.result()
+            outcomes[name] = outcome
+            print(line(name, outcome.result, f"{seconds:.0f}", outcome.detail), flush=True)
     return outcomes
 
 

@@ -48,7 +48,9 @@ TESTED_ON_THE_DEVICE = ("conv_kernel", "step_kernel", "loss_kernel", "model_on_k
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # dtype of the inputs -> largest error, relative to the largest element of the expected tensor
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-BATCH, LENGTH, HEADS = 2, 200, 3
+BATCH = 2
+LENGTH = 200
+HEADS = 3
 HUGE = 1 << 31
 HUGE_BYTES = 16 * HUGE  # of all tensors together
 SECONDS = {"checks": 390, "times": 180}  # after which a part is cut off
@@ -59,6 +61,10 @@ NOT_REACHED = "not reached: run again to go on"
 # Processes that share the cases: compiling is what takes time.
 PARTS = max(6, min(12, (os.cpu_count() or 1) // 2 - 1))
 Result = dict[str, Any]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Case(NamedTuple):
@@ -74,12 +80,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        words = [
-            "ssd",
-            str(self.dtype).removeprefix("torch."),
-            f"N={self.d_state}",
-            f"P={self.head_dim}",
-        ]
+        words = ["ssd", name_of(self.dtype), f"N={self.d_state}", f"P={self.head_dim}"]
         words.append("full" if self.full else "plain")
         if self.n_segments > 1:
             words.append(f"{self.n_segments} segments")
@@ -123,12 +124,13 @@ def check_ssd(case: Case) -> Result:
             "dtype": case.dtype,
             "softplus": case.softplus,
             "n_segments": case.n_segments,
+            "seq_idx": ssd_problem.documents(BATCH, LENGTH) if case.full else None,
         }
-        options["seq_idx"] = ssd_problem.documents(BATCH, LENGTH) if case.full else None
         torch.manual_seed(1)
         actual, expected = ssd_problem.compare(problem, **options)
         torch.manual_seed(1)
         again, _ = ssd_problem.compare(problem, **options)
+
     errors = {}
     for name, tensor in expected.items():
         errors[name] = ssd_problem.relative_error(actual[name], tensor)
@@ -141,7 +143,10 @@ def check_training_size(d_state: int) -> Result:
     """Compare a training step's rows, run together, with each run alone: the same bits, and the same twice."""
     from hybrid_kernels.ssd import ssd
 
-    batch, length, heads, head_dim = 8, 2048, 32, 64
+    batch = 8
+    length = 2048
+    heads = 32
+    head_dim = 64
     torch.manual_seed(0)
     sizes = ((heads, head_dim), (heads,), (heads, d_state), (heads, d_state))
     inputs = [torch.randn(batch, length, *size, device=DEVICE).bfloat16() for size in sizes]
@@ -153,16 +158,19 @@ def check_training_size(d_state: int) -> Result:
         gradients = torch.autograd.grad((y, final), leaves, (dy[rows], torch.ones_like(final)))
         return [y.detach(), final.detach(), *gradients]
 
-    together, again = run(slice(None)), run(slice(None))
+    together = run(slice(None))
+    again = run(slice(None))
     same_bits = all(map(torch.equal, together, again))
     names = ("y", "final", "dx", "da", "db", "dc")
     errors = dict.fromkeys(names, 0.0)
     for row in range(batch):
         alone = run(slice(row, row + 1))
         for name, ours, expected in zip(names, together, alone):
-            difference = (ours[row : row + 1].float() - expected.float()).abs().max().item()
-            errors[name] = max(errors[name], difference)
-    return {"ok": same_bits and not any(errors.values()), "same_bits": same_bits, "errors": errors}
+            own_row = ours[row : row + 1]
+            difference = (own_row.float() - expected.float()).abs().max()
+            errors[name] = max(errors[name], difference.item())
+    is_right = same_bits and not any(errors.values())
+    return {"ok": is_right, "same_bits": same_bits, "errors": errors}
 
 
 def check_huge_offsets() -> Result:
@@ -171,7 +179,9 @@ def check_huge_offsets() -> Result:
 
     if torch.cuda.get_device_properties(0).total_memory < HUGE_BYTES:
         return {"ok": True, "skipped": f"needs {HUGE_BYTES / 1e9:.0f} GB"}
-    heads, head_dim, tail = 32, 64, 256
+    heads = 32
+    head_dim = 64
+    tail = 256
     length = HUGE // (heads * head_dim) + 2 * tail
     sizes = {
         "x": (heads, head_dim),
@@ -195,20 +205,20 @@ def check_huge_offsets() -> Result:
         end = y[:, -tail:]
         weights = torch.linspace(-1, 1, tail, device=DEVICE, dtype=y.dtype).view(1, -1, 1, 1)
         gradients = torch.autograd.grad((end * weights).sum() + final.sum(), leaves)
-        return [
-            end.detach(),
-            final.detach(),
-            *(gradient[:, -tail:].clone() for gradient in gradients),
-        ]
+        # Clones: views would keep the whole gradients alive.
+        of_tail = [gradient[:, -tail:].clone() for gradient in gradients]
+        return [end.detach(), final.detach(), *of_tail]
 
     with torch.no_grad():
         _, before = run(slice(None, -tail))
     expected = run_with_gradients(slice(-tail, None), before)
     actual = run_with_gradients(slice(None))
+
     names = ["y", "final", *(f"d{name}" for name in inputs)]
     errors = {}
     for name, ours, right in zip(names, actual, expected):
-        errors[name] = ((ours - right).abs().max() / right.abs().max()).item()
+        error = (ours - right).abs().max() / right.abs().max()
+        errors[name] = error.item()
     return {"ok": max(errors.values()) < TOLERANCE[torch.bfloat16], "errors": errors}
 
 
@@ -237,23 +247,31 @@ def check_delta_rule() -> Result:
         reason = "the interpreter does not multiply bfloat16"
     if reason is not None:
         return {"ok": True, "skipped": reason}
-    options = {"packed": True, "training": True}
-    error = mistake("gated delta rule", torch.device(DEVICE), torch.bfloat16, 64, 16, **options)
-    return {"ok": True} if error is None else {"ok": False, "error": error}
+    error = mistake(
+        "gated delta rule",
+        torch.device(DEVICE),
+        torch.bfloat16,
+        64,
+        16,
+        packed=True,
+        training=True,
+    )
+    if error is not None:
+        return {"ok": False, "error": error}
+    return {"ok": True}
 
 
 def cases() -> dict[str, Callable[[], Result]]:
     """Return all checks by name, in the order they run."""
     checks: dict[str, Callable[[], Result]] = {"ssd offsets beyond 2^31": check_huge_offsets}
     for dtype in TOLERANCE:
-        name = str(dtype).removeprefix("torch.")
-        checks[f"first use {name}"] = lambda dtype=dtype: check_first_use(dtype)
+        checks[f"first use {name_of(dtype)}"] = partial(check_first_use, dtype)
     checks["first use gated delta rule"] = check_delta_rule
     if DEVICE == "cuda":
         for d_state in (16, 64, 128):
             checks[f"ssd 8 x 2,048, 32 heads, N={d_state}"] = partial(check_training_size, d_state)
     for case in ssd_cases():
-        checks[case.name] = lambda case=case: check_ssd(case)
+        checks[case.name] = partial(check_ssd, case)
     return checks
 
 
@@ -279,7 +297,8 @@ def line(name: str, result: Result) -> str:
     verdict = "ok   " if result["ok"] else "WRONG"
     detail = result.get("error") or result.get("skipped")
     if not detail:
-        detail = " ".join(f"{n} {e:.0e}" for n, e in result.get("errors", {}).items())
+        errors = result.get("errors", {})
+        detail = " ".join(f"{tensor} {error:.0e}" for tensor, error in errors.items())
     bits = "" if result.get("same_bits", True) else " not the same bits twice"
     return f"{verdict} {name:<45} {detail}{bits}"
 

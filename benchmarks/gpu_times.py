@@ -10,6 +10,7 @@ torch's products.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,10 @@ from hybrid_distill.model.decays import log_decay
 from hybrid_distill.model.gated_delta import delta_scan, unit_keys
 
 AGREEMENT = 5e-2  # of another library's output with ours, relative to the largest entry; bf16
-N_TOKENS, N_WORDS, WIDTH = 16_384, 128_256, 2048
+# Of the loss: tokens, words and width of the hidden states.
+N_TOKENS = 16_384
+N_WORDS = 128_256
+WIDTH = 2048
 MOST_OF_LOSS = 53.0  # milliseconds
 DELTA_STATES = (16, 64)  # state sizes of the gated delta rule
 Function = Callable[..., Tensor]
@@ -71,44 +75,44 @@ def rates_of_device() -> Device:
 def goals() -> list[Goal]:
     """Return the goals: shares of the limit of `traffic.py`, a third of mamba-ssm's traffic, 53 ms a loss."""
     rates = rates_of_device()
-    listed = []
-    for target in TARGETS:
-        shape = target.shape
-        bound = milliseconds(shape, limit(shape), rates, backward=True)
-        if target.gated:
-            # The gate reads z in both directions and writes its gradient once.
-            bound += 3e3 * shape.x() / rates.bandwidth
-        most = milliseconds(shape, mamba_ssm(shape), rates, backward=True) / 3
-        reason = "a third of mamba-ssm's traffic"
-        if target.share is not None and bound / target.share < most:
-            most = bound / target.share
-            reason = f"{target.share:.0%} of the limit"
-        gate = " gated" if target.gated else ""
-        name = f"ssd B={target.batch} L={target.length} N={target.d_state}{gate}, {reason}"
-        listed.append(Goal(name, lambda target=target: time_recurrence(target), most))
+    listed = [goal_of(target, rates) for target in TARGETS]
     listed.append(Goal(f"loss, {N_TOKENS:,} tokens, {N_WORDS:,} words", time_loss, MOST_OF_LOSS))
     return listed
 
 
+def goal_of(target: Target, rates: Device) -> Goal:
+    """Return a shape's goal: a third of mamba-ssm's traffic, or its share of the limit if that is less."""
+    shape = target.shape
+    bound = milliseconds(shape, limit(shape), rates, backward=True)
+    if target.gated:
+        # The gate reads z in both directions and writes its gradient once.
+        bound += 3e3 * shape.x() / rates.bandwidth
+    most = milliseconds(shape, mamba_ssm(shape), rates, backward=True) / 3
+    reason = "a third of mamba-ssm's traffic"
+    if target.share is not None and bound / target.share < most:
+        most = bound / target.share
+        reason = f"{target.share:.0%} of the limit"
+    gate = " gated" if target.gated else ""
+    name = f"ssd B={target.batch} L={target.length} N={target.d_state}{gate}, {reason}"
+    return Goal(name, partial(time_recurrence, target), most)
+
+
 def peers() -> dict[str, Callable[[], float | str]]:
     """Return what times other libraries: at the shapes without a gate that have a goal, and of the loss."""
-    timed = {}
+    timed: dict[str, Callable[[], float | str]] = {}
     for target in TARGETS:
         if target.gated or target.share is None:
             continue
         words = f"B={target.batch} L={target.length} N={target.d_state}"
-        for library, run in (("mamba-ssm", mamba_ssm_scan), ("fla", fla_scan)):
-            timed[f"{library} {words}"] = lambda run=run, target=target: time_peer(
-                run, our_scan, draw(target.shape)
-            )
+        inputs = partial(draw, target.shape)
+        timed[f"mamba-ssm {words}"] = partial(time_peer, mamba_ssm_scan, our_scan, inputs)
+        timed[f"fla {words}"] = partial(time_peer, fla_scan, our_scan, inputs)
     for d_state in DELTA_STATES:
         shape = Shape(8, 2048, 32, 64, d_state, 32)
         words = f"gated delta rule B={shape.B} L={shape.L} N={shape.N}"
-        timed[f"fla {words}"] = lambda shape=shape: time_peer(
-            fla_delta, our_delta, draw_delta(shape)
-        )
-        timed[f"ours {words}"] = lambda shape=shape: time_step(our_delta, draw_delta(shape))
-    timed["liger loss"] = lambda: time_peer(liger_loss, our_loss, draw_loss())
+        timed[f"fla {words}"] = partial(time_peer, fla_delta, our_delta, partial(draw_delta, shape))
+        timed[f"ours {words}"] = partial(time_delta, shape)
+    timed["liger loss"] = partial(time_peer, liger_loss, our_loss, draw_loss)
     return timed
 
 
@@ -133,10 +137,12 @@ def draw_delta(shape: Shape) -> list[Tensor]:
 def draw_loss() -> list[Tensor]:
     """Draw hidden states and head of student and teacher; logits of a language model's size."""
     generator = torch.Generator("cuda").manual_seed(0)
-    drawn = []
+    drawn: list[Tensor] = []
     for _ in ("student", "teacher"):
         hidden = torch.randn(N_TOKENS, WIDTH, generator=generator, device="cuda")
-        head = torch.randn(N_WORDS, WIDTH, generator=generator, device="cuda") * 2.0 / WIDTH**0.5
+        unit = torch.randn(N_WORDS, WIDTH, generator=generator, device="cuda")
+        # Logits of deviation 2.
+        head = unit * 2.0 / WIDTH**0.5
         drawn += [hidden.bfloat16(), head.bfloat16()]
     return drawn
 
@@ -153,9 +159,9 @@ def mamba_ssm_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor) -> Tensor:
     # It scales x by dt and decays by exp(-dt).
     dt = -log_decay(raw)
     scaled = (x / dt.unsqueeze(-1)).to(x.dtype)
-    return mamba_chunk_scan_combined(
-        scaled, dt, -torch.ones(x.shape[2], device=x.device), b, c, 128
-    )
+    a = -torch.ones(x.shape[2], device=x.device)
+    chunk_size = 128
+    return mamba_chunk_scan_combined(scaled, dt, a, b, c, chunk_size)
 
 
 def fla_scan(x: Tensor, raw: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -204,14 +210,21 @@ def time_loss() -> float | str:
     return time_step(our_loss, draw_loss())
 
 
-def time_peer(theirs: Function, ours: Function, inputs: list[Tensor]) -> float | str:
+def time_delta(shape: Shape) -> float | str:
+    return time_step(our_delta, draw_delta(shape))
+
+
+def time_peer(
+    theirs: Function, ours: Function, draw_inputs: Callable[[], list[Tensor]]
+) -> float | str:
+    """Time another library's function if it agrees with ours."""
+    inputs = draw_inputs()
     try:
         with torch.no_grad():
             expected = ours(*inputs)
             error = (theirs(*inputs) - expected).abs().max() / expected.abs().max()
-    except (
-        Exception
-    ) as error:  # of somebody else's package, or out of memory: it belongs into the table
+    # Of somebody else's package, or out of memory: it belongs into the table.
+    except Exception as error:
         return reason_of(error)
     if not error < AGREEMENT:
         return f"differs by {error:.1e} of the largest output; not timed"

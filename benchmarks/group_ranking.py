@@ -49,37 +49,35 @@ def main() -> None:
     examples = KVRetrieval(options.pairs, seed=0).examples(options.examples)
     held_out = KVRetrieval(options.pairs, seed=1).examples(options.examples)
 
+    # Of heads and groups, less is better: the accuracy without them, or their place.
     if options.scores is None:
         by_head = accuracy_without_heads(teacher, tokenizer, examples, plan)
     else:
         ranking = HeadScores.load(options.scores).ranking()
         by_head = {head: float(place) for place, head in enumerate(ranking)}
-    best_head = {
-        group: min(by_head[head] for head in heads_of(group, plan)) for group in groups_of(plan)
-    }
-    whole = {}
+    by_best_head: dict[Group, float] = {}
+    by_whole_group: dict[Group, float] = {}
     for group in groups_of(plan):
-        with ablate_heads(teacher, heads_of(group, plan)):
-            whole[group] = accuracy(teacher, tokenizer, examples)
-    rows = []
-    for name, without in {"best head": best_head, "whole group": whole}.items():
-        ranking = sorted(without, key=lambda group: without[group])
+        heads = heads_of(group, plan)
+        by_best_head[group] = min(by_head[head] for head in heads)
+        with ablate_heads(teacher, heads):
+            by_whole_group[group] = accuracy(teacher, tokenizer, examples)
+
+    rows: list[dict[str, Any]] = []
+    for name, values in (("best head", by_best_head), ("whole group", by_whole_group)):
+        ranked = sorted(values, key=values.__getitem__)
         for n_groups in options.groups:
-            kept: list[HeadId] = []
-            for group in ranking[:n_groups]:
-                kept += heads_of(group, plan)
-            student, _ = build_student(
-                teacher,
-                HeadPlan.from_pairs(teacher, kept),
-                d_state=0,
-                window=options.window,
-                sinks=SINKS,
-            )
-            row: dict[str, Any] = {"ranking": name, "groups": n_groups}
-            row["accuracy"] = accuracy(student.eval(), tokenizer, held_out)
-            row["first"] = [f"L{layer}G{group}" for layer, group in ranking[:n_groups]]
+            first = ranked[:n_groups]
+            student = student_of(teacher, first, plan, options.window)
+            row = {
+                "ranking": name,
+                "groups": n_groups,
+                "accuracy": accuracy(student, tokenizer, held_out),
+                "first": [f"L{layer}G{number}" for layer, number in first],
+            }
             rows.append(row)
             print(row, flush=True)
+
     record = read(options.out)
     record[Path(options.teacher).name] = {
         "rows": rows,
@@ -89,6 +87,23 @@ def main() -> None:
         **about("rankings of KV groups", threads=1),
     }
     write(options.out, record)
+
+
+def student_of(
+    teacher: PreTrainedModel, groups: list[Group], plan: HeadPlan, window: int
+) -> PreTrainedModel:
+    """Build a student of windows alone that keeps these groups."""
+    kept: list[HeadId] = []
+    for group in groups:
+        kept += heads_of(group, plan)
+    student, _ = build_student(
+        teacher,
+        HeadPlan.from_pairs(teacher, kept),
+        d_state=0,
+        window=window,
+        sinks=SINKS,
+    )
+    return student.eval()
 
 
 def groups_of(plan: HeadPlan) -> list[Group]:

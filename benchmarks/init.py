@@ -163,7 +163,7 @@ def add_steps_to_random(results: list[dict[str, Any]]) -> None:
     ends = {result["seed"]: result for result in results if result["init"] == "random"}
     for result in results:
         for name, sign in (("nmse", -1), ("retrieval", 1)):
-            goal = list(ends[result["seed"]][name].values())[-1]
+            *_, goal = ends[result["seed"]][name].values()
             result[f"steps_to_{name}_of_random"] = steps_to(result[name], goal, sign)
 
 

@@ -102,14 +102,13 @@ def code_of(compilation: Any, capability: int) -> Code:
 def resources(compilation: Any, capability: int) -> dict[str, int]:
     """Read from the binary with the tools that come with triton."""
     code = code_of(compilation, capability)
+    on_tensor_cores = [i for i in code.instructions if i.operation.startswith(("HGMMA", "HMMA"))]
     return {
         "registers": code.registers,
         "spills": code.spills,
         "shared_bytes": code.shared_bytes,
         "resident": programs_per_processor(code, compilation.num_warps, GPUS[capability]),
-        "tensor_core_instructions": sum(
-            i.operation.startswith(("HGMMA", "HMMA")) for i in code.instructions
-        ),
+        "tensor_core_instructions": len(on_tensor_cores),
         "instructions": len(code.instructions),
         "barriers_of_loop": code.count("BAR"),
     }

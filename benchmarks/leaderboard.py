@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,8 @@ FAR = (
     *(f"niah_single_1 at {length}" for length in LENGTHS),
 )
 KEYS = tuple(f"niah_multikey_2 at {length}" for length in LENGTHS)
+GROUPS = {"knowledge": ("knowledge",), "near": NEAR, "far": FAR, "keys": KEYS}
+"""Tasks of each column."""
 NEEDLE_CHANCE = 0.1
 """Accuracy of guessing among the choices that `niah` questions offer."""
 HEAD = """# Leaderboard
@@ -158,68 +159,77 @@ def page() -> None:
     records = {path.stem: read(path) for path in sorted(FOLDER.glob("*.json"))}
     teacher = records.pop(TEACHER)
     text = teacher["text"]
-    parts = [
-        HEAD.format(
-            classes=" and ".join(map(str, CLASSES)),
-            context=CONTEXT,
-            whole=teacher["held"] / 1e6,
-            tokens=text["tokens"],
-            perplexity=text["perplexity"],
-        )
-    ]
-    above = 0
+    head = HEAD.format(
+        classes=" and ".join(map(str, CLASSES)),
+        context=CONTEXT,
+        whole=teacher["held"] / 1e6,
+        tokens=text["tokens"],
+        perplexity=text["perplexity"],
+    )
+    parts = [head]
+    above = 0.0
     for share in CLASSES:
+        # The share is rounded to whole percent.
         most = (share + 0.5) / 100 * teacher["held"]
-        entries = {name: r for name, r in records.items() if above < r["held"] <= most}
+        entries = _between(records, above, most)
         parts.append(f"## At most {share} % of the cache\n\n{_table(entries, teacher)}\n")
         above = most
-    larger = {name: r for name, r in records.items() if r["held"] > above}
+    larger = _between(records, above, float("inf"))
     if larger:
         parts.append(f"## Larger\n\n{_table(larger, teacher)}\n")
     PAGE.write_text("\n".join(parts))
 
 
+def _between(records: dict[str, dict[str, Any]], above: float, most: float) -> dict[str, Any]:
+    """Return the records of caches of more than ``above`` bytes, and at most ``most``."""
+    return {name: record for name, record in records.items() if above < record["held"] <= most}
+
+
 def _table(entries: dict[str, dict[str, Any]], teacher: dict[str, Any]) -> str:
     if not entries:
         return "No entry yet."
-    groups: dict[str, Callable[[dict[str, Any]], tuple[float, float]]] = {
-        "knowledge": lambda record: _kept(record, teacher, ["knowledge"]),
-        "near": lambda record: _kept(record, teacher, list(NEAR)),
-        "far": lambda record: _kept(record, teacher, list(FAR)),
-        "keys": lambda record: _kept(record, teacher, list(KEYS)),
-    }
-    rows = []
+    ranked = []
     for name, record in entries.items():
+        entry = record["entry"]
+        text = record["text"]
+        scores = {group: _kept(record, teacher, tasks) for group, tasks in GROUPS.items()}
         row: dict[str, Any] = {
             "entry": name,
-            "by": record["entry"]["by"],
-            "how": record["entry"]["how"],
+            "by": entry["by"],
+            "how": entry["how"],
             "cache, MB": f"{record['held'] / 1e6:.1f}",
-            "tokens, millions": f"{record['entry']['tokens'] / 1e6:g}",
+            "tokens, millions": f"{entry['tokens'] / 1e6:g}",
         }
-        scores = {group: kept(record) for group, kept in groups.items()}
         for group, (value, error) in scores.items():
             row[f"{group}, %"] = f"{100 * value:.0f} ± {100 * error:.0f}"
-        row["perplexity"] = f"{record['text']['perplexity']:.2f}"
-        row["agreement, %"] = f"{100 * record['text']['agreement']:.1f}"
+        row["perplexity"] = f"{text['perplexity']:.2f}"
+        row["agreement, %"] = f"{100 * text['agreement']:.1f}"
         # Retrieval decides, then text.
-        rows.append((scores["far"][0] + scores["keys"][0], -record["text"]["kl"], row))
-    rows.sort(key=lambda entry: entry[:2], reverse=True)
-    return markdown_table(pd.DataFrame([row for *_, row in rows]), text_columns=3)
+        far, _ = scores["far"]
+        keys, _ = scores["keys"]
+        ranked.append((far + keys, -text["kl"], row))
+    ranked.sort(key=lambda item: item[:2], reverse=True)
+    return markdown_table(pd.DataFrame([row for *_, row in ranked]), text_columns=3)
 
 
-def _kept(record: dict[str, Any], teacher: dict[str, Any], tasks: list[str]) -> tuple[float, float]:
+def _kept(
+    record: dict[str, Any], teacher: dict[str, Any], tasks: tuple[str, ...]
+) -> tuple[float, float]:
     """Return the mean relative score of tasks, and its standard error."""
-    scores = []
+    values = []
+    squares = []
     for task in tasks:
         n = _questions(task)
         own = (record[task], binomial_error(record[task], n))
         best = (teacher[task], binomial_error(teacher[task], n))
         kept = relative_score(own, best, _chance(task))
         if kept is not None:
-            scores.append(kept)
-    mean = sum(value for value, _ in scores) / len(scores)
-    error = sum(error**2 for _, error in scores) ** 0.5 / len(scores)
+            value, error = kept
+            values.append(value)
+            squares.append(error**2)
+    mean = sum(values) / len(values)
+    # Errors of independent questions add in squares.
+    error = sum(squares) ** 0.5 / len(squares)
     return mean, error
 
 

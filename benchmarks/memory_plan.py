@@ -56,24 +56,47 @@ MB = 1e6
 BUCKET = 100_000  # elements
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "mid": dict(
-        vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32,
-    ),
-    "odd": dict(
-        vocab_size=2500, hidden_size=384, intermediate_size=1000, num_hidden_layers=4, num_attention_heads=12,
-        num_key_value_heads=4, head_dim=32, tie_word_embeddings=True,
-    ),
-    "llama-3.2-1b": dict(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
-    ),
-    "llama-3.1-8b": dict(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128,
-    ),
-}  # fmt: skip
-ALIGN, DISTILL = Align(), Distill()
+    "mid": {
+        "vocab_size": 4000,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "odd": {
+        "vocab_size": 2500,
+        "hidden_size": 384,
+        "intermediate_size": 1000,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+ALIGN = Align()
+DISTILL = Distill()
 MATRIX = AlignMatrix()
 
 
@@ -121,12 +144,12 @@ class Case(NamedTuple):
 def cases(device: str) -> list[Case]:
     """Return alignment and end-to-end distillation, with and without recompute, float32 and bf16, and their options."""
     listed = []
-    for model, config, recompute in itertools.product(
-        ("tiny", "mid"), (ALIGN, DISTILL), (False, True)
-    ):
+    combinations = itertools.product(("tiny", "mid"), (ALIGN, DISTILL), (False, True))
+    for model, config, recompute in combinations:
         whole = replace(config, gradient_checkpointing=recompute)
+        half = replace(whole, precision="bf16")
         listed.append(Case(model, whole))
-        listed.append(Case(model, replace(whole, precision="bf16"), dtype=torch.bfloat16))
+        listed.append(Case(model, half, dtype=torch.bfloat16))
     for config in (
         replace(ALIGN, target="head"),
         replace(ALIGN, target="layer"),
@@ -255,11 +278,13 @@ def events_named(record: profile, name: str) -> list[Any]:
 
 def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
     """Return the bytes of each part, and of everything at the fullest moment of a step's second micro-batch."""
+    # A first step makes the optimizer's moments; then the first micro-batch of the second.
     optimizer = make_adamw(stage, learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     stage(batch).total.backward()
     optimizer.step()
     optimizer.zero_grad()
     stage(batch).total.backward()
+
     trained = list(trainable(stage).values())
     frozen = [p for p in stage.parameters() if not p.requires_grad]
     parts = {
@@ -277,6 +302,7 @@ def measure(stage: Stage, batch: Batch, device: str) -> dict[str, int]:
         parts["loss"] = loss.peak
     else:
         parts["activations and bf16 copies"] = kept
+
     with allocations(device) as step:
         stage(batch).total.backward()
     return {**parts, "total": lasting + step.peak}
@@ -335,11 +361,10 @@ def loss_alone(stage: EndToEnd, batch: Batch, device: str) -> LossMemory:
     """Measure the stage with both models replaced by their last hidden states."""
     student: Any = stage.student
     teacher = stage.teacher.base_model
+    ids = batch["input_ids"]
     with torch.autocast(device, torch.bfloat16, enabled=stage.bf16), torch.no_grad():
-        ours = student.model(
-            input_ids=batch["input_ids"], seq_idx=batch["seq_idx"], use_cache=False
-        )[0]
-        theirs = teacher(input_ids=batch["input_ids"], use_cache=False)[0]
+        ours = student.model(input_ids=ids, seq_idx=batch["seq_idx"], use_cache=False)[0]
+        theirs = teacher(input_ids=ids, use_cache=False)[0]
     ours = ours.detach().requires_grad_()
     student.model.forward = lambda *args, **kwargs: (ours,)
     teacher.forward = lambda *args, **kwargs: (theirs,)
@@ -392,13 +417,15 @@ def one_process(case: Case, device: str) -> dict[str, Any]:
     """Measure and predict one case."""
     stage = make_real_stage(case, device)
     batch = make_batch(case, stage.teacher.config.vocab_size, device)
-    parts = compare(measure(stage, batch, device), predicted(predict(case, device)))
+    measured = measure(stage, batch, device)
+    plan = predict(case, device)
+    parts = compare(measured, predicted(plan))
     record: dict[str, Any] = {
         "case": case.named(),
         "tokens": case.rows * case.length,
         "parts": parts,
+        "misses": misses(parts),
     }
-    record["misses"] = misses(parts)
     if not case.config.gradient_checkpointing and not stage.bf16:
         record["saved_tensors"] = saved_tensors(stage, batch)
     return record
@@ -422,16 +449,20 @@ def two_processes(strategy: str) -> dict[str, Any]:
     """Launch this script twice, and compare the peak of the first process."""
     launcher = [sys.executable, "-m", *LAUNCHERS[strategy]]
     command = [*launcher, str(PROCESSES), __file__, "--as-process", strategy]
-    on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
     ended = subprocess.run(
-        command, env=on_cpu, capture_output=True, text=True, timeout=600, check=False
+        command,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     peaks = [line for line in ended.stdout.splitlines() if line.startswith("peak ")]
     if ended.returncode or not peaks:
-        raise RuntimeError(
-            f"{' '.join(command)} failed:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
-        )
-    measured = int(peaks[0].split()[1])
+        printed = f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)} failed:\n{printed}")
+    _, n_bytes = peaks[0].split()
+    measured = int(n_bytes)
     plan = predict(DIVIDED, world=PROCESSES, strategy=strategy, reduce_bucket=BUCKET)
     parts = compare({"total": measured}, predicted(plan))
     return {
@@ -561,20 +592,20 @@ GPUS = 8
 
 def plans() -> list[dict[str, Any]]:
     """Predict the memory of large models on several GPUs from their shapes; nothing is measured."""
-    planned = []
+    planned: list[dict[str, Any]] = []
     for case in (*large_cases("llama-3.2-1b"), *large_cases("llama-3.1-8b", rows=(1, 1))):
         totals = {}
         for strategy in STRATEGIES:
-            totals[strategy] = sum(predict(case, "cuda", world=GPUS, strategy=strategy).values())
-        planned.append(
-            {
-                "case": case.named(),
-                "rows": case.rows,
-                "length": case.length,
-                "gpus": GPUS,
-                "totals": totals,
-            }
-        )
+            plan = predict(case, "cuda", world=GPUS, strategy=strategy)
+            totals[strategy] = sum(plan.values())
+        row = {
+            "case": case.named(),
+            "rows": case.rows,
+            "length": case.length,
+            "gpus": GPUS,
+            "totals": totals,
+        }
+        planned.append(row)
     return planned
 
 

@@ -35,38 +35,42 @@ def main() -> None:
     parser.add_argument("--seeds", default="3", help="how many")
     # Other words are settings of every student, such as distill.steps=2.
     options, settings = parser.parse_known_args()
-    tables = []
+
+    tables: list[pd.DataFrame] = []
     for recurrence in RECURRENCES:
         out = options.sweeps / recurrence
         grid = ["--heads", options.heads, "--seeds", options.seeds]
-        train(recurrence, out, [*grid, "--set", *SETTINGS, *settings])
-        tables.append(pd.read_csv(out / "results.csv").assign(recurrence=recurrence))
+        train(recurrence, out, grid, [*SETTINGS, *settings])
+        table = pd.read_csv(out / "results.csv")
+        tables.append(table.assign(recurrence=recurrence))
     rows = pd.concat(tables)
-    is_student = (rows.state == "done") & (rows.selection != "teacher")
-    students = rows[is_student].astype({"heads": int})
-    teacher = rows[rows.selection == "teacher"]
+    is_teacher = rows.selection == "teacher"
+    is_done = rows.state == "done"
+    students = rows[is_done & ~is_teacher].astype({"heads": int})
+
     record = compared(students)
-    record["teacher"] = teacher[list(FIGURES)].mean().to_dict()
+    record["teacher"] = rows[is_teacher][list(FIGURES)].mean().to_dict()
     write(options.out, record | about("recurrences by heads kept"))
     draw(students, options.figure)
 
 
-def train(recurrence: str, out: Path, words: list[str]) -> None:
+def train(recurrence: str, out: Path, grid: list[str], settings: list[str]) -> None:
     """Run a sweep; students that are finished are skipped."""
-    recipe = str(ROOT / "recipes" / "sweep_tiny.py")
-    fixed = ["--d-state", "16", "--selection", "top"]
-    command(
-        ["sweep", recipe, "--out", str(out), *fixed, *words, f"student.recurrence={recurrence}"]
-    )
+    words = ["sweep", str(ROOT / "recipes" / "sweep_tiny.py"), "--out", str(out)]
+    words += ["--d-state", "16", "--selection", "top", *grid]
+    words += ["--set", *settings, f"student.recurrence={recurrence}"]
+    command(words)
 
 
 def compared(students: pd.DataFrame) -> dict[str, Any]:
     """Return means by recurrence and heads, and differences to ``discrete``; print both."""
-    means = students.groupby(["recurrence", "heads"])[list(FIGURES)].agg(["mean", "std", "count"])
-    by_student = {}
+    by_setting = students.groupby(["recurrence", "heads"])
+    means = by_setting[list(FIGURES)].agg(["mean", "std", "count"])
+    by_student: dict[str, dict[str, float]] = {}
     for student, row in means.iterrows():
         recurrence, heads = cast(tuple[str, int], student)
         by_student[f"{recurrence}, {heads} heads"] = rounded(row)
+
     less_discrete = differences(students, "recurrence", "discrete", ["heads"])
     print(means.round(3).to_string())
     print(pd.DataFrame(less_discrete).T.to_string())
@@ -77,8 +81,8 @@ def draw(students: pd.DataFrame, path: Path) -> None:
     """Draw retrieval by heads kept, a line for each recurrence."""
     answers = students.melt(["recurrence", "heads"], list(RETRIEVAL))
     by_point = answers.groupby(["variable", "recurrence", "heads"], sort=False).value
-    points = (100 * by_point.agg(["mean", "std"])).reset_index()
-    points = points.replace({"variable": RETRIEVAL})
+    percent = 100 * by_point.agg(["mean", "std"])
+    points = percent.reset_index().replace({"variable": RETRIEVAL})
     points = points.set_axis(["panel", "line", "x", "y", "error"], axis=1)
     row = Row(points, "answered by generation", percent=True)
     draw_lines(path, "", [row], dict(zip(RECURRENCES, LOOKS)), "heads kept")

@@ -22,7 +22,8 @@ from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.teacher import ablate_heads, load_teacher
 
-PAIRS, CONTROL_TEXTS = 16, 16
+PAIRS = 16
+CONTROL_TEXTS = 16
 N_RANDOM = 5
 
 
@@ -47,9 +48,12 @@ def main() -> None:
     teacher, tokenizer = load_teacher("tiny")
     texts = list(islice(read_documents("tiny:held_out"), options.texts))
     probe = KVRetrieval(PAIRS, seed=0)
-    controls = texts[:CONTROL_TEXTS]
     scores = score_heads(
-        teacher, tokenizer, probe, n_examples=options.examples, control_texts=controls
+        teacher,
+        tokenizer,
+        probe,
+        n_examples=options.examples,
+        control_texts=texts[:CONTROL_TEXTS],
     )
     rows: dict[str, Any] = {}
     for name, heads in sets_of_heads(scores, teacher).items():

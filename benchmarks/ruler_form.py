@@ -116,9 +116,9 @@ class RulerForm(SeededProbe):
     def _example(self, index: int) -> Example:
         rng = random.Random(f"{self.name} {self.seed} {index}")
         task = TASKS[index % len(TASKS)]
-        document = Writer(self.tokenizer).write(
-            task, draw_wording(task, rng), self.length, rng, n_questions=1
-        )
+        wording = draw_wording(task, rng)
+        writer = Writer(self.tokenizer)
+        document = writer.write(task, wording, self.length, rng, n_questions=1)
         question = document.questions[0]
         place = rng.randrange(len(question.answers))
         answer = question.answers[place]
@@ -127,7 +127,8 @@ class RulerForm(SeededProbe):
         n_others = min(len(others), self.n_choices - 1)
         choices = [answer, *rng.sample(others, n_others)]
         shuffled = rng.sample(choices, len(choices))
-        prompt = " ".join([f"{document.text}\n{question.text}", *question.answers[:place]])
+        answers_before = question.answers[:place]
+        prompt = " ".join([f"{document.text}\n{question.text}", *answers_before])
         return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shuffled))
 
     def describe(self) -> dict[str, object]:
@@ -149,12 +150,13 @@ def answered(
 ) -> dict[str, float]:
     """Return the share of each task's answers that a model generates, by length."""
     writer = Writer(tokenizer)
-    shares = {}
+    shares: dict[str, float] = {}
     for length, task in product(settings.lengths, TASKS):
         rng = random.Random(f"measured {task} {length}")
-        documents = []
+        words = WORDING[task][wording]
+        documents: list[Document] = []
         for _ in range(settings.questions):
-            documents.append(writer.write(task, WORDING[task][wording], length, rng, n_questions=1))
+            documents.append(writer.write(task, words, length, rng, n_questions=1))
         total = 0.0
         for batch in chunked(documents, 16):
             for document, line in zip(batch, generated(model, tokenizer, batch)):
@@ -169,19 +171,20 @@ def generated(
     """Return the line that a model writes behind each document's question."""
     texts = [f"{document.text}\n{document.questions[0].text}" for document in documents]
     ids_BL, mask_BL = left_pad(tokenize(tokenizer, texts), model.device)
+    # A number is two tokens.
     n_words = len(documents[0].questions[0].answers)
+    n_new = 2 * n_words + 1
     with eval_mode(model):
         generate: Any = model.generate
         output_BL = generate(
             ids_BL,
             attention_mask=mask_BL,
-            max_new_tokens=2 * n_words + 1,  # a number is two tokens
+            max_new_tokens=n_new,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
         )
-    continuations = tokenizer.batch_decode(
-        output_BL[:, ids_BL.shape[1] :], skip_special_tokens=True
-    )
+    new_BL = output_BL[:, ids_BL.shape[1] :]
+    continuations = tokenizer.batch_decode(new_BL, skip_special_tokens=True)
     return [text.partition("\n")[0] for text in continuations]
 
 
@@ -246,7 +249,8 @@ class Students:
         return Lessons(Writer(self.tokenizer), seed, steps, self.settings.student_tokens, **kind)
 
     def build(self, plan: HeadPlan, seed: int, **start: Any) -> HybridForCausalLM:
-        return build_student(self.teacher, plan, **SHAPE, seed=seed, **start)[0]
+        student, _ = build_student(self.teacher, plan, **SHAPE, seed=seed, **start)
+        return student
 
     def aligned(self, seed: int) -> HybridForCausalLM:
         """Return the student without attention, aligned layer by layer, from its file if there is one."""
@@ -271,11 +275,13 @@ class Students:
         path = self.settings.out / "restored.json"
         if path.exists():
             return
-        probe = RulerForm(self.tokenizer, length=self.settings.restoration_tokens)
-        student = self.aligned(self.settings.seeds[0])
-        n_examples = self.settings.scoring_examples
         heads = greedy_restoration(
-            student, self.teacher, self.tokenizer, probe, N_KEPT, n_examples=n_examples
+            self.aligned(self.settings.seeds[0]),
+            self.teacher,
+            self.tokenizer,
+            RulerForm(self.tokenizer, length=self.settings.restoration_tokens),
+            N_KEPT,
+            n_examples=self.settings.scoring_examples,
         )
         HeadPlan.from_pairs(self.teacher, heads).save(path)
 
@@ -284,17 +290,21 @@ class Students:
         path = self.settings.out / "scores.json"
         if path.exists():
             return
-        probe = RulerForm(self.tokenizer)
-        n_examples = 5 * self.settings.scoring_examples
-        score_heads(
-            self.teacher, self.tokenizer, probe, n_examples=n_examples, min_accuracy=0.0
-        ).save(path)
+        scores = score_heads(
+            self.teacher,
+            self.tokenizer,
+            RulerForm(self.tokenizer),
+            n_examples=5 * self.settings.scoring_examples,
+            min_accuracy=0.0,
+        )
+        scores.save(path)
 
     def plan(self, kept: str) -> HeadPlan:
         if kept == LAYERS:
             return HeadPlan.layers(self.teacher, [1, 4])
         if kept == ABLATION:
-            return HeadPlan.top_k(HeadScores.load(self.settings.out / "scores.json"), N_KEPT)
+            scores = HeadScores.load(self.settings.out / "scores.json")
+            return HeadPlan.top_k(scores, N_KEPT)
         return HeadPlan.load(self.settings.out / "restored.json")
 
     def distill(self, kept: str, seed: int) -> None:
@@ -307,9 +317,12 @@ class Students:
         student = self.build(plan, seed, init="random")
         graft_recurrent_heads(student, self.aligned(seed))
         stage = EndToEnd(student, self.teacher, Distill())
-        is_varied = kept != FEW_WORDINGS
         lessons = self.lessons(
-            seed, steps, on_answers=True, is_varied=is_varied, is_equal=kept in EQUAL_LESSONS
+            seed,
+            steps,
+            on_answers=True,
+            is_varied=kept != FEW_WORDINGS,
+            is_equal=kept in EQUAL_LESSONS,
         )
         for step in trained(stage, lessons, steps, DISTILL_RATE):
             show(f"{kept}, seed {seed}", step, steps)
@@ -354,9 +367,9 @@ class Answers:
         texts: dict[str, dict[str, str]] = {}
         for kept, means in self.means.iterrows():
             deviations = self.deviations.loc[kept]
-            texts[str(kept)] = {
-                str(task): f"{means[task]:.3f} ± {deviations[task]:.3f}" for task in means.index
-            }
+            by_task = texts.setdefault(str(kept), {})
+            for task in means.index:
+                by_task[str(task)] = f"{means[task]:.3f} ± {deviations[task]:.3f}"
         return texts
 
     def shares(self) -> dict[str, dict[str, float]]:
@@ -372,9 +385,8 @@ def report(settings: Settings) -> None:
     teacher = read(settings.out / "teacher.json")
     unseen = Answers(students, teacher, "answered")
     seen = Answers(students, teacher, "in a wording seen")
-    sizes = {
-        name: value for name, value in asdict(settings).items() if name not in ("out", "record")
-    }
+    sizes = asdict(settings)
+    del sizes["out"], sizes["record"]
     record = {
         "teacher": teacher,
         "students": unseen.as_text(),
@@ -399,11 +411,11 @@ def main(settings: Settings) -> None:
         train_teacher(
             folder, settings.processes, steps=settings.steps, tokens=settings.tokens, seed=0
         )
-    distilled = [("distill", *job) for job in product((CHOSEN, EQUAL), settings.seeds)]
-    distilled += [
-        ("distill", *job)
-        for job in product((ABLATION, FEW_WORDINGS, LAYERS), settings.control_seeds)
+    students = [
+        *product((CHOSEN, EQUAL), settings.seeds),
+        *product((ABLATION, FEW_WORDINGS, LAYERS), settings.control_seeds),
     ]
+    distilled = [("distill", *student) for student in students]
     stages: list[list[tuple[Any, ...]]] = [
         [("measure_teacher",), *(("aligned", seed) for seed in settings.seeds)],
         [("restore_heads",), ("ablate_heads",)],

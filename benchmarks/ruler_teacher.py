@@ -81,18 +81,30 @@ def losses(model: LlamaForCausalLM, rows: Rows, share: float = 0.1) -> tuple[Ten
     is_other = is_drawn & ~is_answer & (targets != model.config.pad_token_id)
 
     logits = model.lm_head(hidden[is_answer])
-    wanted = one_hot(targets[is_answer], logits.shape[-1]).float()
-    if rows.any_of:
-        for n, (row, place) in enumerate(is_answer.nonzero().tolist()):
-            any_of = rows.any_of.get((row, place + 1))
-            if any_of:
-                wanted[n] = 0
-                wanted[n, sorted(any_of)] = 1 / len(any_of)
+    wanted = wanted_tokens(rows, logits.shape[-1])
     loss = cross_entropy(logits, wanted)
     if is_other.any():
-        loss = loss + 0.1 * cross_entropy(model.lm_head(hidden[is_other]), targets[is_other])
-    is_right = wanted.gather(1, logits.argmax(-1, keepdim=True)) > 0
+        other_logits = model.lm_head(hidden[is_other])
+        loss = loss + 0.1 * cross_entropy(other_logits, targets[is_other])
+    guesses = logits.argmax(-1, keepdim=True)
+    is_right = wanted.gather(1, guesses) > 0
     return loss, is_right.float().mean().item()
+
+
+def wanted_tokens(rows: Rows, n_tokens: int) -> Tensor:
+    """Return the probability that each token should have, for each token of an answer.
+
+    The words of a list may come in any order: each that is left has the same.
+    """
+    targets = rows.ids[:, 1:]
+    is_answer = rows.answer[:, 1:]
+    wanted = one_hot(targets[is_answer], n_tokens).float()
+    for number, (row, place) in enumerate(is_answer.nonzero().tolist()):
+        any_of = rows.any_of.get((row, place + 1))
+        if any_of:
+            wanted[number] = 0
+            wanted[number, sorted(any_of)] = 1 / len(any_of)
+    return wanted
 
 
 class Lesson:
@@ -120,19 +132,26 @@ class Lesson:
         rng = random.Random(f"tasks {self.run.seed} {step} {self.rank}")
         self.batches.rng = rng
         torch.manual_seed(rng.getrandbits(48))
-        warm_up = (step + 1) / 50
-        decay = (self.steps - step) / (0.4 * self.steps)
-        self.trainer.scale_lr(min(warm_up, 1.0, decay))
-        hits = {}
+        self.trainer.scale_lr(self.rate(step))
+
+        hits: Hits = {}
         tasks = () if self.progress.is_copying else TASKS
         if not tasks or step % 4 == 0:
-            hits["copying"] = self.learn(self.copied(is_alone=not tasks), share=0.0)
+            rows = self.copied(is_alone=not tasks)
+            hits["copying"] = self.learn(rows, share=0.0)
         for task in tasks:
             hits[task] = self.learn(self.documents(task, rng))
+
         hits = self.averaged(hits, n_losses=max(1, len(tasks)))
         # The gradients are there already; the trainer's own backward adds nothing to them.
         self.trainer.step(torch.zeros((), requires_grad=True))
         self.progress.update(hits)
+
+    def rate(self, step: int) -> float:
+        """Return the share of the learning rate: it rises for 50 steps and falls over the last 40 %."""
+        warm_up = (step + 1) / 50
+        decay = (self.steps - step) / (0.4 * self.steps)
+        return min(warm_up, 1.0, decay)
 
     def learn(self, rows: Rows, **options: float) -> float:
         """Add the gradients of some rows; return the share of answers right."""
@@ -153,27 +172,29 @@ class Lesson:
         return Rows(ids_BL[:n], again_BL[:n], again_BL[:n], {})
 
     def documents(self, task: str, rng: random.Random) -> Rows:
-        top = self.progress.level[task]
-        level = top if rng.random() < 0.6 else rng.randrange(top + 1)
+        """Return documents of one length: mostly the longest that the task has come to."""
+        level = self.progress.level[task]
+        if rng.random() >= 0.6:
+            level = rng.randrange(level + 1)
         length = LENGTHS[level]
-        n = max(1, round(SHARES[task] * self.tokens / length / self.n_processes))
+        n_documents = round(SHARES[task] * self.tokens / length / self.n_processes)
         documents = []
-        for _ in range(n):
+        for _ in range(max(1, n_documents)):
             wording = draw_wording(task, rng, for_teacher=True)
             documents.append(self.writer.write(task, wording, length, rng))
         return as_rows(self.tokenizer, documents, rng)
 
     def averaged(self, hits: Hits, n_losses: int) -> Hits:
         """Average accuracies and gradients over the processes, in one message."""
-        values = torch.tensor(list(hits.values()))
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = torch.cat([values, *(gradient.flatten() for gradient in gradients)])
+        tensors = [torch.tensor(list(hits.values())), *gradients]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat)
-        sizes = [len(values), *(gradient.numel() for gradient in gradients)]
-        means, *parts = (flat / self.n_processes).split(sizes)
-        for gradient, part in zip(gradients, parts):
-            gradient.copy_(part.view_as(gradient) / n_losses)
-        return dict(zip(hits, means.tolist()))
+        flat_means = flat / self.n_processes
+        mean_hits, *mean_gradients = flat_means.split([tensor.numel() for tensor in tensors])
+        for gradient, mean in zip(gradients, mean_gradients):
+            gradient.copy_(mean.view_as(gradient) / n_losses)
+        return dict(zip(hits, mean_hits.tolist()))
 
 
 def teach(

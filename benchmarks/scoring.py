@@ -30,6 +30,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,12 @@ def plain(
             batch = examples[start : start + BATCH]
             prompts = [example.prompt for example in batch]
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-            logits_BLV = model(
-                inputs["input_ids"], attention_mask=inputs["attention_mask"], **options
-            ).logits
+            mask_BL = inputs["attention_mask"]
+            logits_BLV = model(inputs["input_ids"], attention_mask=mask_BL, **options).logits
             for logits_V, example in zip(logits_BLV[:, -1], batch):
-                values = tokenizer(list(example.choices), return_tensors="pt")["input_ids"][:, 0]
-                chosen = example.choices[int(logits_V[values].argmax())]
+                values = tokenizer(list(example.choices), return_tensors="pt")
+                logits_of_values = logits_V[values["input_ids"][:, 0]]
+                chosen = example.choices[int(logits_of_values.argmax())]
                 n_right += chosen == example.answer
     return n_right / len(examples)
 
@@ -95,8 +96,10 @@ def with_candidates(model: Any, tokenizer: Any, examples: Sequence[Example], hea
             texts = [example.prompt + choice for choice in example.choices]
             rows_BL = tokenizer(texts, return_tensors="pt")["input_ids"]
             logprob_BLV = model(rows_BL).logits.log_softmax(-1)
-            value_B = logprob_BLV[:, -2].gather(1, rows_BL[:, -1:])[:, 0]
-            n_right += example.choices[int(value_B.argmax())] == example.answer
+            # A value is one token, predicted by the one before.
+            logprob_of_value_B = logprob_BLV[:, -2].gather(1, rows_BL[:, -1:])[:, 0]
+            chosen = example.choices[int(logprob_of_value_B.argmax())]
+            n_right += chosen == example.answer
     return n_right / len(examples)
 
 
@@ -121,14 +124,11 @@ def measure_speed(n_examples: int, shape: Shape) -> Measured:
             print(f"{name} without {head}: {seconds:.1f} s, accuracy {accuracy:.1%}", flush=True)
 
     # A machine that others use slows down and speeds up: the plain ways are measured before, between and after.
+    score = partial(score_heads, model, tokenizer, probe, n_examples=n_examples)
     measure_plain(HeadId(0, 3))
-    race, race_seconds = cpu_time(
-        lambda: score_heads(model, tokenizer, probe, n_examples=n_examples, race_k=3)
-    )
+    race, race_seconds = cpu_time(partial(score, race_k=3))
     measure_plain(CIRCUIT.aggregate)
-    full, full_seconds = cpu_time(
-        lambda: score_heads(model, tokenizer, probe, n_examples=n_examples)
-    )
+    full, full_seconds = cpu_time(score)
     measure_plain(HeadId(7, 8))
 
     n_heads = shape.n_layers * shape.n_heads
@@ -199,23 +199,21 @@ def measure_questions(teacher: Path) -> Measured:
     }
     rows = {}
     for name, (n_queries, n_prompts, race_k) in ways.items():
-        probe = KVRetrieval(REAL_PAIRS, n_queries=n_queries)
-
-        def score(probe: KVRetrieval = probe, n: int = n_prompts, k: int | None = race_k) -> Any:
-            return score_heads(
-                model,
-                tokenizer,
-                probe,
-                n_examples=n,
-                race_k=k,
-                heads=REAL_HEADS,
-                control_texts=read_held_out("tiny", 16),
-                min_accuracy=0.0,
-                progress=False,
-            )
-
+        score = partial(
+            score_heads,
+            model,
+            tokenizer,
+            KVRetrieval(REAL_PAIRS, n_queries=n_queries),
+            n_examples=n_prompts,
+            race_k=race_k,
+            heads=REAL_HEADS,
+            control_texts=read_held_out("tiny", 16),
+            min_accuracy=0.0,
+            progress=False,
+        )
         scores, seconds = cpu_time(score)
         assert scores.agreement is not None
+        assert scores.accuracy_se_LH is not None
         rows[name] = {
             "prompts": n_prompts,
             "questions_per_prompt": n_queries,
@@ -243,9 +241,16 @@ def measure_seed(seed: int, n_examples: int) -> Measured:
     """Race and score exhaustively a planted teacher whose noise, prompts and order are those of the seed."""
     model, tokenizer = planted_teacher(NOISE[160], seed, shape=NARROW, circuit=CIRCUIT)
     probe = KVRetrieval(PAIRS, seed, keys=KEYS)
-    options = {"n_examples": n_examples, "progress": False}
-    race, race_seconds = cpu_time(lambda: score_heads(model, tokenizer, probe, race_k=3, **options))
-    full, full_seconds = cpu_time(lambda: score_heads(model, tokenizer, probe, **options))
+    score = partial(
+        score_heads,
+        model,
+        tokenizer,
+        probe,
+        n_examples=n_examples,
+        progress=False,
+    )
+    race, race_seconds = cpu_time(partial(score, race_k=3))
+    full, full_seconds = cpu_time(score)
     ranking = full.ranking()
     row = {
         "seed": seed,
@@ -261,12 +266,14 @@ def measure_seed(seed: int, n_examples: int) -> Measured:
 
 
 def summary(rows: Sequence[Measured]) -> Measured:
+    n_same = sum(row["same"] for row in rows)
+    n_planted = sum(row["planted"] for row in rows)
     return {
         "what": "first 3 heads by race (confidence 0.99) and by exhaustive scoring; one planted teacher a seed",
         "shape": asdict(NARROW),
         "prompts": {"n": EXAMPLES, "pairs": PAIRS},
-        "same": f"{sum(row['same'] for row in rows)} of {len(rows)}",
-        "planted_first": f"{sum(row['planted'] for row in rows)} of {len(rows)}",
+        "same": f"{n_same} of {len(rows)}",
+        "planted_first": f"{n_planted} of {len(rows)}",
         "rows": rows,
     }
 

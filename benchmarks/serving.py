@@ -82,26 +82,38 @@ def compared(measured: Record, right: Sequence[Greedy]) -> Record:
     """Replace the tokens and logits of a measurement by how they compare with what is right."""
     n_compared = 0
     n_different = 0
+    tokens = measured.pop("tokens")
+    logits = measured.pop("logits")
+    for row, expected in zip(tokens, right, strict=True):
+        logits_TV = expected.logits_BTV[0].numpy()
+        is_clear_T = expected.leads_BT[0].numpy() > LEAD * abs(logits_TV).max()
+        # Behind a token that may be rounded apart, the two may rightly say different things.
+        is_comparable_T = is_clear_T.cumprod().astype(bool)
+        is_other_T = np.array(row) != expected.tokens_BT[0].numpy()
+        n_compared += int(is_comparable_T.sum())
+        n_different += int(is_other_T[is_comparable_T].sum())
+    comparison: Record = {"tokens_compared": n_compared, "tokens_different": n_different}
+    error = error_of_logits(logits, right)
+    if error is not None:
+        comparison["logits_differ"] = error
+    return comparison | measured
+
+
+def error_of_logits(logits: Sequence[Any], right: Sequence[Greedy]) -> float | None:
+    """Return the largest error relative to the largest logit; None if the engine shows no logits."""
     largest_error = 0.0
     largest_logit = 0.0
-    rows = measured.pop("tokens")
-    logits = measured.pop("logits")
-    for n, (row, expected) in enumerate(zip(rows, right, strict=True)):
-        logits_TV = expected.logits_BTV[0].numpy()
-        tokens_T = expected.tokens_BT[0].numpy()
-        # Behind a token that may be rounded apart, the two may rightly say different things.
-        is_clear_T = expected.leads_BT[0].numpy() > LEAD * abs(logits_TV).max()
-        is_clear_T = is_clear_T.cumprod().astype(bool)
-        n_compared += int(is_clear_T.sum())
-        n_different += int((np.array(row) != tokens_T)[is_clear_T].sum())
-        if n < len(logits) and logits[n] is not None:
-            error = abs(np.array(logits[n]) - logits_TV[0]).max()
-            largest_error = max(largest_error, float(error))
-            largest_logit = max(largest_logit, float(abs(logits_TV[0]).max()))
-    comparison: Record = {"tokens_compared": n_compared, "tokens_different": n_different}
-    if largest_logit:
-        comparison["logits_differ"] = float(f"{largest_error / largest_logit:.2g}")
-    return comparison | measured
+    # Of the first prompts alone.
+    for row, expected in zip(logits, right):
+        if row is None:
+            continue
+        expected_V = expected.logits_BTV[0, 0].numpy()
+        error = abs(np.array(row) - expected_V).max()
+        largest_error = max(largest_error, float(error))
+        largest_logit = max(largest_logit, float(abs(expected_V).max()))
+    if not largest_logit:
+        return None
+    return float(f"{largest_error / largest_logit:.2g}")
 
 
 def predicted_bytes(engine: str, contender: Contender, folder: Path) -> int:
@@ -117,11 +129,12 @@ def predicted_bytes(engine: str, contender: Contender, folder: Path) -> int:
     if engine == "vllm":  # spreads small heads over larger ones
         exported = read(folder / "config.json")
         keys *= exported["head_dim"] // config.head_dim
+    # Every layer has the heads of the one that needs most, and at least one.
     n_recurrent = [len(plan.replaced_in(layer)) for layer in range(plan.n_layers)]
-    conv = (
-        max(1, *n_recurrent) * (config.head_dim + 2 * config.d_state) * (config.conv_width - 1) * 4
-    )
-    return keys + states + plan.n_layers * conv
+    n_channels = config.head_dim + 2 * config.d_state
+    conv_of_head = n_channels * (config.conv_width - 1) * 4
+    conv_of_layer = max(1, *n_recurrent) * conv_of_head
+    return keys + states + plan.n_layers * conv_of_layer
 
 
 class Comparison:
@@ -208,9 +221,10 @@ class Comparison:
         )
         if not answer.exists():
             printed = (process.stderr or process.stdout).strip()
-            raise ValueError(
-                printed.splitlines()[-1] if printed else f"ended with status {process.returncode}"
-            )
+            reason = f"ended with status {process.returncode}"
+            if printed:
+                reason = printed.splitlines()[-1]
+            raise ValueError(reason)
         return read(answer)
 
 
@@ -233,15 +247,16 @@ def main() -> None:
         pythons[engine] = python
     torch.set_num_threads(options.threads)
     n_different = 0
+    setting = {"longest_prompt": options.longest, "threads": options.threads}
+    student = options.name or options.run.name
     with tempfile.TemporaryDirectory() as folder:
-        comparison = Comparison(
-            finished_run(options.run), Path(folder), options.longest, options.threads
-        )
+        run = finished_run(options.run)
+        comparison = Comparison(run, Path(folder), options.longest, options.threads)
         for engine, python in pythons.items():
             measured = comparison.run(engine, python)
-            n_different += sum(record.get("tokens_different", 0) for record in measured.values())
-            setting = {"longest_prompt": options.longest, "threads": options.threads}
-            save(options.out, options.name or options.run.name, engine, setting | measured)
+            for record in measured.values():
+                n_different += record.get("tokens_different", 0)
+            save(options.out, student, engine, setting | measured)
     raise SystemExit(int(n_different > 0))
 
 

@@ -93,25 +93,29 @@ def measure(engine: str, folder: Path, prompts: Tokens, threads: int) -> dict[st
     started = time.perf_counter()
     tokens = model.generate(prompts, NEW_TOKENS)
     seconds = time.perf_counter() - started
-    long = [5 + (7 * place) % 50 for place in range(CONTEXT)]
+
+    long_prompt = [5 + (7 * place) % 50 for place in range(CONTEXT)]
+    imported = [name for name in PACKAGES if name in sys.modules]
+    load_of_a_minute, _, _ = os.getloadavg()
     return {
         "tokens": tokens,
         "logits": [last_logits(model, prompt) for prompt in prompts[:BATCH]],
-        "ms_to_first_token": least_ms(lambda: model.generate([long], 1), times=3, digits=1),
-        "ms_of_next_token": ms_of_step(model, long[:128]),
+        "ms_to_first_token": least_ms(lambda: model.generate([long_prompt], 1), times=3, digits=1),
+        "ms_of_next_token": ms_of_step(model, long_prompt[:128]),
         "tokens_per_second": round(len(prompts) * NEW_TOKENS / seconds, 1),
-        "cache_bytes": model.cache_bytes(long),
+        "cache_bytes": model.cache_bytes(long_prompt),
         "peak_bytes": peak_bytes(),
-        "load": round(os.getloadavg()[0], 1),
-        "versions": {
-            name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules
-        },
+        "load": round(load_of_a_minute, 1),
+        "versions": {name: sys.modules[name].__version__ for name in imported},
     }
 
 
 def last_logits(model: Any, prompt: list[int]) -> list[float] | None:
+    """Return the logits behind a prompt, where the engine shows them."""
     logits_LV = model.logits(prompt)
-    return None if logits_LV is None else logits_LV[-1].tolist()
+    if logits_LV is None:
+        return None
+    return logits_LV[-1].tolist()
 
 
 def least_ms(work: Callable[[], object], times: int, digits: int) -> float:

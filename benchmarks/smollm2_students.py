@@ -16,6 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,30 @@ from hybrid_distill.teacher import ablate_heads
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_students.json"
 FIGURE = ROOT / "docs" / "atlas" / "smollm2-students.png"
-ALIGN_STEPS, DISTILL_STEPS, ROWS, ROW = 1320, 147, 4, 512
+RECIPE = str(ROOT / "recipes" / "hybrid_smollm2_135m.py")
+ALIGN_STEPS = 1320
+DISTILL_STEPS = 147
+# Of a batch: rows, and the tokens of each.
+ROWS = 4
+ROW = 512
 TEACHER = "teacher"
 STUDENTS = {
     "top 14": "--plan.k 14",
     "0 heads": "--plan.selection none --plan.k 0",
     "top 27": "--plan.k 27",
     "8 whole layers": "--plan.selection layers --plan.layers 2 6 10 14 18 22 25 29",
-    **{
-        f"14 random, draw {seed}": f"--plan.selection random --plan.k 14 --plan.seed {seed}"
-        for seed in (1, 2, 3)
-    },
+    "14 random, draw 1": "--plan.selection random --plan.k 14 --plan.seed 1",
+    "14 random, draw 2": "--plan.selection random --plan.k 14 --plan.seed 2",
+    "14 random, draw 3": "--plan.selection random --plan.k 14 --plan.seed 3",
 }
+"""Flags that decide which heads a student keeps."""
 SIZES = (4, 8)
-EXAMPLES, TEXTS = 64, 16
+EXAMPLES = 64
+TEXTS = 16
 RULER = "niah_single_1,niah_multikey_2,niah_multikey_3,ruler_vt,ruler_fwe"
 """Tasks that fit into so many tokens; some questions of ruler_cwe do not."""
-RULER_LENGTH, RULER_EXAMPLES = 512, 32
+RULER_LENGTH = 512
+RULER_EXAMPLES = 32
 
 
 def main() -> None:
@@ -76,88 +84,62 @@ def main() -> None:
         torch.set_num_threads(1)
         return measure_one(options.out, options.measure)
     train_shared(options)
+
+    def measure_in_a_process(name: str) -> None:
+        command([*sys.argv, "--measure", name])
+
+    # Lists: an error of a thread is raised when its result is taken.
     with ThreadPoolExecutor(2) as two:
-        list(two.map(lambda name: train_student(options, name), STUDENTS))
-        list(two.map(lambda name: command([*sys.argv, "--measure", name]), [*STUDENTS, TEACHER]))
+        list(two.map(partial(train_student, options), STUDENTS))
+        list(two.map(measure_in_a_process, [*STUDENTS, TEACHER]))
     report(options.out)
 
 
 def command(arguments: list[str], processes: int = 0) -> None:
     """Run a Python program on one thread, or on so many connected processes of one thread each."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes else []
-    )
+    launcher: list[str] = []
+    if processes:
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     alone = environment(ROOT, OMP_WAIT_POLICY="passive", ACCELERATE_USE_CPU="true")
     subprocess.run([sys.executable, *launcher, *arguments], check=True, env=alone)
 
 
 def common(options: argparse.Namespace) -> list[str]:
-    text = [
-        "--data.sources",
-        str(options.text / "train.jsonl"),
-        "--data.no-chat",
-        "--data.seq-len",
-        str(ROW),
-    ]
+    """Return the flags of every run."""
+    flags = ["--teacher", options.teacher]
+    flags += ["--data.sources", str(options.text / "train.jsonl")]
+    flags += ["--data.no-chat", "--data.seq-len", str(ROW)]
+    flags += ["--student.d-state", "16"]
+    flags += ["--scoring.prompt-format", "plain"]
     # The run's own evaluation is kept short: `measure_one` replaces it.
-    short = [
-        "--evaluation.n-pairs",
-        "4",
-        "--evaluation.n-examples",
-        "1",
-        "--evaluation.n-texts",
-        "0",
-        "--no-export",
-    ]
-    return [
-        "--teacher",
-        options.teacher,
-        *text,
-        "--student.d-state",
-        "16",
-        "--scoring.prompt-format",
-        "plain",
-        *short,
-    ]
+    flags += ["--evaluation.n-pairs", "4", "--evaluation.n-examples", "1"]
+    flags += ["--evaluation.n-texts", "0", "--no-export"]
+    return flags
 
 
 def distillation(options: argparse.Namespace) -> list[str]:
-    steps = [
-        "--stages",
-        "distill",
-        "--distill.batch-size",
-        str(ROWS),
-        "--distill.steps",
-        str(DISTILL_STEPS),
-    ]
-    return [*common(options), *steps, "--distill.teacher-logits", str(options.out / "logits")]
+    """Return the flags of a student's run."""
+    flags = [*common(options), "--stages", "distill"]
+    flags += ["--distill.batch-size", str(ROWS), "--distill.steps", str(DISTILL_STEPS)]
+    flags += ["--distill.teacher-logits", str(options.out / "logits")]
+    return flags
 
 
 def train_shared(options: argparse.Namespace) -> None:
     """Align all heads and store the teacher's logits, on two processes."""
-    recipe, no_heads = str(ROOT / "recipes" / "hybrid_smollm2_135m.py"), STUDENTS["0 heads"].split()
+    no_heads = STUDENTS["0 heads"].split()
     if not (aligned(options.out) / "manifest.json").exists():
-        steps = [
-            "--align.batch-size",
-            str(ROWS),
-            "--align.micro-batch-size",
-            "2",
-            "--align.steps",
-            str(ALIGN_STEPS),
-        ]
-        stage = [
-            "--stages",
-            "align",
-            "--align.target",
-            "head",
-            *steps,
-            "--out",
-            str(options.out / "aligned"),
-        ]
-        command([recipe, *common(options), *no_heads, *stage], processes=2)
-    unused = ["--out", str(options.out / "unused")]
-    program = ["-m", "hybrid_distill", "cache-logits", "smollm2_135m"]
-    command([*program, *distillation(options), *no_heads, *unused], processes=2)
+        words = [RECIPE, *common(options), *no_heads]
+        words += ["--stages", "align", "--align.target", "head"]
+        words += ["--align.batch-size", str(ROWS), "--align.micro-batch-size", "2"]
+        words += ["--align.steps", str(ALIGN_STEPS)]
+        words += ["--out", str(options.out / "aligned")]
+        command(words, processes=2)
+
+    words = ["-m", "hybrid_distill", "cache-logits", "smollm2_135m"]
+    words += [*distillation(options), *no_heads]
+    words += ["--out", str(options.out / "unused")]
+    command(words, processes=2)
 
 
 def aligned(out: Path) -> Path:
@@ -171,16 +153,12 @@ def folder(out: Path, name: str) -> Path:
 def train_student(options: argparse.Namespace, name: str) -> None:
     if (folder(options.out, name) / "stages" / "1-distill" / "manifest.json").exists():
         return
-    plan = ["--scoring.file", str(atlas_path("smollm2-135m-instruct")), *STUDENTS[name].split()]
-    begun = [
-        "--student.aligned",
-        str(aligned(options.out)),
-        "--out",
-        str(folder(options.out, name)),
-    ]
-    command(
-        [str(ROOT / "recipes" / "hybrid_smollm2_135m.py"), *distillation(options), *plan, *begun]
-    )
+    words = [RECIPE, *distillation(options)]
+    words += ["--scoring.file", str(atlas_path("smollm2-135m-instruct"))]
+    words += STUDENTS[name].split()
+    words += ["--student.aligned", str(aligned(options.out))]
+    words += ["--out", str(folder(options.out, name))]
+    command(words)
 
 
 def measure_one(out: Path, name: str) -> None:
@@ -188,29 +166,35 @@ def measure_one(out: Path, name: str) -> None:
     path = folder(out, name) / "measured.json"
     if path.exists():
         return
-    run = finished_run(folder(out, name if name in STUDENTS else next(iter(STUDENTS))))
+    # Any student's run has the teacher, the questions and the texts.
+    any_student = next(iter(STUDENTS))
+    run = finished_run(folder(out, name if name in STUDENTS else any_student))
     everything = asked(run)
     retrieval = replace(everything, questions=[], texts=[])
+    record: dict[str, Any] = {}
     if name == TEACHER:
-        model, record = run.teacher, {}
+        model = run.teacher
     else:
         model, plan = trained_student(run)
-        aligned_only = by_choice(build(run, plan), retrieval)
-        record: dict[str, Any] = {"heads": len(plan.kept), "aligned": aligned_only}
-        recurrent = []
-        for n, mixer in enumerate(model.mixers()):
-            recurrent += [HeadId(n, head) for head in mixer.replaced]
+        record["heads"] = len(plan.kept)
+        record["aligned"] = by_choice(build(run, plan), retrieval)
+        recurrent: list[HeadId] = []
+        for layer, mixer in enumerate(model.mixers()):
+            recurrent += [HeadId(layer, head) for head in mixer.replaced]
         few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
         with ablate_heads(model, recurrent):
             record["perplexity without recurrence"] = measure(model, few_texts)["perplexity"]
-    record |= measure(model, everything) | {"cache": model_cache_bytes(model)["cache_bytes"][4096]}
+
+    record |= measure(model, everything)
+    record["cache"] = model_cache_bytes(model)["cache_bytes"][4096]
     record["chat"] = in_chat(retrieval, model)
-    options: dict[str, Any] = {
-        "ruler_lengths": str(RULER_LENGTH),
-        "limit": RULER_EXAMPLES,
-        "batch_size": 32,
-    }
-    job = SuiteJob(suite=RULER, cache=out / "answers", **options)
+    job = SuiteJob(
+        suite=RULER,
+        cache=out / "answers",
+        ruler_lengths=str(RULER_LENGTH),
+        limit=RULER_EXAMPLES,
+        batch_size=32,
+    )
     torch.nn.Module.to(model, torch.bfloat16)
     ruler = summary(run_suite(model, run.tokenizer, job, load_tasks(job)))
     record["ruler"] = dict(zip(ruler.task, ruler.value))
@@ -219,11 +203,9 @@ def measure_one(out: Path, name: str) -> None:
 
 def asked(run: RunInputs) -> EvalInputs:
     """Choose the questions and texts to measure on."""
-    data = replace(run.config.evaluation, knowledge="general")
-    text = str(Path(run.config.data.sources[0]).with_name("held_out.jsonl"))
-    run = RunInputs(
-        replace(run.config, evaluation=replace(data, texts=text)), run.teacher_and_tokenizer
-    )
+    text = Path(run.config.data.sources[0]).with_name("held_out.jsonl")
+    evaluation = replace(run.config.evaluation, knowledge="general", texts=str(text))
+    run = RunInputs(replace(run.config, evaluation=evaluation), run.teacher_and_tokenizer)
     knowledge = run.knowledge()
     return EvalInputs(
         run.tokenizer,
@@ -238,10 +220,13 @@ def asked(run: RunInputs) -> EvalInputs:
 
 def by_choice(model: PreTrainedModel, retrieval: EvalInputs) -> dict[int, float]:
     """Measure retrieval by choice, by dictionary size."""
-    accuracies = {}
+    accuracies: dict[int, float] = {}
     for size, examples in retrieval.examples.items():
         answers = answer_choices(
-            model, retrieval.tokenizer, examples, batch_size=retrieval.batch_size
+            model,
+            retrieval.tokenizer,
+            examples,
+            batch_size=retrieval.batch_size,
         )
         accuracies[size] = answers.accuracy
     return accuracies
@@ -249,48 +234,54 @@ def by_choice(model: PreTrainedModel, retrieval: EvalInputs) -> dict[int, float]
 
 def in_chat(retrieval: EvalInputs, model: PreTrainedModel) -> dict[str, float]:
     """Measure retrieval in the tokenizer's chat template, with the smallest dictionaries."""
-    examples = with_prompt_format(
-        KVRetrieval(SIZES[0], seed=1), "chat", retrieval.tokenizer
-    ).examples(EXAMPLES)
-    found = measure(model, replace(retrieval, examples={SIZES[0]: examples}))
-    return {name: found[name][SIZES[0]] for name in ("kv_choice", "kv_generation")}
+    size = SIZES[0]
+    probe = with_prompt_format(KVRetrieval(size, seed=1), "chat", retrieval.tokenizer)
+    figures = measure(model, replace(retrieval, examples={size: probe.examples(EXAMPLES)}))
+    return {name: figures[name][size] for name in ("kv_choice", "kv_generation")}
 
 
 def losses(out: Path, name: str) -> pd.DataFrame:
     """Read the logged losses of a student's distillation, by tokens seen."""
-    lines = (folder(out, name) / "stages" / "1-distill" / "metrics.jsonl").read_text().splitlines()
-    logged = pd.DataFrame([row for row in map(json.loads, lines) if "loss" in row])
-    return pd.DataFrame({"line": name, "x": logged.step * ROWS * ROW / 1e6, "y": logged.loss})
+    path = folder(out, name) / "stages" / "1-distill" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    logged = pd.DataFrame([line for line in lines if "loss" in line])
+    million_tokens = logged.step * ROWS * ROW / 1e6
+    return pd.DataFrame({"line": name, "x": million_tokens, "y": logged.loss})
 
 
 def report(out: Path) -> None:
     """Write the record and the figure, print the tables."""
-    found = {
-        name: json.loads((folder(out, name) / "measured.json").read_text())
-        for name in [TEACHER, *STUDENTS]
-    }
+    measured: dict[str, dict[str, Any]] = {}
+    for name in (TEACHER, *STUDENTS):
+        measured[name] = json.loads((folder(out, name) / "measured.json").read_text())
     curves = {name: losses(out, name) for name in STUDENTS}
     for name, curve in curves.items():
-        thirds = curve.iloc[1:].groupby(np.ceil(3 * curve.x / curve.x.max())).y.mean()
-        found[name]["loss"] = {
-            "first step": curve.y.iloc[0],
-            **{f"third {n:.0f}": mean for n, mean in thirds.items()},
-        }
-    write(
-        RESULTS,
-        {
-            "students": found,
-            **about("students of SmolLM2-135M-Instruct at equal tokens", threads=1),
-        },
-    )
-    smooth = [curve.assign(y=curve.y.rolling(3, min_periods=1).mean()) for curve in curves.values()]
+        measured[name]["loss"] = loss_by_thirds(curve)
+    head = about("students of SmolLM2-135M-Instruct at equal tokens", threads=1)
+    write(RESULTS, {"students": measured, **head})
+    draw(curves)
+    table = pd.json_normalize(list(measured.values())).set_index(pd.Index(measured))
+    print(table.T.round(3).to_string())
+
+
+def loss_by_thirds(curve: pd.DataFrame) -> dict[str, float]:
+    """Return the loss of the first step, and the means of the others over each third of the tokens."""
+    third = np.ceil(3 * curve.x / curve.x.max())
+    means = curve.iloc[1:].groupby(third).y.mean()
+    by_third = {f"third {number:.0f}": mean for number, mean in means.items()}
+    return {"first step": curve.y.iloc[0], **by_third}
+
+
+def draw(curves: dict[str, pd.DataFrame]) -> None:
+    """Draw the losses, each a mean of three logged ones."""
+    smooth: list[pd.DataFrame] = []
+    for curve in curves.values():
+        means = curve.y.rolling(3, min_periods=1).mean()
+        smooth.append(curve.assign(y=means))
     points = pd.concat(smooth).assign(panel="", error=float("nan"))
     rows = [Row(points, "distillation loss, nats a token")]
-    draw_lines(
-        FIGURE, "", rows, dict(zip(curves, LOOKS)), "million tokens of distillation", even=False
-    )
-    table = pd.json_normalize(list(found.values())).set_index(pd.Index(found))
-    print(table.T.round(3).to_string())
+    looks = dict(zip(curves, LOOKS))
+    draw_lines(FIGURE, "", rows, looks, "million tokens of distillation", even=False)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,11 @@ ROWS = "rows.jsonl"
 STAGES = ("1-align", "2-distill")
 TIMINGS = ("tokens_per_s", "data_wait", "memory_bytes", "seconds")
 """Metrics of the machine, not of the training."""
-STEPS, BATCH_SIZE = 60, 2
-DISK_MB, LEFT_KB = 256, 200
+STEPS = 60
+BATCH_SIZE = 2
+KILLS_OF_A_STAGE = 10
+DISK_MB = 256
+LEFT_KB = 200
 PATIENCE_S = 600.0
 LONGEST_DELAY = {"start": 8.0, "step": 0.3, "checkpoint": 0.02, "result": 0.02}
 """Seconds, by the moment that they are counted from."""
@@ -84,11 +87,13 @@ class NotedRows:
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         batch = self.rows.batch(step, batch_size, rank, world)
-        hashes = [
-            blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in batch["input_ids"]
-        ]
+        hashes: list[str] = []
+        for row in batch["input_ids"]:
+            digest = blake2b(row.numpy().tobytes(), digest_size=8)
+            hashes.append(digest.hexdigest())
+        line = {"pid": os.getpid(), "step": step, "rows": hashes}
         with self.path.open("a") as file:
-            file.write(json.dumps({"pid": os.getpid(), "step": step, "rows": hashes}) + "\n")
+            file.write(json.dumps(line) + "\n")
         return batch
 
 
@@ -112,8 +117,12 @@ def train(out: Path) -> None:
 
     steps.train_stage = noting
     often: Any = {
-        "steps": STEPS, "batch_size": BATCH_SIZE, "micro_batch_size": BATCH_SIZE, "checkpoint_every": 2, "log_every": 1,
-    }  # fmt: skip
+        "steps": STEPS,
+        "batch_size": BATCH_SIZE,
+        "micro_batch_size": BATCH_SIZE,
+        "checkpoint_every": 2,
+        "log_every": 1,
+    }
     config = RunConfig(
         out=out,
         scoring=ScoringConfig(n_control_texts=2),
@@ -197,8 +206,9 @@ def account(out: Path, reference: Path) -> dict[str, Any]:
     for stage in STAGES:
         logged = metrics(out, stage)
         trained_on = rows_trained_on(out, stage)
+        steps = [line["step"] for line in logged]
         equal["metrics_equal"] &= logged == metrics(reference, stage)
-        equal["steps_contiguous"] &= [line["step"] for line in logged] == list(range(1, STEPS + 1))
+        equal["steps_contiguous"] &= steps == list(range(1, STEPS + 1))
         equal["files_equal"] &= has_same_files(out, reference, stage)
         equal["rows_equal"] &= trained_on == rows_trained_on(reference, stage)
         totals["rows_trained_on"] += len(trained_on)
@@ -256,28 +266,33 @@ class Soak:
         process = self.start()
         for has_come in self._moments(kill, n_stage, before):
             if process.poll() is not None:
-                raise RuntimeError(
-                    f"the run ended by itself, before {kill}:\n{process.communicate()[1][-2000:]}"
-                )
+                _, printed = process.communicate()
+                raise RuntimeError(f"the run ended by itself, before {kill}:\n{printed[-2000:]}")
             if has_come:
                 break
             time.sleep(0.002)
         time.sleep(kill.delay)
         process.kill()
-        printed = process.communicate()[1]
-        own = []
-        for stage in STAGES:
-            own += [
-                line["step"] for line in rows_read(self.out, stage) if line["pid"] == process.pid
-            ]
+        _, printed = process.communicate()
+
+        steps = self.steps_of(process)
         return {
             "killed_at": kill.at,
-            "went_on_from_step": own[0] if own else None,
-            "batches_read": len(own),
+            "went_on_from_step": steps[0] if steps else None,
+            "batches_read": len(steps),
             "left_half_written": half_written(self.out),
             "exact": agrees(self.out, self.reference),
             "warned": "Resuming from step-" in printed,
         }
+
+    def steps_of(self, process: subprocess.Popen[str]) -> list[int]:
+        """Return the steps whose batches a process has read."""
+        steps: list[int] = []
+        for stage in STAGES:
+            for line in rows_read(self.out, stage):
+                if line["pid"] == process.pid:
+                    steps.append(line["step"])
+        return steps
 
     def _moments(self, kill: Kill, n_stage: int, before: int) -> Iterator[bool]:
         """Yield whether the moment to kill has come; polled."""
@@ -298,7 +313,7 @@ class Soak:
     def finished(self) -> int:
         """Run it to its end; return the exit status."""
         process = self.start()
-        self.printed = process.communicate(timeout=PATIENCE_S)[1]
+        _, self.printed = process.communicate(timeout=PATIENCE_S)
         return process.returncode
 
 
@@ -352,18 +367,16 @@ def soak_on(disk: Path, reference: Path, seed: int, full: bool) -> dict[str, Any
     faults = {}
     damaged = None
     for number, kill in enumerate(kills(seed)):
-        seen = soak.killed(kill, number // 10)
+        stage, number_in_stage = divmod(number, KILLS_OF_A_STAGE)
+        seen = soak.killed(kill, stage)
         starts.append(seen)
         print(f"{number + 1:2}", seen, flush=True)
+        # In the middle of a stage, and with a checkpoint before the one that is damaged.
+        can_damage = 3 <= number_in_stage < 9 and len(whole_checkpoints(soak.out)) >= 2
         if damaged and kill.at != "start":
             faults[damaged] = {"previous_checkpoint_used": seen["warned"], "exact": seen["exact"]}
             damaged = None
-        elif (
-            damages
-            and not damaged
-            and 3 <= number % 10 < 9
-            and len(whole_checkpoints(soak.out)) >= 2
-        ):
+        elif damages and not damaged and can_damage:
             damaged, damage = damages.popitem()
             damage(soak.out)
         if full and number == 13:

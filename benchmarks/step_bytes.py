@@ -283,10 +283,15 @@ def count(case: Case, compile: str) -> dict[str, Any]:
             counts.add("loss", "loss", kernel.moved, kernel.flops)
     record = counts.record()
     # Read and written: weight and two moments; read: the gradient, in fp32.
-    record["optimizer_ms"] = round(1e3 * 7 * 4 * n_trained / H100.bandwidth, 1)
+    record["optimizer_ms"] = milliseconds_of(7 * 4 * n_trained)
     # Read in fp32, written in bf16.
-    record["copies_ms"] = round(1e3 * 6 * copies.n_weights() / H100.bandwidth, 1)
+    record["copies_ms"] = milliseconds_of((4 + 2) * copies.n_weights())
     return record
+
+
+def milliseconds_of(n_bytes: int) -> float:
+    """Return the time in which an H100 moves so many bytes."""
+    return round(1e3 * n_bytes / H100.bandwidth, 1)
 
 
 def counted_cases(model: str) -> Iterator[tuple[Case, str]]:
@@ -304,10 +309,11 @@ def main() -> None:
     parser = parser_of(__doc__, RECORD)
     parser.add_argument("--small", action="store_true", help="two layers, written nowhere")
     options = parser.parse_args()
+    model = "two layers" if options.small else "llama-3.2-1b"
     results = []
-    for case, compile in counted_cases("two layers" if options.small else "llama-3.2-1b"):
-        counted = count(case, compile)
-        results.append({"case": case.named(), "rows": case.rows, "compile": compile, **counted})
+    for case, compile in counted_cases(model):
+        setting = {"case": case.named(), "rows": case.rows, "compile": compile}
+        results.append({**setting, **count(case, compile)})
         print(json.dumps(results[-1]), flush=True)
     if not options.small:
         what = "milliseconds and gigabytes of one micro-batch, counted from shapes; no measurement"

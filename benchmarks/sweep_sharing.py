@@ -16,7 +16,8 @@ import runpy
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,10 +42,15 @@ from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
 from hybrid_distill.vocabulary import vocabulary_size
 
-HEADS, D_STATE, SEEDS = "0,2,6", 16, 2
+HEADS = "0,2,6"
+D_STATE = 16
+SEEDS = 2
 FIGURES = ("kv_choice_8", "perplexity", "kl_to_teacher")
 CLIPS = {"clip 1": 1.0, "no clipping": 1e9}
-ALIGN, DISTILL, TIMED = 60, 24, 8
+# Steps of each stage, and of those that are timed.
+ALIGN = 60
+DISTILL = 24
+TIMED = 8
 
 
 def config() -> RunConfig:
@@ -89,16 +95,19 @@ def compare_students(folder: Path) -> dict[str, Any]:
     recipe = ModuleType("sweep_sharing")
     vars(recipe).update(config=config, __file__=__file__)
     shared, shared_seconds = cpu_time(lambda: sweep(job, recipe))
+
     independent_seconds = 0.0
     rows: dict[str, dict[str, list[float]]] = {}
     for cell in shared.cells:
-        alone, seconds = cpu_time(lambda cell=cell: _independent(shared, cell, folder / "alone"))
+        alone, seconds = cpu_time(partial(_independent, shared, cell, folder / "alone"))
         independent_seconds += seconds
         from_sweep = EvalResult.load(shared.out / "cells" / cell.name / "evaluation.json")
         row = rows.setdefault(f"{cell.selection} {cell.heads}", {})
         for way, result in (("shared", from_sweep), ("independent", alone)):
+            figures = result.figures()
             for figure in FIGURES:
-                row.setdefault(f"{figure}, {way}", []).append(result.figures()[figure])
+                row.setdefault(f"{figure}, {way}", []).append(figures[figure])
+
     return {
         "settings": {
             "heads": HEADS,
@@ -121,18 +130,18 @@ def _independent(shared: Sweep, cell: Cell, folder: Path) -> EvalResult:
     """Run the same cell by itself: its own scores, its own alignment, its own evaluation of the teacher."""
     base = config()
     planned = cell_config(shared, cell)
-    run = RunInputs(
-        replace(
-            base,
-            out=folder / cell.name,
-            seed=cell.seed,
-            data=planned.data,
-            plan=planned.plan,
-            student=replace(base.student, d_state=D_STATE),
-        )
+    alone = replace(
+        base,
+        out=folder / cell.name,
+        seed=cell.seed,
+        data=planned.data,
+        plan=planned.plan,
+        student=replace(base.student, d_state=D_STATE),
     )
+    run = RunInputs(alone)
     prepare(run)
-    return evaluate_run(run, train(run, choose_heads(run)))
+    student = train(run, choose_heads(run))
+    return evaluate_run(run, student)
 
 
 def _difference(rows: dict[str, dict[str, list[float]]], figure: str) -> dict[str, float]:
@@ -159,9 +168,8 @@ def heads() -> dict[str, Any]:
     some = HeadPlan.random(run.teacher, 6, seed=0)
     distances = {}
     for name, clip in CLIPS.items():
-        distances[name] = _apart(
-            run, none, some, replace(base.stage("align"), steps=DISTILL, clip=clip)
-        )
+        align = replace(base.stage("align"), steps=DISTILL, clip=clip)
+        distances[name] = _apart(run, none, some, align)
     return distances
 
 
@@ -169,7 +177,8 @@ def _apart(run: RunInputs, none: HeadPlan, some: HeadPlan, align: StageConfig) -
     start = _recurrent(run, none, some, None)
     alone = _recurrent(run, none, some, align)
     beside = _recurrent(run, some, some, align)
-    return float(f"{distance(alone, beside) / distance(alone, start):.2g}")
+    relative = distance(alone, beside) / distance(alone, start)
+    return float(f"{relative:.2g}")
 
 
 def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
@@ -181,9 +190,12 @@ def _recurrent(
 ) -> list[torch.Tensor]:
     """Return the weights of the heads that ``some`` makes recurrent, after alignment under ``plan``."""
     rows = open_rows(run.config.data, run.tokenizer)
-    calibration = rows.batch(0, 8)
     student, _ = build_student(
-        run.teacher, plan, d_state=D_STATE, init="fitted", calibration=calibration
+        run.teacher,
+        plan,
+        d_state=D_STATE,
+        init="fitted",
+        calibration=rows.batch(0, 8),
     )
     if align is not None:
         with tempfile.TemporaryDirectory() as out:
@@ -192,10 +204,9 @@ def _recurrent(
     for layer, mixer in enumerate(student.mixers()):
         picked = [mixer.replaced.index(head) for head in some.replaced_in(layer)]
         for name in ("x_proj", "b_proj", "c_proj", "z_proj"):
-            weight = (
-                getattr(mixer.ssm, name).weight.detach().unflatten(0, (len(mixer.replaced), -1))
-            )
-            weights.append(weight[picked].clone())
+            weight = getattr(mixer.ssm, name).weight.detach()
+            by_head = weight.unflatten(0, (len(mixer.replaced), -1))
+            weights.append(by_head[picked].clone())
     return weights
 
 
@@ -208,19 +219,15 @@ def steps() -> dict[str, Any]:
         "align": HeadPlan.none(run.teacher),
         "distill": HeadPlan.random(run.teacher, 4, seed=0),
     }
+    n_ids = vocabulary_size(run.tokenizer)
     by_stage: dict[str, dict[str, float]] = {"align": {}, "distill": {}}
-    for d_state in (4, 16, 64):
-        for name, plan in plans.items():
-            student, _ = build_student(run.teacher, plan, d_state=d_state, init="teacher")
-            options = replace(base.stage(name), steps=TIMED)
-            stage = make_stage(
-                options, student, run.teacher, vocab_size=vocabulary_size(run.tokenizer)
-            )
-            with tempfile.TemporaryDirectory() as out:
-                _, seconds = cpu_time(
-                    lambda stage=stage, out=out: train_stage(stage, rows, out, progress=False)
-                )
-            by_stage[name][str(d_state)] = round(seconds / TIMED, 3)
+    for d_state, (name, plan) in product((4, 16, 64), plans.items()):
+        student, _ = build_student(run.teacher, plan, d_state=d_state, init="teacher")
+        options = replace(base.stage(name), steps=TIMED)
+        stage = make_stage(options, student, run.teacher, vocab_size=n_ids)
+        with tempfile.TemporaryDirectory() as out:
+            _, seconds = cpu_time(partial(train_stage, stage, rows, Path(out), progress=False))
+        by_stage[name][str(d_state)] = round(seconds / TIMED, 3)
     return {"cpu_seconds_a_step": by_stage}
 
 

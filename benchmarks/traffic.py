@@ -94,14 +94,20 @@ DEVICES = {
 }
 
 
+ROWS = ((8, 2048, 32), (8, 8192, 32), (8, 2048, 29), (1, 32768, 32))
+"""Batch, length and heads of the first table; heads of the first row also share B and C."""
+STATES = (4, 8, 16, 64, 128)
+HEAD_DIM = 64
+
+
 def shapes() -> list[Shape]:
-    """Return the shapes of the table, of which one is also counted with B and C shared by all heads."""
+    """Return the shapes of the first table."""
     listed = []
-    for B, L, H in ((8, 2048, 32), (8, 8192, 32), (8, 2048, 29), (1, 32768, 32)):
-        for N in (4, 8, 16, 64, 128):
-            listed.append(Shape(B, L, H, 64, N, H))
-            if (B, L, H) == (8, 2048, 32):
-                listed.append(Shape(B, L, H, 64, N, 1))
+    for B, L, H in ROWS:
+        for N in STATES:
+            listed.append(Shape(B, L, H, HEAD_DIM, N, G=H))
+            if ROWS[0] == (B, L, H):
+                listed.append(Shape(B, L, H, HEAD_DIM, N, G=1))
     return listed
 
 
@@ -246,10 +252,12 @@ def moving(**moved: int) -> dict[str, list[Kernel]]:
 def convolution(s: Shape) -> Edge:
     """Forward and backward over x, B and C of all heads; in plain torch each tap is a pass of its own."""
     xbc = s.x() + 2 * s._replace(G=s.H).bc()
+    # Forward: input and output. Backward: input, the output's gradient and the input's.
+    fused = (2 + 3) * xbc
+    # The first tap reads and writes; each further one also reads the sum so far. So do both gradients.
     taps_in_torch = 3 * (CONV_WIDTH - 1) + 2
-    moved = moving(
-        limit=5 * xbc, ours=5 * xbc, causal_conv1d=5 * xbc, torch=3 * taps_in_torch * xbc
-    )
+    in_torch = 3 * taps_in_torch * xbc
+    moved = moving(limit=fused, ours=fused, causal_conv1d=fused, torch=in_torch)
     return Edge(f"conv B={s.B} L={s.L} H={s.H} N={s.N}", moved)
 
 
@@ -259,9 +267,12 @@ def decoding_step(s: Shape) -> Edge:
     state = 2 * rows.tokens * s.P * s.N * FP32
     xbc = rows.x() + 2 * rows.bc()
     conv_state = 2 * (CONV_WIDTH - 1) * xbc
-    once = state + conv_state + xbc + 2 * rows.x() + rows.decay()
-    apart = once + 2 * xbc + 2 * rows.decay() + 6 * rows.x()  # what the kernels hand to each other
-    return Edge(f"step B={s.B} H={s.H} N={s.N}", moving(limit=state, ours=once, mamba_ssm=apart))
+    gate_and_output = 2 * rows.x()
+    once = state + conv_state + xbc + gate_and_output + rows.decay()
+    # What the kernels hand to each other.
+    between = 2 * xbc + 2 * rows.decay() + 6 * rows.x()
+    moved = moving(limit=state, ours=once, mamba_ssm=once + between)
+    return Edge(f"step B={s.B} H={s.H} N={s.N}", moved)
 
 
 def loss(
@@ -300,7 +311,8 @@ def loss(
 
 def fla_delta_rule(s: Shape) -> int:
     """Count the bytes of flash-linear-attention's kernels, each with its inputs, then its outputs."""
-    x, bc = s.x(), s.bc()
+    x = s.x()
+    bc = s.bc()
     states = s.states(FLA_CHUNK, BF16)
     gate = s.decay()
     write = s.tokens * BF16
@@ -333,13 +345,17 @@ def delta_rule_in_torch(s: Shape) -> int:
     """Count the bytes of torch's operators and of our recurrence, forward and backward, in bf16."""
     common.INTERPRETED = True
     mode = CountOperators(Counts())
-    tokens = s.B, s.L, s.H
+    tokens = (s.B, s.L, s.H)
+
+    def leaf(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(*tokens, *sizes, dtype=dtype, requires_grad=True)
+
     with FakeTensorMode(allow_non_fake_inputs=True):
-        x, k, c = (
-            torch.zeros(*tokens, size, dtype=torch.bfloat16, requires_grad=True)
-            for size in (s.P, s.N, s.N)
-        )
-        log_a, write = (torch.zeros(tokens, requires_grad=True) for _ in range(2))
+        x = leaf(s.P, dtype=torch.bfloat16)
+        k = leaf(s.N, dtype=torch.bfloat16)
+        c = leaf(s.N, dtype=torch.bfloat16)
+        log_a = leaf()
+        write = leaf()
         upstream = torch.zeros_like(x)
         with mode:
             y, _ = delta_scan(x, log_a, write, k, c, impl="triton")
@@ -359,9 +375,13 @@ def delta_rule(s: Shape) -> Edge:
 
 def edges() -> list[Edge]:
     """Return the rows of the second table."""
-    listed = [convolution(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64)]
-    listed += [delta_rule(Shape(8, 2048, 32, 64, N, 32)) for N in (4, 16, 64, 128)]
-    listed += [decoding_step(Shape(B, 1, 32, 64, N, 32)) for B, N in ((1, 16), (64, 16), (64, 64))]
+
+    def shape(N: int, B: int = 8, L: int = 2048) -> Shape:
+        return Shape(B, L, 32, HEAD_DIM, N, G=32)
+
+    listed = [convolution(shape(N)) for N in (4, 16, 64)]
+    listed += [delta_rule(shape(N)) for N in (4, 16, 64, 128)]
+    listed += [decoding_step(shape(N, B, L=1)) for B, N in ((1, 16), (64, 16), (64, 64))]
     for teacher in (2048, 4096):
         for kind in ("forward_kl", "jsd"):
             listed.append(loss(16_384, 128_256, 2048, teacher, kind))
@@ -398,15 +418,15 @@ def edge_row(edge: Edge) -> dict[str, object]:
 def show(device: str) -> None:
     """Print both tables, of forward and backward."""
     rates = DEVICES[device]
-    print(
-        f"MB (ms on {device} at the limit of the bus or the tensor cores), {', '.join(CONTENDERS)}"
-    )
+    names = ", ".join(CONTENDERS)
+    print(f"MB (ms on {device} at the limit of the bus or the tensor cores), {names}")
     for s in shapes():
         cells = []
         for model in CONTENDERS.values():
             work = model(s)
             time = milliseconds(s, work, rates, backward=True)
-            cells.append(f"{work.bytes_(backward=True) / 1e6:>9.0f} ({time:.3f})")
+            megabytes = work.bytes_(backward=True) / 1e6
+            cells.append(f"{megabytes:>9.0f} ({time:.3f})")
         print(s, *cells)
     for edge in edges():
         moved = edge.bytes_()

@@ -63,10 +63,9 @@ def cases(device: str) -> list[Case]:
     """Return one alignment and one end-to-end step; on a GPU with and without recomputation."""
     if device == "cuda":
         return list(large_cases("llama-3.2-1b", rows=(8, 8)))
+    models = ("tiny", "many words")
     configs = (replace(ALIGN, target="layer"), DISTILL)
-    return [
-        Case(model, config) for model, config in itertools.product(("tiny", "many words"), configs)
-    ]
+    return [Case(model, config) for model, config in itertools.product(models, configs)]
 
 
 def plain_alignment(stage: Stage) -> Loss:
@@ -88,11 +87,14 @@ def plain_alignment(stage: Stage) -> Loss:
         hidden = [*states[:-1], *last]
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         rotary = teacher.model.rotary_emb(hidden[0], positions)
-        layer_losses = []
+        shared: dict[str, Any] = {
+            "position_embeddings": rotary,
+            "position_ids": positions,
+            "attention_mask": None,
+        }
+        layer_losses: list[Tensor] = []
         for block, before, after in zip(blocks, hidden, hidden[1:]):
-            output = block(
-                before, position_embeddings=rotary, position_ids=positions, attention_mask=None
-            )
+            output = block(before, **shared)
             layer_losses.append(l2_norm_loss(output, after, batch["mask"]))
         return torch.stack(layer_losses).sum()
 
@@ -108,7 +110,8 @@ def plain_distillation(stage: Stage) -> Loss:
         ours_BLV = stage.student(batch["input_ids"], use_cache=False).logits
         log_q_BLV = ours_BLV.float().log_softmax(-1)
         log_p_BLV = theirs_BLV.float().log_softmax(-1)
-        return F.kl_div(log_q_BLV, log_p_BLV, reduction="none", log_target=True).sum(-1).mean()
+        kl_BLV = F.kl_div(log_q_BLV, log_p_BLV, reduction="none", log_target=True)
+        return kl_BLV.sum(-1).mean()
 
     return loss
 
@@ -159,14 +162,15 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
         raise SystemExit(f"{case.named()}: the losses differ, nothing was timed: {values}")
 
     taking_turns = {name: Contender(loss, optimizer, batch) for name, loss in losses.items()}
+    # One more: the first step of each warms up.
     for _ in range(steps + 1):
         for contender in taking_turns.values():
             if not contender.is_too_large:
                 contender.step()
+
     held = nbytes([*parameters(stage), *moments(optimizer)])
-    flops = flops_per_token(
-        stage.student, stage.teachers, teacher_forced=not isinstance(stage, EndToEnd)
-    )
+    is_teacher_forced = not isinstance(stage, EndToEnd)
+    flops = flops_per_token(stage.student, stage.teachers, teacher_forced=is_teacher_forced)
     n_tokens = batch["input_ids"].numel()
     record: dict[str, Any] = {
         "case": case.named(),
@@ -179,7 +183,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
             torch.cuda.empty_cache()
             record[name] = {"failed": "out of memory"}
             continue
-        timed = contender.seconds[1:]  # the first one warms up
+        _, *timed = contender.seconds
         with allocations(device) as allocated:
             contender.step()
         speed = n_tokens / statistics.median(timed)

@@ -83,35 +83,26 @@ def train(out: Path, seed: int, answers: Path, flags: list[str]) -> list[dict[st
         command("score", "--model", "tiny", *SCORING, "--seed", str(seed), "--out", str(scores))
     no_heads = ["--plan.selection", "none", "--plan.k", "0", "--stages", "align"]
     command("run", "tiny", *seeded(seed, aligned), *ASKED, *no_heads, *flags)
-    begun = [
-        "--scoring.file",
-        str(scores),
-        "--plan.k",
-        str(KEPT),
-        "--student.aligned",
-        str(aligned / STAGE),
-    ]
-    rows = []
+
+    begun = ["--scoring.file", str(scores), "--plan.k", str(KEPT)]
+    begun += ["--student.aligned", str(aligned / STAGE), "--stages", "distill"]
+    rows: list[dict[str, object]] = []
     for name, changed in CHOICES.items():
         words = "-".join(name.replace(",", "").split())
         run = out / f"{words}-{seed}"
         # The teacher's evaluation is the same for all: it is measured once.
         shutil.copytree(aligned / "teacher", run / "teacher", dirs_exist_ok=True)
         more = changed.format(answers=answers).split()
-        command(
-            "run", "tiny", *seeded(seed, run), *ASKED, *begun, "--stages", "distill", *more, *flags
-        )
-        rows.append(
-            {"choice": name, "seed": seed, **EvalResult.load(run / "evaluation.json").figures()}
-        )
+        command("run", "tiny", *seeded(seed, run), *ASKED, *begun, *more, *flags)
+        figures = EvalResult.load(run / "evaluation.json").figures()
+        rows.append({"choice": name, "seed": seed, **figures})
     return rows
 
 
 def command(*arguments: str) -> None:
     """Run hybrid-distill on one thread; what is finished is skipped."""
-    subprocess.run(
-        [sys.executable, "-m", "hybrid_distill", *arguments], check=True, env=environment(ROOT)
-    )
+    words = [sys.executable, "-m", "hybrid_distill", *arguments]
+    subprocess.run(words, check=True, env=environment(ROOT))
 
 
 def seeded(seed: int, out: Path) -> list[str]:
@@ -156,7 +147,8 @@ def answered(teacher: Path) -> Iterator[dict[str, str]]:
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
         )
-        texts = tokenizer.batch_decode(generated_BL[:, ids_BL.shape[1] :], skip_special_tokens=True)
+        new_BL = generated_BL[:, ids_BL.shape[1] :]
+        texts = tokenizer.batch_decode(new_BL, skip_special_tokens=True)
         for prompt, text in zip(prompts, texts):
             yield {"prompt": prompt, "completion": text.partition("\n")[0]}
 

@@ -64,7 +64,11 @@ SMALL = Size(examples=8, search_examples=2, align_steps=2, distill_steps=2, text
 def config(out: Path, seed: int, size: Size) -> RunConfig:
     """As recipes/hybrid_tiny.py, but for shorter distillation and evaluation: it is done some eighty times."""
     align = Align(
-        steps=size.align_steps, batch_size=8, learning_rate=3e-3, decay=0.5, target="head"
+        steps=size.align_steps,
+        batch_size=8,
+        learning_rate=3e-3,
+        decay=0.5,
+        target="head",
     )
     distill = Distill(steps=size.distill_steps, batch_size=8, learning_rate=5e-4, decay=0.5)
     return RunConfig(
@@ -110,22 +114,31 @@ class Seed:
         most = max(KEPT)
 
         def recurrent() -> HybridForCausalLM:
-            return trained_student(align_all_heads(run))[0].eval()
+            student, _ = trained_student(align_all_heads(run))
+            return student.eval()
 
-        def shuffled() -> list[HeadId]:
+        def by_ablation() -> list[HeadId]:
+            return score_heads(*teacher, n_examples=n_examples).ranking()
+
+        def by_joint_ablation() -> list[HeadId]:
+            return joint_ablation(teacher, most, n_searched)
+
+        def by_restoration() -> list[HeadId]:
+            return score_restoration(recurrent(), *teacher, n_examples=n_examples).ranking()
+
+        def by_greedy_restoration() -> list[HeadId]:
+            return greedy_restoration(recurrent(), *teacher, most, n_examples=n_searched)
+
+        def by_chance() -> list[HeadId]:
             heads = sorted(HeadPlan.all(run.teacher).kept)
             return random.Random(self.seed).sample(heads, most)
 
         return {
-            "ablation": lambda: score_heads(*teacher, n_examples=n_examples).ranking(),
-            "joint ablation": lambda: joint_ablation(teacher, most, n_searched),
-            "restoration": lambda: score_restoration(
-                recurrent(), *teacher, n_examples=n_examples
-            ).ranking(),
-            "greedy restoration": lambda: greedy_restoration(
-                recurrent(), *teacher, most, n_examples=n_searched
-            ),
-            "random": shuffled,
+            "ablation": by_ablation,
+            "joint ablation": by_joint_ablation,
+            "restoration": by_restoration,
+            "greedy restoration": by_greedy_restoration,
+            "random": by_chance,
         }
 
     def retrieval(self, heads: Iterable[HeadId]) -> float:
@@ -138,18 +151,20 @@ class Seed:
         evaluation = out / "evaluation.json"
         if evaluation.exists():
             return EvalResult.load(evaluation).kv_generation[PAIRS]
+
         pairs = tuple((head.layer, head.head) for head in plan.kept)
+        aligned = last_stage(align_all_heads(run).paths)
         student_config = replace(
             run.config,
             out=out,
             plan=PlanConfig("pairs", pairs=pairs),
-            student=replace(run.config.student, aligned=last_stage(align_all_heads(run).paths)),
+            student=replace(run.config.student, aligned=aligned),
             stages=run.config.student_stages,
         )
         student_run = RunInputs(student_config, run.teacher_and_tokenizer)
         prepare(student_run)
-        result = evaluate_run(student_run, train(student_run, choose_heads(student_run)))
-        return result.kv_generation[PAIRS]
+        student = train(student_run, choose_heads(student_run))
+        return evaluate_run(student_run, student).kv_generation[PAIRS]
 
 
 def joint_ablation(teacher: tuple[Any, ...], n_heads: int, n_examples: int) -> list[HeadId]:
@@ -173,12 +188,12 @@ def measure(out: Path, seeds: Sequence[int], size: Size) -> dict[str, Any]:
         rankings = seed.rankings()
         tables.append(comparison_table(rankings, COMPARED))
         for name, heads in rankings.items():
-            first_heads.setdefault(name, {})[str(number)] = [
-                str(head) for head in heads[: max(KEPT)]
-            ]
+            first = [str(head) for head in heads[: max(KEPT)]]
+            first_heads.setdefault(name, {})[str(number)] = first
+            by_kept = retrieval.setdefault(name, {})
             for k in KEPT:
                 share = seed.retrieval(heads[:k])
-                retrieval.setdefault(name, {}).setdefault(str(k), {})[str(number)] = share
+                by_kept.setdefault(str(k), {})[str(number)] = share
                 print(f"seed {number}: {name}, {k} heads: {share:.1%}", flush=True)
     return {
         "pairs": PAIRS,
@@ -213,20 +228,32 @@ def comparison_table(rankings: Mapping[str, Ranking], k: int) -> str:
     Plain text. A dash stands where two rankings cannot be compared: too short for k, or no two heads in both.
     """
     corner = f"overlap@{k} \\ Spearman"
-    rows = []
-    for i, (name, ranking) in enumerate(rankings.items()):
-        row = {corner: f"({i + 1}) {name}"}
-        for j, other in enumerate(rankings.values()):
-            row[f"({j + 1})"] = comparison(ranking, other, k, above=i < j) if i != j else ""
+    rows: list[dict[str, str]] = []
+    for row_number, (name, ranking) in enumerate(rankings.items(), start=1):
+        row = {corner: f"({row_number}) {name}"}
+        for column_number, other in enumerate(rankings.values(), start=1):
+            cell = ""
+            if row_number < column_number:
+                cell = overlap_text(ranking, other, k)
+            elif row_number > column_number:
+                cell = correlation_text(ranking, other, k)
+            row[f"({column_number})"] = cell
         rows.append(row)
     return text_table(pd.DataFrame(rows))
 
 
-def comparison(ranking: Ranking, other: Ranking, k: int, *, above: bool) -> str:
-    compared = compare_rankings(ranking, other, [k])
-    if not above:
-        return ABSENT if math.isnan(compared.spearman) else f"{compared.spearman:+.2f}"
-    return f"{compared.overlap[k]:.0%}" if k in compared.overlap else ABSENT
+def overlap_text(ranking: Ranking, other: Ranking, k: int) -> str:
+    overlap = compare_rankings(ranking, other, [k]).overlap
+    if k not in overlap:
+        return ABSENT
+    return f"{overlap[k]:.0%}"
+
+
+def correlation_text(ranking: Ranking, other: Ranking, k: int) -> str:
+    spearman = compare_rankings(ranking, other, [k]).spearman
+    if math.isnan(spearman):
+        return ABSENT
+    return f"{spearman:+.2f}"
 
 
 def main() -> None:
@@ -243,10 +270,8 @@ def main() -> None:
     options = parser.parse_args()
     record = measure(options.runs, options.seeds, SMALL if options.small else Size())
     show(record)
-    write(
-        options.out,
-        about("retrieval of students by score, heads and seed", threads=os.cpu_count()) | record,
-    )
+    head = about("retrieval of students by score, heads and seed", threads=os.cpu_count())
+    write(options.out, head | record)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,20 @@ from hybrid_distill.cli import main as command
 from hybrid_distill.evaluation.result import EvalResult
 
 STANDARD = "window 32 + 4"
+
+
+def sizes(*, d_state: int, window: int = 0, sinks: int = 0) -> list[str]:
+    """Return the flags of what the replaced heads hold."""
+    flags = ["--student.d-state", str(d_state)]
+    if window:
+        flags += ["--student.window", str(window), "--student.sinks", str(sinks)]
+    return flags
+
+
 STUDENTS = {
-    "state 16": ["--student.d-state", "16", "--align-share", "0.67"],
-    STANDARD: [
-        *("--student.d-state", "0", "--student.window", "32", "--student.sinks", "4"),
-        *("--stages", "distill"),
-    ],
-    "window 14 + 4, state 8": [
-        *("--student.d-state", "8", "--student.window", "14", "--student.sinks", "4"),
-    ],
+    "state 16": [*sizes(d_state=16), "--align-share", "0.67"],
+    STANDARD: [*sizes(d_state=0, window=32, sinks=4), "--stages", "distill"],
+    "window 14 + 4, state 8": sizes(d_state=8, window=14, sinks=4),
 }
 EVALUATION = ["--evaluation.n-pairs", "8", "16", "32", "--evaluation.n-examples", "128"]
 
@@ -41,16 +46,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--tokens", default="0.6M")
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, object]] = []
     for seed in range(options.seeds):
+        # The first student of a seed ranks the heads for the others.
         scores = None
         for name, flags in STUDENTS.items():
-            folder = options.runs / f"{name.replace(' ', '-').replace(',', '')}-s{seed}"
+            words = name.replace(",", "").split()
+            folder = options.runs / f"{'-'.join(words)}-s{seed}"
             if not (folder / "evaluation.json").exists():
                 train(folder, seed, scores, [*flags, "--tokens", options.tokens])
             scores = scores or folder / "scores.json"
             rows.append({"student": name, "seed": seed, **figures_of(folder)})
     students = pd.DataFrame(rows)
+
     names = [*FIGURES, "cache_bytes_4096"]
     # A single seed has neither a deviation nor an interval.
     statistics = ["mean"] if options.seeds == 1 else ["mean", "std"]

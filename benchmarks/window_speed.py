@@ -23,10 +23,15 @@ from hybrid_distill.lab.reporting import text_table
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
-N_LAYERS, N_HEADS, N_KV_HEADS = 30, 9, 3
+N_LAYERS = 30
+N_HEADS = 9
+N_KV_HEADS = 3
 N_GROUPS = 12
-ROWS, ROW = 2, 512
-PROMPT, NEW_TOKENS = 1024, 32
+"""KV groups that every student keeps."""
+ROWS = 2
+ROW = 512
+PROMPT = 1024
+NEW_TOKENS = 32
 STUDENTS = {
     "state 16": {"d_state": 16},
     "window 44 + 4": {"d_state": 0, "window": 44, "sinks": 4},
@@ -60,15 +65,13 @@ def main() -> None:
         }
     )
     print(text_table(table))
-    write(
-        options.out,
-        {
-            "rows": table.to_dict("records"),
-            "layers": options.layers,
-            "rounds": options.rounds,
-            **about("training and decoding with windows", threads=1),
-        },
-    )
+    record = {
+        "rows": table.to_dict("records"),
+        "layers": options.layers,
+        "rounds": options.rounds,
+        **about("training and decoding with windows", threads=1),
+    }
+    write(options.out, record)
 
 
 def make_models(n_layers: int, students: Iterable[str] = STUDENTS) -> dict[str, PreTrainedModel]:
@@ -85,11 +88,13 @@ def make_models(n_layers: int, students: Iterable[str] = STUDENTS) -> dict[str, 
         max_position_embeddings=8192,
     )
     teacher = LlamaForCausalLM(config).eval()
-    kept = []
-    for group in range(min(N_GROUPS, n_layers)):
-        layer = group * n_layers // N_GROUPS % n_layers
-        first = group % N_KV_HEADS * 3
-        kept += [(layer, first + head) for head in range(3)]
+    # Spread over the layers, and in each over its KV heads in turn.
+    group_size = N_HEADS // N_KV_HEADS
+    kept: list[tuple[int, int]] = []
+    for number in range(min(N_GROUPS, n_layers)):
+        layer = number * n_layers // N_GROUPS % n_layers
+        first = number % N_KV_HEADS * group_size
+        kept += [(layer, head) for head in range(first, first + group_size)]
     plan = HeadPlan.from_pairs(teacher, kept)
     models: dict[str, PreTrainedModel] = {"teacher": teacher}
     for name in students:

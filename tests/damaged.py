@@ -61,9 +61,8 @@ def set_field(file: str, *path_and_value: Any) -> Damage:
 
 
 def write(file: str, content: str | bytes) -> Damage:
-    return lambda folder, rng: (folder / file).write_bytes(
-        content.encode() if isinstance(content, str) else content
-    )
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder, rng: (folder / file).write_bytes(data)
 
 
 def edit_bytes(edit: Callable[[bytes, Random], bytes]) -> Damage:
@@ -77,10 +76,13 @@ def edit_bytes(edit: Callable[[bytes, Random], bytes]) -> Damage:
 
 
 def cut(share: float) -> Damage:
-    """Keep a weight file's first bytes alone."""
-    return edit_bytes(
-        lambda content, rng: content[: min(int(len(content) * share), len(content) - 1)]
-    )
+    """Keep a weight file's first bytes alone; all but the last one with a share of 1."""
+
+    def first_bytes(content: bytes, rng: Random) -> bytes:
+        n_bytes = min(int(len(content) * share), len(content) - 1)
+        return content[:n_bytes]
+
+    return edit_bytes(first_bytes)
 
 
 def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
@@ -89,28 +91,53 @@ def edit_tensors(edit: Callable[[dict[str, torch.Tensor], str], Any]) -> Damage:
     def damage(folder: Path, rng: Random) -> None:
         file = rng.choice(shards(folder))
         tensors = load_file(file)
-        name = rng.choice([name for name, tensor in sorted(tensors.items()) if tensor.ndim == 2])
+        matrices = [name for name, tensor in sorted(tensors.items()) if tensor.ndim == 2]
+        name = rng.choice(matrices)
         edit(tensors, name)
         save_file(tensors, file, metadata={"format": "pt"})
 
     return damage
 
 
+def edit_tensor(edit: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    """Rewrite a weight file with another tensor in place of one."""
+
+    def replace(tensors: dict[str, torch.Tensor], name: str) -> None:
+        tensors[name] = edit(tensors[name])
+
+    return edit_tensors(replace)
+
+
 def one_number(value: float) -> Damage:
-    return edit_tensors(
-        lambda held, name: held[name].view(-1)[held[name].numel() // 2].fill_(value)
-    )
+    """Change the number in the middle of a tensor."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[tensor.numel() // 2] = value
+        return tensor
+
+    return edit_tensor(change)
 
 
 def as_dtype(dtype: torch.dtype) -> Damage:
-    return edit_tensors(lambda tensors, name: tensors.update({name: tensors[name].to(dtype)}))
+    return edit_tensor(lambda tensor: tensor.to(dtype))
+
+
+def rename(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[f"{name}.x"] = tensors.pop(name)
+
+
+# A file of safetensors begins with the length of its header in 8 bytes, then the header in JSON.
+
+
+def length_of_header(content: bytes) -> int:
+    return int.from_bytes(content[:8], "little")
 
 
 def edit_header(edit: Callable[[dict[str, Any], str], Any]) -> Damage:
     """Rewrite a weight file's header; ``edit`` gets it and a tensor's name, may return text."""
 
     def change(content: bytes, rng: Random) -> bytes:
-        end = 8 + int.from_bytes(content[:8], "little")
+        end = 8 + length_of_header(content)
         header = json.loads(content[8:end])
         name = rng.choice([name for name in header if name != "__metadata__"])
         text = edit(header, name) or json.dumps(header)
@@ -124,18 +151,28 @@ def entry(field: str, value: Any) -> Damage:
 
 
 def header_length(change: Callable[[int], int]) -> Damage:
-    return edit_bytes(
-        lambda content, rng: (
-            change(int.from_bytes(content[:8], "little")).to_bytes(8, "little") + content[8:]
-        )
-    )
+    """Write another length of the header, which stays as it is."""
+
+    def edit(content: bytes, rng: Random) -> bytes:
+        length = change(length_of_header(content))
+        return length.to_bytes(8, "little") + content[8:]
+
+    return edit_bytes(edit)
 
 
 @edit_bytes
 def flip_header_bit(content: bytes, rng: Random) -> bytes:
     flipped = bytearray(content)
-    flipped[rng.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << rng.randrange(8)
+    place = rng.randrange(8 + length_of_header(content))
+    bit = rng.randrange(8)
+    flipped[place] ^= 1 << bit
     return bytes(flipped)
+
+
+def repeat_tensor(header: dict[str, Any], name: str) -> str:
+    """Return a header in which a tensor has two entries, which a dictionary cannot hold."""
+    entry = f"{json.dumps(name)}: {json.dumps(header[name])}"
+    return f"{{{entry}, {json.dumps(header)[1:]}"
 
 
 def repeat_key(file: str) -> Damage:
@@ -161,9 +198,11 @@ def link_out(file: str) -> Damage:
 
 
 def plant_pickle(file: str) -> Damage:
-    return lambda folder, rng: (folder / file).write_bytes(
-        pickle.dumps(Bomb(folder.parent / CANARY))
-    )
+    def damage(folder: Path, rng: Random) -> None:
+        bomb = Bomb(folder.parent / CANARY)
+        (folder / file).write_bytes(pickle.dumps(bomb))
+
+    return damage
 
 
 def only_a_pickle(folder: Path, rng: Random) -> None:
@@ -200,11 +239,8 @@ def in_two_files(folder: Path, rng: Random) -> None:
     first, second, *_ = shards(folder)
     tensors = load_file(first)
     name = next(iter(tensors))
-    save_file(
-        {**load_file(second), name: tensors[name]},
-        second,
-        metadata={"format": "pt"},
-    )
+    with_one_more = {**load_file(second), name: tensors[name]}
+    save_file(with_one_more, second, metadata={"format": "pt"})
 
 
 def config_edits() -> Iterator[tuple[str, Damage]]:
@@ -330,16 +366,17 @@ def weight_edits() -> Iterator[tuple[str, Damage]]:
         yield f"cut to {share:.2%}", cut(share)
     for i in range(40):
         yield f"bit {i} flipped in a header", flip_header_bit
-    for what, change in {
+    lengths: dict[str, Callable[[int], int]] = {
         "huge": lambda n: 2**63,
         "all ones": lambda n: 2**64 - 1,
         "0": lambda n: 0,
         "+1": lambda n: n + 1,
         "-1": lambda n: n - 1,
         "+8": lambda n: n + 8,
-    }.items():
+    }
+    for what, change in lengths.items():
         yield f"header length {what}", header_length(change)
-    for field, value in [
+    entries: list[tuple[str, Any]] = [
         ("shape", [-1, 64]),
         ("shape", "64"),
         ("shape", [64.0, 64]),
@@ -355,16 +392,10 @@ def weight_edits() -> Iterator[tuple[str, Damage]]:
         ("data_offsets", [0.5, 4]),
         ("extra", 1),
         ("dtype", ["F32"]),
-    ]:
+    ]
+    for field, value in entries:
         yield f"header {field}={value}", entry(field, value)
-    yield (
-        "header names a tensor twice",
-        edit_header(
-            lambda header, name: (
-                f"{{{json.dumps(name)}: {json.dumps(header[name])}, {json.dumps(header)[1:]}"
-            )
-        ),
-    )
+    yield "header names a tensor twice", edit_header(repeat_tensor)
     yield "header is a list", edit_header(lambda header, name: "[]")
     yield "header is deep", edit_header(lambda header, name: '{"a":' * 10**5)
     yield (
@@ -381,22 +412,13 @@ def weight_edits() -> Iterator[tuple[str, Damage]]:
     )
     for i in range(3):
         yield f"tensor missing {i}", edit_tensors(lambda held, name: held.pop(name))
-        yield (
-            f"tensor renamed {i}",
-            edit_tensors(lambda held, name: held.update({f"{name}.x": held.pop(name)})),
-        )
+        yield f"tensor renamed {i}", edit_tensors(rename)
         yield (
             f"tensor too many {i}",
             edit_tensors(lambda held, name: held.update(extra=torch.zeros(2, 2))),
         )
-        yield (
-            f"wrong shape {i}",
-            edit_tensors(lambda held, name: held.update({name: held[name][:, 1:].clone()})),
-        )
-        yield (
-            f"flat {i}",
-            edit_tensors(lambda held, name: held.update({name: held[name].flatten()})),
-        )
+        yield f"wrong shape {i}", edit_tensor(lambda tensor: tensor[:, 1:].clone())
+        yield f"flat {i}", edit_tensor(lambda tensor: tensor.flatten())
     for value in (float("nan"), float("inf"), float("-inf")):
         for i in range(3):
             yield f"{value} {i}", one_number(value)

@@ -46,14 +46,15 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str) -> None:
-        stack = [
-            frame
-            for frame in traceback.extract_stack()
-            if Path(frame.filename).name not in NOT_PLACES
-        ]
-        if not any(frame.name in CPU_ONLY for frame in stack):
-            place = f"{name} in {stack[-1].name}, {Path(stack[-1].filename).name}"
-            self.places[place] += 1
+        stack: list[tuple[str, str]] = []
+        for frame in traceback.extract_stack():
+            file = Path(frame.filename).name
+            if file not in NOT_PLACES:
+                stack.append((frame.name, file))
+        if any(function in CPU_ONLY for function, _ in stack):
+            return
+        function, file = stack[-1]
+        self.places[f"{name} in {function}, {file}"] += 1
 
 
 class _Methods(TorchFunctionMode):

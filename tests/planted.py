@@ -19,7 +19,9 @@ from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.kv_retrieval import HEADER, N_VALUES, QUESTION
 
 KEYS = NOUNS[:32]
-GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE = HeadId(1, 1), HeadId(1, 3), HeadId(2, 2)
+GATHER_VALUE_KEY = HeadId(1, 1)
+GATHER_ASKED_KEY = HeadId(1, 3)
+AGGREGATE = HeadId(2, 2)
 PLANTED = {GATHER_VALUE_KEY, GATHER_ASKED_KEY, AGGREGATE}
 
 N_LAYERS = 4
@@ -136,6 +138,7 @@ def _plant_words(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) ->
     """Every embedding has the same length: norms before attention then scale all words alike."""
     embedding = model.model.embed_tokens.weight
     head = model.lm_head.weight
+    # A word is a key, a value of two digits, or filler, each of length 1.
     embedding[:, CONSTANT] = 1
     embedding[:, FILLER] = 1
     for index, key in enumerate(KEYS):
@@ -176,7 +179,8 @@ def _plant_gather(model: LlamaForCausalLM, head: HeadId, into: slice) -> None:
     attention = model.model.layers[head.layer].self_attn
     size = model.config.head_dim
     q_rows, kv_rows = _slices(model, head)
-    moving = torch.arange(_still(model, 1)[0])
+    (first_still,) = _still(model, 1)
+    moving = torch.arange(first_still)
     turn = -2 * THETA ** (-2 * moving / size)
     key = torch.zeros(size)
     key[moving] = 1

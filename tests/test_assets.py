@@ -23,17 +23,21 @@ def tiny():
 def test_the_assets_fit_in_eight_megabytes() -> None:
     folder = assets.tiny_teacher_path().parent
     files = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
-    assert sum(path.stat().st_size for path in files) <= 8e6
+    n_bytes = sum(path.stat().st_size for path in files)
+    assert n_bytes <= 8e6
 
 
 @pytest.mark.parametrize(("n_pairs", "at_least"), [(16, 0.98), (32, 0.90)])
 def test_the_teacher_retrieves_by_generation(tiny, n_pairs: int, at_least: float) -> None:
     examples = KVRetrieval(n_pairs, seed=7).examples(64)
-    assert answer_generation(*tiny, examples).double().mean() >= at_least
+    is_right = answer_generation(*tiny, examples)
+    assert is_right.double().mean() >= at_least
 
 
 def test_the_teacher_knows_its_facts_and_reads_plain_text(tiny) -> None:
-    assert answer_choices(*tiny, Knowledge().examples()).accuracy >= 0.95
+    facts = answer_choices(*tiny, Knowledge().examples())
+    assert facts.accuracy >= 0.95
+
     texts = assets.corpus_documents("held_out")[:64]
     result = evaluate(*tiny, n_pairs=(4,), n_examples=4, held_out_texts=texts)
     assert result.perplexity is not None
@@ -48,7 +52,9 @@ def test_no_document_uses_the_wording_of_the_probe(split) -> None:
     assert question == "the value of the key"
     documents = [document.lower() for document in assets.corpus_documents(split)]
     assert len(documents) >= 300
-    assert not any(header in document or question in document for document in documents)
+    for document in documents:
+        assert header not in document
+        assert question not in document
 
 
 def test_the_control_split_is_in_the_wording_of_the_probe() -> None:
@@ -70,7 +76,8 @@ def test_the_same_seed_writes_the_same_world() -> None:
 def test_every_key_and_value_is_one_token_in_both_places(tiny) -> None:
     _, tokenizer = tiny
     words = [*NOUNS, *map(str, range(100))]
-    assert all(len(ids) == 1 for ids in tokenizer(words, add_special_tokens=False).input_ids)
+    ids_of_words = tokenizer(words, add_special_tokens=False).input_ids
+    assert all(len(ids) == 1 for ids in ids_of_words)
 
 
 def test_the_tokenizer_gives_the_text_back(tiny) -> None:

@@ -40,21 +40,37 @@ def run_of(**options) -> RunConfig:
     return RunConfig(data=DataConfig(seq_len=128), context=CONTEXT, **options)
 
 
+def stored_bytes(student) -> int:
+    """Bytes in the cache of a student that has read `CONTEXT` tokens, but for the convolutions'."""
+    cache = student.new_cache()
+    ids_1L = torch.randint(5, 90, (1, CONTEXT))
+    with torch.no_grad():
+        student.eval()(input_ids=ids_1L, cache=cache)
+    n_bytes = cache.nbytes()
+    return sum(n_bytes.values()) - n_bytes["conv"]
+
+
 @pytest.mark.parametrize("share", [12, 30, 60, 90])
 def test_a_student_holds_no_more_than_the_cache_that_was_asked_for(teacher, share: int) -> None:
     """Counted in tensors of a real cache; one more KV group would be too much."""
     run = within_cache(run_of(cache=f"{share}%"), teacher.config)
-    options = run.student.head_options
-    whole = _held(build_student(teacher, HeadPlan.all(teacher), d_state=4, init="random")[0])
+
     # The layer in the middle is the one that sees everything.
-    heads = [(layer, head) for layer in (1, 0, 2) for head in range(8)]
-    held = []
-    for k in (run.plan.k, run.plan.k + 1):
-        plan = HeadPlan.from_pairs(teacher, heads[: 2 * k])
-        held.append(_held(build_student(teacher, plan, init="random", **options)[0]))
-    assert held[0] <= share / 100 * whole < held[1]
-    assert run.student.window >= SMALLEST_WINDOW and run.student.sinks == SINKS
-    assert (run.plan.unit, run.student.d_state) == ("kv-group", 0)
+    heads = list(product((1, 0, 2), range(8)))
+    group_size = 2
+
+    def bytes_with(n_groups: int) -> int:
+        plan = HeadPlan.from_pairs(teacher, heads[: group_size * n_groups])
+        student, _ = build_student(teacher, plan, init="random", **run.student.head_options)
+        return stored_bytes(student)
+
+    everything_kept, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4, init="random")
+    allowed = share / 100 * stored_bytes(everything_kept)
+    assert bytes_with(run.plan.k) <= allowed < bytes_with(run.plan.k + 1)
+    assert run.plan.unit == "kv-group"
+    assert run.student.d_state == 0
+    assert run.student.window >= SMALLEST_WINDOW
+    assert run.student.sinks == SINKS
 
 
 @pytest.mark.parametrize(
@@ -79,28 +95,21 @@ def test_wherever_the_groups_are_they_fit(
         num_key_value_heads=n_kv_heads,
         hidden_size=64 * n_heads,
     )
-    options = {"context": length, "data": DataConfig(seq_len=512)}
-    run = within_cache(replace(run_of(cache=f"{share}%"), **options), teacher)
-    spread = HeadPlan.spread(teacher, run.plan.k, "kv-group")
-    largest = student_cache(spread, teacher, run.student, length)
+    config = RunConfig(data=DataConfig(seq_len=512), context=length, cache=f"{share}%")
+
+    run = within_cache(config, teacher)
+
+    plans = [HeadPlan.spread(teacher, run.plan.k, "kv-group")]
     group_size = n_heads // n_kv_heads
     groups = list(product(range(n_layers), range(n_kv_heads)))
     for seed in range(8):
-        heads = []
+        heads: list[tuple[int, int]] = []
         for layer, group in Random(seed).sample(groups, run.plan.k):
-            heads += [(layer, group * group_size + place) for place in range(group_size)]
-        plan = HeadPlan.from_pairs(teacher, heads)
-        largest = max(largest, student_cache(plan, teacher, run.student, length))
-    assert largest <= allowed_bytes(run, teacher)
-
-
-def _held(student) -> int:
-    cache = student.new_cache()
-    ids_1L = torch.randint(5, 90, (1, CONTEXT))
-    with torch.no_grad():
-        student.eval()(input_ids=ids_1L, cache=cache)
-    n_bytes = cache.nbytes()
-    return sum(n_bytes.values()) - n_bytes["conv"]
+            first = group * group_size
+            heads += [(layer, head) for head in range(first, first + group_size)]
+        plans.append(HeadPlan.from_pairs(teacher, heads))
+    for plan in plans:
+        assert student_cache(plan, teacher, run.student, length) <= allowed_bytes(run, teacher)
 
 
 def test_more_cache_never_keeps_less(teacher) -> None:
@@ -113,15 +122,27 @@ def test_more_cache_never_keeps_less(teacher) -> None:
 @pytest.mark.parametrize("megabytes", [1, 3, 9.5, 15.9, 30])
 def test_nothing_of_the_cache_is_left_over(megabytes: float) -> None:
     """Bytes that do not suffice for another KV group make the windows longer."""
+    length = 4096
     smollm2 = LlamaConfig(
-        num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        hidden_size=576,
     )
-    options = {"context": 4096, "data": DataConfig(seq_len=2048), "stages": ()}
-    run = within_cache(replace(run_of(cache=f"{megabytes}MB"), **options), smollm2)
+    config = RunConfig(
+        data=DataConfig(seq_len=2048),
+        context=length,
+        stages=(),
+        cache=f"{megabytes}MB",
+    )
+
+    run = within_cache(config, smollm2)
+
     spread = HeadPlan.spread(smollm2, run.plan.k, "kv-group")
     longer = replace(run.student, window=run.student.window + 1)
-    held = [student_cache(spread, smollm2, student, 4096) for student in (run.student, longer)]
-    assert held[0] <= megabytes * 1e6 < held[1]
+    stored = student_cache(spread, smollm2, run.student, length)
+    stored_by_longer = student_cache(spread, smollm2, longer, length)
+    assert stored <= megabytes * 1e6 < stored_by_longer
 
 
 def test_windows_end_within_the_rows_that_train(teacher) -> None:
@@ -157,21 +178,27 @@ def test_a_plan_beyond_the_cache_is_refused_before_anything_is_computed(
 
 def test_flags_stand_over_what_the_cache_decides(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["run", "tiny", "--cache", "1MB", "--dry-run"]
+
     main(command)
     text = capsys.readouterr().out
-    assert "3 of unit kv-group" in text and "state of" not in text
+    assert "3 of unit kv-group" in text
+    assert "state of" not in text
+
     main([*command, "--plan.k", "2", "--student.d-state", "8", "--align.steps", "7"])
     text = capsys.readouterr().out
-    assert "2 of unit kv-group" in text and "state of 8" in text and "7 steps" in text
+    assert "2 of unit kv-group" in text
+    assert "state of 8" in text
+    assert "7 steps" in text
 
 
 def test_stages_without_anything_to_align_are_left_out() -> None:
     stages = (Align(), Align(name="mixers", train="mixer"), Distill())
     windows = StudentConfig(d_state=0, window=8)
     run = RunConfig(stages=stages, student=windows, plan=PlanConfig(k=2), tokens="10M")
+
     steps = {stage.name: stage.steps for stage in RunInputs(run).config.stages}
-    # Their share of the tokens goes to the others.
-    assert steps["mixers"] + steps["distill"] == pytest.approx(
-        1e7 / run.tokens_per_step(stages[0]), abs=2
-    )
+
     assert list(steps) == ["mixers", "distill"]
+    # Their share of the tokens goes to the others.
+    all_steps = 1e7 / run.tokens_per_step(stages[0])
+    assert steps["mixers"] + steps["distill"] == pytest.approx(all_steps, abs=2)

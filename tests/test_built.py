@@ -15,6 +15,7 @@ from training import ALIGN, DISTILL
 from hybrid_distill.pipeline import trained_student
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     home = Path(__file__).parents[1]
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 
@@ -36,8 +37,10 @@ fitted = student_build.init_ssm
 
 def other_bits(*args: Any) -> Any:
     """Initialize recurrent heads as another GPU does: the last bits differ."""
-    tensors = fitted(*args)
-    return {name: (tensor * (1 + 2**-20), used) for name, (tensor, used) in tensors.items()}
+    changed: dict[str, Any] = {}
+    for name, (tensor, used) in fitted(*args).items():
+        changed[name] = (tensor * (1 + 2**-20), used)
+    return changed
 
 
 def run_of(out: Path, **changes: Any) -> RunConfig:
@@ -86,8 +89,10 @@ def test_a_later_start_that_fits_otherwise_goes_on(before, tmp_path, monkeypatch
             patch.setattr("hybrid_distill.train.loop._Training.finish", stop)
         with pytest.raises(KeyboardInterrupt):
             train(inputs, choose_heads(inputs))
+
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
-    assert trained(config) == before[1]
+    _, weights = before
+    assert trained(config) == weights
 
 
 @pytest.mark.launched
@@ -95,19 +100,26 @@ def test_processes_that_fit_otherwise_train_one_student(before, tmp_path):
     from processes import start_two
 
     ended = start_two(Path(__file__), tmp_path)
+
     assert [process.status for process in ended] == [0, 0], ended
     hashes = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
     assert len(hashes) == 1
-    record = json.loads((tmp_path / "run" / "build.json").read_text())
-    alone = json.loads((before[0] / "build.json").read_text())
-    assert record["weights"] == alone["weights"], "it is the main process's student"
+    out, _ = before
+    together = build_record(tmp_path / "run")
+    alone = build_record(out)
+    assert together["weights"] == alone["weights"], "it is the main process's student"
+
+
+def build_record(out: Path) -> dict[str, Any]:
+    return json.loads((out / "build.json").read_text())
 
 
 def test_the_file_holds_the_recurrent_heads_and_nothing_else(before):
-    stored = load_file(before[0] / "build.safetensors")
+    out, _ = before
+    stored = load_file(out / "build.safetensors")
     assert stored
     assert all(".ssm." in name for name in stored)
-    tensors = json.loads((before[0] / "build.json").read_text())["tensors"]
+    tensors = build_record(out)["tensors"]
     initialized = {tensor["name"] for tensor in tensors if tensor["action"] == "initialized"}
     assert set(stored) == initialized
 
@@ -120,9 +132,11 @@ def test_a_loaded_student_is_the_built_one(tmp_path, monkeypatch, selection, dty
     config = config.with_stage("align", precision="bf16")
     inputs = prepared(config)
     built = build(inputs, choose_heads(inputs))
+
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
     again = RunInputs(config, inputs.teacher_and_tokenizer)
     loaded = build(again, choose_heads(again))
+
     assert loaded.dtype == built.dtype == getattr(torch, dtype)
     assert loaded.training == built.training
     expected = built.state_dict()
@@ -140,13 +154,17 @@ def test_an_alignment_is_grafted_once(tmp_path, monkeypatch):
     config = replace(small_run(tmp_path / "run"), student=student, stages=(DISTILL,))
     inputs = prepared(config)
     plan = choose_heads(inputs)
+
     built = build(inputs, plan)
+
     donor, _ = trained_student(RunInputs(none))
     for mixer, source in zip(built.mixers(), donor.mixers()):
         places = [source.replaced.index(head) for head in mixer.replaced]
         assert torch.equal(mixer.ssm.D, source.ssm.D[places])
+
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
-    assert weights_hash(build(RunInputs(config), plan)) == weights_hash(built)
+    loaded = build(RunInputs(config), plan)
+    assert weights_hash(loaded) == weights_hash(built)
 
 
 def test_another_plan_is_another_student(tmp_path):

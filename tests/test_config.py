@@ -24,31 +24,46 @@ def steps(config: RunConfig) -> list[int]:
     return [stage.steps for stage in config.stages]
 
 
+# Tokens of a step: a batch of 4 rows, and one of 8.
+OF_4_ROWS = 4 * DATA.seq_len
+OF_8_ROWS = 8 * DATA.seq_len
+
+
 def test_tokens_set_the_steps_of_both_kinds_of_stages() -> None:
     config = run(Align(batch_size=4), Distill(batch_size=8), tokens="3M", align_share=0.1)
-    assert steps(config.resolved()) == [round(3e5 / 2048), round(2.7e6 / 4096)]
+    assert steps(config.resolved()) == [round(3e5 / OF_4_ROWS), round(2.7e6 / OF_8_ROWS)]
+
     # Until the run starts, changes count: without alignment, the other stage gets everything.
-    assert steps(replace(config, stages=config.student_stages).resolved()) == [round(3e6 / 4096)]
+    without_alignment = replace(config, stages=config.student_stages)
+    assert steps(without_alignment.resolved()) == [round(3e6 / OF_8_ROWS)]
 
 
 def test_steps_from_tokens_are_final() -> None:
     """Parts of a started run, such as an alignment in a folder of its own, keep their steps."""
     stages = (Align(batch_size=4), Distill(steps=1000), Distill(name="post", steps=700))
     started = run(*stages, tokens="363K").resolved()
-    assert from_record(to_json(started)).resolved() == started
-    alone = replace(started, stages=started.head_stages)
-    assert alone.resolved().stages == started.head_stages
+
+    read_back = from_record(to_json(started))
+    assert read_back.resolved() == started
+
+    alignment_alone = replace(started, stages=started.head_stages)
+    assert alignment_alone.resolved().stages == started.head_stages
 
 
 def test_stages_of_one_kind_share_in_proportion() -> None:
+    """Each has 1.2 and 0.4 million tokens of its own: three to one."""
+    short = Distill(steps=300, batch_size=4)
     long = Distill(name="long", steps=100, batch_size=1, seq_len=2048)
-    config = run(Distill(steps=300, batch_size=4), long, tokens="4M")
-    assert steps(config.resolved()) == [round(3e6 / 2048), round(1e6 / 2048)]
+    config = run(short, long, tokens="4M")
+    assert steps(config.resolved()) == [round(3e6 / OF_4_ROWS), round(1e6 / 2048)]
 
 
-def test_a_run_without_alignment_gives_all_tokens_to_distillation() -> None:
-    assert steps(run(Distill(batch_size=4), tokens="2M").resolved()) == [round(2e6 / 2048)]
-    assert steps(run(Align(batch_size=4), tokens="2M").resolved()) == [round(2e6 / 2048)]
+@pytest.mark.parametrize(
+    "stage", [Align(batch_size=4), Distill(batch_size=4)], ids=["align", "distill"]
+)
+def test_stages_of_one_kind_alone_get_all_tokens(stage: Align | Distill) -> None:
+    config = run(stage, tokens="2M")
+    assert steps(config.resolved()) == [round(2e6 / OF_4_ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +74,12 @@ def test_a_run_without_alignment_gives_all_tokens_to_distillation() -> None:
         ({"tokens": "4K"}, "align"),
         ({"tokens": "3M", "align_share": 1.5}, "align_share"),
     ],
+    ids=["not a number", "no tokens", "less than a step", "more than all"],
 )
 def test_bad_budgets_are_refused(options: dict[str, object], name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        run(Align(batch_size=4), Distill(batch_size=4), **options).resolved()
+        config = run(Align(batch_size=4), Distill(batch_size=4), **options)
+        config.resolved()
 
 
 @pytest.mark.parametrize(("text", "number"), [("20000", 20000), ("20K", 20000), ("2.5m", 2500000)])
@@ -108,12 +125,15 @@ def test_an_option_is_refused_without_the_one_that_makes_it_read(
     name: str, options: dict[str, Any], reader: dict[str, Any]
 ) -> None:
     default = run(Distill())
+    unread = replace(default, **options)
     with pytest.raises(ValueError, match=f"^{name} "):
-        check_read(replace(default, **options), default)
-    check_read(replace(default, **{**options, **reader}), default)
+        check_read(unread, default)
+
+    read = replace(default, **{**options, **reader})
+    check_read(read, default)
+
     # A recipe may set it for a flag that comes later.
-    of_recipe = replace(default, **options)
-    check_read(of_recipe, of_recipe)
+    check_read(unread, unread)
 
 
 @pytest.mark.parametrize(

@@ -49,19 +49,22 @@ def test_the_table_follows_from_its_milliseconds() -> None:
         micro_batch, ms, step, speed, mfu, hours = row.split(" | ")
         stage = config.stage(name)
         assert micro_batch == f"{stage.micro_batch_size} x {config.data.seq_len:,}"
-        seconds = float(ms) / 1000
+
         n_micro_batches = stage.batch_size // (N_GPUS * stage.micro_batch_size)
+        seconds = n_micro_batches * float(ms) / 1000
+        assert step == f"{seconds:.2f} s"
+
         step_tokens = stage.batch_size * config.data.seq_len
-        assert step == f"{n_micro_batches * seconds:.2f} s"
+        tokens_per_s = step_tokens / seconds
         assert f"{step_tokens:,}" in DAY
-        tokens_per_s = step_tokens / (n_micro_batches * seconds)
         assert float(speed.replace(",", "")) == pytest.approx(tokens_per_s, rel=5e-3)
+
         flops = flops_per_token(student, (teacher,), teacher_forced=name == "align")
         share = tokens_per_s / N_GPUS * flops / PEAK_FLOPS["H100"]
-        assert mfu == f"{share:.0%}".replace("%", " %")
-        assert float(hours.removesuffix(" h")) == pytest.approx(
-            stage.steps * n_micro_batches * seconds / 3600, abs=0.05
-        )
+        assert mfu == f"{100 * share:.0f} %"
+
+        expected_hours = stage.steps * seconds / 3600
+        assert float(hours.removesuffix(" h")) == pytest.approx(expected_hours, abs=0.05)
 
 
 def test_memory_is_what_a_dry_run_counts(
@@ -71,20 +74,14 @@ def test_memory_is_what_a_dry_run_counts(
     LLAMA.save_pretrained(teacher)
     AutoTokenizer.from_pretrained(tiny_teacher_path()).save_pretrained(teacher)
     (teacher / "model.safetensors").touch()  # a dry run reads no weights
-    words = ["run", "llama_1b", "--teacher", str(teacher), "--data.sources", "tiny"]
-    words += [
-        "--data.weights",
-        "1",
-        "--plan.selection",
-        "random",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    words = ["run", "llama_1b", "--teacher", str(teacher), "--out", str(tmp_path / "run")]
+    words += ["--data.sources", "tiny", "--data.weights", "1", "--plan.selection", "random"]
+
     main([*words, "--dry-run"])
+
     printed = capsys.readouterr().out
-    totals = re.findall(
-        r"^ *total (with gradient checkpointing)? *([\d. ]+)$", printed, re.MULTILINE
-    )
+    line = r"^ *total (with gradient checkpointing)? *([\d. ]+)$"
+    totals = re.findall(line, printed, re.MULTILINE)
     gigabytes = [[round(float(gb)) for gb in row.split()] for _, row in totals]
     align, _, distill, with_checkpointing = gigabytes[:4]
     # Columns: DDP, FSDP2, ZeRO-2.

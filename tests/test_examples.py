@@ -31,16 +31,19 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         cell.source = cell.source.replace(whole, small)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
-    outputs = []
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client = nbclient.NotebookClient(notebook, timeout=300, resources=resources)
+
+    client.execute()
+
+    outputs: list[dict] = []
     for cell in notebook.cells:
         outputs += cell.get("outputs", [])
     printed = "".join(output.get("text", "") for output in outputs)
     assert "six at random" in printed
     assert "6 heads kept, 42 recurrent" in printed
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    figures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(figures) == 3
 
 
 @pytest.mark.launched
@@ -59,17 +62,21 @@ def test_the_scripts_run_one_after_the_other(
     student, tokenizer = hybrid_distill.load_student("student")
     assert tokenizer is not None
     assert isinstance(student.lm_head.weight, torch.Tensor)
+
     pytest.importorskip("trl", reason="pip install 'hybrid-distill[finetune]'")
     pytest.importorskip("peft", reason="pip install 'hybrid-distill[finetune]'")
     gate_in_this_process(monkeypatch, tmp_path / "modules", new_tokens=2)
     (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
     assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
-    before = student.state_dict()
-    trained = hybrid_distill.load_student("tuned")[0].state_dict()
-    changed = set()
-    for name, tensor in before.items():
+
+    # All mixers, and nothing else, were trained.
+    tuned, _ = hybrid_distill.load_student("tuned")
+    trained = tuned.state_dict()
+    changed: set[str] = set()
+    for name, tensor in student.state_dict().items():
         if not torch.equal(tensor, trained[name]):
-            changed.add(name.partition(".self_attn.")[2])
+            _, _, part = name.partition(".self_attn.")
+            changed.add(part)
     recurrent = {f"ssm.{name}_proj.weight" for name in "xbcza"}
     attention = {f"attention.{name}_proj.weight" for name in "qkv"}
     assert changed == {*recurrent, *attention, "o_proj.weight"}

@@ -42,7 +42,7 @@ def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
 
     def record(setting: Any, name: str, *words: str, **options: Any) -> Any:
         started.append(list(words))
-        out = Path(words[words.index("--out") + 1])
+        out = Path(value_of("--out", list(words)))
         for stage in ("1-align", "2-distill"):
             folder = out / "stages" / stage
             folder.mkdir(parents=True)
@@ -57,6 +57,11 @@ def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
 def idle(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs do nothing, and say that all went well."""
     monkeypatch.setattr(script, "program", lambda *args, **options: script.Outcome(script.OK))
+
+
+def value_of(flag: str, words: list[str]) -> str:
+    """Return the word behind a flag."""
+    return words[words.index(flag) + 1]
 
 
 def named(script: ModuleType, outcomes: dict[str, Any], result: str) -> set[str]:
@@ -87,18 +92,24 @@ def test_every_launch_file_takes_its_steps_on_the_gpus_there_are(
     n_gpus, script, commands, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: object())
+
     outcomes = script.check(script.Setting(tmp_path, False, n_gpus), "launch/")
+
     assert named(script, outcomes, "ok") == LAUNCH_FILES
-    started = {}
+    n_processes: dict[str, int] = {}
     for words in commands:
-        file = Path(words[words.index("--config_file") + 1]).name
-        started[file] = int(words[words.index("--num_processes") + 1])
-    assert started == {file: 1 if file in ONE_PROCESS else n_gpus for file in LAUNCH_FILES}
+        file = Path(value_of("--config_file", words)).name
+        n_processes[file] = int(value_of("--num_processes", words))
+    assert n_processes.keys() == LAUNCH_FILES
+    for file, number in n_processes.items():
+        assert number == (1 if file in ONE_PROCESS else n_gpus)
 
 
 def test_what_cannot_run_is_skipped_with_a_reason(script, commands, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: None)
+
     outcomes = script.check(script.Setting(tmp_path, False, 2), "launch/")
+
     assert named(script, outcomes, "skipped") == {"zero2.yaml", "zero3.yaml"}
     assert "deepspeed" in outcomes["launch/zero2.yaml"].detail
 
@@ -106,12 +117,13 @@ def test_what_cannot_run_is_skipped_with_a_reason(script, commands, tmp_path, mo
 def test_rows_that_measure_time_run_alone_and_last(script, tmp_path, monkeypatch) -> None:
     running: set[str] = set()
     beside: dict[str, set[str]] = {}
-    together = threading.Barrier(2, timeout=30)
+    # The two checks wait for each other: one after the other they would never end.
+    both_checks = threading.Barrier(2, timeout=30)
 
     def run(setting: Any, name: str) -> Any:
         running.add(name)
         if not name.startswith("time"):
-            together.wait()
+            both_checks.wait()
         beside[name] = set(running)
         running.discard(name)
         return script.Outcome(script.OK)
@@ -119,9 +131,12 @@ def test_rows_that_measure_time_run_alone_and_last(script, tmp_path, monkeypatch
     names = ("time one", "check one", "check two", "time two")
     rows = [script.Row(name, run, alone=name.startswith("time")) for name in names]
     monkeypatch.setattr(script, "rows", lambda: rows)
+
     script.check(script.Setting(tmp_path, False, 1))
+
     assert list(beside)[2:] == ["time one", "time two"]
-    assert all(beside[name] == {name} for name in ("time one", "time two"))
+    for name in ("time one", "time two"):
+        assert beside[name] == {name}
 
 
 @pytest.mark.parametrize("row", ["launch/ddp.yaml", "run tiny"])
@@ -148,8 +163,10 @@ def test_one_bad_row_is_named_and_the_others_run(script, tmp_path, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path)])
+
     with pytest.raises(SystemExit, match="1"):
         script.main()
+
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     results = [lines[row.name].split()[1] for row in rows]
     assert results == ["WRONG", "WRONG", "WRONG", "ok"]
@@ -172,27 +189,26 @@ def test_packed_attention_is_compared_and_a_mistake_is_found(attention, monkeypa
         return flex_attention(*heads, **{**options, "block_mask": None})
 
     monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: without_mask)
-    assert "flex out float32" in attention.wrong(attention.compare("cpu"))
+    errors = attention.compare("cpu")
+    assert "flex out float32" in attention.wrong(errors)
 
 
 @pytest.mark.launched
 def test_a_rehearsal_runs_without_pytest(tmp_path: Path) -> None:
-    rows = "^(run tiny|kernels)$"
     (tmp_path / "pytest.py").write_text("raise ImportError('pytest is not installed')\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    script = str(ROOT / "benchmarks" / "gpu_check.py")
-    command = [
-        sys.executable,
-        script,
-        "--rehearse",
-        "--only",
-        rows,
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--rehearse"]
+    command += ["--only", "^(run tiny|kernels)$"]
+    command += ["--out", str(tmp_path / "out")]
+
     ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
+
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 ok, 0 WRONG, 0 skipped" in ran.stdout

@@ -1,5 +1,4 @@
-"""The option that selects kernels: what it reaches in every command, and what it refuses before it
-computes."""
+"""The option that selects kernels: what it reaches in every command, what it refuses before anything is computed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +71,10 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     run = prepared(kernels="torch")
     # `prepare` has checked a small student.
     checked_on.clear()
+
     student = build(run, choose_heads(run))
+
+    # The teacher, which has no kernels to choose, then the student.
     assert student.ssm_implementation == "torch"
     assert checked_on == [None, "torch"]
     assert loss_implementation(student) == "torch"
@@ -80,8 +82,10 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     # Resumed on other kernels, it is the same run: its student is loaded, not built again.
     built_at = run.paths.build.stat().st_mtime_ns
     again = prepared(kernels="auto")
-    assert build(again, choose_heads(again)).ssm_implementation == "auto"
+    loaded = build(again, choose_heads(again))
+    assert loaded.ssm_implementation == "auto"
     assert run.paths.build.stat().st_mtime_ns == built_at
+
     with pytest.raises(ValueError, match=r"student\.d_state"):
         prepared(d_state=5)
 
@@ -95,6 +99,7 @@ def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:
         return compute(*args, impl="torch", **options)
 
     monkeypatch.setattr(end_to_end, "fused_distillation_loss", note_and_compute)
+
     for kernels in ("auto", "torch"):
         student, teacher = small_models()
         use_kernels(student, kernels, CPU)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 import transformers
 from head_tables import some_scores
 from students import gate_in_this_process, lose_caches, only_error
-from training import ALIGN, DISTILL, small_run
+from training import ALIGN, DISTILL, metrics, small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
@@ -49,6 +50,11 @@ def names(out: Path) -> set[str]:
     return {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
 
 
+def times_of(out: Path, files: Iterable[str]) -> dict[str, int]:
+    """Return when these files below ``out`` were written last."""
+    return {name: (out / name).stat().st_mtime_ns for name in files}
+
+
 def assert_same_results(one: Path, other: Path, *files: str) -> None:
     assert weights(one) == weights(other) != {}
     for name in files:
@@ -66,7 +72,9 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path, monkeypatch)
         prepare(inputs)
 
     monkeypatch.setattr(steps, "prepare", note)
+
     out = run(config)
+
     # Once, under the lock that cells of a sweep take for it: a second start would write its files
     # at any time.
     assert prepared == [out, out / "aligned"]
@@ -76,6 +84,7 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path, monkeypatch)
     assert plan == HeadPlan.load(out / "restoration-2.json")
     record = training_record(finished_run(out))
     assert [stage["name"] for stage in record] == ["align", "distill"]
+
     before = weights(out)
     assert weights(run(config)) == before
 
@@ -119,8 +128,10 @@ def test_a_resumed_run_builds_and_measures_on_its_device(finished, monkeypatch) 
     monkeypatch.setattr(building, "build_student", build_and_note)
     monkeypatch.setattr(steps, "evaluate", note_evaluation)
     inputs = RunInputs(small_run(finished))
+
     student = build(inputs, choose_heads(inputs))
     evaluate_run(inputs, student, again=True)
+
     assert built_on == ["gpu"]
     assert measured_on == ["gpu", "gpu"]
 
@@ -135,29 +146,31 @@ def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path:
     out = tmp_path / "run"
     base = small_run()
     shutil.copytree(finished, out)
-    for other in (
+    of_others = (
         "notes.txt",
         "stages/notes.txt",
         "teacher/model.safetensors",
         "heads.json",
-    ):
-        (out / other).write_text("somebody else's")
-    for old in (
+    )
+    of_runs = (
         "scores.json",
         "aligned/stages/1-align/manifest.json",
         "export/config.json",
         "restoration-2.json",
-    ):
-        (out / old).parent.mkdir(parents=True, exist_ok=True)
-        (out / old).write_text("{}")
+    )
+    for name in (*of_others, *of_runs):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
     settings: dict[str, Any] = {
         "plan": PlanConfig("top", k=2),
         "scoring": replace(base.scoring, n_examples=3),
         "stages": (replace(ALIGN, steps=1), DISTILL),
         "evaluation": replace(base.evaluation, n_examples=6),
     }
+    fresh = tmp_path / "fresh"
+
     run(replace(base, out=out, resume="never", **settings))
-    run(replace(base, out=tmp_path / "fresh", **settings))
+    run(replace(base, out=fresh, **settings))
 
     measured = (
         "scores.json",
@@ -166,14 +179,8 @@ def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path:
         "evaluation.json",
         "teacher/evaluation.json",
     )
-    assert_same_results(out, tmp_path / "fresh", *measured)
-    not_a_runs = {
-        "notes.txt",
-        "stages/notes.txt",
-        "teacher/model.safetensors",
-        "heads.json",
-    }
-    assert names(out) == names(tmp_path / "fresh") | not_a_runs
+    assert_same_results(out, fresh, *measured)
+    assert names(out) == names(fresh) | set(of_others)
 
 
 def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
@@ -188,6 +195,8 @@ def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
     with pytest.raises(ValueError, match=r"scores\.json.*--resume never"):
         prepare(RunInputs(reading))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
+
+    # A model's config.json, not a run's.
     (out / "config.json").write_text('{"model_type": "llama"}')
     for resume in ("auto", "never"):
         with pytest.raises(ValueError, match="not a run"):
@@ -210,15 +219,15 @@ def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path
     base = small_run(finished)
     trained = weights(out)
     (out / "plan.json").touch()
-    before = {
-        name: (out / name).stat().st_mtime_ns
-        for name in ("plan.json", "stages/2-distill/model.safetensors")
-    }
+    kept = ("plan.json", "stages/2-distill/model.safetensors")
+    before = times_of(out, kept)
+
     run(replace(base, evaluation=replace(base.evaluation, n_examples=6)))
+
     for name in ("evaluation.json", "teacher/evaluation.json"):
         assert json.loads((out / name).read_text())["n_examples"] == 6, name
     assert weights(out) == trained
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert times_of(out, kept) == before
 
 
 def test_other_stages_in_the_same_folder_make_another_student(tmp_path: Path) -> None:
@@ -232,9 +241,10 @@ def test_other_stages_in_the_same_folder_make_another_student(tmp_path: Path) ->
         student, _ = trained_student(finished_run(inputs.config.out))
         last = inputs.paths.stage_folders(stages)[-1]
         manifest = StageManifest.read(last)
-        assert manifest is not None and weights_hash(student) == manifest.weights
+        assert manifest is not None
+        assert weights_hash(student) == manifest.weights
         perplexities.append(EvalResult.load(inputs.paths.evaluation).perplexity)
-    assert perplexities[2:4] == perplexities[:2]
+    assert perplexities[2:4] == perplexities[:2], "the same stages, the same student"
     assert len(set(perplexities)) == 3
 
 
@@ -253,31 +263,32 @@ def test_the_last_of_many_stages_is_not_the_last_by_name(tmp_path: Path) -> None
 def test_a_control_is_the_teacher_through_the_same_distillation(finished, tmp_path) -> None:
     out = tmp_path / "run"
     shutil.copytree(finished, out)
-    student = weights(out)
-    controlled = small_run(
-        out, control=True, evaluation=replace(small_run().evaluation, n_pairs=(4, 8))
-    )
+    before = weights(out)
+    evaluation = replace(small_run().evaluation, n_pairs=(4, 8))
+    controlled = small_run(out, control=True, evaluation=evaluation)
+
     run(controlled)
-    trained = weights(out)
+
     # Every head is attention: there is nothing to align.
-    assert set(trained) - set(student) == {"control/stages/1-distill"}
-    assert {name: trained[name] for name in student} == student
-    metrics = (out / "control/stages/1-distill/metrics.jsonl").read_text().splitlines()
-    assert json.loads(metrics[-1])["step"] == DISTILL.steps
-    assert trained["control/stages/1-distill"] != student["stages/2-distill"]
-    record = read_run(out)
-    assert list(record.models.index) == ["teacher", "control", "student", "guessing"]
-    assert record.models.loc["control", "kv_choice_8"] >= 0
-    assert (
-        record.models.loc["control", "top1_agreement"]
-        > record.models.loc["student", "top1_agreement"]
-    )
+    control = "control/stages/1-distill"
+    trained = weights(out)
+    assert set(trained) - set(before) == {control}
+    assert {name: trained[name] for name in before} == before
+    assert trained[control] != before["stages/2-distill"]
+    assert metrics(out / control)[-1]["step"] == DISTILL.steps
+
+    models = read_run(out).models
+    assert list(models.index) == ["teacher", "control", "student", "guessing"]
+    assert models.loc["control", "kv_choice_8"] >= 0
+    agreement = models["top1_agreement"]
+    assert agreement["control"] > agreement["student"]
     write_report(out)
     assert "| control | 48 of 48 |" in (out / "report.md").read_text()
-    student, plan = trained_student(finished_run(out / "control"))
+    _, plan = trained_student(finished_run(out / "control"))
     assert plan.keeps_all
+
     run(controlled)
-    assert weights(out) == trained
+    assert weights(out) == trained, "nothing is trained again"
 
 
 @pytest.mark.parametrize(
@@ -361,13 +372,13 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     out = tmp_path / "run"
     shutil.copytree(finished, out)
     config = replace(finished_run(out).config, export=True)
-    results = [name for name in names(out) if name not in ("config.json", "build.json")]
-    before = {name: (out / name).stat().st_mtime_ns for name in results}
+    results = names(out) - {"config.json", "build.json"}
+    before = times_of(out, results)
     failed = GateReport((Check("reloaded = exported model, logits", 2e-5, 1e-5),))
     with monkeypatch.context() as patch, pytest.raises(ExportError, match="stages"):
         patch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: failed)
         run(config)
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert times_of(out, results) == before
     assert not (out / "export").exists()
 
     gate_in_this_process(monkeypatch, tmp_path / "modules", new_tokens=2)
@@ -398,7 +409,13 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
 def windowed_run(out: Path, **scoring: Any) -> RunConfig:
     """A run of windows alone, whose heads the embedded teacher can rank from 12 words away."""
     base = small_run(out)
-    options = {"n_pairs": 4, "n_examples": 4, "n_queries": None, "min_accuracy": None, **scoring}
+    options: dict[str, Any] = {
+        "n_pairs": 4,
+        "n_examples": 4,
+        "n_queries": None,
+        "min_accuracy": None,
+        **scoring,
+    }
     return replace(
         base,
         plan=PlanConfig("top", unit="kv-group", k=2),
@@ -410,13 +427,16 @@ def windowed_run(out: Path, **scoring: Any) -> RunConfig:
 
 def test_heads_of_a_student_with_windows_are_ranked_by_what_these_take(tmp_path: Path) -> None:
     inputs = RunInputs(windowed_run(tmp_path / "far"))
+
     plan = choose_heads(inputs)
+
     scores = HeadScores.load(inputs.paths.scores)
     assert scores.is_additive
     assert scores.provenance["probe"]["distance"] == 12
     assert scores.provenance["student"]["window"] == 12
     assert HeadPlan.top_k(scores, 2, unit="kv-group").kept == plan.kept
     assert not inputs.paths.partial_scores.exists()
+
     ablated = RunInputs(windowed_run(tmp_path / "ablated", method="ablation"))
     choose_heads(ablated)
     assert not HeadScores.load(ablated.paths.scores).is_additive
@@ -427,6 +447,7 @@ def test_a_teacher_that_cannot_answer_from_afar_is_ranked_by_ablation(tmp_path: 
     inputs = RunInputs(windowed_run(tmp_path / "auto", **settings))
     choose_heads(inputs)
     assert not HeadScores.load(inputs.paths.scores).is_additive
+
     asked_for = RunInputs(windowed_run(tmp_path / "asked", method="attribution", **settings))
     with pytest.raises(ValueError, match="too low"):
         choose_heads(asked_for)

@@ -21,22 +21,34 @@ RANKING = [HeadId(2, 7), HeadId(0, 1), HeadId(2, 0), HeadId(1, 5)]
 
 
 def ranked() -> HeadScores:
-    """Rank four of the 24 heads, as in a hybrid teacher whose other layers have no attention."""
-    accuracy_LH = torch.full((N_LAYERS, N_HEADS), torch.nan)
-    logprob_LH = torch.full((N_LAYERS, N_HEADS), torch.nan)
+    """Rank four of the 24 heads, as in a hybrid teacher whose other layers have no attention.
+
+    The drop of accuracy ranks them as `RANKING`, that of log-probability the other way round,
+    with a tie in the middle.
+    """
     accuracies = (0.4, 0.3, 0.2, 0.1)
     logprobs = (0.1, 0.2, 0.2, 0.4)
+    accuracy_LH = torch.full((N_LAYERS, N_HEADS), torch.nan)
+    logprob_LH = torch.full((N_LAYERS, N_HEADS), torch.nan)
     for head, accuracy, logprob in zip(RANKING, accuracies, logprobs):
         accuracy_LH[head] = accuracy
         logprob_LH[head] = logprob
-    provenance = {"fingerprint": "abc"}
-    return some_scores(accuracy_LH, logprob_LH, n_kv_heads=N_KV_HEADS, provenance=provenance)
+    return some_scores(
+        accuracy_LH,
+        logprob_LH,
+        n_kv_heads=N_KV_HEADS,
+        provenance={"fingerprint": "abc"},
+    )
 
 
 def test_top_k_takes_the_head_of_the_ranking(caplog: pytest.LogCaptureFixture) -> None:
-    assert HeadPlan.top_k(ranked(), 3).kept == tuple(sorted(RANKING[:3]))
-    assert set(HeadPlan.top_k(ranked(), 3, by="logprob").kept) == set(RANKING[1:])
-    assert HeadPlan.top_k(ranked(), 0).kept == ()
+    by_accuracy = HeadPlan.top_k(ranked(), 3)
+    by_logprob = HeadPlan.top_k(ranked(), 3, by="logprob")
+    nothing = HeadPlan.top_k(ranked(), 0)
+
+    assert by_accuracy.kept == tuple(sorted(RANKING[:3]))
+    assert set(by_logprob.kept) == set(RANKING[1:])
+    assert nothing.kept == ()
     assert not caplog.records
     with pytest.raises(ValueError, match="k is 5, but only 4 heads"):
         HeadPlan.top_k(ranked(), 5)
@@ -51,24 +63,26 @@ def test_a_cut_through_a_tie_is_logged_once(caplog: pytest.LogCaptureFixture) ->
 
 def test_random_follows_from_its_seed_on_every_python() -> None:
     plans = [HeadPlan.random(SHAPE, 5, seed) for seed in range(20)]
-    assert plans == [HeadPlan.random(SHAPE, 5, seed) for seed in range(20)]
+    again = [HeadPlan.random(SHAPE, 5, seed) for seed in range(20)]
+    assert plans == again
     assert len({plan.kept for plan in plans}) == 20
     assert all(plan.k == 5 for plan in plans)
+    # Recorded once: published results name a seed.
     assert list(HeadPlan.random(SHAPE, 3, seed=0).kept) == [(0, 6), (1, 7), (2, 4)]
 
 
 def test_whole_layers_all_and_none() -> None:
-    one = HeadPlan.layers(SHAPE, [1])
+    one_layer = HeadPlan.layers(SHAPE, [1])
     every = HeadPlan.all(SHAPE)
-    assert [one.kept_in(layer) for layer in range(N_LAYERS)] == [
-        (),
-        tuple(range(N_HEADS)),
-        (),
-    ]
+    none = HeadPlan.none(SHAPE)
+
+    assert one_layer.kept_in(0) == ()
+    assert one_layer.kept_in(1) == tuple(range(N_HEADS))
+    assert one_layer.kept_in(2) == ()
     assert every == HeadPlan.layers(SHAPE, range(N_LAYERS))
     assert every.keeps_all
-    assert HeadPlan.none(SHAPE).kept == ()
-    assert HeadPlan.none(SHAPE).teacher == ""
+    assert none.kept == ()
+    assert none.teacher == ""
 
 
 def test_kept_and_recurrent_heads_partition_a_layer() -> None:
@@ -105,42 +119,45 @@ def test_shape_is_read_from_a_model_and_from_its_config(
 OTHER_SHAPE = SimpleNamespace(n_layers=3, n_heads=8, n_kv_heads=8)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: HeadPlan.none(SHAPE).check_fits(OTHER_SHAPE), "4 KV heads"),
-        (lambda: HeadPlan.none(7), "int"),
-        (lambda: HeadPlan.from_pairs(SHAPE, [(0, 8)]), "L0H8"),
-        (lambda: HeadPlan.layers(SHAPE, [0, 3]), "L3H0"),
-        (lambda: HeadPlan.from_pairs(SHAPE, [(0, 1), (0, 1)]), "twice: L0H1"),
-        (lambda: HeadPlan.random(SHAPE, -1, seed=0), "k is -1.* 24"),
-        (lambda: HeadPlan(3, 1.5, 4, ()), "n_heads is 1.5"),  # type: ignore[arg-type]
-        (lambda: HeadPlan(3, 8, 3, ()), "8 query heads"),
-    ],
-)
-def test_an_impossible_plan_is_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "for another shape": (lambda: HeadPlan.none(SHAPE).check_fits(OTHER_SHAPE), "4 KV heads"),
+    "of a number": (lambda: HeadPlan.none(7), "int"),
+    "a head too many": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 8)]), "L0H8"),
+    "a layer too many": (lambda: HeadPlan.layers(SHAPE, [0, 3]), "L3H0"),
+    "a head twice": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 1), (0, 1)]), "twice: L0H1"),
+    "fewer than none": (lambda: HeadPlan.random(SHAPE, -1, seed=0), "k is -1.* 24"),
+    "half a head": (lambda: HeadPlan(3, 1.5, 4, ()), "n_heads is 1.5"),  # type: ignore[arg-type]
+    "KV heads that do not divide": (lambda: HeadPlan(3, 8, 3, ()), "8 query heads"),
+}
+"""Plans, each with what the error names."""
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_an_impossible_plan_is_refused(case: str) -> None:
+    make, named = IMPOSSIBLE[case]
+    with pytest.raises(ValueError, match=named):
         make()
 
 
 FORMAT = '{"format": "hybrid-distill/head-plan/1"'
+NOT_A_PLAN: dict[str, str | None] = {
+    "no file": None,
+    "torn": "{",
+    "null": "null",
+    "binary": "\x00\xff",
+    "other format": '{"format": "hybrid-distill/head-scores/1"}',
+    "without fields": FORMAT + "}",
+    "a head of one number": (
+        FORMAT + ', "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "kept": [[0]]}'
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "{",
-        "null",
-        "\x00\xff",
-        '{"format": "hybrid-distill/head-scores/1"}',
-        FORMAT + "}",
-        FORMAT + ', "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "kept": [[0]]}',
-    ],
-)
+@pytest.mark.parametrize("text", NOT_A_PLAN.values(), ids=NOT_A_PLAN)
 def test_a_file_that_is_not_a_plan(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "plan.json"
     if text is not None:
+        # One byte a character, also for those that are not UTF-8.
         path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"plan\.json"):
         HeadPlan.load(path)

@@ -61,7 +61,9 @@ def test_the_first_steps_of_a_recipe(
     if recipe.stem != "hybrid_tiny":
         # All of them score and fit alike: most of the time for nothing new.
         flags += ["--plan.selection", "random", "--student.init", "random"]
+
     main(["run", str(recipe), *flags])
+
     stages = [path.parent.name for path in sorted(out.glob("stages/*/metrics.jsonl"))]
     # Windows alone have nothing to align.
     expected = {"hybrid_smollm2_135m": ["1-distill"], "hybrid_untrained": []}
@@ -74,11 +76,13 @@ def test_a_tracker_that_is_not_installed_is_missed_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name == "wandb" else find_spec(name),
-    )
+
+    def find_all_but_wandb(name: str) -> object:
+        if name == "wandb":
+            return None
+        return find_spec(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_all_but_wandb)
     recipe = str(RECIPES / "hybrid_llama_1b.py")
     with pytest.raises(SystemExit, match="2"):
         main(["run", recipe, "--teacher", "tiny", "--out", str(tmp_path / "run")])
@@ -97,18 +101,10 @@ def test_the_first_cells_of_a_sweep(
     for flag, value in zip(flags[::2], flags[1::2]):
         settings.append(f"{flag.removeprefix('--')}={value}")
     grid = ["--heads", "2", "--d-state", "4", "--seeds", "1", "--selection", "random"]
-    main(
-        [
-            "sweep",
-            str(recipe),
-            "--out",
-            str(tmp_path / "sweep"),
-            *grid,
-            "--set",
-            *settings,
-            "export=false",
-        ]
-    )
+    out = ["--out", str(tmp_path / "sweep")]
+
+    main(["sweep", str(recipe), *out, *grid, "--set", *settings, "export=false"])
+
     with (tmp_path / "sweep" / "results.csv").open() as file:
         states = {row["selection"]: row["state"] for row in csv.DictReader(file)}
     assert states["random"] == "done"
@@ -121,6 +117,9 @@ def test_the_first_step_of_the_embedded_teacher(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_teacher_path())
     model = make_model(run, tokenizer)
     before = model.lm_head.weight.clone()
-    loss, _ = retrieval_loss(model, *Batches(run, tokenizer).copying())
+    batches = Batches(run, tokenizer)
+
+    loss, _ = retrieval_loss(model, *batches.copying())
     Trainer(run, model).step(loss)
+
     assert (model.lm_head.weight != before).any()

@@ -46,21 +46,21 @@ def numeric_fields(config: Any, prefix: str = "") -> Iterator[tuple[Any, str, st
             yield config, field.name, name, OPTIONAL.get(field.name, value)
 
 
-FIELDS = [*numeric_fields(small_run()), *numeric_fields(ScoreJob())]
+FIELDS: dict[str, tuple[Any, str, Any]] = {}
+for _config in (small_run(), ScoreJob()):
+    for _owner, _field, _flag, _value in numeric_fields(_config):
+        FIELDS.setdefault(f"{type(_config).__name__} {_flag}", (_owner, _field, _value))
 
 
 def test_fields_are_found() -> None:
-    names = {name for _, _, name, _ in FIELDS}
+    names = {name.split()[1] for name in FIELDS}
     assert len(names) > 50
     assert {"align.betas", "distill.temperature", "gpu_memory"} < names
 
 
-@pytest.mark.parametrize(
-    ("config", "field", "value"),
-    [field[:2] + field[3:] for field in FIELDS],
-    ids=[name for _, _, name, _ in FIELDS],
-)
-def test_neither_nan_nor_infinite_nor_negative(config: Any, field: str, value: Any) -> None:
+@pytest.mark.parametrize("name", FIELDS)
+def test_neither_nan_nor_infinite_nor_negative(name: str) -> None:
+    config, field, value = FIELDS[name]
     negative = -1 if isinstance(value, int) else -1.0
     for bad in (math.nan, math.inf, -math.inf, negative):
         changed = (bad,) * len(value) if isinstance(value, tuple) else bad

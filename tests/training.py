@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ if __name__ == "__main__":
 
 from conftest import make_family_model
 
+from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.config import (
     EvaluationConfig,
     PlanConfig,
@@ -123,11 +125,17 @@ def small_rows(seq_len: int = 16) -> PackedRows:
     return rows_of(word_texts(91), word_tokenizer(), seq_len)
 
 
+def random_student(teacher: PreTrainedModel, k: int, seed: int = 1) -> HybridForCausalLM:
+    """Build a student that keeps ``k`` random heads."""
+    plan = HeadPlan.random(teacher.config, k, seed=seed)
+    student, _ = build_student(teacher, plan, d_state=4)
+    return student
+
+
 def small_models(k: int = 2, **overrides: Any) -> tuple[HybridForCausalLM, PreTrainedModel]:
     """(student with ``k`` kept heads, its teacher), the same ones on every call."""
     teacher = make_family_model("llama", **{**SMALL, **overrides})
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, k, seed=1), d_state=4)
-    return student, teacher
+    return random_student(teacher, k), teacher
 
 
 def sure_models(bf16: bool = False) -> tuple[HybridForCausalLM, PreTrainedModel]:
@@ -169,6 +177,23 @@ def small_config(name: str = "align", **changes: Any) -> StageConfig:
     }
     settings |= SETTINGS.get(name, {})
     return CLASSES.get(name, Distill)(**{"name": name, **settings, **changes})
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read the lines that a stage has logged into its folder."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(folder: Path) -> list[float]:
+    """Read the losses that a stage has logged."""
+    return [line["loss"] for line in metrics(folder)]
+
+
+def copy_tiny_tokenizer(folder: Path) -> None:
+    """Copy the embedded teacher's tokenizer beside another model."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_teacher_path() / name, folder)
 
 
 class WrappedRows:

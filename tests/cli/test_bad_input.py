@@ -123,19 +123,25 @@ def test_bad_input_ends_in_one_line(
     command, named = case.split(": ", 1)
     if "--suite" in command:
         pytest.importorskip("lm_eval")
+
     # A folder that looks like an export.
-    (tmp_path / "gate").mkdir()
-    (tmp_path / "gate" / "file").touch()
-    (tmp_path / "gate" / "empty.jsonl").touch()
-    (tmp_path / "gate" / "latin.txt").write_bytes("é".encode("latin-1"))
-    (tmp_path / "gate" / "other.jsonl").write_text('{"words": "a b"}')
-    command = command.replace("{models}", str(random_models))
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    (gate / "file").touch()
+    (gate / "empty.jsonl").touch()
+    (gate / "latin.txt").write_bytes("é".encode("latin-1"))
+    (gate / "other.jsonl").write_text('{"words": "a b"}')
+
+    # More words than the embedded teacher's context.
     command = command.replace("{long}", "heart " * 1100)
+    command = command.replace("{models}", str(random_models))
     argv = shlex.split(command.replace("{}", str(tmp_path)))
     if argv[0] in WRITES:
         argv += ["--out", WRITES[argv[0]].format(tmp_path)]
+
     with pytest.raises(SystemExit) as stopped:
         main(argv)
+
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     (error,) = [line for line in lines if line.startswith("error")]

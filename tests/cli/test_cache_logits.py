@@ -14,10 +14,12 @@ import pytest
 import torch
 from conftest import make_family_model
 from torch import nn
+from torch.testing import assert_close
 from training import (
     SMALL,
     die,
     killed,
+    losses,
     small_config,
     small_models,
     small_rows,
@@ -72,7 +74,8 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """About 50 rows, the last of them padded."""
     monkeypatch.setenv("HYBRID_DISTILL_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in word_texts(91)))
+    lines = [json.dumps({"text": text}) + "\n" for text in word_texts(91)]
+    path.write_text("".join(lines))
     return str(path)
 
 
@@ -97,7 +100,15 @@ def changed(job: CacheJob, part: str, **changes: Any) -> CacheJob:
     """The job with other options of its run's stage, or section, of that name."""
     if part in job.run.stage_names:
         return replace(job, run=job.run.with_stage(part, **changes))
-    return replace(job, run=replace(job.run, **{part: replace(getattr(job.run, part), **changes)}))
+    section = replace(getattr(job.run, part), **changes)
+    return replace(job, run=replace(job.run, **{part: section}))
+
+
+def top_of(log_probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k most probable ids in the order of their numbers, and their log-probabilities."""
+    top, ids = log_probs.topk(k)
+    ids, order = ids.sort(-1)
+    return ids, top.gather(-1, order)
 
 
 def test_a_budget_means_the_rows_that_a_run_reads(
@@ -118,11 +129,14 @@ def test_a_budget_means_the_rows_that_a_run_reads(
     monkeypatch.setattr("hybrid_distill.cli.dry_run.describe", described)
     monkeypatch.setattr("hybrid_distill.cli.cache_logits.cache_logits", cached)
     words = ["tiny", "--cache", "1MB", "--tokens", "2M", "--dry-run"]
+
     main(["run", *words])
     main(["cache-logits", *words, "--distill.teacher-logits", str(tmp_path)])
-    asked = runs[0].resolved()
-    assert asked.stage_names == ("distill",)
-    assert jobs[0].run.resolved().stage("distill").steps == asked.stage("distill").steps
+
+    trained = runs[0].resolved()
+    cached_for = jobs[0].run.resolved()
+    assert trained.stage_names == ("distill",)
+    assert cached_for.stage("distill").steps == trained.stage("distill").steps
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -132,15 +146,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("n_words", [300, 65_536, 65_537, 200_000])
 def test_ids_come_back_exactly_and_probabilities_to_float16(n_words: int) -> None:
-    logits = 3 * torch.randn(2, 5, n_words)
-    logits[0, 0, [0, -1, min(65_535, n_words - 1), min(65_536, n_words - 2)]] = (
-        15.0  # at the edges of 16 bits
-    )
-    log_probs = logits.log_softmax(-1)
-    top, ids = log_probs.topk(20)
-    log_tail = log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    mask[1, 3:] = False
+    n_rows = 2
+    top_k = 20
+    in_16_bits = 2**16
+    logits_BLV = 3 * torch.randn(n_rows, 5, n_words)
+    edges = [0, -1, min(in_16_bits - 1, n_words - 1), min(in_16_bits, n_words - 2)]
+    logits_BLV[0, 0, edges] = 15.0
+    log_probs_BLV = logits_BLV.log_softmax(-1)
+    top_BLK, ids_BLK = log_probs_BLV.topk(top_k)
+    log_tail_BL = log_probs_BLV.scatter(-1, ids_BLK, -torch.inf).logsumexp(-1)
+    mask_BL = torch.ones(n_rows, 5, dtype=torch.bool)
+    mask_BL[1, 3:] = False
     header = LogitHeader(
         "",
         "",
@@ -150,26 +166,31 @@ def test_ids_come_back_exactly_and_probabilities_to_float16(n_words: int) -> Non
         "",
         n_words,
         temperature=1.0,
-        top_k=20,
+        top_k=top_k,
         seq_len=5,
         text_fingerprint="",
         order="",
-        places=2,
-        rows=2,
+        places=n_rows,
+        rows=n_rows,
         shard_rows=1,
     )
-    # Ids of two bytes, or of four where there are more words.
-    assert record_dtype(header).itemsize == 5 * (20 * 4 + 2 + 2 * ((n_words - 1) // 65_536))
-    read_ids, read_log_probs = unpack(pack(ids, top, log_tail, mask, header))
-    sorted_ids, order = ids.sort(-1)
-    assert torch.equal(read_ids[mask], sorted_ids[mask])
-    assert read_ids[~mask].eq(0).all()
-    torch.testing.assert_close(
-        read_log_probs[mask], top.gather(-1, order)[mask], rtol=2**-10, atol=5e-4
-    )
-    tail = 1.0 - read_log_probs.double().exp().sum(-1)
-    torch.testing.assert_close(tail[mask].float(), log_tail.exp()[mask], rtol=5e-3, atol=1e-6)
+
+    read_ids, read_log_probs = unpack(pack(ids_BLK, top_BLK, log_tail_BL, mask_BL, header))
+
+    # The lower 16 bits of ids, and for each further 65,536 words the number of ids below.
+    more_bytes = 2 * ((n_words - 1) // in_16_bits)
+    assert record_dtype(header).itemsize == 5 * (top_k * 4 + 2 + more_bytes)
+
+    expected_ids, expected_log_probs = top_of(log_probs_BLV, top_k)
+    assert torch.equal(read_ids[mask_BL], expected_ids[mask_BL])
+    assert read_ids[~mask_BL].eq(0).all()
+    # Float16 has 11 bits of mantissa.
+    assert_close(read_log_probs[mask_BL], expected_log_probs[mask_BL], rtol=2**-10, atol=5e-4)
     assert read_log_probs.isfinite().all()
+
+    tail_BL = 1.0 - read_log_probs.double().exp().sum(-1)
+    expected_tail = log_tail_BL.exp()[mask_BL]
+    assert_close(tail_BL[mask_BL].float(), expected_tail, rtol=5e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -178,25 +199,33 @@ def test_the_files_hold_what_the_teacher_says_of_each_document_alone(
 ) -> None:
     """With rows in a part of the data, padding in the last, and two logits that are no words."""
     job = changed(job, "distill", temperature=temperature, steps=9)
+
     summary = cache_logits(job)
+
     run = RunInputs(job.run)
-    rows = open_rows(job.run.data, run.tokenizer)
-    batch = CachedLogitsDataset(rows, open_logits(job.folder)).batch(1, 36)
+    rows = CachedLogitsDataset(
+        open_rows(job.run.data, run.tokenizer),
+        open_logits(job.folder),
+    )
+    batch = rows.batch(1, 36)
     assert batch["seq_idx"].max() > 0
     assert not batch["mask"].all()
     for row, seq_idx in enumerate(batch["seq_idx"]):
-        for number in seq_idx[batch["mask"][row]].unique():
-            own = (seq_idx == number) & batch["mask"][row]
+        mask = batch["mask"][row]
+        for number in seq_idx[mask].unique():
+            is_document = mask & (seq_idx == number)
+            document = batch["input_ids"][row, is_document]
             with torch.no_grad():
-                logits = run.teacher(batch["input_ids"][row, own][None]).logits[0, :, :WORDS]
-            top, ids = (logits / temperature).log_softmax(-1).topk(6)
-            ids, order = ids.sort(-1)
-            assert torch.equal(batch["teacher_ids_BLK"][row, own], ids)
-            stored = batch["teacher_log_probs_BLK"][row, own]
-            torch.testing.assert_close(stored, top.gather(-1, order), rtol=2**-10, atol=1e-3)
+                logits_LV = run.teacher(document[None]).logits[0, :, :WORDS]
+            log_probs_LV = (logits_LV / temperature).log_softmax(-1)
+            expected_ids, expected_log_probs = top_of(log_probs_LV, 6)
+            stored = batch["teacher_log_probs_BLK"][row, is_document]
+            assert torch.equal(batch["teacher_ids_BLK"][row, is_document], expected_ids)
+            assert_close(stored, expected_log_probs, rtol=2**-10, atol=1e-3)
+
     header = LogitHeader.load(job.folder / "logits.json")
     assert header.measured["tokens"] == CHECK_ROWS * SEQ_LEN
-    first = CachedLogitsDataset(rows, open_logits(job.folder)).batch(0, CHECK_ROWS)
+    first = rows.batch(0, CHECK_ROWS)
     covered = first["teacher_log_probs_BLK"].exp().sum(-1).mean().item()
     assert header.measured["covered"] == pytest.approx(covered, abs=1e-4)
     assert f"{header.measured['covered']:.2%}" in summary
@@ -208,11 +237,11 @@ def live_rows(teacher: Any, k: int, temperature: float) -> Any:
     class Live(PackedRows):
         def batch(self, *place: int) -> Any:
             batch = super().batch(*place)
-            known = top_k_of(teacher, batch, k, vocab_size=WORDS, temperature=temperature)
+            top = top_k_of(teacher, batch, k, vocab_size=WORDS, temperature=temperature)
             return {
                 **batch,
-                "teacher_ids_BLK": known.ids_BLK,
-                "teacher_log_probs_BLK": known.log_probs_BLK,
+                "teacher_ids_BLK": top.ids_BLK,
+                "teacher_log_probs_BLK": top.log_probs_BLK,
             }
 
     rows = small_rows()
@@ -229,36 +258,40 @@ def test_a_curve_from_disk_is_the_curve_from_the_live_top_k(
     config = small_config("distill", steps=6, **options)
     assert isinstance(config, Distill)
     cached = replace(config, teacher_logits=job.folder)
-    job = replace(job, top_k=WORDS, run=replace(job.run, stages=(job.run.stage("align"), cached)))
-    cache_logits(job)
-    small = changed(replace(job, top_k=6), "distill", teacher_logits=tmp_path / "six")
-    cache_logits(small)
-    teacher = small_models(**SHARP)[1]
+    run = replace(job.run, stages=(job.run.stage("align"), cached))
+    of_all_words = replace(job, top_k=WORDS, run=run)
+    of_six_words = changed(
+        replace(of_all_words, top_k=6), "distill", teacher_logits=tmp_path / "six"
+    )
+    cache_logits(of_all_words)
+    cache_logits(of_six_words)
 
-    def curve(name: str, rows: Any, config: Distill, with_teacher: bool) -> list[float]:
-        student, teacher = small_models(**SHARP)
-        stage = make_stage(config, student, teacher if with_teacher else None, vocab_size=WORDS)
+    def curve(name: str, rows: Any, config: Distill, teacher: Any = None) -> list[float]:
+        student, _ = small_models(**SHARP)
+        stage = make_stage(config, student, teacher, vocab_size=WORDS)
         train_stage(stage, rows, tmp_path / name, progress=False)
-        return [
-            json.loads(line)["loss"]
-            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        ]
+        return losses(tmp_path / name)
 
-    def from_disk(name: str, folder: Path) -> list[float]:
-        return curve(name, CachedLogitsDataset(small_rows(), open_logits(folder)), cached, False)
+    def rows_from(folder: Path) -> CachedLogitsDataset:
+        return CachedLogitsDataset(small_rows(), open_logits(folder))
 
-    def assert_same(found: list[float], expected: list[float]) -> None:
-        assert found[0] == pytest.approx(expected[0], abs=ROUNDING)
-        np.testing.assert_allclose(found, expected, rtol=CURVE)
+    def assert_same(stored: list[float], expected: list[float]) -> None:
+        assert stored[0] == pytest.approx(expected[0], abs=ROUNDING)
+        np.testing.assert_allclose(stored, expected, rtol=CURVE)
 
-    whole = curve("whole", small_rows(), config, True)
-    assert_same(from_disk("all words", job.folder), whole)
-    found = from_disk("six words", small.folder)
-    assert_same(found, curve("live", live_rows(teacher, 6, config.temperature), cached, False))
-    assert whole[0] - found[0] > 10 * ROUNDING, "six words of 99 should make a difference"
-    rows = CachedLogitsDataset(small_rows(), open_logits(small.folder))
-    unfused = curve("unfused", rows, replace(cached, fused=False), False)
-    np.testing.assert_allclose(unfused, found, rtol=1e-4)
+    _, teacher = small_models(**SHARP)
+    whole = curve("whole", small_rows(), config, teacher)
+    all_words = curve("all words", rows_from(of_all_words.folder), cached)
+    assert_same(all_words, whole)
+
+    six_words = curve("six words", rows_from(of_six_words.folder), cached)
+    live = curve("live", live_rows(teacher, 6, config.temperature), cached)
+    assert_same(six_words, live)
+    assert whole[0] - six_words[0] > 10 * ROUNDING, "six words of 99 should make a difference"
+
+    not_fused = replace(cached, fused=False)
+    unfused = curve("unfused", rows_from(of_six_words.folder), not_fused)
+    np.testing.assert_allclose(unfused, six_words, rtol=1e-4)
 
 
 def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
@@ -273,7 +306,9 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
 
     def one_with_a_kill() -> None:
         def dying(*args: Any, **kwargs: Any) -> Any:
-            return die() if next(calls, None) is None else plain(*args, **kwargs)
+            if next(calls, None) is None:
+                die()
+            return plain(*args, **kwargs)
 
         monkeypatch.setattr(caching, "top_k_of", dying)
         cache_logits(stopped)
@@ -293,42 +328,50 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
 
     monkeypatch.setattr(caching, "top_k_of", counted)
     cache_logits(stopped)
+    # Of 24 rows in files of 5, 14 are missing: files of 5, 5 and 4, in batches of at most 4.
     assert n_calls == 2 + 2 + 1, "files that were whole are made again, or not all others are"
     assert contents(stopped.folder) == whole
     assert not list(stopped.folder.glob("*.tmp"))
+
     cache_logits(stopped)
     assert n_calls == 5, "a finished folder is made again"
 
 
 def test_more_than_an_epoch_is_every_row_once() -> None:
     rows = small_rows()
-    assert (
-        row_ids_of(rows, 10**6).tolist()
-        == list(range(rows.n_rows))
-        == row_ids_of(rows, rows.n_rows).tolist()
-    )
+    every_row = list(range(rows.n_rows))
+    assert row_ids_of(rows, rows.n_rows).tolist() == every_row
+    assert row_ids_of(rows, 10**6).tolist() == every_row
+
+
+def test_rows_of_weighted_sources_have_numbers_of_their_own() -> None:
+    rows = small_rows()
     sources = [rows.sources[0]] * 2
     weighted = PackedRows(sources, seq_len=SEQ_LEN, weights=(3, 1))
-    assert set(row_ids_of(weighted, 100)) == set(weighted.row_ids(0, 100).tolist())
-    batch, place = weighted.batch(3, 4), weighted.row_ids(12, 4)
-    assert torch.equal(batch["input_ids"], weighted.read(place)["input_ids"])
-    assert weighted.row_ids(0, 100).max() >= rows.n_rows, (
-        "rows of the second source have numbers of their own"
-    )
+
+    first_rows = weighted.row_ids(0, 100)
+    assert set(row_ids_of(weighted, 100)) == set(first_rows.tolist())
+    assert first_rows.max() >= rows.n_rows
+
+    batch = weighted.batch(3, 4)
+    read = weighted.read(weighted.row_ids(3 * 4, 4))
+    assert torch.equal(batch["input_ids"], read["input_ids"])
 
 
 def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
     job = changed(job, "distill", steps=10)
     cache_logits(job)
     run = RunInputs(job.run)
-    other = open_rows(replace(job.run.data, seed=1), run.tokenizer)
+    other_order = open_rows(replace(job.run.data, seed=1), run.tokenizer)
     logits = open_logits(job.folder)
-    logits.check_rows(other, fingerprint(run.teacher), places=10**6)
-    batch = CachedLogitsDataset(other, logits).batch(0, 8)
-    known = top_k_of(run.teacher, batch, 6, vocab_size=WORDS)
-    assert torch.equal(
-        batch["teacher_ids_BLK"][batch["mask"]], known.ids_BLK.sort(-1).values[batch["mask"]]
-    )
+
+    logits.check_rows(other_order, fingerprint(run.teacher), places=10**6)
+
+    batch = CachedLogitsDataset(other_order, logits).batch(0, 8)
+    mask = batch["mask"]
+    top = top_k_of(run.teacher, batch, 6, vocab_size=WORDS)
+    expected_ids, _ = top.ids_BLK.sort(-1)
+    assert torch.equal(batch["teacher_ids_BLK"][mask], expected_ids[mask])
 
 
 def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
@@ -341,10 +384,9 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
     tokenizer = word_tokenizer()
     tokenizer.add_tokens(["w97"])
     tokenizer.save_pretrained(other_tokenizer)
+    text = Path(job.run.data.sources[0]).read_text()
     more_text = tmp_path / "more.jsonl"
-    more_text.write_text(
-        Path(job.run.data.sources[0]).read_text() + json.dumps({"text": "w1"}) + "\n"
-    )
+    more_text.write_text(text + '{"text": "w1"}\n')
 
     def run(part: str, **changes: Any) -> RunConfig:
         return changed(job, part, **changes).run
@@ -389,23 +431,34 @@ def test_logits_of_other_settings_are_refused_without_reading_text_or_weights(
     check_data(RunInputs(job.run))
 
 
-def test_bad_jobs_are_refused(job: CacheJob, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_jobs_are_refused(job: CacheJob) -> None:
     with pytest.raises(ValueError, match="--top-k is 100"):
         cache_logits(replace(job, top_k=100))
     with pytest.raises(ValueError, match=r"--distill.teacher-logits"):
         cache_logits(changed(job, "distill", teacher_logits=None))
     with pytest.raises(ValueError, match=r"on_policy.teacher_logits"):
         DistillOnPolicy(teacher_logits=job.folder)
+
+
+def test_a_dry_run_states_the_size_and_writes_nothing(
+    job: CacheJob, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
         cache_logits(replace(job, run=replace(job.run, dry_run=True)))
     assert "24 rows x 16 tokens x 26 bytes = 0.000 GB" in caplog.text
     assert not job.folder.exists()
+
+
+def test_a_folder_of_another_size_is_refused(job: CacheJob) -> None:
+    """Refuse a folder with another number of logits a token, and a torn one."""
     cache_logits(job)
     with pytest.raises(ValueError, match="another top_k"):
         cache_logits(replace(job, top_k=5))
+
     path = job.folder / "logits-00002.bin"
-    size = 5 * SEQ_LEN * (6 * 4 + 2)
     path.write_bytes(path.read_bytes()[:-1])
+    bytes_of_token = 6 * 4 + 2
+    size = 5 * SEQ_LEN * bytes_of_token
     with pytest.raises(ValueError, match=rf"{path.name} .*{size - 1} .*{size}"):
         open_logits(job.folder)
 
@@ -449,16 +502,20 @@ def test_while_it_trains_from_disk_there_is_one_model_in_memory(
     prepare(run)
     plan = HeadPlan.random(run.teacher, 2, seed=0)
     student = train(run, plan)
-    own = sum(p.numel() * p.element_size() for p in student.parameters())
-    assert seen["distill"] == own
-    assert seen["align"] > own
-    before = open_logits(job.folder).header.teacher_fingerprint
-    assert fingerprint(run.teacher) == before, "loaded again, untrained"
-    handed = RunInputs(replace(job.run, out=job.run.out / "handed"), run.teacher_and_tokenizer)
+
+    bytes_of_student = sum(parameter.nbytes for parameter in student.parameters())
+    assert seen["distill"] == bytes_of_student
+    assert seen["align"] > bytes_of_student
+    untrained = open_logits(job.folder).header.teacher_fingerprint
+    assert fingerprint(run.teacher) == untrained, "loaded again"
+
+    # A teacher that the caller holds is not dropped.
+    again = replace(job.run, out=job.run.out / "handed")
+    handed = RunInputs(again, run.teacher_and_tokenizer)
     prepare(handed)
     train(handed, plan)
     assert handed.teacher is run.teacher
-    assert fingerprint(run.teacher) == before, "it was handed over, and is untrained"
+    assert fingerprint(run.teacher) == untrained
 
 
 def test_two_processes_write_the_bytes_of_one(

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 import transformers
-from training import refusal, small_run
+from training import copy_tiny_tokenizer, refusal, small_run
 
 import hybrid_distill
 from hybrid_distill import provenance
-from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main, run_recipe
 from hybrid_distill.cli.app import IN_ONE_PROCESS, NAMES
 from hybrid_distill.cli.dry_run import describe
@@ -171,15 +170,18 @@ def test_a_dry_run_says_what_to_launch_and_starts_nothing(
 ) -> None:
     recipe = str(RECIPES / "sweep_llama_1b.py")
     words = ["run", recipe, "--teacher", "tiny", "--out", str(tmp_path / "run")]
+
     main([*words, "--dry-run"])
     printed = capsys.readouterr().out
     _, launch, *_ = printed.splitlines()
     assert launch.endswith(f"hybrid-distill {' '.join(words)}")
     assert '"d_state"' not in printed
     assert re.search(r"\n  align: [\d,]+ steps of \d+\.\d s", printed)
+
     main([*words, "--dry-run", "--show-config", "--student.d-state", "5"])
     printed = capsys.readouterr().out
-    assert json.loads(printed[printed.index("{") :])["student"]["d_state"] == 5
+    config = json.loads(printed[printed.index("{") :])
+    assert config["student"]["d_state"] == 5
     assert not (tmp_path / "run").exists()
 
 
@@ -202,18 +204,10 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = str(tmp_path / "scores.json")
+    words = ["run", str(RECIPES / "hybrid_tiny.py"), "--dry-run", "--out", str(tmp_path / "run")]
     wrong = ["--data.sources", "gone", "--evaluation.texts", "lost", "--scoring.file", scores]
     with pytest.raises(SystemExit, match="2"):
-        main(
-            [
-                "run",
-                str(RECIPES / "hybrid_tiny.py"),
-                "--dry-run",
-                "--out",
-                str(tmp_path / "run"),
-                *wrong,
-            ]
-        )
+        main([*words, *wrong])
     printed = capsys.readouterr()
     assert not printed.out
     for named in ("'gone'", "'lost'", scores):
@@ -229,11 +223,11 @@ RECIPES_THAT_FAIL = {
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [*(("run {} --out {}", text) for text in RECIPES_THAT_FAIL)]
-    + [("sweep {} --out {}", "config = 3\n")],
-)
+FAILING_COMMANDS = [("run {} --out {}", text) for text in RECIPES_THAT_FAIL]
+FAILING_COMMANDS.append(("sweep {} --out {}", "config = 3\n"))
+
+
+@pytest.mark.parametrize(("command", "text"), FAILING_COMMANDS)
 def test_a_recipe_that_fails_is_named_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
 ) -> None:
@@ -267,12 +261,14 @@ def program(tmp_path: Path, command: str, torch: str = HEAVY) -> subprocess.Comp
 
 def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path) -> None:
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+
     ended = program(tmp_path, "-m hybrid_distill score", interrupted)
-    assert (ended.returncode, ended.stdout) == (130, "")
-    assert (
-        ended.stderr.removeprefix("loading torch and transformers ...\n")
-        == "stopped; nothing was started.\n"
-    )
+
+    assert ended.returncode == 128 + signal.SIGINT
+    assert ended.stdout == ""
+    notice = "loading torch and transformers ...\n"
+    (line,) = ended.stderr.removeprefix(notice).splitlines()
+    assert line == "stopped; nothing was started."
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -301,7 +297,8 @@ def test_a_reader_that_has_read_enough_is_not_an_error(words: str) -> None:
     command = [sys.executable, "-m", "hybrid_distill", *words.split()]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+    assert ended.returncode == 128 + signal.SIGPIPE
+    assert ended.stderr == ""
 
 
 def test_help_and_version_load_no_library(tmp_path: Path) -> None:
@@ -313,6 +310,7 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
         assert helped.returncode == status, helped.stderr
         for name in NAMES:
             assert f"\n  {name} " in helped.stdout
+
     for command in ("evaluate", "verify", "run"):
         assert ran(f"{command} --help").stdout.startswith(f"usage: hybrid-distill {command} ")
     recipes = ran("run --help").stdout
@@ -320,8 +318,10 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
     assert "\nsweep_tiny " not in recipes
     assert ran("--version").stdout == f"hybrid-distill {hybrid_distill.__version__}\n"
     assert ran("recipes").stdout.startswith("llama_1b ")
+
     wrong = ran("scores")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.returncode == 2
+    assert wrong.stdout == ""
     (error,) = wrong.stderr.splitlines()
     assert "did you mean 'score'?" in error
 
@@ -341,6 +341,7 @@ def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.Mon
     _, newest_transformers = provenance.SUPPORTED["transformers"]
     major, minor = map(int, newest_transformers.split("."))
     assert f",<{major}.{minor + 1}" in project
+
     monkeypatch.setattr(provenance.platform, "python_version", lambda: "3.13.9")
     assert check_supported() is None
     monkeypatch.setattr(provenance.platform, "python_version", lambda: "3.14.0")
@@ -355,8 +356,11 @@ def test_a_command_names_an_unsupported_version_before_it_imports_anything(
 ) -> None:
     (tmp_path / "torch-2.8.1.dist-info").mkdir()
     (tmp_path / "torch-2.8.1.dist-info/METADATA").write_text("Name: torch\nVersion: 2.8.1\n")
+
     ran = program(tmp_path, command)
-    assert (ran.returncode, ran.stdout) == (2, "")
+
+    assert ran.returncode == 2
+    assert ran.stdout == ""
     (error,) = ran.stderr.splitlines()
     assert "torch 2.8.1" in error
 
@@ -378,10 +382,8 @@ def test_the_help_of_a_recipe_shows_the_flags_that_people_change_first(
     assert set(FIRST) <= few <= every
     assert len(few) < 40
     assert len(every) > 100
-    assert (
-        not {"--align.name", "--distill.name", "--on-policy.name", "--on-policy.teacher-logits"}
-        & every
-    )
+    hidden = {"--align.name", "--distill.name", "--on-policy.name", "--on-policy.teacher-logits"}
+    assert hidden.isdisjoint(every)
 
 
 @pytest.mark.parametrize(
@@ -400,8 +402,7 @@ def test_a_run_and_its_dry_run_refuse_the_same_teachers(
         num_key_value_heads=4,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_teacher_path() / name, tmp_path / "teacher")
+    copy_tiny_tokenizer(tmp_path / "teacher")
     flags = ["--teacher", str(tmp_path / "teacher"), "--out", str(tmp_path / "run")]
     for more in ([], ["--dry-run"]):
         with pytest.raises(SystemExit, match="2"):
@@ -422,11 +423,14 @@ def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").write_text("of a killed process")
     prepare(RunInputs(other))
     assert from_json(tmp_path / "run" / "config.json") == other
-    (stage / "metrics.jsonl").write_text('{"step": 1}\n')
+
     # Of a stage that diverged before its first checkpoint, nothing is lost.
+    (stage / "metrics.jsonl").write_text('{"step": 1}\n')
     prepare(RunInputs(first))
     with pytest.raises(ValueError, match=r"holds a run with other settings: seed"):
         prepare(RunInputs(replace(first, seed=1)))
+
+    # With a checkpoint, only what does not change the weights may change.
     (stage / "checkpoints" / "step-00000002").mkdir(parents=True)
     prepare(RunInputs(first.with_stage("align", micro_batch_size=1, log_every=7)))
     with pytest.raises(ValueError, match=r"holds a run with other settings: align\.steps"):
@@ -514,5 +518,9 @@ def test_a_late_signal_does_not_change_how_a_finished_command_ends() -> None:
         exit_cleanly(lambda: print("finished"))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
+
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "finished\n", "")
+
+    assert done.returncode == 0
+    assert done.stdout == "finished\n"
+    assert done.stderr == ""

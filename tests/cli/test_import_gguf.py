@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import only_error
+from torch.testing import assert_close
 from training import SMALL
 
 from hybrid_distill.cli import import_gguf as command
@@ -61,8 +62,10 @@ def write_gguf(path: Path, arch: str = "qwen2") -> torch.nn.Module:
     writer.add_chat_template(CHAT)
     writer.add_license("mit")
     for name, tensor in model.state_dict().items():
+        # Biases are named after their weights.
         base, _, kind = name.rpartition(".")
-        writer.add_tensor(NAMES[f"{base}.weight"].replace("weight", kind), tensor.numpy())
+        name_in_file = NAMES[f"{base}.weight"].replace("weight", kind)
+        writer.add_tensor(name_in_file, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,11 +78,14 @@ def test_a_folder_computes_what_the_file_holds(tmp_path, capsys):
     file = tmp_path / "small.gguf"
     out = tmp_path / "folder"
     model = write_gguf(file)
+
     main(["import-gguf", str(file), str(out)])
+
     assert "qwen2" in capsys.readouterr().out
     imported, tokenizer = load_teacher(out)
     ids = torch.arange(14)[None]
-    torch.testing.assert_close(imported(ids).logits, model.eval()(ids).logits)
+    expected = model.eval()(ids).logits
+    assert_close(imported(ids).logits, expected)
     assert tokenizer.chat_template == CHAT
     assert tokenizer.eos_token == "<eos>"
     assert imported.dtype == torch.float32
@@ -105,6 +111,7 @@ def test_bad_input_ends_in_one_line(tmp_path, capsys, monkeypatch):
     for size in (len(whole) - 5000, 200, 10):
         short.write_bytes(whole[:size])
         assert str(short) in refused(capsys, short, out)
+
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK" + whole)
     assert str(other) in refused(capsys, other, out)

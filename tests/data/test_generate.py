@@ -62,13 +62,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("chat", "turns"), [(True, {1, 2, 3}), (False, {1})])
 def test_prompts_are_of_many_kinds_and_follow_from_the_seed(chat: bool, turns: set[int]) -> None:
-    prompts = [prompt(0, number, chat) for number in range(600)]
-    assert prompts == [prompt(0, number, chat) for number in range(600)]
-    assert prompts[:50] != [prompt(1, number, chat) for number in range(50)]
+    def prompts_of(seed: int) -> list[tuple[str, ...]]:
+        return [prompt(seed, number, chat) for number in range(600)]
+
+    prompts = prompts_of(seed=0)
+    assert prompts_of(seed=0) == prompts
+    assert prompts_of(seed=1)[:50] != prompts[:50]
     assert len(set(prompts)) > 480
     assert {len(messages) for messages in prompts} == turns
+    unfilled_slot = re.compile(r"\{.*\}", re.DOTALL)
     for messages in prompts:
-        assert not re.search(r"\{.*\}", " ".join(messages), re.DOTALL), "a slot that was not filled"
+        assert not unfilled_slot.search(" ".join(messages))
 
 
 def test_a_number_that_a_text_has_twice() -> None:
@@ -110,9 +114,13 @@ def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_p
 
     killed(work)
     assert TokenHeader.file(stopped.out, partial=True).exists()
+
     generate(stopped)
     assert contents(stopped.out) == contents(job.out)
-    assert generate(job).split(",")[0] == line.split(",")[0], "a finished folder is left alone"
+
+    # A finished folder is left alone, and reports what it reported, up to the time.
+    second_line = generate(job)
+    assert second_line.split(",")[0] == line.split(",")[0]
     with pytest.raises(ValueError, match="another sources"):
         generate(replace(job, sampling=replace(job.sampling, temperature=1.0)))
 
@@ -121,13 +129,18 @@ def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_p
 def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows(
     chat_job: GenerateJob,
 ) -> None:
-    generate(replace(chat_job, top_k_logits=5, seq_len=32))
+    seq_len = 32
+    top_k = 5
+
+    generate(replace(chat_job, top_k_logits=top_k, seq_len=seq_len))
+
     model, tokenizer = load_teacher(chat_job.model)
-    config = DataConfig(sources=(str(chat_job.out),), chat=True, seq_len=32)
+    config = DataConfig(sources=(str(chat_job.out),), chat=True, seq_len=seq_len)
     rows = open_rows(config, tokenizer)
     logits = open_logits(chat_job.out / "logits")
-    logits.check_settings(tokenizer, vocab_size=len(tokenizer), seq_len=32, temperature=1.0)
+    logits.check_settings(tokenizer, vocab_size=len(tokenizer), seq_len=seq_len, temperature=1.0)
     logits.check_rows(rows, fingerprint(model), places=10**6)
+
     ids = np.fromfile(chat_job.out / "ids-00000.bin", "<u2")
     learned = np.fromfile(chat_job.out / "learned-00000.bin", bool)
     starts = np.fromfile(chat_job.out / "starts-00000.bin", "<i8")
@@ -137,9 +150,11 @@ def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows
     answered_ids = ids[1:][learned[:-1]]
     assert tokenizer.decode(answered_ids[:5]).strip()
     assert learned.mean() < 0.6
+
     batch = CachedLogitsDataset(rows, logits).batch(0, rows.n_rows)
     mask = batch["mask"]
-    expected = top_k_of(model, batch, 5, vocab_size=len(tokenizer)).ids_BLK.sort(-1).values
+    top = top_k_of(model, batch, top_k, vocab_size=len(tokenizer))
+    expected, _ = top.ids_BLK.sort(-1)
     assert mask.any()
     assert torch.equal(batch["teacher_ids_BLK"][mask], expected[mask])
 
@@ -165,9 +180,12 @@ def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_logits_of_rows_without_a_loss_are_written(tmp_path: Path) -> None:
-    shard = Shard(np.arange(2, 66, dtype="<u2"), np.array([0]), learned=np.zeros(64, dtype=bool))
+    ids = np.arange(2, 66, dtype="<u2")
+    nothing_learned = np.zeros(64, dtype=bool)
+    shard = Shard(ids, np.array([0]), learned=nothing_learned)
     rows = PackedRows([Tokens((shard,), 1, "questions")], seq_len=16)
     _, teacher = small_models()
+
     write_logits(
         tmp_path,
         teacher,
@@ -186,15 +204,8 @@ def test_bad_input_ends_in_one_line(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.md").touch()
-    flags = [
-        "generate-data",
-        "--model",
-        "tiny",
-        "--tokens",
-        "600",
-        "--out",
-        str(tmp_path / "new"),
-    ]
+    command = ["generate-data", "--model", "tiny", "--tokens", "600"]
+    command += ["--out", str(tmp_path / "new")]
     mistakes = {
         "--tokens many": "'many'",
         "--form chat": "chat template",
@@ -203,6 +214,6 @@ def test_bad_input_ends_in_one_line(
     }
     for mistake, named in mistakes.items():
         with pytest.raises(SystemExit, match="2"):
-            main([*flags, *mistake.split()])
+            main([*command, *mistake.split()])
         assert named in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -107,6 +107,7 @@ def test_a_run_asks_once_for_all_its_stages_and_a_later_start_not_at_all(fake, r
     assert len(set(prints)) == 1
     pinned = pins(run)
     assert pinned[SOURCE]["revision"] == "c0"
+
     fake.change("c1", **{"small/a.jsonl": "changed"})
     for is_there in (True, False):
         fake.is_there = is_there
@@ -169,12 +170,7 @@ def test_only_a_commit_to_the_data_is_tokenized_again(fake, run, tmp_path, chang
         ({"configs": [{"config_name": "small", "data_files": "small/b.jsonl"}]}, False),
         ({**CARD, "pretty_name": "Texts"}, True),
         (
-            {
-                "configs": [
-                    *CARD["configs"],
-                    {"config_name": "more", "data_files": "more/*"},
-                ]
-            },
+            {"configs": [*CARD["configs"], {"config_name": "more", "data_files": "more/*"}]},
             True,
         ),
     ],
@@ -183,11 +179,14 @@ def test_only_a_commit_to_the_data_is_tokenized_again(fake, run, tmp_path, chang
 def test_what_the_card_has_read_counts_and_nothing_else_of_it(fake, card, same):
     before = hub.resolve(SOURCE).files
     fake.card = card
-    assert (hub.resolve(SOURCE).files == before) == same
+    after = hub.resolve(SOURCE).files
+    assert (after == before) == same
 
 
 @pytest.mark.parametrize(
-    "card", [{}, {"configs": [{"config_name": "small", "data_files": "elsewhere/*"}]}]
+    "card",
+    [{}, {"configs": [{"config_name": "small", "data_files": "elsewhere/*"}]}],
+    ids=["no patterns", "patterns of no file"],
 )
 def test_without_patterns_that_name_files_every_data_file_counts(fake, card):
     fake.card = card
@@ -204,9 +203,9 @@ def test_a_new_run_without_a_network_reads_what_the_cache_knows(fake, run, tmp_p
     assert fake.asked == 1
     assert "c0" in caplog.text
     assert pins(other) == pins(run)
-    unknown = replace(
-        run, out=tmp_path / "unknown", data=replace(run.data, sources=("hf:somebody/else",))
-    )
+
+    somebody_elses = replace(run.data, sources=("hf:somebody/else",))
+    unknown = replace(run, out=tmp_path / "unknown", data=somebody_elses)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
         prepare(RunInputs(unknown))
     assert not (tmp_path / "unknown" / "config.json").exists()
@@ -291,14 +290,15 @@ def test_a_large_source_that_is_in_the_cache_is_read_by_any_number_of_processes(
 
 
 def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
-    large = replace(run, data=replace(run.data, hub_tokens=100_000_001), stages=(DISTILL,), gpus=2)
+    data = replace(run.data, hub_tokens=100_000_001)
+    large = replace(run, data=data, stages=(DISTILL,), gpus=2)
+
     run_recipe(large, ["--dry-run"])
     printed = capsys.readouterr().out
-    assert (
-        f"prepare-data --tokenizer tiny --max-tokens 100000001 --sources {SOURCE} --out tokens/1"
-        in printed
-    )
+    command = "prepare-data --tokenizer tiny --max-tokens 100000001"
+    assert f"{command} --sources {SOURCE} --out tokens/1" in printed
     assert re.search(r"^Launch.* --data\.sources tokens/1$", printed, re.MULTILINE)
+
     run_recipe(replace(large, gpus=1), ["--dry-run"])
     assert "prepare-data" not in capsys.readouterr().out
     assert fake.asked == 0
@@ -311,7 +311,8 @@ def test_of_two_processes_one_asks_the_hub_and_tokenizes(tmp_path):
     (tmp_path / "local.txt").write_text("\n<|endoftext|>\n".join(word_texts(30)))
     done = launch(DDP, tmp_path, program=Path(__file__).with_name("two_readers.py"))
     assert done.returncode == 0, done.stderr
-    main, other = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    main = json.loads((tmp_path / "0.json").read_text())
+    other = json.loads((tmp_path / "1.json").read_text())
     assert main["asked"] == 2, "once for each call of open_rows without a run"
     assert main["encoded"] == 90
     assert other["asked"] == other["encoded"] == 0

@@ -74,25 +74,34 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def test_the_header_says_what_the_files_hold(tokenizer, sources, tmp_path):
-    prepare.prepare(PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300))
+    shard_tokens = 300
+    out = tmp_path / "out"
+
+    prepare.prepare(PrepareJob("mine", sources, out, shard_tokens=shard_tokens))
+
     expected = ids_of(texts(120), tokenizer)
-    header = json.loads((tmp_path / "out" / "tokens.json").read_text())
-    files = sorted((tmp_path / "out").glob("ids-*.bin"))
+    header = json.loads((out / "tokens.json").read_text())
+    files = sorted(out.glob("ids-*.bin"))
     content = b"".join(file.read_bytes() for file in files)
     assert np.frombuffer(content, "<u2").tolist() == expected
     assert header["sha256"] == hashlib.sha256(content).hexdigest()
     assert header["tokens"] == len(expected)
     assert header["documents"] == 120
-    sizes = [shard["tokens"] for shard in header["shards"]]
-    assert sizes == [file.stat().st_size // 2 for file in files]
-    assert len(sizes) > 2
-    assert min(sizes[:-1]) >= 300
-    assert [source["documents"] for source in header["sources"]] == [60, 30, 30]
-    assert sum(source["tokens"] for source in header["sources"]) == len(expected)
     assert header["tokenizer"] == "mine"
     assert header["vocabulary_size"] == 99
     assert header["eos_id"] == EOS
-    starts = np.fromfile(tmp_path / "out" / "starts-00001.bin", "<i8")
+
+    sizes = [shard["tokens"] for shard in header["shards"]]
+    assert sizes == [file.stat().st_size // 2 for file in files]
+    assert len(sizes) > 2
+    assert min(sizes[:-1]) >= shard_tokens
+
+    of_sources = header["sources"]
+    assert [source["documents"] for source in of_sources] == [60, 30, 30]
+    assert sum(source["tokens"] for source in of_sources) == len(expected)
+
+    # A document begins behind the end of the one before it.
+    starts = np.fromfile(out / "starts-00001.bin", "<i8")
     ids = np.fromfile(files[1], "<u2")
     assert starts[0] == 0
     assert (ids[starts[1:] - 1] == EOS).all()
@@ -109,13 +118,13 @@ def test_ids_that_need_four_bytes_get_them(tmp_path, dtype):
     backend = Tokenizer(models.WordLevel(names, unk_token="w1"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
     header = writer.write_tokens(tmp_path / "out", [str(tmp_path / "a")], tokenizer)
+
     assert header.dtype == dtype
-    assert data.open_tokens(tmp_path / "out", tokenizer).row(0, 3)[0].tolist() == [
-        3,
-        4,
-        EOS,
-    ]
+    tokens = data.open_tokens(tmp_path / "out", tokenizer)
+    ids = tokens.row(0, 3)[0]
+    assert ids.tolist() == [3, 4, EOS]
 
 
 def killed_at_batch(number: int, job: PrepareJob) -> None:
@@ -136,7 +145,9 @@ def killed_at_batch(number: int, job: PrepareJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("killed_at", "whole", "max_tokens"), [(1, 0, None), (7, 2, None), (11, 3, 900)]
+    ("killed_at", "whole", "max_tokens"),
+    [(1, 0, None), (7, 2, None), (11, 3, 900)],
+    ids=["in the first file", "in the third file", "near the limit"],
 )
 def test_resuming_after_a_kill_gives_the_bytes_of_one_go(
     tokenizer, sources, tmp_path, monkeypatch, killed_at, whole, max_tokens
@@ -144,19 +155,24 @@ def test_resuming_after_a_kill_gives_the_bytes_of_one_go(
     monkeypatch.setattr(documents, "_BATCH_DOCUMENTS", 7)
     job = PrepareJob("mine", sources, tmp_path / "killed", shard_tokens=200, max_tokens=max_tokens)
     killed_at_batch(killed_at, job)
+
     header = TokenHeader.file(job.out, partial=True)
-    n_whole = len(json.loads(header.read_text())["shards"]) if header.exists() else 0
+    n_whole = 0
+    if header.exists():
+        n_whole = len(json.loads(header.read_text())["shards"])
     assert n_whole == whole
-    kept = {}
+    times_of_whole: dict[Path, int] = {}
     for number in range(whole):
         path = job.out / f"ids-{number:05d}.bin"
-        kept[path] = path.stat().st_mtime_ns
+        times_of_whole[path] = path.stat().st_mtime_ns
     with (job.out / f"ids-{whole:05d}.bin").open("ab") as torn:
         torn.write(b"half a write")
+
     prepare.prepare(job)
+
     prepare.prepare(replace(job, out=tmp_path / "one go"))
     assert contents(job.out) == contents(tmp_path / "one go")
-    for path, written in kept.items():
+    for path, written in times_of_whole.items():
         assert path.stat().st_mtime_ns == written, f"{path.name} was made again"
 
 
@@ -165,22 +181,30 @@ def test_max_tokens_takes_whole_documents_and_no_token_more(tokenizer, sources, 
     n_with_next = len(ids_of(texts(42), tokenizer))
     for limit in (n_tokens, n_tokens + 1, n_with_next - 1):
         header = writer.write_tokens(
-            tmp_path / str(limit), sources, tokenizer, max_tokens=limit, shard_tokens=100
+            tmp_path / str(limit),
+            sources,
+            tokenizer,
+            max_tokens=limit,
+            shard_tokens=100,
         )
         assert header.tokens == n_tokens
         assert header.documents == 41
+
     with pytest.raises(ValueError, match=r"max_tokens is 1, .* 2 tokens"):
         writer.write_tokens(tmp_path / "none", sources, tokenizer, max_tokens=1)
 
 
 def test_a_token_folder_is_a_source_of_the_same_rows(tokenizer, sources, tmp_path, monkeypatch):
     job = PrepareJob("mine", sources, tmp_path / "out", shard_tokens=300)
-    first = prepare.prepare(job)
+    report = prepare.prepare(job)
     expected = rows_of(texts(120), tokenizer)
+
+    # From here on, nothing is tokenized: a finished folder is left alone.
     monkeypatch.setattr(writer, "encode", pytest.fail)
-    assert prepare.prepare(job).split("(")[0] == first.split("(")[0], (
-        "a finished folder is left alone"
-    )
+    second_report = prepare.prepare(job)
+    # Up to the seconds that it took.
+    assert second_report.split("(")[0] == report.split("(")[0]
+
     config = DataConfig(sources=(str(tmp_path / "out"),), seq_len=16)
     rows = open_rows(config, tokenizer, cache_dir=tmp_path / "cache")
     assert rows.fingerprint == expected.fingerprint
@@ -206,8 +230,11 @@ def test_damage_is_named(tokenizer, sources, tmp_path):
         damaged.write_bytes(content)
         with pytest.raises(ValueError, match=rf"ids-00001.bin .*{len(content)}"):
             read()
+
         damaged.write_bytes(whole)
         read()
+
+    # A header of a version that does not exist yet.
     path = job.out / "tokens.json"
     path.write_text(path.read_text().replace("tokens/2", "tokens/99"))
     with pytest.raises(ValueError, match="'hybrid-distill/tokens/99'"):
@@ -223,14 +250,21 @@ def test_a_folder_of_other_tokens_is_not_written_over(tokenizer, sources, tmp_pa
         killed_at_batch(2, job)
         with pytest.raises(ValueError, match="unfinished"):
             check_sources(DataConfig(sources=(str(job.out),)), tokenizer)
-    before = {path: path.read_bytes() for path in job.out.glob("[!.]*")}
-    for change in ({"max_tokens": 50}, {"shard_tokens": 50}, {"sources": ("tiny",)}):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            prepare.prepare(replace(job, **change))
+
+    def files() -> dict[Path, bytes]:
+        """Read all but the hidden ones, such as locks."""
+        return {path: path.read_bytes() for path in job.out.glob("[!.]*")}
+
+    before = files()
+    changes: dict[str, Any] = {"max_tokens": 50, "shard_tokens": 50, "sources": ("tiny",)}
+    for option, value in changes.items():
+        with pytest.raises(ValueError, match=option):
+            prepare.prepare(replace(job, **{option: value}))
+
     write_source(tmp_path / "files" / "2.jsonl", ["w1"])
     with pytest.raises(ValueError, match="changed"):
         prepare.prepare(job)
-    assert before == {path: path.read_bytes() for path in job.out.glob("[!.]*")}
+    assert files() == before
 
 
 def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
@@ -250,10 +284,14 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "read_file", recorded)
     for number, place in enumerate(places, 1):
         # A place is kept as JSON.
-        rest = documents.document_batches(sources, "text", 100, json.loads(json.dumps(place)))
+        read_back = json.loads(json.dumps(place))
+        rest = documents.document_batches(sources, "text", 100, read_back)
         assert [batch for batch, _ in rest] == list(batches[number:])
-    assert opened.count("0.jsonl") < opened.count("1.jsonl") < opened.count("2.jsonl")
-    assert opened.count("2.jsonl") == len(batches) - 1
+
+    # Each place leaves fewer files to open; behind the last one nothing is left.
+    n_opened = [opened.count(f"{number}.jsonl") for number in range(3)]
+    assert n_opened[0] < n_opened[1] < n_opened[2]
+    assert n_opened[2] == len(batches) - 1
 
 
 def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_it(
@@ -276,8 +314,10 @@ def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(
     (tmp_path / "a.txt").write_text("".join(lines) + "<|endoftext|>\nshort")
     for name in ("b.md", "c.csv", "d.rst", "e.html", ".hidden"):
         (tmp_path / name).write_text(name)
+
     with caplog.at_level("INFO"):
         pieces = list(data.read_documents(str(tmp_path)))
+
     assert pieces == [lines[0] + lines[1], lines[2] + lines[3], lines[4], "short"]
     assert "4 files left out (b.md ...)" in caplog.text
 
@@ -285,14 +325,17 @@ def test_a_long_txt_file_is_cut_at_line_ends_and_other_files_are_named(
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "held out"
     flags = ["--tokenizer", "tiny", "--sources", "tiny:held_out", "--out", str(out)]
+
     main(["prepare-data", *flags, "--max-tokens", "5000", "--shard-tokens", "2000"])
+
     line = capsys.readouterr().out.strip()
     header = TokenHeader.load(out / "tokens.json")
     assert "\n" not in line
     assert f"{header.tokens:,} tokens of {header.documents:,} documents" in line
     assert 4000 < header.tokens <= 5000
     assert header.tokenizer == "tiny"
-    for flag, value in {"--tokenizer": "no/such/folder", "--sources": "no.txt"}.items():
+
+    for flag, value in (("--tokenizer", "no/such/folder"), ("--sources", "no.txt")):
         with pytest.raises(SystemExit, match="2"):
             main(["prepare-data", *flags, flag, value, "--out", str(tmp_path / "new")])
         assert value in capsys.readouterr().err

@@ -40,9 +40,12 @@ def student_for(export_format: str) -> tuple[HybridForCausalLM, HeadPlan]:
 
 def test_every_format_without_tensors_of_its_own_has_a_program() -> None:
     for_programs = {name for name, export_format in FORMATS.items() if not export_format.tensors}
-    assert for_programs == PACKAGES.keys() == PROGRAMS.keys() == RECURRENCE.keys()
+    assert PACKAGES.keys() == for_programs
+    assert PROGRAMS.keys() == for_programs
+    assert RECURRENCE.keys() == for_programs
     for export_format in PACKAGES:
-        assert load_program(export_format).__name__ == PROGRAMS[export_format].__name__
+        program = load_program(export_format)
+        assert program.__name__ == PROGRAMS[export_format].__name__
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
@@ -80,23 +83,27 @@ def test_without_the_program_files_are_checked_and_nothing_else(
 ) -> None:
     monkeypatch.setitem(check.PACKAGES, "vllm", "no_such_program")
     student, plan = student_for("vllm")
-    tokenizer = load_teacher("tiny")[1]
+    _, tokenizer = load_teacher("tiny")
     path = tmp_path / "export"
+
     report = export_checkpoint(student, tokenizer, path, plan=plan, export_format="vllm")
     assert report.checks == ()
     assert "no_such_program" in caplog.text
     assert not (path / "gate" / "report.json").exists()
+
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main(["verify", str(path)])
     assert end.value.code == 2
     assert "no_such_program" in only_error(capsys.readouterr().err)
+
     weights = max(path.iterdir(), key=lambda file: file.stat().st_size)
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(ExportError, match=rf"{weights.name} has changed"):
         verify_export(path)
+
     weights.unlink()
     with pytest.raises(ExportError, match=rf"{weights.name} is missing"):
         verify_export(path)
@@ -106,34 +113,41 @@ def test_without_the_program_files_are_checked_and_nothing_else(
 def test_a_program_that_computes_something_else_fails(
     fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    n_new = 6
     student, _ = tiny_student("llama")
     ids = [torch.randint(5, 300, (length,)) for length in (1, 9)]
+    id_lists = [ids_L.tolist() for ids_L in ids]
     prompts = Prompts(torch.arange(300), ids, [], [], [])
     for ids_L in ids:
-        continued = greedy(student, ids_L[None], None, 6)
+        continued = greedy(student, ids_L[None], None, n_new)
         prompts.logits.append(student(ids_L[None]).logits[0].detach())
         prompts.generated.append(continued.tokens_BT[0])
         prompts.leads.append(continued.leads_BT[0] + 1)  # no token is within rounding
 
     class Answers(Program):
+        """The student's own answers, but for the fault."""
+
         def __init__(self, folder: Path, context: int) -> None:
-            assert context == 9 + 6
+            assert context == 9 + n_new
 
         def logits(self, prompt: Sequence[int]) -> np.ndarray:
-            place = [ids_L.tolist() for ids_L in ids].index(list(prompt))
+            place = id_lists.index(list(prompt))
             error = 0.01 * prompts.scale if fault == "logits" else 0.0
             return prompts.logits[place].numpy() + error
 
         def generate(self, tokens: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-            assert new_tokens == 6
-            assert tokens == [ids_L.tolist() for ids_L in ids]
+            assert new_tokens == n_new
+            assert tokens == id_lists
             error = 1 if fault == "tokens" else 0
             return [(tokens_T + error).tolist() for tokens_T in prompts.generated]
 
     monkeypatch.setattr(check, "load_program", {"onnx": Answers}.get)
     record = {"form": "onnx", "rounding": {"float32": 0.0}}
-    checks = list(check.check_program(Path(), record, prompts))
-    assert [one.ok for one in checks] == [fault != "logits", fault != "tokens"], table(checks)
+
+    of_logits, of_tokens = check.check_program(Path(), record, prompts)
+
+    assert of_logits.ok == (fault != "logits"), table([of_logits])
+    assert of_tokens.ok == (fault != "tokens"), table([of_tokens])
 
 
 @pytest.mark.launched
@@ -146,12 +160,14 @@ def test_a_program_computes_what_the_student_computes(
             pytest.skip(f"{package} is not installed here (make test-serving)")
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     student, plan = student_for(export_format)
-    tokenizer = load_teacher("tiny")[1]
+    _, tokenizer = load_teacher("tiny")
     path = tmp_path / "export"
+
     report = export_checkpoint(student, tokenizer, path, plan=plan, export_format=export_format)
     assert report.ok
     assert f"generated tokens, {PACKAGES[export_format]}" in report.table()
     assert verify_export(path).ok
+
     (path / "extra.py").write_text("")
     # The device is that of models: programs choose their own.
     checks = run_checks(path, path / "gate", device="meta")

@@ -139,7 +139,10 @@ Gemma2PreTrainedModel._supports_sdpa = True
 def soft_capped(tmp_path_factory):
     """A Gemma 2 student whose capped scores matter, and its export."""
     teacher = make_family_model(
-        "gemma2", vocab_size=300, attn_logit_softcapping=0.5, query_pre_attn_scalar=1
+        "gemma2",
+        vocab_size=300,
+        attn_logit_softcapping=0.5,
+        query_pre_attn_scalar=1,
     )
     with torch.no_grad():
         for parameter in teacher.parameters():
@@ -155,7 +158,7 @@ def soft_capped(tmp_path_factory):
 def test_loads_and_generates_the_same_in_a_process_without_this_package(exports, soft_capped):
     exports = {**exports, "gemma2": soft_capped}
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(5, 261, (n,), generator=generator) for n in (31, 3, 18)]
+    prompts = [torch.randint(5, 261, (length,), generator=generator) for length in (31, 3, 18)]
     ids_BL, mask_BL = left_padded(prompts)
     folders = [str(path) for _, path in exports.values()]
     for folder in folders:
@@ -164,14 +167,18 @@ def test_loads_and_generates_the_same_in_a_process_without_this_package(exports,
     environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules")}
     environment.pop("PYTHONPATH", None)
     command = [sys.executable, "-c", SDPA_FOR_SOFT_CAPS + LOAD_ALONE, *folders]
+
     subprocess.run(command, check=True, cwd=cwd, env=environment)
+
     options = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12}
     for student, path in exports.values():
         logits, tokens, attention = torch.load(f"{path}.answers", weights_only=True)
         assert attention == student.model.config._attn_implementation
         expected = student(input_ids=ids_BL[:1]).logits
-        assert (logits - expected).abs().max() <= ONE_PROCESS_TO_ANOTHER * expected.abs().max()
-        assert torch.equal(tokens, student.generate(ids_BL, attention_mask=mask_BL, **options))
+        error = (logits - expected).abs().max()
+        assert error <= ONE_PROCESS_TO_ANOTHER * expected.abs().max()
+        expected_tokens = student.generate(ids_BL, attention_mask=mask_BL, **options)
+        assert torch.equal(tokens, expected_tokens)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,17 +188,25 @@ def test_every_check_of_the_gate_holds_and_logits_are_the_same_to_the_bit(
     modules = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     student, path = exports[family]
+
     checks = run_checks(path, path / "gate")
+
     assert all(check.ok for check in checks), table(checks)
     assert len(checks) == 10
-    tied = {"lm_head.weight"} if family == "qwen2" else set()
+
     # Each tensor once, in several files.
+    tied = {"lm_head.weight"} if family == "qwen2" else set()
     assert weight_files(path).keys() == student.state_dict().keys() - tied
     assert len(list(path.glob("model-*.safetensors"))) > 1
-    options = {"trust_remote_code": True, "dtype": torch.float32}
-    reloaded = AutoModelForCausalLM.from_pretrained(path, **options)
+
+    reloaded = AutoModelForCausalLM.from_pretrained(
+        path,
+        trust_remote_code=True,
+        dtype=torch.float32,
+    )
     ids_BL = torch.randint(5, 261, (2, 33))
-    assert torch.equal(reloaded(input_ids=ids_BL).logits, student(input_ids=ids_BL).logits)
+    logits = reloaded(input_ids=ids_BL).logits
+    assert torch.equal(logits, student(input_ids=ids_BL).logits)
 
 
 def test_nothing_is_pickled_and_the_code_is_this_packages(exports):
@@ -210,11 +225,17 @@ def test_license_and_name_come_from_the_teachers_own_card(tmp_path, monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     teacher = tmp_path / "Some-1B"
     teacher.mkdir()
+    card = teacher / "README.md"
     assert origin(str(teacher)) == ("unknown", "Some-1B")
-    (teacher / "README.md").write_text("---\nlicense: llama3.2\n---\n# Some\n")
-    assert origin(str(teacher)) == origin("~/Some-1B") == ("llama3.2", "Some-1B")
-    (teacher / "README.md").write_text("---\nlicense: [llama3.2\n---\n")
-    assert origin(str(teacher)) == ("unknown", "Some-1B"), "a card whose YAML is broken"
+
+    card.write_text("---\nlicense: llama3.2\n---\n# Some\n")
+    assert origin(str(teacher)) == ("llama3.2", "Some-1B")
+    assert origin("~/Some-1B") == ("llama3.2", "Some-1B")
+
+    broken_yaml = "---\nlicense: [llama3.2\n---\n"
+    card.write_text(broken_yaml)
+    assert origin(str(teacher)) == ("unknown", "Some-1B")
+
     assert origin("tiny") == ("apache-2.0", "")
 
 
@@ -225,11 +246,18 @@ def test_the_origin_of_a_snapshot_in_the_hubs_cache_is_its_identifier(tmp_path: 
 
 
 def test_the_card_says_distilled_only_of_a_student_that_was() -> None:
+    """A student whose training is not recorded counts as one."""
     student, plan = tiny_student("llama")
     distill = {"name": "distill", "steps": 1, "tokens": 8}
     for training, is_distilled in (([], False), ([distill], True), (None, True)):
         card = model_card(
-            student, plan, None, None, license="mit", base_model="a/b", training=training
+            student,
+            plan,
+            None,
+            None,
+            license="mit",
+            base_model="a/b",
+            training=training,
         )
         tags = next(line for line in card.splitlines() if line.startswith("tags: "))
         assert ("distillation, " in tags) == is_distilled
@@ -296,7 +324,9 @@ def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
             code.write(mistake)
     with pytest.raises(ValueError, match=r"mixer.py, ssd.py"):
         verify_export(path)
-    ok = {check.name: check.ok for check in verify_export(path, trust_remote_code=True).checks}
+
+    report = verify_export(path, trust_remote_code=True)
+    ok = {check.name: check.ok for check in report.checks}
     assert not ok["cached decode = full forward, logits"]
     assert not ok["left-padded batch = single prompts, logits"]
     assert ok["reloaded = exported model, logits"]
@@ -313,9 +343,12 @@ def test_an_export_is_replaced_whole_or_not_at_all(exports, copied, monkeypatch)
     with pytest.raises(ExportError, match="cached decode"):
         export_checkpoint(student, None, path, plan=plan)
     assert reference.read_bytes() == before
+
     student.train()
-    assert export_checkpoint(student, None, path, plan=plan, gate=False).checks == ()
+    report = export_checkpoint(student, None, path, plan=plan, gate=False)
+    assert report.checks == ()
     assert student.training
+    # The student is the module's.
     student.eval()
     assert not (path / "tokenizer.json").exists()
     assert (path / "model.safetensors").is_file()

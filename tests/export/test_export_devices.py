@@ -91,12 +91,14 @@ def test_a_student_on_kernels_is_exported_as_what_the_export_computes(
         assert student.ssm_implementation == "triton"
     finally:
         student.set_ssm_implementation("auto")
+
     assert report.ok
     assert same_model(report.checks).limit == SAME_ARITHMETIC
     prompts = load_prompts(path / "gate", "cpu")
     for ids_L, logits_LC in zip(prompts.ids, prompts.logits, strict=True):
         on_torch = student(input_ids=ids_L[None], use_cache=False).logits[0]
         assert torch.equal(logits_LC, on_torch.detach())
+
     kernels = read_record(path / "gate")["kernels"]
     assert kernels["implementation"] == "triton"
     assert 0 < kernels["difference"] < TOLERANCE[torch.float32]
@@ -127,7 +129,9 @@ def test_the_record_is_made_with_the_attention_that_the_export_names(
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     student, plan = tiny_student("llama")
     student.model.config._attn_implementation = "of_a_gpu"
+
     report = export_checkpoint(student, None, tmp_path / "export", plan=plan)
+
     assert report.ok
     assert student.model.config._attn_implementation == "of_a_gpu"
     assert read_record(tmp_path / "export" / "gate")["kernels"]["difference"] > 1e-3
@@ -164,6 +168,7 @@ def test_an_export_made_on_one_device_passes_its_check_on_another(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     student, plan = tiny_student("llama")
     student = settle(student, dtype)
+
     there = tmp_path / "there"
     with elsewhere_now():
         export_checkpoint(student, None, there, plan=plan, gate=False)
@@ -189,11 +194,16 @@ def test_a_mistake_is_not_within_rounding(smollm2, tmp_path: Path) -> None:
     limits = limits_of({**record, "arithmetic": "cuda: a GPU"}, "cpu")
     rounding = record["rounding"]["float32"]
     assert limits.forward == max(TOLERANCE[torch.float32], MARGIN * rounding)
-    right = next(iter(check_outputs(student, prompts, limits)))
+
+    def check_logits() -> Check:
+        return next(iter(check_outputs(student, prompts, limits)))
+
+    right = check_logits()
     heads = student.recurrent_heads()[0]
     with torch.no_grad():
         heads.D.mul_(1.01)
-        wrong = next(iter(check_outputs(student, prompts, limits)))
+        wrong = check_logits()
+        # The student is the module's.
         heads.D.div_(1.01)
     assert right.ok
     assert not wrong.ok
@@ -218,11 +228,18 @@ def sensitive(tmp_path_factory) -> Path:
                 parameter.mul_(20)
     plan = HeadPlan.random(teacher, 6, seed=0)
     student, _ = build_student(teacher, plan, d_state=4, recurrence="mamba2")
+    in_bfloat16 = settle(student.eval(), torch.bfloat16)
     path = tmp_path_factory.mktemp("sensitive") / "export"
-    options = {"plan": plan, "export_format": "safetensors", "gate": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_record, "NEW_TOKENS", 6)
-        export_checkpoint(settle(student.eval(), torch.bfloat16), None, path, **options)
+        export_checkpoint(
+            in_bfloat16,
+            None,
+            path,
+            plan=plan,
+            export_format="safetensors",
+            gate=False,
+        )
     return path
 
 
@@ -234,6 +251,7 @@ PADDED = "left-padded batch = single prompts, logits"
 def test_rounding_to_bfloat16_is_not_a_fault(sensitive: Path) -> None:
     with DecodesInOtherOrder():
         checks = run_checks(sensitive, sensitive / "gate")
+
     measured = {check.name: check.measured for check in checks}
     assert measured[IN_BFLOAT16] > TOLERANCE[torch.bfloat16], "more than a fixed limit allows"
     assert all(check.ok for check in checks), table(checks)
@@ -271,7 +289,10 @@ def shift_values(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(self, *args, **kwargs):
         keys, values = update(self, *args, **kwargs)
-        return keys, values.roll(1, dims=-2) if args[0].shape[-2] == 1 else values
+        is_decoding = args[0].shape[-2] == 1
+        if is_decoding:
+            values = values.roll(1, dims=-2)
+        return keys, values
 
     patch.setattr(HybridLayerCache, "update", shifted)
 
@@ -298,7 +319,9 @@ def test_a_fault_in_a_bfloat16_export_is_not_taken_for_rounding(
     sensitive: Path, fault, monkeypatch
 ) -> None:
     fault(monkeypatch)
+
     checks = run_checks(sensitive, sensitive / "gate")
+
     (failed,) = [check for check in checks if check.name == FAULTS[fault]]
     assert not failed.ok, table(checks)
     assert failed.measured > 10 * failed.limit

@@ -11,6 +11,7 @@ import torch
 from conftest import make_family_model
 from safetensors.torch import load_file, save_file
 from students import gate_in_this_process, keep, tiny_student
+from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_distill.cli.app import main
@@ -81,24 +82,44 @@ def test_a_falcon_h1_computes_what_the_student_computes(
     student = student_keeping(family, kept)
     stock = stock_model(student)
     ids_BL = random_ids(2, 37)
+
     expected = student(ids_BL).logits
-    assert (stock(ids_BL).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    error = (stock(ids_BL).logits - expected).abs().max()
+    assert error <= TOLERANCE * expected.abs().max()
+
     # Left-padded and from its cache, where biases before the convolution would leak out of padding.
-    ids_BL, mask_BL = left_padded([ids_BL[0, :3], ids_BL[1, :17]])
-    ours = greedy(student, ids_BL, mask_BL, 8).tokens_BT
-    assert torch.equal(greedy(stock, ids_BL, mask_BL, 8).tokens_BT, ours)
+    prompts_BL, mask_BL = left_padded([ids_BL[0, :3], ids_BL[1, :17]])
+    ours = greedy(student, prompts_BL, mask_BL, 8).tokens_BT
+    theirs = greedy(stock, prompts_BL, mask_BL, 8).tokens_BT
+    assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_announced_sizes_are_those_of_the_falcon_h1(
+    family: str, kept: list[tuple[int, ...]]
+) -> None:
+    student = student_keeping(family, kept)
+    stock = stock_model(student)
+
     n_parameters = sum(parameter.numel() for parameter in stock.parameters())
     assert container(student).parameters() == n_parameters
+
+    length = 100
     config = stock.config
-    kv_bytes = 2 * config.num_key_value_heads * config.head_dim * 100 * 2
+    # Keys and values in 16 bit, states in 32.
+    kv_bytes = 2 * config.num_key_value_heads * config.head_dim * length * 2
     ssm_bytes = config.mamba_d_ssm * config.mamba_d_state * 4
-    n_bytes = container_bytes(keep(student, *kept), head_dim=8, d_state=5, length=100)
-    assert n_bytes == config.num_hidden_layers * (kv_bytes + ssm_bytes)
+    announced = container_bytes(keep(student, *kept), head_dim=8, d_state=5, length=length)
+    assert announced == config.num_hidden_layers * (kv_bytes + ssm_bytes)
 
 
 @pytest.mark.parametrize(
     ("kept", "n_heads", "n_kv_heads"),
-    [([(0, 1), (2, 3, 6, 7), ()], 4, 2), ([(0, 2), (4,), ()], 2, 2)],
+    [
+        ([(0, 1), (2, 3, 6, 7), ()], 4, 2),
+        ([(0, 2), (4,), ()], 2, 2),
+    ],
     ids=["shared in every layer", "apart"],
 )
 def test_heads_of_one_group_share_keys_and_values_where_every_layer_lets_them(
@@ -119,15 +140,20 @@ def test_students_with_other_recurrences_are_refused(recurrence: str) -> None:
 def test_only_a_window_that_a_kept_head_looks_through_is_an_obstacle() -> None:
     teacher = make_family_model("mistral", vocab_size=300, sliding_window=6)
     options = {"d_state": 4, "recurrence": "mamba2"}
-    plan = HeadPlan.from_pairs(teacher, [(0, 1)])
-    (reason,) = obstacles(build_student(teacher, plan, **options)[0])
+
+    one_head = HeadPlan.from_pairs(teacher, [(0, 1)])
+    student, _ = build_student(teacher, one_head, **options)
+    (reason,) = obstacles(student)
     assert "sliding-window" in reason
-    assert obstacles(build_student(teacher, HeadPlan.none(teacher), **options)[0]) == []
+
+    student, _ = build_student(teacher, HeadPlan.none(teacher), **options)
+    assert obstacles(student) == []
 
 
 def test_a_student_without_recurrent_heads_has_no_obstacle() -> None:
     teacher = make_family_model("llama", vocab_size=300)
-    assert obstacles(build_student(teacher, HeadPlan.all(teacher), d_state=4)[0]) == []
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
+    assert obstacles(student) == []
 
 
 @pytest.mark.parametrize(
@@ -136,6 +162,7 @@ def test_a_student_without_recurrent_heads_has_no_obstacle() -> None:
         ({"recurrence": "mamba3"}, "mamba3"),
         ({"recurrence": "mamba2", "conv_bias": True}, "conv_bias"),
     ],
+    ids=["unknown", "bias before a mamba2 convolution"],
 )
 def test_an_impossible_recurrence_is_refused(options: dict[str, Any], name: str) -> None:
     backbone = make_family_model("llama").config.to_dict()
@@ -148,40 +175,57 @@ def test_an_impossible_recurrence_is_refused(options: dict[str, Any], name: str)
 def test_heads_give_one_result_however_they_are_run(recurrence: str) -> None:
     """Run at once; in segments; from a cache, token by token; packed; as mixing matrices."""
     student = student_keeping("llama", KEPT["uneven"], recurrence=recurrence)
+    n_tokens = 23
+    n_prompt = 9
     close = {"rtol": 1e-5, "atol": 2e-6}
-    ids_BL = random_ids(1, 23)
+    ids_BL = random_ids(1, n_tokens)
     expected = student(ids_BL).logits
-    out = student(ids_BL[:, :9], use_cache=True)
-    steps = [out.logits]
-    for t in range(9, 23):
-        out = student(ids_BL[:, t : t + 1], cache=cache_of(out))
-        steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, **close)
 
-    seq_idx_BL = torch.arange(2).repeat_interleave(23)[None]
-    packed = student(torch.cat([ids_BL, ids_BL], dim=1), seq_idx=seq_idx_BL).logits
-    torch.testing.assert_close(packed, expected.repeat(1, 2, 1), **close)
+    out = student(ids_BL[:, :n_prompt], use_cache=True)
+    steps = [out.logits]
+    for place in range(n_prompt, n_tokens):
+        out = student(ids_BL[:, place : place + 1], cache=cache_of(out))
+        steps.append(out.logits)
+    assert_close(torch.cat(steps, dim=1), expected, **close)
+
+    twice_BL = torch.cat([ids_BL, ids_BL], dim=1)
+    seq_idx_BL = torch.arange(2).repeat_interleave(n_tokens)[None]
+    packed = student(twice_BL, seq_idx=seq_idx_BL).logits
+    assert_close(packed, expected.repeat(1, 2, 1), **close)
 
     heads = student.mixers()[1].ssm
     generator = torch.Generator().manual_seed(2)
-    hidden_BLD = torch.randn(1, 23, student.config.hidden_size, generator=generator)
+    hidden_BLD = torch.randn(1, n_tokens, student.config.hidden_size, generator=generator)
     x_BLRP, *_, gate_BLRP = heads.scan_inputs(hidden_BLD)
-    mixed = torch.einsum("brls,bsrp->blrp", heads.mixing_matrices(hidden_BLD), x_BLRP)
-    torch.testing.assert_close(mixed * gate_BLRP, heads(hidden_BLD), **close)
+    matrices_BRLS = heads.mixing_matrices(hidden_BLD)
+    mixed_BLRP = torch.einsum("brls,bsrp->blrp", matrices_BRLS, x_BLRP)
+    assert_close(mixed_BLRP * gate_BLRP, heads(hidden_BLD), **close)
 
     student.set_segment_len(5)
-    torch.testing.assert_close(student(ids_BL, use_cache=False).logits, expected, **close)
+    in_segments = student(ids_BL, use_cache=False).logits
+    assert_close(in_segments, expected, **close)
 
 
 def test_the_card_states_the_cost() -> None:
     student = student_keeping("llama", [(0, 1), (5,), ()])
     plan = HeadPlan.from_pairs(student, [(0, 0), (0, 1), (1, 5)])
-    options = {"export_format": "falcon-h1", "license": "mit", "base_model": ""}
-    card = model_card(student, plan, None, None, **options)
+
+    card = model_card(
+        student,
+        plan,
+        None,
+        None,
+        export_format="falcon-h1",
+        license="mit",
+        base_model="",
+    )
+
     # 3 layers with one KV head of 8 channels in 16 bit, 8 SSM heads of 8 x 5 in 32 bit.
-    n_bytes = 3 * (2 * 1 * 8 * 4096 * 2 + 8 * 8 * 5 * 4)
+    kv_bytes = 2 * 1 * 8 * 4096 * 2
+    ssm_bytes = 8 * 8 * 5 * 4
+    megabytes = 3 * (kv_bytes + ssm_bytes) / 1e6
     assert f"{container(student).parameters():,} parameters" in card
-    assert f"{n_bytes / 1e6:.3f} MB at 4,096 tokens" in card
+    assert f"{megabytes:.3f} MB at 4,096 tokens" in card
 
 
 @pytest.mark.launched
@@ -190,15 +234,22 @@ def test_a_student_goes_from_format_to_format_behind_the_gate(tmp_path: Path) ->
     own = tmp_path / "own"
     stock = tmp_path / "stock"
     export_checkpoint(student, None, own, plan=plan, export_format="safetensors", gate=False)
+
     report = export_student(ExportJob(own, stock, "falcon-h1", max_shard_size="100KB"))
+
     assert report.ok
-    assert {check.limit for check in report.checks if "logits" in check.name} == {1e-4}
+    limits = {check.limit for check in report.checks if "logits" in check.name}
+    assert limits == {1e-4}
     assert json.loads((stock / "gate/report.json").read_text())["ok"]
+
+    # Neither format brings code.
     for folder in (own, stock):
         assert not list(folder.glob("*.py"))
-    assert len(list(stock.glob("model-*.safetensors"))) > 1
     assert "auto_map" not in json.loads((stock / "config.json").read_text())
+    assert len(list(stock.glob("model-*.safetensors"))) > 1
     assert "FalconH1ForCausalLM" in (stock / "README.md").read_text()
+
+    # The stock format is not read back.
     with pytest.raises(ValueError, match="falcon_h1"):
         export_student(ExportJob(stock, tmp_path / "back"))
 
@@ -211,8 +262,11 @@ def test_verify_has_an_exit_status(
     student, plan = tiny_student("llama", recurrence="mamba2")
     stock = tmp_path / "stock"
     export_checkpoint(student, None, stock, plan=plan, export_format="falcon-h1", gate=False)
+
     main(["verify", str(stock), "--to", str(tmp_path / "checks.json")])
     assert json.loads((tmp_path / "checks.json").read_text())["ok"]
+
+    # Weights that changed after the export: status 1. No export at all: 2.
     file = stock / "model.safetensors"
     weights = load_file(file)
     weights["model.layers.0.mamba.A_log"] += 1

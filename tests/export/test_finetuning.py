@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from students import byte_tokenizer, tiny_student
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
@@ -74,4 +75,4 @@ def test_trainer_trains_a_student_padded_and_flattened_alike_and_it_exports_agai
     again, _ = load_student(tmp_path / "again")
     prompt = tokenizer("The flag", return_tensors="pt")
     with torch.no_grad():
-        torch.testing.assert_close(again(**prompt).logits, model.eval()(**prompt).logits)
+        assert_close(again(**prompt).logits, model.eval()(**prompt).logits)

@@ -21,7 +21,8 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import load_teacher
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
-KEPT = [(0, 1), (1, 2), (1, 3), (2, 6), (2, 0), (2, 1), (5, 5)]  # of 6 layers of 8 heads
+# Of 6 layers of 8 heads. Layer 2 decides the sizes of all: one head, and two that share a KV head.
+KEPT = [(0, 1), (1, 2), (1, 3), (2, 6), (2, 0), (2, 1), (5, 5)]
 TEXTS = [
     "The cat",
     "Hello, it's 1234 times.\n\n  Don't (panic)! x='sun' é你好\tend",
@@ -53,6 +54,7 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
     n_channels = n_heads * (head_dim + 2 * config.d_state)
     # As llama.cpp counts: columns first.
     shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+
     expected = {
         "ssm_in.weight": [width, n_heads * (head_dim + 1) + n_channels],
         "ssm_conv1d.weight": [4, n_channels],
@@ -61,7 +63,7 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
         "ssm_a": [1, n_heads],
         "ssm_d": [1, n_heads],
         "ssm_out.weight": [n_heads * head_dim, width],
-        "attn_q.weight": [width, 4 * head_dim],  # layer 2: one head and two that share a KV head
+        "attn_q.weight": [width, 4 * head_dim],
         "attn_k.weight": [width, 2 * head_dim],
         "attn_output.weight": [4 * head_dim, width],
         "attn_norm.weight": [width],
@@ -72,6 +74,7 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
             assert shapes[f"blk.{layer}.{name}"] == shape
     assert shapes["token_embd.weight"] == [width, config.vocab_size]
     assert not any(name.endswith("ssm_in.bias") for name in shapes)
+
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "falcon-h1"
     assert fields["falcon-h1.attention.head_count"] == 4
@@ -79,8 +82,11 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
     assert fields["falcon-h1.ssm.time_step_rank"] == n_heads
     assert fields["falcon-h1.ssm.group_count"] == n_heads
     assert fields["tokenizer.ggml.tokens"][:3] == ["<pad>", "<bos>", "<eos>"]
-    assert fields["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    control = 3
+    normal = 1
+    assert fields["tokenizer.ggml.token_type"][:4] == [control, control, control, normal]
     assert fields["tokenizer.ggml.add_bos_token"]
+
     (decay,) = [tensor.data for tensor in reader.tensors if tensor.name == "blk.0.ssm_a"]
     assert (np.asarray(decay) == -1).all()
 
@@ -89,6 +95,7 @@ def test_a_gate_with_a_bias_and_stretched_rope_are_obstacles() -> None:
     student, _ = student_of("mamba2")
     (reason,) = obstacles(student)
     assert "mamba2-stock" in reason
+
     scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     stretched = make_family_model("llama", vocab_size=300, rope_parameters=scaling)
     plan = HeadPlan.none(stretched)
@@ -122,9 +129,21 @@ def test_the_embedded_tokenizer_gives_the_same_tokens_behind_the_coarser_cuts_of
 
 
 def tokenize(engine: LlamaCpp, text: str) -> list[int]:
+    """Return the tokens of llama.cpp's own tokenizer, special ones included."""
     data = text.encode()
+    # No more tokens than bytes, and a few special ones.
     ids = (engine.lib.llama_token * (len(data) + 8))()
-    n_tokens = engine.lib.llama_tokenize(engine.vocab, data, len(data), ids, len(ids), True, True)
+    add_special = True
+    parse_special = True
+    n_tokens = engine.lib.llama_tokenize(
+        engine.vocab,
+        data,
+        len(data),
+        ids,
+        len(ids),
+        add_special,
+        parse_special,
+    )
     return ids[:n_tokens]
 
 
@@ -136,14 +155,24 @@ def test_llama_cpp_computes_what_the_student_computes(tmp_path: Path) -> None:
     write(student, tokenizer, tmp_path, "2GB")
     engine = LlamaCpp(tmp_path, context=512, threads=1)
     prompts = [tokenizer(text).input_ids for text in TEXTS]
-    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
-    expected = []
+    n_new = 16
+
+    expected: list[list[int]] = []
     for text, ids in zip(TEXTS, prompts, strict=True):
+        ids_BL = torch.tensor([ids])
+        own = student(ids_BL).logits[0].numpy()
+        continued = student.generate(
+            ids_BL,
+            max_new_tokens=n_new,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        new_tokens = continued[0, len(ids) :].tolist()
+        expected.append(new_tokens)
+
         assert tokenize(engine, text) == ids
-        logits = engine.logits(ids)
-        own = student(torch.tensor([ids])).logits[0].numpy()
-        assert np.abs(logits - own).max() <= TOLERANCE * np.abs(own).max()
-        continued = student.generate(torch.tensor([ids]), **options)
-        expected.append(continued[0, len(ids) :].tolist())
-        assert engine.generate([ids], 16) == [expected[-1]]
-    assert engine.generate(prompts, 16) == expected
+        error = np.abs(engine.logits(ids) - own).max()
+        assert error <= TOLERANCE * np.abs(own).max()
+        assert engine.generate([ids], n_new) == [new_tokens]
+
+    assert engine.generate(prompts, n_new) == expected

@@ -17,12 +17,30 @@ from hybrid_distill.io import save_tensors, write_json
 from hybrid_distill.model import HybridForCausalLM
 
 TOLERANCE = 1e-5  # relative to the largest logit
+NEW_TOKENS = 8
 LENGTHS = (3, 71, 150)
+"""Tokens of the prompts: below, above and far above a piece of the prefill."""
+PREFILL_PIECE = 32
 
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(5, 300, (n,), generator=generator).tolist() for n in LENGTHS]
+    drawn: list[list[int]] = []
+    for length in LENGTHS:
+        ids = torch.randint(5, 300, (length,), generator=generator)
+        drawn.append(ids.tolist())
+    return drawn
+
+
+def continued_by(student: HybridForCausalLM, ids: list[int]) -> list[int]:
+    """Return the student's own greedy tokens."""
+    continued = student.generate(
+        torch.tensor([ids]),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return continued[0, len(ids) :].tolist()
 
 
 @torch.no_grad()
@@ -32,17 +50,22 @@ def check_same(folder: Path, student: HybridForCausalLM) -> None:
     utils = pytest.importorskip("mlx_lm.utils", reason="pip install mlx-lm")
     generate = pytest.importorskip("mlx_lm.generate")
     model, _ = utils.load_model(folder, trust_remote_code=True)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    expected = []
-    for ids in prompts():
+    expected = [continued_by(student, ids) for ids in prompts()]
+
+    for ids, new_tokens in zip(prompts(), expected, strict=True):
         own = student(torch.tensor([ids])).logits.numpy()
         logits = np.array(model(mx.array([ids])))
-        assert np.abs(logits - own).max() <= TOLERANCE * np.abs(own).max()
-        continued = student.generate(torch.tensor([ids]), **options)
-        expected.append(continued[0, len(ids) :].tolist())
-        steps = generate.generate_step(mx.array(ids), model, max_tokens=8, prefill_step_size=32)
-        assert [int(token) for token, _ in steps] == expected[-1]
-    engine = generate.BatchGenerator(model, max_tokens=8, prefill_step_size=32)
+        error = np.abs(logits - own).max()
+        assert error <= TOLERANCE * np.abs(own).max()
+        steps = generate.generate_step(
+            mx.array(ids),
+            model,
+            max_tokens=NEW_TOKENS,
+            prefill_step_size=PREFILL_PIECE,
+        )
+        assert [int(token) for token, _ in steps] == new_tokens
+
+    engine = generate.BatchGenerator(model, max_tokens=NEW_TOKENS)
     places = engine.insert(prompts())
     tokens: dict[int, list[int]] = {place: [] for place in places}
     while responses := engine.next_generated():
@@ -54,7 +77,11 @@ def check_same(folder: Path, student: HybridForCausalLM) -> None:
 @pytest.mark.parametrize("kept", ["uneven", "a whole layer"])
 @pytest.mark.parametrize(
     ("family", "recurrence"),
-    [("llama", "discrete"), ("qwen2", "mamba2"), ("mistral", "mamba2-stock")],
+    [
+        ("llama", "discrete"),
+        ("qwen2", "mamba2"),
+        ("mistral", "mamba2-stock"),
+    ],
 )
 def test_mlx_computes_what_a_student_computes(
     tmp_path: Path, family: str, recurrence: str, kept: str
@@ -79,10 +106,13 @@ def test_mlx_computes_what_the_falcon_h1_format_computes(tmp_path: Path) -> None
 
 def test_the_folder_has_all_that_mlx_lm_reads(tmp_path: Path) -> None:
     student = student_keeping("qwen2", KEPT["uneven"], recurrence="discrete")
+
     write(student, byte_tokenizer(), tmp_path, "2GB")
+
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_file"] == "mlx_model.py"
     assert config["backbone"]["rope_theta"] > 0
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"config.json", "mlx_model.py", "model.safetensors"}
+    # It needs MLX to be imported, not to be parsed.
     compile((tmp_path / "mlx_model.py").read_text(), "mlx_model.py", "exec")

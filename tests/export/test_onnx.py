@@ -29,14 +29,29 @@ TOLERANCE = 1e-5  # relative to the largest logit
 
 
 def written(student: HybridForCausalLM, folder: Path) -> Session:
+    """Write a student and open it, without tokens that end its text."""
     write(student, None, folder, "2GB")
     session = Session(folder, threads=1)
     session.ends = []
     return session
 
 
+def continued(student: HybridForCausalLM, ids_L: torch.Tensor, n_tokens: int) -> list[int]:
+    """Return the student's own greedy tokens."""
+    whole_BL = student.generate(
+        ids_L[None],
+        do_sample=False,
+        max_new_tokens=n_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return whole_BL[0, len(ids_L) :].tolist()
+
+
 def relative_error(actual: np.ndarray, expected: torch.Tensor) -> float:
-    return float(np.abs(actual - expected.numpy()).max() / expected.abs().max())
+    """Return the largest error, relative to the largest logit."""
+    error = np.abs(actual - expected.numpy()).max()
+    return float(error / expected.abs().max())
 
 
 @torch.no_grad()
@@ -72,32 +87,26 @@ def test_onnx_computes_what_the_student_computes(
     student = student_keeping(family, kept, **{"recurrence": "discrete", **options})
     session = written(student, tmp_path)
     ids_BL = random_ids(2, 37)
-    expected = student(ids_BL).logits
     mask_BL = np.ones((2, 37))
-    logits, _ = session.run(ids_BL.numpy(), mask_BL, session.first_states(2))
-    assert relative_error(logits, expected) <= TOLERANCE
+    expected = student(ids_BL).logits
+
+    at_once, _ = session.run(ids_BL.numpy(), mask_BL, session.first_states(2))
+    assert relative_error(at_once, expected) <= TOLERANCE
 
     states = session.first_states(2)
-    pieces = []
+    pieces: list[np.ndarray] = []
     for start, end in ((0, 9), (9, 10), (10, 11), (11, 20), (20, 37)):
         piece, states = session.run(ids_BL[:, start:end].numpy(), mask_BL[:, :end], states)
         pieces.append(piece)
-    assert relative_error(np.concatenate(pieces, axis=1), expected) <= TOLERANCE
+    in_pieces = np.concatenate(pieces, axis=1)
+    assert relative_error(in_pieces, expected) <= TOLERANCE
+
     last, _ = session.run(ids_BL.numpy(), mask_BL, session.first_states(2), keep=3)
     assert relative_error(last, expected[:, -3:]) <= TOLERANCE
 
     prompts = [ids_BL[0, :1], ids_BL[0, 1:6], ids_BL[1, :24]]
-    alone = []
-    for ids_L in prompts:
-        continued = student.generate(
-            ids_L[None],
-            do_sample=False,
-            max_new_tokens=6,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        alone.append(continued[0, len(ids_L) :].tolist())
-    assert generate(session, [ids_L.tolist() for ids_L in prompts], 6) == alone
+    in_a_batch = generate(session, [ids_L.tolist() for ids_L in prompts], 6)
+    assert in_a_batch == [continued(student, ids_L, 6) for ids_L in prompts]
 
 
 @pytest.mark.parametrize("windows", [{}, {"window": 4, "sinks": 2}], ids=["", "windows"])
@@ -113,6 +122,7 @@ def test_padding_changes_neither_logits_nor_states(windows: dict[str, int], tmp_
     padded_states = session.first_states(1)
     for start, end in ((0, 11), (11, 12), (12, 13)):
         logits, states = session.run(ids_1L[:, start:end], np.ones((1, end)), states)
+        # The first piece includes the padding.
         padded_start = start + n_padding if start else 0
         padded_logits, padded_states = session.run(
             padded_1L[:, padded_start : end + n_padding],
@@ -135,8 +145,11 @@ def test_what_windows_store_does_not_grow(tmp_path: Path) -> None:
     session = written(student, tmp_path)
     states = session.first_states(2)
     before = {name: state.shape() for name, state in states.items()}
+
     _, states = session.run(random_ids(2, 30).numpy(), np.ones((2, 30)), states)
-    assert {name: state.shape() for name, state in states.items()} == before
+
+    after = {name: state.shape() for name, state in states.items()}
+    assert after == before
     # Three layers of 4 KV heads of 8: keys and values of 3 first and 5 latest tokens.
     assert {tuple(shape) for shape in before.values()} == {(2, 8, 32)}
     assert len(before) == 6
@@ -147,8 +160,15 @@ def test_an_export_with_windows_passes_its_gate(tmp_path: Path) -> None:
     teacher, tokenizer = load_teacher("tiny")
     plan = HeadPlan.from_pairs(teacher, [(0, 1), (1, 2), (1, 3)])
     student, _ = build_student(teacher, plan, d_state=8, window=5, sinks=2)
-    options: dict[str, Any] = {"plan": plan, "export_format": "onnx"}
-    report = export_checkpoint(stirred(student), tokenizer, tmp_path / "export", **options)
+
+    report = export_checkpoint(
+        stirred(student),
+        tokenizer,
+        tmp_path / "export",
+        plan=plan,
+        export_format="onnx",
+    )
+
     assert report.checks
     assert all(one.ok for one in report.checks)
 
@@ -156,17 +176,23 @@ def test_an_export_with_windows_passes_its_gate(tmp_path: Path) -> None:
 def test_generation_ends_with_the_end_token_of_each_row(tmp_path: Path) -> None:
     student = student_keeping("llama", KEPT["one"], recurrence="discrete")
     prompts = [[7, 8, 9], [11]]
-    whole = generate(written(student, tmp_path), prompts, 8)
-    end = whole[0][2]
+    endless = generate(written(student, tmp_path), prompts, 8)
+
+    # Of the first row, the third token ends the text from now on.
+    end = endless[0][2]
     student.generation_config.eos_token_id = end
     write(student, None, tmp_path, "2GB")
     session = Session(tmp_path, threads=1)
-    expected = []
-    for tokens in whole:
-        n_tokens = tokens.index(end) + 1 if end in tokens else len(tokens)
+
+    expected: list[list[int]] = []
+    for tokens in endless:
+        n_tokens = len(tokens)
+        if end in tokens:
+            n_tokens = tokens.index(end) + 1
         expected.append(tokens[:n_tokens])
     assert len(expected[0]) <= 3
     assert generate(session, prompts, 8) == expected
+
     with pytest.raises(ValueError, match="no tokens"):
         generate(session, [[1], []])
 
@@ -181,6 +207,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("llama", {"rope_parameters": DYNAMIC}, "RoPE is dynamic"),
     ],
+    ids=["sliding window", "activation", "dynamic RoPE"],
 )
 def test_students_that_cannot_be_written_are_refused(
     family: str, options: dict[str, Any], reason: str
@@ -192,11 +219,13 @@ def test_students_that_cannot_be_written_are_refused(
 
 def test_windows_within_a_sliding_window_and_gdn_beside_a_window_are_refused() -> None:
     teacher = make_family_model("mistral", sliding_window=6)
-    student, _ = build_student(teacher, keep(teacher, (), (), ()), d_state=0, window=4, sinks=1)
+    none = keep(teacher, (), (), ())
+    student, _ = build_student(teacher, none, d_state=0, window=4, sinks=1)
     assert "sliding-window" in obstacles(student)[0]
+
     teacher = make_family_model("llama")
-    options: dict[str, Any] = {"d_state": 4, "window": 4, "recurrence": "gdn"}
-    student, _ = build_student(teacher, keep(teacher, (1,), (), (4,)), **options)
+    two = keep(teacher, (1,), (), (4,))
+    student, _ = build_student(teacher, two, d_state=4, window=4, recurrence="gdn")
     assert "gdn" in obstacles(student)[0]
 
 
@@ -214,5 +243,9 @@ def test_scaled_rope_biases_and_a_half_precision_student(tmp_path: Path) -> None
     student = mixed_student(teacher).to(torch.bfloat16)
     session = written(student, tmp_path)
     ids_BL = random_ids(2, 20) % 100
+
     logits, _ = session.run(ids_BL.numpy(), np.ones((2, 20)), session.first_states(2))
-    assert relative_error(logits, student.float()(ids_BL).logits) <= TOLERANCE
+
+    # What is written computes in float32.
+    expected = student.float()(ids_BL).logits
+    assert relative_error(logits, expected) <= TOLERANCE

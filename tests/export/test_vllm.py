@@ -55,13 +55,18 @@ def test_heads_spread_over_larger_ones_compute_the_same(
     teacher = make_family_model("llama", vocab_size=300, rope_parameters=rope_parameters)
     student = student_of(teacher, *UNEVEN)
     assert vllm.obstacles(student) == []
+
     vllm.write(student, None, tmp_path, "2GB")
+
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     head_dim = student.config.head_dim
-    assert stock.config.head_dim == 32 == vllm.spacing(head_dim) * head_dim
-    ids_BL = torch.randint(5, 300, (2, 150), generator=torch.Generator().manual_seed(1))
+    assert stock.config.head_dim == 32
+    assert vllm.spacing(head_dim) * head_dim == 32
+    generator = torch.Generator().manual_seed(1)
+    ids_BL = torch.randint(5, 300, (2, 150), generator=generator)
     expected = student(ids_BL).logits
-    assert (stock(ids_BL).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    error = (stock(ids_BL).logits - expected).abs().max()
+    assert error <= 1e-5 * expected.abs().max()
 
 
 def test_heads_of_a_size_that_vllm_takes_stay_as_they_are(tmp_path: Path) -> None:
@@ -76,9 +81,12 @@ def test_what_vllm_would_leave_out_is_refused() -> None:
     biased = student_of(make_family_model("qwen2", vocab_size=300), *UNEVEN)
     (reason,) = vllm.obstacles(biased)
     assert "q_proj, k_proj, v_proj" in reason
+
     yarn = student_of(make_family_model("llama", rope_parameters=YARN), *UNEVEN)
     (reason,) = vllm.obstacles(yarn)
     assert "yarn" in reason
+
+    # Heads of a size that vLLM takes are not spread, and YaRN then turns what it turned.
     wide = student_of(make_family_model("llama", rope_parameters=YARN, head_dim=32), *UNEVEN)
     assert vllm.obstacles(wide) == []
 
@@ -110,32 +118,30 @@ IN_PIECES = {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
 def test_vllm_generates_the_tokens_of_the_student(
     kept: list[tuple[int, ...]], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    student: Any = student_of(load_teacher("tiny")[0], *kept, d_state=16)
+    teacher, _ = load_teacher("tiny")
+    student: Any = student_of(teacher, *kept, d_state=16)
     vllm.write(student, None, tmp_path, "2GB")
     generator = torch.Generator().manual_seed(0)
-    prompts = []
+    prompts: list[list[int]] = []
     for number in range(64):
         length = 1 + 37 * number % 256
-        prompts.append(torch.randint(5, 1900, (length,), generator=generator).tolist())
+        ids = torch.randint(5, 1900, (length,), generator=generator)
+        prompts.append(ids.tolist())
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": "",
     }
+    arguments = [str(tmp_path), json.dumps(prompts), json.dumps(options)]
+
     done = subprocess.run(
-        [
-            os.environ["VLLM_PYTHON"],
-            "-c",
-            PROGRAM,
-            str(tmp_path),
-            json.dumps(prompts),
-            json.dumps(options),
-        ],
+        [os.environ["VLLM_PYTHON"], "-c", PROGRAM, *arguments],
         env=environment,
         capture_output=True,
         text=True,
     )
+
     _, _, answers = done.stdout.partition("TOKENS ")
     assert answers, done.stderr[-4000:]
     for prompt, tokens in zip(prompts, json.loads(answers.splitlines()[0]), strict=True):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from analyses import FILES, rows_of, run
 from planted import AGGREGATE, KEYS, PLANTED, planted_teacher
 from test_head_sites import make_model
 from training import ALIGN, small_run
 from transformers import PreTrainedModel
 
 from hybrid_distill.assets import tiny_teacher_path
-from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig
 from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.hybrids import (
@@ -29,7 +28,7 @@ from hybrid_distill.lab.analysis.tasks import Task, accuracy_task, perplexity_ta
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import choose_heads, prepare, train
-from hybrid_distill.plan import HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.restoration import restore_layers
@@ -37,15 +36,6 @@ from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, head_kinds
 
 IDS = torch.arange(2, 40).view(2, 19)
-FILES = ("md", "csv", "png")
-
-
-def run(*argv: object) -> None:
-    main(["analyze", *map(str, argv)])
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(path.open()))
 
 
 def generated(model: Any) -> torch.Tensor:
@@ -54,7 +44,8 @@ def generated(model: Any) -> torch.Tensor:
 
 def student_of(teacher: PreTrainedModel, kept: Any = ()) -> HybridForCausalLM:
     plan = HeadPlan.from_pairs(teacher, kept)
-    return build_student(teacher, plan, d_state=4)[0].eval()
+    student, _ = build_student(teacher, plan, d_state=4)
+    return student.eval()
 
 
 @torch.no_grad()
@@ -64,14 +55,18 @@ def test_with_every_layer_put_back_the_student_is_the_teacher(family: str, famil
     student = student_of(teacher)
     before = student(IDS).logits
     weights = {name: parameter.clone() for name, parameter in student.named_parameters()}
-    with restore_layers(student, teacher, range(teacher.config.num_hidden_layers)):
-        assert torch.equal(
-            student(IDS, use_cache=False).logits, teacher(IDS, use_cache=False).logits
-        )
+
+    every_layer = range(teacher.config.num_hidden_layers)
+    with restore_layers(student, teacher, every_layer):
+        restored = student(IDS, use_cache=False).logits
+        expected = teacher(IDS, use_cache=False).logits
+        assert torch.equal(restored, expected)
         assert torch.equal(generated(student), generated(teacher))
+
     assert torch.equal(student(IDS).logits, before), "layers were not taken out again"
     for name, parameter in student.named_parameters():
         assert torch.equal(parameter, weights[name])
+    # A layer is put back by a `forward` of its own, on the instance.
     assert not any("forward" in vars(mixer) for mixer in student.mixers())
 
 
@@ -81,7 +76,8 @@ def half() -> tuple[Bench, PreTrainedModel]:
     teacher, tokenizer = planted_teacher()
     student = student_of(teacher, PLANTED - {AGGREGATE})
     examples = KVRetrieval(4, seed=3, keys=KEYS).examples(12)
-    return Bench(student, tokenizer, [accuracy_task("kv", examples, 1 / 4)]), teacher
+    task = accuracy_task("kv", examples, 1 / 4)
+    return Bench(student, tokenizer, [task]), teacher
 
 
 def replaced(bench: Bench, teacher: PreTrainedModel, by: Any = "layer") -> dict[str, float]:
@@ -98,19 +94,23 @@ def test_the_layer_that_is_missing_restores_retrieval(half: tuple) -> None:
 
 @pytest.mark.parametrize("unit", ["%", ""])
 def test_heads_are_put_back_best_first(half: tuple, unit: str) -> None:
-    """A low perplexity is good."""
+    """Shares are good when high, numbers without a unit, perplexities, when low."""
     bench, teacher = half
     (kv,) = bench.tasks
     task = kv
     if not unit:
+        # Low where retrieval works.
         task = Task(Column("p", ""), lambda *arguments: 101 - kv.measure(*arguments))
+
     value_of = replaced(bench._replace(tasks=[task]), teacher, by="head")
+
     _, *heads, last = value_of
     assert last == "teacher"
     assert heads[0] == str(AGGREGATE)
     assert len(heads) == 16
     values = [value_of[head] for head in heads]
-    assert values == sorted(values, reverse=bool(unit))
+    higher_is_better = bool(unit)
+    assert values == sorted(values, reverse=higher_is_better)
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +128,21 @@ def test_a_run_and_its_checkpoint_give_the_same_table(aligned: Path, tmp_path: P
     student.save_pretrained(tmp_path / "student")
     tokenizer.save_pretrained(tmp_path / "student")
     few = ["--tasks", "kv,kv:generate", "--pairs", 3, "--examples", 6]
-    tables = []
+
+    tables: list[list[dict[str, str]]] = []
     for source in (aligned, tmp_path / "student"):
         out = tmp_path / f"{source.name}-table"
         run("replace-layer", "--student", source, *few, "--out", out)
         assert {path.name for path in out.iterdir()} == {f"replace-layer.{end}" for end in FILES}
         tables.append(rows_of(out / "replace-layer.csv"))
-    rows, of_checkpoint = tables
-    assert rows == of_checkpoint
-    labels = [row["put back"] for row in rows]
-    assert labels == ["none", *(f"layer {layer}" for layer in range(6)), "teacher"]
-    assert float(rows[-1]["kv"]) > 80
-    assert float(rows[-1]["kv:generate"]) > 80
+
+    of_run, of_checkpoint = tables
+    assert of_run == of_checkpoint
+    layers = [f"layer {layer}" for layer in range(6)]
+    assert [row["put back"] for row in of_run] == ["none", *layers, "teacher"]
+    of_teacher = of_run[-1]
+    assert float(of_teacher["kv"]) > 80
+    assert float(of_teacher["kv:generate"]) > 80
 
 
 def test_a_student_its_run_and_its_teacher_must_fit(aligned: Path, tmp_path: Path) -> None:
@@ -148,14 +151,16 @@ def test_a_student_its_run_and_its_teacher_must_fit(aligned: Path, tmp_path: Pat
     moved = tmp_path / "moved"
     shutil.copytree(aligned, moved)
     shutil.rmtree(moved / "stages")
-    for student, teacher, message in (
-        (aligned, "tiny", "leave out --teacher"),
-        (tiny_teacher_path(), None, "'llama'"),
-        (tmp_path / "other", None, "3 layers of 4 heads of 8, 32 wide"),
-        (moved, None, str(moved)),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ReplaceLayer(student=student, teacher=teacher).load()
+
+    refused = [
+        (ReplaceLayer(student=aligned, teacher="tiny"), "leave out --teacher"),
+        (ReplaceLayer(student=tiny_teacher_path()), "'llama'"),
+        (ReplaceLayer(student=tmp_path / "other"), "3 layers of 4 heads of 8, 32 wide"),
+        (ReplaceLayer(student=moved), str(moved)),
+    ]
+    for experiment, named in refused:
+        with pytest.raises(ValueError, match=named):
+            experiment.load()
 
 
 def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothing() -> None:
@@ -167,7 +172,9 @@ def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothi
     ranking = rank_together(student, {"hybrid": scores})
     assert {ranked.head for ranked in ranking[:3]} == PLANTED
     assert [ranked.kind for ranked in ranking] == ["attention"] * 3 + ["ssm"] * 13
-    bench = Bench(student, tokenizer, [accuracy_task("kv", probe.examples(12), 1 / 8)])
+
+    task = accuracy_task("kv", probe.examples(12), 1 / 8)
+    bench = Bench(student, tokenizer, [task])
     table = HybridHeadRanking(counts=(1, 10)).without_first(bench, ranking)
     kv = {row.label: row.values[0] for row in table.rows}
     assert list(kv) == [
@@ -186,14 +193,18 @@ def test_a_students_kept_circuit_comes_first_and_its_recurrent_heads_carry_nothi
 
 
 @pytest.mark.parametrize(
-    ("family", "n_attention", "n_ssm"), [("falcon_h1", 3 * 4, 3 * 6), ("zamba2", 3 * 4, 5 * 8)]
+    ("family", "n_attention", "n_ssm"),
+    [("falcon_h1", 3 * 4, 3 * 6), ("zamba2", 3 * 4, 5 * 8)],
+    ids=["falcon_h1", "zamba2"],
 )
 def test_the_two_kinds_of_a_hybrid_are_ranked_together(
     family: str, n_attention: int, n_ssm: int, random_models: Path, tmp_path: Path
 ) -> None:
     few = ["--tasks", "kv", "--pairs", 2, "--examples", 4, "--n-control-texts", 1]
     ranking = ["--k", 3, "--counts", 2, "--min-accuracy", 0]
+
     run("carriers", "--model", random_models / family, *few, *ranking, "--out", tmp_path)
+
     files = {f"carriers.{end}" for end in (*FILES, "attention.json", "ssm.json")}
     files.update(f"carriers.removed.{end}" for end in FILES)
     assert {path.name for path in tmp_path.iterdir()} == files
@@ -205,22 +216,33 @@ def test_the_two_kinds_of_a_hybrid_are_ranked_together(
         assert len(own) == n_heads
     lost = [float(row["accuracy lost"]) for row in rows]
     assert lost == sorted(lost, reverse=True)
-    removed = [row["heads removed"] for row in rows_of(tmp_path / "carriers.removed.csv")]
+
+    of_removal = rows_of(tmp_path / "carriers.removed.csv")
+    removed = [row["heads removed"] for row in of_removal]
     assert removed == ["nothing", "attention: first 2", "ssm: first 2", "both: first 2"]
 
 
 def test_recurrent_heads_are_zeroed_layer_by_layer(half: tuple) -> None:
     """Each row is the model without the heads of its label; layers 0 and 3 are attention."""
     bench, teacher = half
-    kept = [head for head in HeadPlan.all(teacher).kept if head.layer in (0, 3)]
-    student = student_of(teacher, kept)
+
+    def heads_in(*layers: int) -> list[HeadId]:
+        return [head for head in HeadPlan.all(teacher).kept if head.layer in layers]
+
+    student = student_of(teacher, heads_in(0, 3))
     task = perplexity_task([" ".join(KEYS[:6])], batch_size=1)
+
     table = ZeroedRecurrence().table(bench._replace(model=student, tasks=[task]))
+
     perplexity = {row.label: row.values[0] for row in table.rows}
     assert list(perplexity) == ["nothing", "layer 1 (4 heads)", "layer 2 (4 heads)", "all layers"]
-    for label, layers in (("nothing", ()), ("layer 1 (4 heads)", (1,)), ("all layers", (1, 2))):
-        heads = [head for head in HeadPlan.all(teacher).kept if head.layer in layers]
-        with ablate_heads(student, heads):
+    zeroed = {
+        "nothing": (),
+        "layer 1 (4 heads)": (1,),
+        "all layers": (1, 2),
+    }
+    for label, layers in zeroed.items():
+        with ablate_heads(student, heads_in(*layers)):
             assert perplexity[label] == task.measure(student, bench.tokenizer)
     assert len(set(perplexity.values())) == 4
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 import re
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from analyses import FILES, rows_of, run
 from planted import (
     AGGREGATE,
     GATHER_ASKED_KEY,
@@ -24,7 +24,6 @@ from test_answering import DIGITS, WHOLE, sharp
 from test_head_sites import FAMILIES, IDS, make_model, n_hooks
 from torch import Tensor, nn
 
-from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.head_matrices import HeadMix
 from hybrid_distill.lab.analysis.masking import Mask, masked_logprobs
 from hybrid_distill.lab.analysis.mixing import find_heads, mask_heads, mix_heads
@@ -50,8 +49,6 @@ from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import HeadKind, ablate_heads, eager_attention, load_teacher
 
-FILES = ("md", "csv", "png")
-
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple:
@@ -63,25 +60,27 @@ def planted() -> tuple:
     return planted_teacher()
 
 
-def run(*argv: object) -> None:
-    main(["analyze", *map(str, argv)])
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(path.open()))
-
-
 def words(marked: MarkedPrompt, positions: tuple[int, ...]) -> str:
     return " ".join(marked.labels[position] for position in positions)
 
 
 def segments(marked: MarkedPrompt) -> list[tuple[str, str]]:
-    return [(words(marked, own.content), words(marked, own.summary)) for own in marked.segments]
+    """Return the words of each segment, and those of its summary."""
+    texts: list[tuple[str, str]] = []
+    for segment in marked.segments:
+        content = words(marked, segment.content)
+        summary = words(marked, segment.summary)
+        texts.append((content, summary))
+    return texts
 
 
 def test_lines_of_a_question_are_marked(tiny: tuple) -> None:
+    _, tokenizer = tiny
     prompt = "Memorize:\nheart:8\nbench:72\nThe value of the key 'bench' is"
-    marked = mark_example(tiny[1], Example(prompt, " 72", (" 8", " 72")))
+    example = Example(prompt, " 72", (" 8", " 72"))
+
+    marked = mark_example(tokenizer, example)
+
     assert segments(marked) == [("heart :", "8 ↵"), ("bench :", "72 ↵")]
     assert marked.answer == 1
     assert marked.labels[-1] == "␣", "the space before a number is the same for all choices"
@@ -105,22 +104,31 @@ PROMPT = MarkedPrompt(
 
 
 def measured(matrix_TS: Tensor) -> Sharpness:
-    return sharpness(PROMPT, HeadMix(HeadId(0, 0), "attention", matrix_TS, torch.zeros(5, 1)))
+    values_SP = torch.zeros(5, 1)
+    mix = HeadMix(HeadId(0, 0), "attention", matrix_TS, values_SP)
+    return sharpness(PROMPT, mix)
 
 
 def test_measures_of_matrices_made_by_hand() -> None:
     uniform = measured(torch.ones(5, 5).tril())
-    assert uniform == pytest.approx((math.log2(5), 0.2, 0.4, (1 / 2 + 1 / 4) / 2, 0.4))
+    # Tokens 1 and 3 see 2 and 4 tokens, of which one is the content of their segment.
+    gather_of_uniform = (1 / 2 + 1 / 4) / 2
+    assert uniform == pytest.approx((math.log2(5), 0.2, 0.4, gather_of_uniform, 0.4))
+
     gather_TS = torch.eye(5)
     gather_TS[[1, 3]] = 0
     # An SSM's entries have signs, and any size.
     gather_TS[1, 0] = -7
     gather_TS[3, 2] = -7
     assert measured(gather_TS) == (0, 0, 1, 1, 0)
+
     aggregate_TS = torch.eye(5)
     aggregate_TS[4] = torch.tensor([0, 0.5, 0, -1.5, 0])
     entropy = -(0.25 * math.log2(0.25) + 0.75 * math.log2(0.75))
     assert measured(aggregate_TS) == pytest.approx((entropy, 0.75, 0, 0, 1))
+
+
+def test_shares_of_a_row_of_zeros_are_zeros() -> None:
     zeros_TS = torch.zeros(2, 2)
     assert torch.equal(row_shares(zeros_TS), zeros_TS.double())
 
@@ -135,11 +143,15 @@ def test_a_planted_circuit_is_found_by_its_patterns_in_one_forward_a_prompt(plan
     model, tokenizer = planted
     examples = KVRetrieval(8, seed=1, keys=KEYS).examples(4)
     forwards: list[int] = []
+
     with model.register_forward_pre_hook(lambda *_: forwards.append(1)):
         sharpness_of = find_patterns(model, tokenizer, examples)
-    assert len(forwards) == 4
-    assert set(rank_by(sharpness_of, "gather")[:2]) == {GATHER_VALUE_KEY, GATHER_ASKED_KEY}
-    assert rank_by(sharpness_of, "aggregate")[0] == AGGREGATE
+
+    assert len(forwards) == len(examples)
+    first_gather = rank_by(sharpness_of, "gather")[:2]
+    first_aggregate = rank_by(sharpness_of, "aggregate")[0]
+    assert set(first_gather) == {GATHER_VALUE_KEY, GATHER_ASKED_KEY}
+    assert first_aggregate == AGGREGATE
     assert sharpness_of[AGGREGATE].answer > 0.5
 
 
@@ -148,7 +160,9 @@ def test_the_command_finds_the_embedded_teachers_circuit(
 ) -> None:
     """L2H6 gathers and L5H5 aggregates: docs/results_tiny.md."""
     few = ["--pairs", 8, "--examples", 2, "--k", 4]
+
     run("maps", "--scores", scores, *few, "--out", tmp_path)
+
     printed = capsys.readouterr().out
     assert "L2H6" in printed
     assert "L5H5" in printed
@@ -167,7 +181,9 @@ def test_a_student_beside_its_teacher(tiny: tuple, tmp_path: Path) -> None:
     student.save_pretrained(tmp_path / "student")
     tokenizer.save_pretrained(tmp_path / "student")
     few = ["--heads", "L2H6", "L5H5", "--pairs", 3]
+
     run("maps", *few, "--beside", tmp_path / "student", "--out", tmp_path / "out")
+
     rows = rows_of(tmp_path / "out/maps.csv")
     assert [row["head"] for row in rows] == [
         "tiny L2H6 attention",
@@ -192,12 +208,14 @@ def test_a_model_with_other_tokens_is_not_shown_beside(tiny: tuple, tmp_path: Pa
 
 
 def test_kinds_of_a_student() -> None:
+    """It keeps heads of layers 0 and 2, L0H0 not among them."""
     student = make_model("student")
     assert {head.layer for head in find_heads(student, "attention")} == {0, 2}
     (mix,) = mix_heads(student, [5, 6, 7], [HeadId(1, 0)], kind="ssm")
     assert mix.kind == "ssm"
     with pytest.raises(ValueError, match=r"L0H0 .* 'attention'"):
         mix_heads(student, [5, 6, 7], [HeadId(0, 0)], kind="attention")
+
     teacher = make_model("llama")
     recurrent, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
     with pytest.raises(ValueError, match="'attention'"):
@@ -236,14 +254,18 @@ def test_everything_kept_changes_nothing_and_nothing_kept_is_removal(
     heads = [every_head[1], every_head[-1]]  # of the first layer that has heads, and of the last
     plain = model(ROW).logits
     # Recurrent heads do not ask for eager attention.
-    with eager_attention(model) if kind is None else nullcontext():
+    as_masked = eager_attention(model) if kind is None else nullcontext()
+    with as_masked:
         intact = model(ROW).logits
         with ablate_heads(model, heads, kind=kind):
             removed = model(ROW).logits
     assert not torch.equal(intact, removed)
+
     for mask, expected in ((ALL, intact), (ALL.tril(), intact), (NONE, removed)):
         with mask_heads(model, dict.fromkeys(heads, mask), kind=kind):
-            assert torch.equal(model(ROW).logits, expected)
+            masked = model(ROW).logits
+        assert torch.equal(masked, expected)
+
     assert torch.equal(model(ROW).logits, plain)
     assert n_hooks(model) == 0
 
@@ -276,15 +298,19 @@ def test_a_mask_and_its_complement_share_out_what_the_head_does(
     """With the one plus with the other equals with all plus with nothing."""
     model = make_model(family)
     head = list(find_heads(model, kind))[1]
-    mask = torch.rand(10, 10, generator=torch.Generator().manual_seed(0)) < 0.5
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(10, 10, generator=generator) < 0.5
+
     some = mixer_output(model, head, mask, kind)
     others = mixer_output(model, head, ~mask, kind)
     everything = mixer_output(model, head, ALL, kind)
     nothing = mixer_output(model, head, NONE, kind)
+
     scale = (everything - nothing).abs().max()
     assert scale > 1e-4
     for part in (some, others):
-        assert (part - nothing).abs().max() > 1e-2 * scale, "each has its share"
+        share = (part - nothing).abs().max()
+        assert share > 1e-2 * scale, "each has its share"
     error = (some + others - everything - nothing).abs().max()
     assert error < 1e-5 * max(scale, everything.abs().max())
 
@@ -294,8 +320,11 @@ def test_the_patterns_of_a_planted_circuit_are_all_it_needs(planted: tuple) -> N
     marked = []
     for example in KVRetrieval(8, seed=1, keys=KEYS).examples(16):
         marked.append((encode_example(tokenizer, example), mark_example(tokenizer, example)))
+    questions = {Column("kv"): marked}
     heads = {"gather": [GATHER_VALUE_KEY], "aggregate": [AGGREGATE]}
-    table = Mask().table(model, {Column("kv"): marked}, heads)
+
+    table = Mask().table(model, questions, heads)
+
     kv = {row.label: row.values[0] for row in table.rows}
     variants = ("removed", "pattern alone", "pattern taken out")
     assert list(kv)[:4] == ["intact", *(f"gather: {variant}" for variant in variants)]
@@ -305,9 +334,11 @@ def test_the_patterns_of_a_planted_circuit_are_all_it_needs(planted: tuple) -> N
         assert kv[f"{role}: pattern alone"] == 100
         assert kv[f"{role}: removed"] < 50
         assert kv[f"{role}: pattern taken out"] < 50
+
     # This one gathers in the question, which is not a segment.
-    table = Mask().table(model, {Column("kv"): marked}, {"gather": [GATHER_ASKED_KEY]})
-    assert table.rows[2].values[0] < 50
+    table = Mask().table(model, questions, {"gather": [GATHER_ASKED_KEY]})
+    pattern_alone = table.rows[2]
+    assert pattern_alone.values[0] < 50
 
 
 @torch.no_grad()
@@ -324,9 +355,12 @@ def test_choices_of_any_tokens_are_read_as_with_a_cache(pattern: str, family_mod
         return {HeadId(1, 2): torch.ones(len(ids), len(ids), dtype=torch.bool)}
 
     for example, logprobs in zip(examples, expected, strict=True):
-        masked = masked_logprobs(model, encode_example(tokenizer, example), everything)
+        encoded = encode_example(tokenizer, example)
+        masked = masked_logprobs(model, encoded, everything)
         assert masked == pytest.approx(logprobs, abs=2e-4)
-    assert (len(rows) > 3) == (pattern == DIGITS), "a row for each first digit"
+    # A choice of several tokens needs a row for each first digit.
+    has_more_rows = len(rows) > len(examples)
+    assert has_more_rows == (pattern == DIGITS)
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS[:1, :9]], ids=["two prompts", "nine tokens"])

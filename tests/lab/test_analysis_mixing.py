@@ -1,5 +1,4 @@
-"""Matrix x values = what the output projection reads, for every family of docs/heads.md; what is
-refused."""
+"""Matrix x values = what the output projection reads, for every family of docs/heads.md; what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ from hybrid_distill.teacher import HeadKind, head_sites, record_heads
 
 TOKENS = IDS[0].tolist()  # 10 tokens: not a multiple of the chunk size 4
 ROUNDING = 1e-5  # of the largest number that a head puts out, in float32
-TWO_KINDS = [("zamba2", "ssm"), ("falcon_h1", "ssm")]
+TWO_KINDS: list[tuple[str, str | None]] = [("zamba2", "ssm"), ("falcon_h1", "ssm")]
+"""Families with recurrent heads beside attention."""
 
 
 def all_heads(model: PreTrainedModel, kind: HeadKind | None = None) -> list[HeadId]:
@@ -49,12 +49,16 @@ def check_exact(
         expected_LP = heads_in[mix.head.layer][:, mix.head.head]
         largest = expected_LP.abs().max()
         assert largest > 1e-3
-        assert (mix.output() - expected_LP).abs().max() < ROUNDING * largest, mix.head
+        error = (mix.output() - expected_LP).abs().max()
+        assert error < ROUNDING * largest, mix.head
         assert torch.equal(mix.matrix_TS, mix.matrix_TS.tril()), "no head looks ahead"
     return mixes
 
 
-@pytest.mark.parametrize(("family", "kind"), [*((family, None) for family in FAMILIES), *TWO_KINDS])
+EVERY_KIND = [(family, None) for family in FAMILIES] + TWO_KINDS
+
+
+@pytest.mark.parametrize(("family", "kind"), EVERY_KIND)
 def test_matrix_times_values_is_the_heads_output(family: str, kind: HeadKind | None) -> None:
     model = make_model(family)
     own = model.config._attn_implementation
@@ -77,21 +81,21 @@ def test_matrix_times_values_is_the_heads_output(family: str, kind: HeadKind | N
         (
             "mamba2",
             None,
-            {
-                "time_step_limit": (0.02, 0.3),
-                "use_bias": True,
-                "use_conv_bias": False,
-            },
+            {"time_step_limit": (0.02, 0.3), "use_bias": True, "use_conv_bias": False},
         ),
         (
             "falcon_mamba",
             None,
-            {
-                "use_bias": True,
-                "use_conv_bias": False,
-                "time_step_rank": 3,
-            },
+            {"use_bias": True, "use_conv_bias": False, "time_step_rank": 3},
         ),
+    ],
+    ids=[
+        "norm before the gate",
+        "norm behind the gate",
+        "multipliers of the SSM",
+        "multipliers of attention",
+        "mamba2",
+        "falcon_mamba",
     ],
 )
 def test_the_settings_that_families_differ_in(

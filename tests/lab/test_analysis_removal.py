@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from analyses import FILES, rows_of, run
 from harness_rows import write_task
 from planted import AGGREGATE, GATHER_ASKED_KEY, GATHER_VALUE_KEY, KEYS, planted_teacher
 from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
 
-from hybrid_distill.cli.app import main
 from hybrid_distill.lab.analysis.experiment import Bench
 from hybrid_distill.lab.analysis.removal import (
     KeepHeads,
@@ -31,14 +31,14 @@ from hybrid_distill.scoring.resume_log import ResumeLog
 from hybrid_distill.teacher import TINY, ablate_heads, decoder_blocks, head_sites, load_teacher
 
 CIRCUIT = [AGGREGATE, GATHER_VALUE_KEY, GATHER_ASKED_KEY]
-FILES = ("md", "csv", "png")
 
 
 @pytest.fixture(scope="module")
 def planted() -> Bench:
     """Make the planted teacher, asked for KV retrieval of 8 pairs in its words."""
+    teacher, tokenizer = planted_teacher()
     examples = KVRetrieval(8, seed=1, keys=KEYS).examples(24)
-    return Bench(*planted_teacher(), [accuracy_task("kv", examples, 1 / 8)])
+    return Bench(teacher, tokenizer, [accuracy_task("kv", examples, 1 / 8)])
 
 
 @pytest.fixture(scope="module")
@@ -65,26 +65,30 @@ def test_without_its_circuit_the_planted_teacher_retrieves_nothing(
     planted: Bench, others: list[HeadId]
 ) -> None:
     ranking = CIRCUIT + others
+
     kv = remove_heads(planted, ranking, (1, 3), n_draws=2)
-    mean = "(mean of 2)"
+
     assert list(kv) == [
         "nothing",
         "first 1",
         "first 3",
-        f"random 1 {mean}",
-        f"random 3 {mean}",
+        "random 1 (mean of 2)",
+        "random 3 (mean of 2)",
     ]
     assert kv["nothing"] == 100
     assert kv["first 1"] < 50
     assert kv["first 3"] < 50
+
     unimportant = remove_heads(planted, others, (1, 3), n_draws=0)
     assert min(unimportant.values()) > 85
+
     with pytest.raises(ValueError, match="--counts has 17"):
         remove_heads(planted, ranking, (17,), n_draws=1)
 
 
 def test_a_stopped_call_resumes(planted: Bench, others: list[HeadId], tmp_path: Path) -> None:
-    path = tmp_path / "new" / "steps.json"
+    """Values are numbers of calls, and the third call is interrupted."""
+    log = tmp_path / "new" / "steps.json"
     n_calls = 0
 
     def measure(*_: object) -> float:
@@ -94,15 +98,18 @@ def test_a_stopped_call_resumes(planted: Bench, others: list[HeadId], tmp_path: 
             raise KeyboardInterrupt
         return n_calls
 
-    def run() -> dict[str, float]:
-        bench = planted._replace(tasks=[Task(Column("x"), measure)], resume_log=ResumeLog(path, {}))
-        return remove_heads(bench, CIRCUIT + others, (1, 3), 1)
+    def measure_all() -> list[float]:
+        task = Task(Column("x"), measure)
+        bench = planted._replace(tasks=[task], resume_log=ResumeLog(log, {}))
+        kv = remove_heads(bench, CIRCUIT + others, (1, 3), n_draws=1)
+        return list(kv.values())
 
     with pytest.raises(KeyboardInterrupt):
-        run()
-    assert path.exists()
-    assert list(run().values()) == [1, 2, 4, 5, 6]
-    assert not path.exists()
+        measure_all()
+    assert log.exists()
+
+    assert measure_all() == [1, 2, 4, 5, 6]
+    assert not log.exists()
 
 
 def test_random_heads_are_the_same_at_every_call_and_others_for_every_draw(
@@ -111,15 +118,21 @@ def test_random_heads_are_the_same_at_every_call_and_others_for_every_draw(
     changed: list[tuple[int, ...]] = []
 
     def note(model: PreTrainedModel, tokenizer: object) -> float:
-        sites = head_sites(model)
-        changed.append(tuple(site.layer for site in sites if "forward" in vars(site.block)))
+        """Note the layers in which heads are removed, which have a `forward` of their own."""
+        layers = [site.layer for site in head_sites(model) if "forward" in vars(site.block)]
+        changed.append(tuple(layers))
         return 1.0
 
     bench = planted._replace(tasks=[Task(Column("x"), note)])
     for _ in range(2):
         remove_heads(bench, CIRCUIT + others, (3,), n_draws=4)
-    assert changed[:6] == changed[6:]
-    assert len(set(changed[2:6])) > 1
+
+    # Nothing removed, the first 3 of the ranking, four draws.
+    first_call = changed[:6]
+    second_call = changed[6:]
+    assert first_call == second_call
+    draws = first_call[2:]
+    assert len(set(draws)) > 1
 
 
 def test_layers_from_the_end_and_one_by_one(planted: Bench) -> None:
@@ -127,9 +140,11 @@ def test_layers_from_the_end_and_one_by_one(planted: Bench) -> None:
     gradual = values(PruneLayers().from_the_end(planted))
     assert gradual["all"] == gradual["0 to 2"] == 100
     assert max(gradual["0 to 1"], gradual["0"]) < 50
+
     single = values(PruneLayers().one_by_one(planted))
     assert single["none"] == single["0"] == single["3"] == 100
     assert max(single["1"], single["2"]) < 50
+
     below = values(PruneLayers(last_layer=2).one_by_one(planted))
     assert list(below) == ["none", "0", "1", "2"]
     assert below["none"] == 100
@@ -138,13 +153,19 @@ def test_layers_from_the_end_and_one_by_one(planted: Bench) -> None:
 def test_only_the_circuits_heads_are_needed(planted: Bench) -> None:
     def keep(*texts: str, last_layer: int | None = None) -> dict[str, float]:
         experiment = KeepHeads(keep=texts, last_layer=last_layer)
-        return values(experiment.table(planted, {text: parse_kept(text) for text in texts}))
+        kept = {text: parse_kept(text) for text in texts}
+        return values(experiment.table(planted, kept))
 
+    # Layers that are not named keep all their heads.
     circuit = "1:1,3/2:2"
     circuit_alone = "0:none/1:1,3/2:2/3:none"
-    kv = keep(circuit, circuit_alone, "1:1/2:2", "2:none")
+    without_a_gather_head = "1:1/2:2"
+    without_the_aggregate_head = "2:none"
+    kv = keep(circuit, circuit_alone, without_a_gather_head, without_the_aggregate_head)
     assert kv[circuit] == kv[circuit_alone] == kv["all"] == 100
-    assert max(kv["1:1/2:2"], kv["2:none"]) < 50
+    assert kv[without_a_gather_head] < 50
+    assert kv[without_the_aggregate_head] < 50
+
     kv = keep("1:none", last_layer=2)
     assert kv["all of layers 0 to 2"] == 100
     assert kv["1:none"] < 50
@@ -160,6 +181,9 @@ def test_a_layer_left_out_returns_its_input_and_comes_back_bit_identical(family:
         model(IDS)
         below = outputs[0].clone()
         own = outputs[1].clone()
+    assert not torch.equal(own, below)
+
+    # Layer 2 gets what layer 0 puts out.
     inputs: list[torch.Tensor] = []
 
     def note(block: object, args: tuple, kwargs: dict) -> None:
@@ -172,8 +196,8 @@ def test_a_layer_left_out_returns_its_input_and_comes_back_bit_identical(family:
     ):
         changed = model(IDS).logits
     assert torch.equal(inputs[0][0], below.expand_as(inputs[0])[0])
-    assert not torch.equal(own, below)
     assert not torch.equal(changed, plain)
+
     with without_layers(model, []), ablate_heads(model, []):
         assert torch.equal(model(IDS).logits, plain)
     assert torch.equal(model(IDS).logits, plain)
@@ -204,7 +228,9 @@ def test_a_table_as_text_and_as_numbers(tmp_path: Path) -> None:
         Row("random 2", (62.0, 5.0), "random", 2, (2.0, 0.0)),
     )
     experiment = RemoveHeads(scores=tmp_path, out=tmp_path)
+
     text = experiment.save(Table("a title", "removed", columns, rows))
+
     assert text.splitlines() == [
         "a title",
         "removed                  kv, %       perplexity",
@@ -215,30 +241,30 @@ def test_a_table_as_text_and_as_numbers(tmp_path: Path) -> None:
     lines = (tmp_path / "remove-heads.md").read_text().splitlines()
     assert lines[:3] == ["a title", "", "| removed | kv, % | perplexity |"]
     assert lines[-1] == "| guessing | 25.0 |  |"
+
     names, intact, random = csv.reader((tmp_path / "remove-heads.csv").open())
     of_kv = ["kv", "kv_change_percent", "kv_sd"]
-    of_perplexity = [
-        "perplexity",
-        "perplexity_change_percent",
-        "perplexity_sd",
-    ]
+    of_perplexity = ["perplexity", "perplexity_change_percent", "perplexity_sd"]
     assert names == ["removed", *of_kv, *of_perplexity]
     assert intact == ["nothing", "80.0", "", "", "4.0", "", ""]
-    assert [float(cell) for cell in random[1:]] == pytest.approx([62, -22.5, 2, 5, 25, 0])
+    label, *cells = random
+    assert label == "random 2"
+    assert [float(cell) for cell in cells] == pytest.approx([62, -22.5, 2, 5, 25, 0])
 
 
 def test_a_long_table_is_shortened_in_its_text_alone(tmp_path: Path) -> None:
-    rows = [Row(str(i), (float(i),), "" if i < 48 else "other") for i in range(50)]
+    """Rows of the first group are cut; the two of another one stay."""
+    rows = [Row(str(i), (float(i),)) for i in range(48)]
+    rows += [Row(str(i), (float(i),), "other") for i in range(48, 50)]
     experiment = RemoveHeads(scores=tmp_path, out=tmp_path)
+
     text = experiment.save(Table("a title", "put", [Column("kv")], rows), most=24)
+
     title, _, *shown = text.splitlines()
     assert "24 more" in title
-    assert [line.split()[0] for line in shown] == [*map(str, range(24)), "48", "49"]
-    assert len((tmp_path / "remove-heads.csv").read_text().splitlines()) == 51
-
-
-def run(*argv: object) -> None:
-    main(["analyze", *map(str, argv)])
+    labels = [line.split()[0] for line in shown]
+    assert labels == [*map(str, range(24)), "48", "49"]
+    assert len(rows_of(tmp_path / "remove-heads.csv")) == 50
 
 
 def test_the_command_shows_the_central_result(scores: Path, tmp_path: Path, capsys) -> None:
@@ -246,9 +272,11 @@ def test_the_command_shows_the_central_result(scores: Path, tmp_path: Path, caps
     tasks = ["--tasks", "kv,kv:generate,knowledge,text"]
     few = ["--pairs", 8, "--examples", 16]
     ranking = ["--scores", scores, "--counts", 4, "--random-draws", 1]
+
     run("remove-heads", *ranking, *tasks, *few, "--out", out)
+
     assert {path.name for path in out.iterdir()} == {f"remove-heads.{end}" for end in FILES}
-    intact, without, _ = csv.DictReader((out / "remove-heads.csv").open())
+    intact, without, _ = rows_of(out / "remove-heads.csv")
     for task in ("kv", "kv:generate"):
         assert float(intact[task]) > 90
         assert float(without[task]) < 30
@@ -263,6 +291,7 @@ def test_the_command_shows_the_central_result(scores: Path, tmp_path: Path, caps
         (["prune-layers", "--last-layer", 1], ["prune-layers.gradual", "prune-layers.individual"]),
         (["keep-heads", "--keep", "5:5", "5:none"], ["keep-heads"]),
     ],
+    ids=["prune-layers", "keep-heads"],
 )
 def test_the_other_commands_write_tables_and_figures(
     tmp_path: Path, argv: list[object], names: list[str]
@@ -285,8 +314,10 @@ def test_the_questions_and_their_options_are_the_same_in_every_answer_format() -
         assert text.choices == completion.choices
         assert text.answer == completion.answer
         assert f"{letter.answer.strip()}.{text.answer}" in options
-        lettered = zip(letter.choices, text.choices)
-        assert options == [f"{choice.strip()}.{option}" for choice, option in lettered]
+        expected_options: list[str] = []
+        for choice, option in zip(letter.choices, text.choices):
+            expected_options.append(f"{choice.strip()}.{option}")
+        assert options == expected_options
 
 
 def test_a_dictionary_in_other_words_has_the_same_pairs_and_the_same_answer() -> None:
@@ -302,9 +333,11 @@ def test_a_dictionary_in_other_words_has_the_same_pairs_and_the_same_answer() ->
 def test_other_words_need_the_same_heads(scores: Path, tmp_path: Path) -> None:
     ranking = ["--scores", scores, "--counts", 4]
     formats = ["--of", "kv", "--formats", "completion,reworded"]
+
     run("formats", *formats, *ranking, "--examples", 16, "--out", tmp_path)
+
     assert {path.name for path in tmp_path.iterdir()} == {f"formats.{end}" for end in FILES}
-    intact, without = csv.DictReader((tmp_path / "formats.csv").open())
+    intact, without = rows_of(tmp_path / "formats.csv")
     for name in ("completion", "reworded"):
         assert float(intact[name]) > 80
         assert float(without[name]) < 40
@@ -317,6 +350,7 @@ def test_tasks_of_lm_eval_are_columns(tmp_path: Path) -> None:
     names = "lm_eval:arc_easy,lm_eval:text"
     task, text = Questions(tasks=names, include_path=tmp_path, examples=3).make(*tiny)
     assert task.column.header == "arc_easy, %"
+    # A share of three examples.
     assert 3 * task.measure(*tiny) % 100 == pytest.approx(0)
     # A perplexity is not a share.
     assert text.column.header == "text"

@@ -35,9 +35,8 @@ def test_the_page_gives_the_commands_that_the_script_runs(commands: dict[str, st
 
 def test_the_page_shows_all_figures_and_they_are_there() -> None:
     shown = re.findall(r"!\[[^\]]+\]\((gallery/[^)]+)\)", PAGE)
-    drawn = [
-        str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs/gallery").rglob("*.png")
-    ]
+    docs = ROOT / "docs"
+    drawn = [str(path.relative_to(docs)) for path in (docs / "gallery").rglob("*.png")]
     assert sorted(shown) == sorted(drawn)
     assert len(shown) == len(set(shown))
 

@@ -6,7 +6,6 @@ benchmarks/memory_plan.py measures; here its smallest shapes run.
 import importlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 from test_cli import RECIPES
-from training import QUICK, small_run
+from training import QUICK, copy_tiny_tokenizer, small_run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.dry_run import describe
 from hybrid_distill.cli.launch_plan import LAUNCH
@@ -49,13 +47,19 @@ from hybrid_distill.train.stages import make_stage
 ROOT = Path(__file__).parents[2]
 
 
+# A benchmark is a program, not a module of a package.
 sys.path.append(str(ROOT / "benchmarks"))
 benchmark: Any = importlib.import_module("memory_plan")
 sys.path.pop()
-benchmark.SHAPES["small"] = dict(
-    vocab_size=600, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16,
-)  # fmt: skip
+benchmark.SHAPES["small"] = {
+    "vocab_size": 600,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 ALIGN = Align()
 DISTILL = Distill()
 MATRIX = AlignMatrix()
@@ -65,8 +69,19 @@ def small_case(
     config: StageConfig, dtype: torch.dtype = torch.float32, kept: int = 3, **fields: Any
 ) -> Any:
     return benchmark.Case(
-        "small", config, dtype, kept=kept, d_state=8, rows=2, length=128, **fields
+        "small",
+        config,
+        dtype,
+        kept=kept,
+        d_state=8,
+        rows=2,
+        length=128,
+        **fields,
     )
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 BF16 = {"precision": "bf16"}
@@ -106,7 +121,9 @@ def test_the_plan_says_what_a_step_takes(config: StageConfig, recurrence: str) -
     dtype = torch.bfloat16 if config in HALF else torch.float32
     kept = 0 if config.name == "matrix" else 3
     case = small_case(config, dtype, kept, recurrence=recurrence)
+
     record = benchmark.one_process(case, "cpu")
+
     assert not record["misses"], benchmark.show(record)
     parts = record["parts"]
     for name in ("trained", "frozen", "gradients", "teacher"):
@@ -129,8 +146,8 @@ def test_the_plan_says_what_a_step_takes(config: StageConfig, recurrence: str) -
     ids=str,
 )
 def test_windows_beside_states_and_alone(config: StageConfig, d_state: int) -> None:
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    case = small_case(config, dtype, window=20)._replace(d_state=d_state)
+    case = small_case(config, dtype_of(config.precision), window=20)
+    case = case._replace(d_state=d_state)
     record = benchmark.one_process(case, "cpu")
     assert not record["misses"], benchmark.show(record)
 
@@ -139,10 +156,12 @@ def test_windows_beside_states_and_alone(config: StageConfig, d_state: int) -> N
 @pytest.mark.parametrize("kept", [0, 3])
 def test_windows_of_several_blocks_alone(precision: str, kept: int) -> None:
     """With kept heads, windowed heads read KV heads unevenly, each with keys of its own."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config = replace(ALIGN, train="mixer", precision=precision)
-    case = small_case(config, dtype, kept, window=44)._replace(d_state=0, rows=1, length=300)
+    case = small_case(config, dtype_of(precision), kept, window=44)
+    case = case._replace(d_state=0, rows=1, length=300)
+
     record = benchmark.one_process(case, "cpu")
+
     part = record["parts"]["activations and bf16 copies"]
     assert part["predicted"] == pytest.approx(part["measured"], rel=0.05)
 
@@ -150,28 +169,41 @@ def test_windows_of_several_blocks_alone(precision: str, kept: int) -> None:
 # No gate, more norms, wider heads.
 @pytest.mark.parametrize("family", ["gpt_neox", "olmo3", "qwen3"])
 def test_other_families(family: str, family_model: Callable[..., PreTrainedModel]) -> None:
+    n_kept = 4
+    d_state = 8
     teacher = family_model(family, num_hidden_layers=2)
-    student, _ = build_student(
-        teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=8, init="random"
+    plan = HeadPlan.random(teacher.config, n_kept, seed=1)
+    student, _ = build_student(teacher, plan, d_state=d_state, init="random")
+    stage = make_stage(DISTILL, student, teacher).train()
+    batch = benchmark.make_batch(small_case(DISTILL), teacher.config.vocab_size, "cpu")
+
+    measured = benchmark.measure(stage, batch, "cpu")
+
+    without_weights = meta_models(teacher.config, torch.float32, n_kept, d_state)
+    predicted = memory_plan(
+        StageShape(DISTILL, *without_weights),
+        world=1,
+        micro_batch=2,
+        seq_len=128,
+        strategy="ddp",
+        device="cpu",
     )
-    shape = StageShape(DISTILL, *meta_models(teacher.config, torch.float32, kept=4, d_state=8))
-    plan = memory_plan(shape, world=1, micro_batch=2, seq_len=128, strategy="ddp", device="cpu")
-    batch = benchmark.make_batch(small_case(DISTILL), 101, "cpu")
-    measured = benchmark.measure(make_stage(DISTILL, student, teacher).train(), batch, "cpu")
-    parts = benchmark.compare(measured, benchmark.predicted(plan))
+    parts = benchmark.compare(measured, benchmark.predicted(predicted))
     assert not benchmark.misses(parts), parts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU")
-def test_with_the_kernels_less_is_kept_and_the_plan_knows(dtype: torch.dtype) -> None:
+def test_with_the_kernels_less_is_kept_and_the_plan_knows(precision: str) -> None:
     pytest.importorskip("triton")
-    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     config = replace(ALIGN, precision=precision)
-    case = small_case(config, dtype)._replace(rows=1, length=64)
+    case = small_case(config, dtype_of(precision))._replace(rows=1, length=64)
     stage = benchmark.make_real_stage(case, "cpu")
     stage.student.set_ssm_implementation("triton")
-    saved = benchmark.saved_tensors(stage, benchmark.make_batch(case, 600, "cpu"))
+    batch = benchmark.make_batch(case, 600, "cpu")
+
+    saved = benchmark.saved_tensors(stage, batch)
+
     kernels = benchmark.predict(case, "cuda")["activations"]
     plain = benchmark.predict(case, "cpu")["activations"]
     assert kernels == pytest.approx(saved, rel=0.15)
@@ -212,7 +244,8 @@ def meta_models(
 def big_shape(config: LlamaConfig, stage: StageConfig) -> StageShape:
     student, teacher = meta_models(config, torch.bfloat16)
     shape = StageShape(stage, student, teacher)
-    assert all(p.is_meta for model in (student, teacher) for p in model.parameters())
+    for model in (student, teacher):
+        assert all(parameter.is_meta for parameter in model.parameters())
     return shape
 
 
@@ -225,14 +258,17 @@ DISTILL_1B = big_shape(LLAMA_1B, replace(DISTILL, precision="bf16"))
 
 
 def test_what_is_always_there_is_arithmetic() -> None:
-    assert DISTILL_1B.weights.teacher_bytes == 2 * 1_235_814_400, (
-        "the parameters of Llama-3.2-1B in bf16"
-    )
-    n = DISTILL_1B.weights.trained
+    parameters_of_llama_1b = 1_235_814_400
+    assert DISTILL_1B.weights.teacher_bytes == 2 * parameters_of_llama_1b, "in bf16"
+
     plans = {strategy: big_plan(DISTILL_1B, strategy) for strategy in STRATEGIES}
-    held = {}
+
+    held: dict[str, tuple[int, int, int]] = {}
     for name, plan in plans.items():
         held[name] = (plan["trained parameters"], plan["gradients"], plan["optimizer"])
+    # A parameter, its gradient and the optimizer take 4, 4 and 8 bytes, an eighth where processes
+    # share. DeepSpeed's optimizer works on a copy of its share of the parameters.
+    n = DISTILL_1B.weights.trained
     assert held == {
         "ddp": (4 * n, 4 * n, 8 * n),
         "zero1": (4 * n + n // 2, 4 * n, n),
@@ -248,8 +284,10 @@ def test_a_sharded_teacher_is_a_share_of_its_layers_and_whole_embeddings() -> No
     whole = big_plan(DISTILL_1B, teacher_sharding="replicated")["teacher"]
     sharded = big_plan(DISTILL_1B, teacher_sharding="sharded")["teacher"]
     layer = 2 * 60_821_504
+    # And the last norm.
     embedding = 2 * (128_256 * 2048 + 2048)
     assert whole == 16 * layer + embedding
+    # The layer at work is gathered, and the next one already.
     assert sharded == 16 * layer // 8 + embedding + 2 * layer
 
 
@@ -259,13 +297,23 @@ def test_timing_lets_transformers_choose_the_attention_and_students_write(
     teacher = family_model("gemma2", num_hidden_layers=1)
     teacher.save_pretrained(tmp_path)
     write = OnPolicy.own_text
-    written = []
-    monkeypatch.setattr(OnPolicy, "own_text", lambda *of: written.append(of) or write(*of))
+    n_written = 0
+
+    def count_and_write(*args: Any) -> Any:
+        nonlocal n_written
+        n_written += 1
+        return write(*args)
+
+    monkeypatch.setattr(OnPolicy, "own_text", count_and_write)
     stages = (Align(**QUICK), DistillOnPolicy(**QUICK))
     run = small_run(gpus=1, teacher=TeacherConfig(str(tmp_path)), stages=stages)
-    said = training_time(run, HeadPlan.random(teacher, 3, seed=0), teacher.num_parameters())
-    assert re.findall(r"\n  (\w+): [\d,]+ steps of ", said) == ["align", "on_policy"]
-    assert written
+    plan = HeadPlan.random(teacher, 3, seed=0)
+
+    report = training_time(run, plan, teacher.num_parameters())
+
+    timed_stages = re.findall(r"\n  (\w+): [\d,]+ steps of ", report)
+    assert timed_stages == ["align", "on_policy"]
+    assert n_written > 0
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +326,9 @@ def test_a_dry_run_shows_every_strategy_and_what_to_launch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(RECIPES / "hybrid_tiny.py")
+
     main(["run", recipe, "--dry-run", "--out", str(tmp_path / "run"), "--gpus", "8"])
+
     printed = capsys.readouterr().out
     parts = ("activations", "total with gradient checkpointing", "loss chunk")
     for words in (*STRATEGIES, *parts, "reduce_bucket_size"):
@@ -297,21 +347,24 @@ def test_a_dry_run_for_one_gpu() -> None:
 
 
 def test_a_dry_run_for_gpus_that_are_too_small_says_what_helps() -> None:
-    run = replace(small_run(), gpus=2, gpu_memory=0.0001)
-    said = describe(run)
-    assert "Cannot be launched: no strategy fits every stage in 0 MB" in said
-    assert "more --gpus" in said
-    tight = replace(small_run(), gpus=1, stages=(Distill(**QUICK),))
-    plain, again = (int(mb) for mb in re.findall(r"total.*?(\d+)\.\d\d", describe(tight)))
-    assert again < plain
-    said = describe(replace(tight, gpu_memory=(plain + again) / 2 / 0.9 / 1e3))
-    assert "hybrid-distill run RECIPE.py --distill.gradient-checkpointing\n" in said
+    report = describe(replace(small_run(), gpus=2, gpu_memory=0.0001))
+    assert "Cannot be launched: no strategy fits every stage in 0 MB" in report
+    assert "more --gpus" in report
+
+    run = replace(small_run(), gpus=1, stages=(Distill(**QUICK),))
+    totals = re.findall(r"total.*?(\d+)\.\d\d", describe(run))
+    plain, recomputed = map(int, totals)
+    assert recomputed < plain
+
+    # A tenth of the memory is left alone.
+    between = (plain + recomputed) / 2 / 0.9
+    report = describe(replace(run, gpu_memory=between / 1e3))
+    assert "hybrid-distill run RECIPE.py --distill.gradient-checkpointing\n" in report
 
 
 def test_a_dry_run_says_which_stage_cannot_run() -> None:
-    run = small_run(
-        gpus=1, stages=(AlignMatrix(**QUICK), Align(**QUICK)), plan=PlanConfig("none", k=0)
-    )
+    stages = (AlignMatrix(**QUICK), Align(**QUICK))
+    run = small_run(gpus=1, stages=stages, plan=PlanConfig("none", k=0))
     with pytest.raises(ValueError, match="the matrix stage needs attention maps"):
         describe(run)
     with pytest.raises(ValueError, match="distill: 2 rows of a step cannot be shared by 3 GPUs"):
@@ -322,20 +375,36 @@ def test_a_dry_run_shows_stages_with_their_own_length_and_teacher(tmp_path: Path
     wide = LlamaConfig(vocab_size=1900, hidden_size=512, intermediate_size=700, num_hidden_layers=4)
     model = AutoModelForCausalLM.from_config(wide)
     model.save_pretrained(tmp_path / "wide")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_teacher_path() / name, tmp_path / "wide")
-    rows = {"steps": 3, "batch_size": 2, "micro_batch_size": 1}
-    long = Distill(name="long", **rows, seq_len=512, segment_len=128)
-    other = {"data": DataConfig(seq_len=192), "teacher": str(tmp_path / "wide")}
-    post = Distill(name="post", steps=5, batch_size=2, **other)
+    copy_tiny_tokenizer(tmp_path / "wide")
+    long = Distill(
+        name="long",
+        steps=3,
+        batch_size=2,
+        micro_batch_size=1,
+        seq_len=512,
+        segment_len=128,
+    )
+    post = Distill(
+        name="post",
+        steps=5,
+        batch_size=2,
+        data=DataConfig(seq_len=192),
+        teacher=str(tmp_path / "wide"),
+    )
     run = replace(small_run(), gpus=1, stages=(Distill(**QUICK), long, post))
-    said = describe(run)
-    assert "distill: micro-batches of 2 x 64 tokens" in said
+
+    report = describe(run)
+
+    assert "distill: micro-batches of 2 x 64 tokens" in report
     in_segments = "micro-batches of 1 x 512 tokens, fp32, segments of 128"
-    assert f"long: {in_segments}; 3 steps, 3,072 tokens in all" in said
-    assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in said
-    first, second, third = (float(size) for size in re.findall(r"  teacher +([\d.]+)", said))
-    assert first == second
-    assert third == pytest.approx(4 * model.num_parameters() / 1e6, rel=0.01)
+    assert f"long: {in_segments}; 3 steps, 3,072 tokens in all" in report
+    assert "post: micro-batches of 2 x 192 tokens, fp32; 5 steps, 1,920 tokens in all" in report
+
+    megabytes = re.findall(r"  teacher +([\d.]+)", report)
+    of_distill, of_long, of_post = map(float, megabytes)
+    assert of_distill == of_long
+    in_float32 = 4 * model.num_parameters() / 1e6
+    assert of_post == pytest.approx(in_float32, rel=0.01)
+
     with pytest.raises(ValueError, match="gone"):
         describe(run.with_stage("post", teacher=str(tmp_path / "gone")))

@@ -33,7 +33,9 @@ from hybrid_distill.pipeline import RunPaths
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 
-N_LAYERS, N_HEADS, N_KV_HEADS = 6, 8, 4
+N_LAYERS = 6
+N_HEADS = 8
+N_KV_HEADS = 4
 SIZES = (4, 8, 16, 32)
 SHAPE = HeadPlan(N_LAYERS, N_HEADS, N_KV_HEADS, kept=())
 PLANTED = [(1, 3), (3, 5), (3, 2), (4, 7)]
@@ -54,9 +56,15 @@ def test_a_table_in_three_forms() -> None:
     assert 'colspan="2"' in html
     assert "a &lt; b" in html
     assert html.count("<tr") == 4
+
     frame.columns = ["model", "perplexity", "agreement, %"]
     assert text_table(frame).splitlines()[1] == "a < b         4.5    97.3 ± 1.4"
-    assert (signed(-0.04), signed(-1.26), with_error(math.nan)) == ("+0.0", "−1.3", "–")
+
+
+def test_numbers_in_a_table() -> None:
+    assert signed(-0.04) == "+0.0"
+    assert signed(-1.26) == "−1.3"
+    assert with_error(math.nan) == "–"
 
 
 def test_a_report_in_both_forms() -> None:
@@ -97,20 +105,34 @@ def write_scores(path: Path) -> None:
     for drop, head in zip((0.62, 0.4, 0.3, 0.18), PLANTED):
         retrieval_LH[head] = drop
     error_LH = torch.full_like(retrieval_LH, 0.01)
-    HeadScores(
-        N_KV_HEADS, retrieval_LH, 3 * retrieval_LH, control_LH, error_LH, error_LH, 0.1 * error_LH,
-        provenance={"model": "tiny", "n_examples": 128, "device": "cpu", "versions": {"torch": "x"}},
-    ).save(path)  # fmt: skip
+    scores = HeadScores(
+        N_KV_HEADS,
+        accuracy_drop_LH=retrieval_LH,
+        logprob_drop_LH=3 * retrieval_LH,
+        control_drop_LH=control_LH,
+        accuracy_se_LH=error_LH,
+        logprob_se_LH=error_LH,
+        control_se_LH=0.1 * error_LH,
+        provenance={
+            "model": "tiny",
+            "n_examples": 128,
+            "device": "cpu",
+            "versions": {"torch": "x"},
+        },
+    )
+    scores.save(path)
 
 
 def write_stage(folder: Path, *, layers: int = 0) -> None:
+    """Write the log of a stage that was killed in the middle of a line."""
     folder.mkdir(parents=True)
     draw = random.Random(str(folder))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(0, 400, 4):
             loss = math.exp(-step / 100) + 0.1 + 0.02 * draw.random()
-            per_layer = {f"layer.{i}": loss * (i + 1) for i in range(layers)}
-            file.write(json.dumps({"step": step, "loss": loss, "per_layer": per_layer}) + "\n")
+            per_layer = {f"layer.{layer}": loss * (layer + 1) for layer in range(layers)}
+            line = {"step": step, "loss": loss, "per_layer": per_layer}
+            file.write(json.dumps(line) + "\n")
         file.write('{"step": 400, "lo')
 
 
@@ -173,7 +195,9 @@ def test_every_stage_has_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def draw(
         path: Path, _caption: str, rows: list[Row], *_: object, **_options: object
     ) -> list[Figure]:
-        drawn[path.name] = [name for row in rows for name in row.points.panel.unique()]
+        panels = drawn.setdefault(path.name, [])
+        for row in rows:
+            panels += row.points.panel.unique().tolist()
         return []
 
     monkeypatch.setattr("hybrid_distill.lab.reporting.run.draw_lines", draw)
@@ -208,7 +232,9 @@ def test_report_of_a_run_and_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("hybrid_distill.lab.reporting.figures.find_spec", lambda name: None)
     run = RunPaths(tmp_path / "run")
     write_student(run)
+
     text = write_report(run.out).with_suffix(".md").read_text()
+
     assert "- the teacher's evaluation (`teacher/evaluation.json`: not there)" in text
     assert "- head scores (`run/scores.json`: not there)" in text
     assert "- the figures: matplotlib" in text
@@ -226,12 +252,15 @@ def test_a_run_without_training_and_texts_within_its_window(tmp_path: Path) -> N
     evaluation((1.0, 0.9, 0.07, 0.03), kv_heads=24).save(run.teacher_evaluation)
     settings = {"stages": [], "student": {"window": 300}, "evaluation": {"n_texts": 50}}
     write_json(run.config, settings)
+
     text = write_report(run.out).with_suffix(".md").read_text()
     assert "loss curves" not in text
     assert "have 100 tokens on average, fewer than the window of 300" in text
     assert "dictionaries of 8 pairs answered by generation" in text
+
     write_json(run.config, {**settings, "student": {"window": 60}})
-    assert "fewer than the window" not in write_report(run.out).with_suffix(".md").read_text()
+    text = write_report(run.out).with_suffix(".md").read_text()
+    assert "fewer than the window" not in text
 
 
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:

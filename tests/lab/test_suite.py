@@ -57,25 +57,38 @@ def measured(
     cache: Path,
     **options: Any,
 ) -> Record:
+    """Run tasks of lm-eval on ten questions each; answers that are in ``cache`` are read."""
     settings = {"limit": N, "pairs": "8", "batch_size": 7, "cache": cache, **options}
     job = SuiteJob(suite=names, **settings)
     return run_suite(model, tokenizer, job, load_tasks(job))
 
 
 def values(results: Record) -> dict[str, float]:
-    return dict(summary(results)[["task", "value"]].itertuples(index=False, name=None))
+    """Return the reported figure of each task."""
+    table = summary(results)
+    return dict(zip(table.task, table.value))
+
+
+def damaged_student(teacher: PreTrainedModel) -> PreTrainedModel:
+    """Build a student, untrained, that keeps three of six layers."""
+    plan = HeadPlan.layers(teacher, [0, 1, 3])
+    student, _ = build_student(teacher, plan, d_state=8)
+    return student
 
 
 def our_own(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
     """The same questions by this package's own evaluation."""
-    probes = {name: make_probe(name, pairs=8, seed=1) for name in ("kv", "letters")}
-    figures = {}
-    for name, probe in {**probes, "knowledge": Knowledge()}.items():
+    probes = {
+        "kv": make_probe("kv", pairs=8, seed=1),
+        "letters": make_probe("letters", pairs=8, seed=1),
+        "knowledge": Knowledge(),
+    }
+    figures: dict[str, float] = {}
+    for name, probe in probes.items():
         examples = probe.examples(N)
+        is_right = answer_generation(model, tokenizer, examples)
         figures[name] = answer_choices(model, tokenizer, examples).accuracy
-        figures[f"{name}_generate"] = (
-            answer_generation(model, tokenizer, examples).double().mean().item()
-        )
+        figures[f"{name}_generate"] = is_right.double().mean().item()
     return figures
 
 
@@ -86,23 +99,25 @@ def test_a_probe_as_a_task_of_lm_eval_gives_our_own_accuracy(
     model, tokenizer = tiny
     with ExitStack() as stack:
         if which == "damaged":
-            stack.enter_context(ablate_heads(model, [HeadId(2, head) for head in range(8)]))
+            layer_of_gather_heads = [HeadId(2, head) for head in range(8)]
+            stack.enter_context(ablate_heads(model, layer_of_gather_heads))
         if which == "student":
-            plan = HeadPlan.from_pairs(
-                model, [(layer, head) for layer in (0, 1, 3) for head in range(8)]
-            )
-            model = build_student(model, plan, d_state=8)[0]
+            model = damaged_student(model)
         ours = our_own(model, tokenizer)
         results = measured(model, tokenizer, ",".join(ours), tmp_path)
+
     assert values(results) == ours
-    assert {counts["effective"] for counts in results["n-samples"].values()} == {N}
+    n_questions = {counts["effective"] for counts in results["n-samples"].values()}
+    assert n_questions == {N}
+
     if which == "teacher":
         assert ours["kv"] > 0.9
         assert ours["kv_generate"] > 0.9
     else:
-        assert ours["kv"] < 0.9, "damage must show, or the test could not fail"
-        assert ours["kv_generate"] < 0.9, "damage must show, or the test could not fail"
-        assert sum(ours.values()) > 0, "and must leave something"
+        # Damage must show, or the test could not fail, and must leave something.
+        assert ours["kv"] < 0.9
+        assert ours["kv_generate"] < 0.9
+        assert sum(ours.values()) > 0
 
 
 def test_each_task_of_the_paper_has_the_papers_metric() -> None:
@@ -124,7 +139,9 @@ def test_a_task_file_replaces_the_hub(tiny: MODEL_AND_TOKENIZER, tmp_path: Path)
     """As docs/evaluation.md shows: lm-eval's own definition, with rows from a local file."""
     write_task(tmp_path / "tasks", "arc_easy", n_rows=4)
     options = {"include_path": tmp_path / "tasks", "fewshot": 1}
+
     results = measured(*tiny, "arc_easy,kv", tmp_path / "answers", **options)
+
     assert results["n-shot"] == {"arc_easy": 1, "kv": 0}
     assert results["n-samples"]["arc_easy"] == {"original": 4, "effective": 4}
     assert 4 * values(results)["arc_easy"] in range(5)
@@ -137,8 +154,10 @@ def test_a_task_file_replaces_the_hub(tiny: MODEL_AND_TOKENIZER, tmp_path: Path)
 def test_a_stopped_evaluation_asks_only_what_was_not_answered(
     tiny: MODEL_AND_TOKENIZER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A batch holds the choices of a question, of which there are ten."""
     model, tokenizer = tiny
     n_batches = 0
+    stop_at = 0
     forward = model.forward
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -148,31 +167,37 @@ def test_a_stopped_evaluation_asks_only_what_was_not_answered(
             raise KeyboardInterrupt
         return forward(*args, **options)
 
+    def measure(name: str, **options: Any) -> Record:
+        nonlocal n_batches
+        n_batches = 0
+        return measured(model, tokenizer, "kv", tmp_path / name, batch_size=1, **options)
+
     monkeypatch.setattr(model, "forward", counted)
-    stop_at = 0
-    whole = measured(model, tokenizer, "kv", tmp_path / "whole", batch_size=1)
-    n_whole, n_batches, stop_at = n_batches, 0, 6  # one batch for the choices of a question
+    whole = measure("whole")
+    assert n_batches == N
+
+    stop_at = 6
     with pytest.raises(KeyboardInterrupt):
-        measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1)
-    n_batches, stop_at = 0, 0
-    resumed = measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1)
-    assert n_batches == n_whole - 5 == 5
+        measure("stopped")
+
+    stop_at = 0
+    resumed = measure("stopped")
+    assert n_batches == N - 5
     assert resumed["results"] == whole["results"]
-    n_batches = 0
-    measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1)
+
+    measure("stopped")
     assert n_batches == 0
-    measured(model, tokenizer, "kv", tmp_path / "stopped", batch_size=1, again=True)
-    assert n_batches == n_whole
+    measure("stopped", again=True)
+    assert n_batches == N
 
 
 def test_answers_of_one_model_are_not_those_of_another(
     tiny: MODEL_AND_TOKENIZER, tmp_path: Path
 ) -> None:
-    model, tokenizer = tiny
-    first = measured(model, tokenizer, "kv", tmp_path)
-    plan = HeadPlan.from_pairs(model, [(layer, head) for layer in (0, 1, 3) for head in range(8)])
-    student = build_student(model, plan, d_state=8)[0]
-    assert values(measured(student, tokenizer, "kv", tmp_path)) != values(first)
+    teacher, tokenizer = tiny
+    of_teacher = measured(teacher, tokenizer, "kv", tmp_path)
+    of_student = measured(damaged_student(teacher), tokenizer, "kv", tmp_path)
+    assert values(of_student) != values(of_teacher)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -196,29 +221,34 @@ def test_ruler_is_measured_length_by_length(
     """A question counts by the share of its answers that are found; lengths count alike."""
 
     def questions(task: str, length: int, *_: Any) -> list[RulerQuestion]:
+        # One answer at 100 tokens; two at 200, of which the second is in no prompt.
         n_answers = length // 100
-        examples = make_probe("kv", pairs=4, seed=length).examples(N)
         padding = ("nowhere",) * (n_answers - 1)
-        return [RulerQuestion(e.prompt, "", "", (e.answer.strip(), *padding)) for e in examples]
+        made: list[RulerQuestion] = []
+        for example in make_probe("kv", pairs=4, seed=length).examples(N):
+            answers = (example.answer.strip(), *padding)
+            made.append(RulerQuestion(example.prompt, "", "", answers))
+        return made
 
     # Importing lm-eval's word lists takes seconds.
     monkeypatch.setattr(suite, "load_generators", lambda: None)
     monkeypatch.setattr(probe_tasks, "ruler_questions", questions)
+
     results = measured(*tiny, "ruler_vt", tmp_path, ruler_lengths="100,200")
-    parts = {
-        name: figures["acc,none"]
-        for name, figures in results["results"].items()
-        if name != "ruler_vt"
-    }
-    assert list(parts) == ["ruler_vt_100", "ruler_vt_200"]
-    assert parts["ruler_vt_100"] > 0.8
-    assert 0.4 < parts["ruler_vt_200"] <= 0.5
-    assert values(results) == {"ruler_vt": pytest.approx(sum(parts.values()) / 2)}
+
+    figures = results["results"]
+    assert [name for name in figures if name != "ruler_vt"] == ["ruler_vt_100", "ruler_vt_200"]
+    at_100 = figures["ruler_vt_100"]["acc,none"]
+    at_200 = figures["ruler_vt_200"]["acc,none"]
+    assert at_100 > 0.8
+    assert 0.4 < at_200 <= 0.5
+    assert values(results) == {"ruler_vt": pytest.approx((at_100 + at_200) / 2)}
+
     table = ruler_by_length(results, teacher=results)
     assert table.columns.tolist() == ["task", "", "100", "200"]
     model, teacher = table.values.tolist()
     assert model[:2] == ["ruler_vt", "model"]
-    assert model[3].startswith(f"{parts['ruler_vt_200']:.3f}")
+    assert model[3].startswith(f"{at_200:.3f}")
     assert teacher == ["ruler_vt", "teacher", *model[2:]]
 
 
@@ -233,6 +263,15 @@ def test_ruler_is_measured_length_by_length(
         ({"suite": "kv", "limit": 0}, ["--limit is 0"]),
         ({"suite": "kv", "include_path": Path("no/such")}, ["no/such"]),
     ],
+    ids=[
+        "tasks of the hub",
+        "unknown name",
+        "no name",
+        "pairs",
+        "length",
+        "no questions",
+        "no folder",
+    ],
 )
 def test_what_cannot_run_is_refused_by_its_name(
     options: dict[str, Any], names: list[str], monkeypatch: pytest.MonkeyPatch
@@ -240,8 +279,10 @@ def test_what_cannot_run_is_refused_by_its_name(
     monkeypatch.setattr(suite, "EVERYTHING", ("arc",))  # all 10,000 files take 10 seconds
     with pytest.raises(ValueError) as refusal:
         load_tasks(SuiteJob(**options))
-    assert len(str(refusal.value).splitlines()) == 1
-    assert all(name in str(refusal.value) for name in names)
+    error = str(refusal.value)
+    assert len(error.splitlines()) == 1
+    for name in names:
+        assert name in error
 
 
 def results_of(**tasks: tuple[str, float, bool]) -> Record:
@@ -273,9 +314,9 @@ def test_coverage_is_the_mean_ratio_over_a_suites_tasks() -> None:
     ratios = dict(zip(table.task, table.ratio))
     assert ratios["arc_easy"] == pytest.approx(0.75)
     assert ratios["kv"] == 0.5
-    assert table[table.ratio.isna()].task.tolist() == ["mmlu", "text"], (
-        "a teacher at 0, and lower is better"
-    )
+    # A teacher at 0, and a figure of which less is better.
+    without_ratio = table[table.ratio.isna()].task
+    assert without_ratio.tolist() == ["mmlu", "text"]
     assert coverage(table) == pytest.approx({"paper-knowledge": 0.875, "paper-retrieval": 0.5})
     shown = render(student, teacher)
     assert "| arc_easy | acc | 0.600 ± 0.010 | 0.800 ± 0.010 | −25.0 % |" in shown
@@ -291,26 +332,18 @@ def test_the_command_writes_results_and_compares_with_the_teacher(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "4", "--pairs", "4"]
-    main(
-        [
-            "evaluate",
-            *flags,
-            "--teacher",
-            "tiny",
-            "--out",
-            str(out),
-            "--cache",
-            str(tmp_path / "answers"),
-        ]
-    )
+    flags = ["--model", "tiny", "--teacher", "tiny"]
+    flags += ["--suite", "kv,kv_generate", "--limit", "4", "--pairs", "4"]
+    flags += ["--out", str(out), "--cache", str(tmp_path / "answers")]
+
+    main(["evaluate", *flags])
+
     shown = capsys.readouterr().out
     assert str(out / "results.json") in shown
     record = json.loads((out / "results.json").read_text())
+    of_teacher = json.loads((out / "teacher" / "results.json").read_text())
     assert record["comparison"]["coverage"] == {"paper-retrieval": 1.0}
-    assert (
-        record["results"] == json.loads((out / "teacher" / "results.json").read_text())["results"]
-    )
+    assert record["results"] == of_teacher["results"]
     assert record["config"]["fewshot_seed"] == 1
     assert record["described"]["fingerprint"]
     assert "|kv " in (out / "results.md").read_text(), "lm-eval's own table"
@@ -318,32 +351,25 @@ def test_the_command_writes_results_and_compares_with_the_teacher(
 
 @pytest.mark.launched
 def test_two_processes_measure_what_one_does(tiny: MODEL_AND_TOKENIZER, tmp_path: Path) -> None:
-    flags = [
-        "--model",
-        "tiny",
-        "--suite",
-        "kv,kv_generate",
-        "--limit",
-        "5",
-        "--pairs",
-        "4",
-        "--max-length",
-        "16",
-    ]
-    flags += ["--truncate", "--cache", str(tmp_path / "answers"), "--out", str(tmp_path / "two")]
+    flags = ["--model", "tiny", "--suite", "kv,kv_generate", "--limit", "5", "--pairs", "4"]
+    flags += ["--max-length", "16", "--truncate"]
+    flags += ["--cache", str(tmp_path / "answers"), "--out", str(tmp_path / "two")]
     launcher = ("--multi_gpu", "--num_processes", "2", "-m")
+
     done = launch(launcher, "evaluate", *flags, program=Path("hybrid_distill"))
+    one = measured(
+        *tiny,
+        "kv,kv_generate",
+        tmp_path / "one",
+        limit=5,
+        pairs="4",
+        max_length=16,
+        truncate=True,
+    )
+
     assert done.returncode == 0, done.stderr
     two = json.loads((tmp_path / "two" / "results.json").read_text())
-    one = measured(
-        *tiny, "kv,kv_generate", tmp_path / "one", limit=5, pairs="4", max_length=16, truncate=True
-    )
     assert two["results"] == one["results"]
-    assert (
-        two["truncated"]
-        == one["truncated"]
-        == {
-            "kv": 20,
-            "kv_generate": 5,
-        }
-    )
+    # Every prompt: four choices of five questions, and five to continue.
+    assert one["truncated"] == {"kv": 20, "kv_generate": 5}
+    assert two["truncated"] == one["truncated"]

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from head_tables import some_scores
 from test_pipeline import weights
+from torch.testing import assert_close
 from training import small_run
 
 from hybrid_distill.cli.recipes import load_recipe
@@ -60,16 +62,21 @@ def recipe(**changes: Any) -> Any:
 
 def test_cells_that_are_equal_are_one_cell() -> None:
     cells = grid("0,2,4,8,all", "4,8,16,64", "top,random,layers", 3).cells(SHAPE)
+
     names = [cell.name for cell in cells]
     assert len(set(names)) == len(names)
+    # Without heads nothing is selected, with all of them there is no state; layers are of 8 heads.
+    n_states = 4
+    n_seeds = 3
     assert Counter(cell.selection for cell in cells) == {
-        "none": 12,
-        "all": 3,
-        "top": 36,
-        "random": 36,
-        "layers": 12,
+        "none": n_states * n_seeds,
+        "all": n_seeds,
+        "top": 3 * n_states * n_seeds,
+        "random": 3 * n_states * n_seeds,
+        "layers": n_states * n_seeds,
     }
     assert {cell.heads for cell in cells if cell.selection == "layers"} == {8}
+
     assert grid("48,all", "4,8").cells(SHAPE) == [Cell("all", 48, None, 0)]
 
 
@@ -92,43 +99,70 @@ def test_states_are_aligned_though_the_recipe_has_none(tmp_path: Path, share: bo
     windows = replace(small_run().student, d_state=0, window=8, sinks=2)
     job = SweepJob(out=tmp_path, heads="0", d_state="0,4", window="0,8", seeds=1, selection="top")
     request = checked(job, recipe(student=windows, tokens="64K", align_share=0.5))
-    opened = Sweep.open(replace(request.definition, share=share))
-    assert [stage.name for stage in opened.own_stages] == ["align", "distill"][share:]
-    alignments = [task for task in opened.tasks.values() if task.d_state and not task.cell]
-    assert len(alignments) == (2 if share else 0)
+
+    this = Sweep.open(replace(request.definition, share=share))
+
+    own_stages = [stage.name for stage in this.own_stages]
+    alignments = alignments_of(this)
+    if share:
+        assert own_stages == ["distill"]
+        # With a window and without.
+        assert len(alignments) == 2
+    else:
+        assert own_stages == ["align", "distill"]
+        assert alignments == []
+
     # Whatever has nothing to align gets all tokens for the rest.
-    by_name = {cell.name: cell for cell in opened.cells}
-    alone = cell_config(opened, by_name["none-n0-w8-s0"])
-    assert steps_of(alone) == {"distill": 64_000 // alone.tokens_per_step(alone.stages[0])}
+    by_name = {cell.name: cell for cell in this.cells}
+    alone = cell_config(this, by_name["none-n0-w8-s0"])
+    (distill,) = alone.stages
+    assert distill.name == "distill"
+    assert distill.steps == 64_000 // alone.tokens_per_step(distill)
     if not share:
-        both = cell_config(opened, by_name["none-n4-w8-s0"])
-        assert list(steps_of(both)) == ["align", "distill"]
-        assert both.stages[1].steps == alone.stages[0].steps // 2
+        both = cell_config(this, by_name["none-n4-w8-s0"])
+        assert [stage.name for stage in both.stages] == ["align", "distill"]
+        assert both.stages[1].steps == distill.steps // 2
+
+
+def alignments_of(this: Sweep) -> list[Task]:
+    """List the alignments that several cells take their heads from."""
+    return [task for task in this.tasks.values() if task.d_state and not task.cell]
 
 
 def windows_run() -> RunConfig:
     """A run of windows alone that the embedded teacher's heads can be ranked for."""
     base = small_run()
-    options = {"n_pairs": 4, "n_examples": 4, "n_queries": None, "min_accuracy": None}
-    return replace(
-        base,
-        student=replace(base.student, d_state=0, window=12, sinks=2),
-        scoring=replace(base.scoring, **options),
-        stages=(),
+    scoring = replace(
+        base.scoring,
+        n_pairs=4,
+        n_examples=4,
+        n_queries=None,
+        min_accuracy=None,
     )
+    windows_alone = replace(base.student, d_state=0, window=12, sinks=2)
+    return replace(base, student=windows_alone, scoring=scoring, stages=())
 
 
 def test_heads_are_ranked_for_the_window_of_each_cell(tmp_path: Path) -> None:
+    """As a run of this window alone ranks them."""
     out = tmp_path / "sweep"
     job = SweepJob(out=out, heads="2", d_state="0", window="8,12", seeds=1, selection="top")
+
     sweep(job, SimpleNamespace(config=windows_run, __file__="recipe.py"))
+
     for window in (8, 12):
-        cell = out / "cells" / f"top2-n0-w{window}-s0"
         scores = HeadScores.load(out / "shared" / f"w{window}-s0" / "scores.json")
         assert scores.provenance["student"]["window"] == window
-        alone = replace(windows_run(), out=tmp_path / str(window), plan=PlanConfig("top", k=2))
-        student = replace(alone.student, window=window)
-        plan = choose_heads(RunInputs(replace(alone, student=student)))
+
+        base = windows_run()
+        alone = replace(
+            base,
+            out=tmp_path / str(window),
+            plan=PlanConfig("top", k=2),
+            student=replace(base.student, window=window),
+        )
+        plan = choose_heads(RunInputs(alone))
+        cell = out / "cells" / f"top2-n0-w{window}-s0"
         assert HeadPlan.load(cell / "plan.json").kept == plan.kept
     assert not (out / "shared" / "s0" / "scores.json").exists()
 
@@ -146,14 +180,12 @@ def test_a_control_is_trained_beside_cells_with_a_shared_alignment(tmp_path: Pat
     job = SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1, selection="top")
     request = checked(job, recipe(control=True, cache="90%"))
     assert request.definition.base.cache is None
-    opened = Sweep.open(request.definition)
-    (alignment,) = [task for task in opened.tasks.values() if task.d_state and not task.cell]
-    perform(opened, alignment)
+    this = Sweep.open(request.definition)
+    (alignment,) = alignments_of(this)
+
+    perform(this, alignment)
+
     assert alignment.outcome().state == "done"
-
-
-def steps_of(config: RunConfig) -> dict[str, int]:
-    return {stage.name: stage.steps for stage in config.stages}
 
 
 def test_fields_of_the_recipe_can_be_changed() -> None:
@@ -180,27 +212,29 @@ def test_a_sweep_may_grow_but_not_change(tmp_path: Path) -> None:
     base = small_run(tmp_path)
     opened(base, grid("0", "16"))
     opened(base, grid())  # there was no result that could be lost
+
     (tmp_path / "shared" / "s0").mkdir(parents=True)
     (tmp_path / "shared" / "s0" / "scores.json").write_text("{}")
-    grown = opened(base, grid("0,2,4,all", "4,8", "top,random", 2))
+    larger = grid("0,2,4,all", "4,8", "top,random", 2)
+    grown = opened(base, larger)
     assert Sweep(tmp_path).cells == grown.cells
+
     with pytest.raises(ValueError, match="all-s1, none-n4-s1"):
         opened(base, grid("0,2,4,all", "4", "top,random", 1))
     with pytest.raises(ValueError, match=r"distill.steps"):
-        opened(base.with_stage("distill", steps=3), grid("0,2,4,all", "4,8", "top,random", 2))
+        opened(base.with_stage("distill", steps=3), larger)
     with pytest.raises(ValueError, match="share"):
-        opened(base, grid("0,2,4,all", "4,8", "top,random", 2), share=False)
-    opened(
-        replace(base, trackers=("tensorboard",), out=tmp_path),
-        grid("0,2,4,all", "4,8", "top,random", 2),
-    )
+        opened(base, larger, share=False)
+
+    # Trackers change no result.
+    opened(replace(base, trackers=("tensorboard",)), larger)
 
 
 def test_layers_are_ranked_by_all_their_heads() -> None:
-    drop_LH = torch.tensor([[0.9, 0.0], [0.5, 0.5], [0.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
-    logprob_LH = torch.tensor([[9.0, 0.0], [1.0, 1.0], [0.0, 0.0], [2.0, 1.0]], dtype=torch.float64)
-    zeros = torch.zeros(4, 2, dtype=torch.float64)
-    scores = HeadScores(2, drop_LH, logprob_LH, None, zeros, zeros, None)
+    """Layer 3 beats layer 1 by its log-probabilities, and layer 0 by its sum."""
+    drop_LH = [[0.9, 0.0], [0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
+    logprob_LH = [[9.0, 0.0], [1.0, 1.0], [0.0, 0.0], [2.0, 1.0]]
+    scores = some_scores(drop_LH, logprob_LH, n_kv_heads=2)
     assert best_layers(scores, 1) == (3,)
     assert best_layers(scores, 3) == (0, 1, 3)
 
@@ -257,12 +291,15 @@ def test_a_task_comes_after_what_it_needs_and_slots_are_filled(
     this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
     workers = Scripted(3, {})
     ended: list[str] = []
+
     run_tasks(this, workers, lambda task: ended.append(task.name))
+
     assert sorted(ended) == sorted(this.tasks)
     assert workers.at_once == 3
     for task in this.tasks.values():
         for needed in task.after:
             assert ended.index(needed) < workers.begun.index(task.name)
+
     again = Scripted(1, {})
     run_tasks(this, again, lambda task: None)
     assert again.begun == [], "finished tasks ran again"
@@ -270,15 +307,21 @@ def test_a_task_comes_after_what_it_needs_and_slots_are_filled(
 
 def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait: None) -> None:
     this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))
-    run_tasks(this, Scripted(1, {"n8-s0": "it diverged", "top2-n4-s0": None}), lambda task: None)
+    # An alignment that others need, and a job that leaves no result.
+    workers = Scripted(1, {"n8-s0": "it diverged", "top2-n4-s0": None})
+
+    run_tasks(this, workers, lambda task: None)
+
     outcomes: dict[str, Outcome] = {name: task.outcome() for name, task in this.tasks.items()}
-    failed = {
-        name: outcome.error for name, outcome in outcomes.items() if outcome.state == "failed"
-    }
+    failed: dict[str, str] = {}
+    for name, outcome in outcomes.items():
+        if outcome.state == "failed":
+            failed[name] = outcome.error
     assert failed.keys() == {"n8-s0", "none-n8-s0", "top2-n8-s0", "top4-n8-s0", "top2-n4-s0"}
     assert failed["top4-n8-s0"] == "it diverged"
     assert "OUT_OF_MEMORY" in failed["top2-n4-s0"]
     assert outcomes["top4-n4-s0"].state == "done"
+
     text = status(tmp_path)
     assert "2 of 6 cells, 4 failed" in text
     assert "top4-n8-s0: it diverged" in text
@@ -296,15 +339,17 @@ def test_a_process_that_fails_ends_its_launch(
     """Or the others would wait for it in vain."""
     task = opened(small_run(tmp_path), grid("0")).tasks["s0"]
     state = SimpleNamespace(is_main_process=is_main, num_processes=2)
-    for name, stand_in in (
-        ("connect", lambda: state),
-        ("GRACE", 0),
-        ("_work", lambda *args: [][0]),
-    ):
-        monkeypatch.setattr(f"hybrid_distill.lab.sweep.cells.{name}", stand_in)
+
+    def fail(*args: object) -> None:
+        raise IndexError("7")
+
+    monkeypatch.setattr(cells, "connect", lambda: state)
+    monkeypatch.setattr(cells, "GRACE", 0)
+    monkeypatch.setattr(cells, "_work", fail)
     with pytest.raises(IndexError):
         perform(Sweep(tmp_path), task)
-    assert (task.outcome().error == "IndexError: list index out of range") == is_main
+    is_recorded = task.outcome().error == "IndexError: 7"
+    assert is_recorded == is_main
 
 
 def test_progress_and_time_left(tmp_path: Path) -> None:
@@ -314,6 +359,8 @@ def test_progress_and_time_left(tmp_path: Path) -> None:
     # The four steps that are done took 30 s, and four are left.
     assert "1 of 3 cells, 4 of 8 steps, about 30 s left" in status(tmp_path)
     assert "about 15 s left" in progress(this, at_once=2)
+
+    # A line that is being written does not count. A lock tells a run from a stopped one.
     run = this.tasks["top2-n4-s0"].run
     stage = run.stages / "1-distill"
     stage.mkdir(parents=True)
@@ -351,11 +398,14 @@ def test_results_of_a_sweep(finished: Path) -> None:
     for name, value in table["all-s0"].items():
         if name.startswith(("kv_choice", "kv_generation", "cache", "perplexity", "knowledge")):
             assert value == table["teacher-s0"][name], name
+
     row = table["random2-n4-s0"]
     result = json.loads((finished / row["dir"] / "evaluation.json").read_text())
     assert float(row["perplexity"]) == result["perplexity"]
     assert int(row["cache_bytes_2048"]) == result["cache_bytes"]["2048"]
-    assert (row["heads"], row["d_state"], row["steps"]) == ("2", "4", "2")
+    assert row["heads"] == "2"
+    assert row["d_state"] == "4"
+    assert row["steps"] == "2"
 
 
 def test_a_cell_is_an_ordinary_run(finished: Path, tmp_path: Path) -> None:
@@ -372,11 +422,14 @@ def test_cells_take_over_the_heads_of_one_alignment(finished: Path) -> None:
     assert list(weights(finished / "shared")) == ["n4-s0/aligned/stages/1-align"]
     cell = this.tasks["random2-n4-s0"].cell
     assert cell is not None
-    student = RunInputs(cell_config(this, cell), this.teacher)
+    inputs = RunInputs(cell_config(this, cell), this.teacher)
+
+    student = build(inputs, choose_heads(inputs))
+
     donor, _ = trained_student(finished_run(finished / "shared/n4-s0/aligned"))
-    for mixer, source in zip(build(student, choose_heads(student)).mixers(), donor.mixers()):
+    for mixer, source in zip(student.mixers(), donor.mixers()):
         picked = [source.replaced.index(head) for head in mixer.replaced]
-        torch.testing.assert_close(mixer.ssm.D, source.ssm.D[picked], rtol=0, atol=0)
+        assert_close(mixer.ssm.D, source.ssm.D[picked], rtol=0, atol=0)
 
 
 def test_cells_open_the_alignment_that_they_share_one_at_a_time(
@@ -385,9 +438,11 @@ def test_cells_open_the_alignment_that_they_share_one_at_a_time(
     """Two that wrote its config.json at once failed now and then."""
     this = opened(small_run(tmp_path), grid("2", selection="restoration"))
     was_locked: list[bool] = []
-    monkeypatch.setattr(
-        cells, "align_all_heads", lambda inputs: was_locked.append(is_locked(inputs.paths.out))
-    )
+
+    def align(inputs: RunInputs) -> None:
+        was_locked.append(is_locked(inputs.paths.out))
+
+    monkeypatch.setattr(cells, "align_all_heads", align)
     monkeypatch.setattr(cells, "last_stage", lambda paths: paths.out)
     monkeypatch.setattr(cells, "restored_plan", lambda run, k: PlanConfig("file", k=k))
     assert cell_config(this, this.cells[0]).plan.k == 2
@@ -402,22 +457,27 @@ def test_trackers_are_told_the_group(tracker: str, tmp_path: Path) -> None:
         options.update(init_kwargs[tracker])
 
     accelerator: Any = SimpleNamespace(log_with=[tracker], init_trackers=init_trackers)
-    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", config={"seed": 3}).start(accelerator)
+    first = TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", config={"seed": 3})
+    first.start(accelerator)
     assert options["config"] == {"seed": 3}
     assert options["group"] == "my-sweep"
     assert options["name"].startswith("top4-n16-s0")
     assert options["resume"] == "allow"
-    first = dict(options)
-    TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", 5, {"seed": 3}).start(accelerator)
-    assert options == first, "a later stage, or a resumed one, must find the same run"
+
+    options_of_first = dict(options)
+    later = TrackedRun(tmp_path, "top4-n16-s0", "my-sweep", 5, {"seed": 3})
+    later.start(accelerator)
+    assert options == options_of_first, "a later stage, or a resumed one, must find the same run"
 
 
 def test_a_recipe_that_fails_in_all_cells(tmp_path: Path) -> None:
     base = small_run()
     failing = recipe(teacher=replace(base.teacher, dtype="bfloat16"))
     job = SweepJob(out=tmp_path, heads="0,2", d_state="4", seeds=1, selection="random")
+
     with pytest.raises(SweepFailed, match="precision is 'fp32'"):
         sweep(job, failing)
+
     students = [row for row in rows(tmp_path).values() if row["selection"] != "teacher"]
     assert [row["state"] for row in students] == ["failed", "failed"]
 
@@ -439,10 +499,12 @@ def begun(
     recipe_file: Path, out: Path, *, jobs: int = 1, on_ctrl_c: signal.Handlers = signal.SIG_DFL
 ) -> subprocess.Popen[str]:
     """A sweep in a process group of its own, once its first student has saved a checkpoint."""
-    command = [sys.executable, "-m", "hybrid_distill", "sweep", str(recipe_file), "--out", str(out)]
+    command = [sys.executable, "-m", "hybrid_distill", "sweep", str(recipe_file)]
+    command += ["--out", str(out)]
     command += ["--jobs", str(jobs)]
     for name, value in GRID.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
+        flag = "--" + name.replace("_", "-")
+        command += [flag, str(value)]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         command,
@@ -470,9 +532,8 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(longer: Path) -> Path:
     """A sweep by two jobs at a time that nothing stopped."""
-    return sweep(
-        SweepJob(longer, out=longer.parent / "whole", jobs=2, **GRID), load_recipe(longer)
-    ).out
+    job = SweepJob(longer, out=longer.parent / "whole", jobs=2, **GRID)
+    return sweep(job, load_recipe(longer)).out
 
 
 def rows_without_times(out: Path) -> list[dict[str, str]]:
@@ -487,11 +548,13 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(
     process = begun(longer, tmp_path)
     process.send_signal(how)
     process.communicate()
+
+    # SIGTERM is a request to save and leave, and is met.
     assert process.returncode == (0 if how == signal.SIGTERM else -signal.SIGKILL)
-    assert not (tmp_path / "cells/none-n4-s0/evaluation.json").exists(), (
-        "it was over before it was stopped"
-    )
+    was_over = (tmp_path / "cells/none-n4-s0/evaluation.json").exists()
+    assert not was_over, "it was over before it was stopped"
     assert "none-n4-s0" in status(tmp_path).partition("stopped:")[2]
+
     sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
 
     assert weights(tmp_path / "cells") == weights(whole / "cells") != {}
@@ -520,11 +583,13 @@ def test_jobs_that_are_stopped_save_and_say_nothing_themselves(
     else:
         process.send_signal(how)
     _, errors = process.communicate()
+
     assert process.returncode == status_after
     assert "Traceback" not in errors
     this = Sweep(tmp_path)
     states = {this.tasks[name].outcome().state for name in ("none-n4-s0", "random2-n4-s0")}
     assert not states & {"failed", "running"}
+
     sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
     assert weights(tmp_path / "cells") == weights(whole / "cells")
     assert rows_without_times(tmp_path) == rows_without_times(whole)

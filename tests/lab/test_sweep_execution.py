@@ -35,13 +35,16 @@ pytest.importorskip("submitit", reason="submitit is not installed")
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["docs/sweeps.md", "docs/how_to.md", "recipes/sweep_llama_1b.py", "recipes/sweep_tiny.py"]
-HEADS, SHAPE = "0,2", HeadPlan(6, 8, 4, ())
+HEADS = "0,2"
+SHAPE = HeadPlan(6, 8, 4, ())
 
 
 def documented(page: str) -> list[str]:
     """The commands of a page that start a sweep, as they stand there."""
-    text = (ROOT / page).read_text().replace("\\\n", " ")
+    continued_line = "\\\n"
+    text = (ROOT / page).read_text().replace(continued_line, " ")
     commands = re.findall(r"^(?:`|)hybrid-distill sweep ([^`\n#]*)", text, re.MULTILINE)
+    # A table of flags alone, in the first column.
     _, _, where_it_runs = text.partition("## Where it runs")
     for flags in re.findall(r"^\| `(--[^|]*)` \|[^|\n]*\|$", where_it_runs, re.MULTILINE):
         commands.append(f"tiny {flags}")
@@ -67,10 +70,14 @@ def n_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """SLURM's commands as submitit calls them; the submitted files go to this folder."""
-    commands, submitted = tmp_path / "bin", tmp_path / "submitted"
+    commands = tmp_path / "bin"
+    submitted = tmp_path / "submitted"
     commands.mkdir()
     submitted.mkdir()
-    bodies = {"srun": "", "sbatch": f'cp "$1" {submitted}/file\necho "Submitted batch job 4711"\n'}
+    bodies = {
+        "srun": "",
+        "sbatch": f'cp "$1" {submitted}/file\necho "Submitted batch job 4711"\n',
+    }
     for name, body in bodies.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}")
         (commands / name).chmod(0o755)
@@ -102,36 +109,59 @@ def test_documented_commands_start(
         (tmp_path / "recipe.py").write_text((ROOT / "recipes/hybrid_tiny.py").read_text())
     if "llama" in words[0]:
         words += ["--set", "teacher=tiny"]
+
     main(["sweep", *words, "--dry-run"])
+
     assert re.search(r"\d+ cells", capsys.readouterr().out)
     assert not (tmp_path / "runs").exists(), "a dry run writes nothing"
 
 
 def filled(job: SweepJob, **functions: Any) -> WorkerOptions:
-    return WorkerOptions.chosen(job, _defaults(recipe(**functions), "jobs", JOBS))
+    """Fill in what neither the flags nor the recipe say."""
+    of_recipe = _defaults(recipe(**functions), "jobs", JOBS)
+    return WorkerOptions.chosen(job, of_recipe)
 
 
 def gpus_of(slots: int, n_gpus: int) -> list[str]:
-    return [share_of_machine(slot, slots, n_gpus)["CUDA_VISIBLE_DEVICES"] for slot in range(slots)]
+    """Return the GPUs that each of so many jobs sees."""
+    visible: list[str] = []
+    for slot in range(slots):
+        environment = share_of_machine(slot, slots, n_gpus)
+        visible.append(environment["CUDA_VISIBLE_DEVICES"])
+    return visible
 
 
 def test_one_job_for_each_gpu_by_default(n_gpus: Any) -> None:
     n_gpus(8)
     job = filled(SweepJob())
-    assert (job.jobs, job.gpus, job.minutes) == (8, 1, 1440)
+    assert job.jobs == 8
+    assert job.gpus == 1
+    assert job.minutes == 24 * 60
     assert gpus_of(8, n_gpus=1) == list("01234567")
-    job = filled(SweepJob(launcher="accelerate launch"))
-    assert (job.jobs, job.gpus) == (1, 8)
-    job = filled(SweepJob(launcher="accelerate launch", gpus=2))
-    assert (job.jobs, job.gpus) == (4, 2)
-    assert gpus_of(4, n_gpus=2) == ["0,1", "2,3", "4,5", "6,7"]
     assert filled(SweepJob(jobs=3)).jobs == 3
     assert gpus_of(16, n_gpus=1)[9] == "1", "more jobs than GPUs share them"
-    assert share_of_machine(0, 64)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_launcher_gets_all_gpus_by_default(n_gpus: Any) -> None:
+    n_gpus(8)
+    job = filled(SweepJob(launcher="accelerate launch"))
+    assert job.jobs == 1
+    assert job.gpus == 8
+
+    job = filled(SweepJob(launcher="accelerate launch", gpus=2))
+    assert job.jobs == 4
+    assert job.gpus == 2
+    assert gpus_of(4, n_gpus=2) == ["0,1", "2,3", "4,5", "6,7"]
+
+
+def test_jobs_on_a_cpu_share_its_threads(n_gpus: Any) -> None:
     n_gpus(0)
     job = filled(SweepJob())
-    assert (job.jobs, job.gpus) == (1, 1)
+    assert job.jobs == 1
+    assert job.gpus == 1
     assert "CUDA_VISIBLE_DEVICES" not in share_of_machine(0, 1, 1)
+    # Of any machine, 64 jobs leave one thread to each.
+    assert share_of_machine(0, 64)["OMP_NUM_THREADS"] == "1"
 
 
 def test_only_visible_gpus_are_given_out(n_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +178,16 @@ def test_flags_come_before_the_recipe_and_the_recipe_before_defaults(n_gpus: Any
     n_gpus(8)
     of_recipe = {"gpus": 4, "minutes": 90, "launcher": "accelerate launch"}
     job = filled(SweepJob(), jobs=lambda: of_recipe)
-    assert (job.gpus, job.minutes, job.launcher, job.jobs) == (4, 90, "accelerate launch", 2)
+    assert job.gpus == 4
+    assert job.minutes == 90
+    assert job.launcher == "accelerate launch"
+    assert job.jobs == 2
+
     job = filled(SweepJob(gpus=2, minutes=30), jobs=lambda: of_recipe)
-    assert (job.gpus, job.minutes, job.jobs) == (2, 30, 4)
+    assert job.gpus == 2
+    assert job.minutes == 30
+    assert job.jobs == 4
+
     with pytest.raises(ValueError, match="timeout"):
         filled(SweepJob(), jobs=lambda: {"timeout": 5})
 
@@ -165,6 +202,15 @@ def test_flags_come_before_the_recipe_and_the_recipe_before_defaults(n_gpus: Any
         (SweepJob(minutes=0), 8, "0"),
         (SweepJob(cluster="slurm"), 8, "--jobs"),
         (SweepJob(cluster="slurm", jobs=2, launcher="x"), 8, "--gpus"),
+    ],
+    ids=[
+        "several GPUs without a launcher",
+        "more GPUs than there are",
+        "GPUs on a CPU",
+        "negative GPUs",
+        "no time",
+        "a cluster without --jobs",
+        "a cluster without --gpus",
     ],
 )
 def test_jobs_that_cannot_be_are_refused(job: SweepJob, gpus: int, value: str, n_gpus: Any) -> None:
@@ -183,10 +229,12 @@ def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path
     this = opened(tmp_path / "sweep")
     options = {**job_options("slurm", 2, 90), "slurm_partition": "gpu"}
     workers = Jobs(executor(tmp_path / "jobs", "slurm", options), 4, n_gpus=2)
-    assert workers.start(this, this.tasks["s0"], 0).job_id == "4711"
-    assert workers.executor._executor.max_num_timeout > 100, (
-        "submitit requeues three times by default"
-    )
+
+    job = workers.start(this, this.tasks["s0"], 0)
+
+    assert job.job_id == "4711"
+    # submitit requeues a job three times by default.
+    assert workers.executor._executor.max_num_timeout > 100
     asked = (cluster / "file").read_text()
     for line in ("--time=90", "--gpus-per-node=2", "--cpus-per-task=8", "--partition=gpu"):
         assert f"#SBATCH {line}\n" in asked
@@ -194,9 +242,8 @@ def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path
 
 
 def test_a_cluster_that_refuses_a_job_is_quoted(tmp_path: Path, cluster: Path) -> None:
-    (cluster.parent / "bin" / "sbatch").write_text(
-        "#!/bin/sh\necho 'invalid partition nowhere' >&2; exit 1\n"
-    )
+    sbatch = cluster.parent / "bin" / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'invalid partition nowhere' >&2; exit 1\n")
     this = opened(tmp_path / "sweep")
     workers = Jobs(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
     with pytest.raises(ValueError, match="invalid partition nowhere"):
@@ -247,7 +294,9 @@ def test_every_running_job_has_a_gpu_of_its_own(
     monkeypatch.setattr("hybrid_distill.lab.sweep.execution.POLL", 0.0)
     this = opened(tmp_path)
     fake: Any = Fake(this)
+
     run_tasks(this, Jobs(fake, 3), lambda task: None)
+
     assert fake.seen == {"0", "1", "2"}
     assert fake.at_once == 3
     assert {task.outcome().state for task in this.tasks.values()} == {"done"}
@@ -256,9 +305,15 @@ def test_every_running_job_has_a_gpu_of_its_own(
 def test_a_dry_run_asks_what_the_sweep_asks(tmp_path: Path, n_gpus: Any) -> None:
     n_gpus(4)
     job = SweepJob(
-        out=tmp_path / "out", heads=HEADS, d_state="4", seeds=1, selection="random", jobs=2
+        out=tmp_path / "out",
+        heads=HEADS,
+        d_state="4",
+        seeds=1,
+        selection="random",
+        jobs=2,
     )
-    assert "0 | 1" in dry_run(job, recipe())
+    assert "0 | 1" in dry_run(job, recipe()), "a GPU for each job"
+
     wrong = replace(job, options=("slurm_partition=gpu",))
     for action in (dry_run, sweep):
         with pytest.raises(ValueError, match="--cluster"):

@@ -21,16 +21,23 @@ from hybrid_distill.lab.sweep.report import write_sweep_report
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 
 SHAPE = HeadPlan(6, 8, 4, ())
-HEAD_DIM, EVERY = 16, 48
-RANKING = [HeadId(*divmod(int(i), 8)) for i in np.random.default_rng(0).permutation(EVERY)]
+HEAD_DIM = 16
+EVERY = 48
+RANKING: list[HeadId] = []
+for _number in np.random.default_rng(0).permutation(EVERY):
+    _layer, _head = divmod(int(_number), 8)
+    RANKING.append(HeadId(_layer, _head))
 TABLE = {"results.csv", "sweep.json"}
 Truth = Callable[[str, int, int], float]
 
 
 def saturating(selection: str, heads: int, d_state: int) -> float:
     """Share of the teacher's retrieval: a random head is worth a fifth of a chosen one; states matter little."""
-    worth = heads * {"random": 0.2, "layers": 0.4}.get(selection, 1.0)
-    return (1 - math.exp(-((worth / 2.0) ** 1.5))) * (1 - 0.1 / d_state)
+    worth_of_head = {"top": 1.0, "layers": 0.4, "random": 0.2}.get(selection, 1.0)
+    worth = heads * worth_of_head
+    of_heads = 1 - math.exp(-((worth / 2.0) ** 1.5))
+    of_states = 1 - 0.1 / d_state
+    return of_heads * of_states
 
 
 def held(heads: int, d_state: int, length: int) -> tuple[int, int]:
@@ -53,16 +60,17 @@ def cells(
     """Rows of a finished results.csv: the teacher is always at 0.98, noise is of one seed's retrieval."""
     draw = np.random.default_rng(seed)
     settings = [("teacher", 0, 0), ("all", EVERY, 0)]
-    for n, selection, k in product(states, selections, heads):
-        settings.append(("none" if k == 0 else selection, k, n))
-    rows = []
-    for s in range(seeds):
-        # Without heads, all selections are one setting.
-        for selection, k, n in dict.fromkeys(settings):
-            share = 1.0
-            if n:
-                share = float(np.clip(truth(selection, k, n) + noise * draw.normal(), 0.0, 1.0))
-            rows.append(cell(selection, k, n, s, share))
+    for d_state, selection, k in product(states, selections, heads):
+        settings.append(("none" if k == 0 else selection, k, d_state))
+    # Without heads, all selections are one setting.
+    distinct = dict.fromkeys(settings)
+    rows: list[dict[str, object]] = []
+    for number, (selection, k, d_state) in product(range(seeds), distinct):
+        share = 1.0
+        if d_state:
+            noisy = truth(selection, k, d_state) + noise * draw.normal()
+            share = float(np.clip(noisy, 0.0, 1.0))
+        rows.append(cell(selection, k, d_state, number, share))
     return rows
 
 
@@ -98,17 +106,28 @@ def write(folder: Path, rows: list[dict[str, object]], n_pairs: int = 8) -> Path
         table = csv.DictWriter(file, list(rows[0]), restval="")
         table.writeheader()
         table.writerows(rows)
-    (folder / "sweep.json").write_text(
-        json.dumps({"config": {"evaluation": {"stated_pairs": n_pairs}}})
-    )
+    record = {"config": {"evaluation": {"stated_pairs": n_pairs}}}
+    (folder / "sweep.json").write_text(json.dumps(record))
     return folder
+
+
+def report_of(folder: Path) -> str:
+    """Write a sweep's report; return its text."""
+    return write_sweep_report(folder).with_suffix(".md").read_text()
+
+
+def half_interval(values: Iterable[float]) -> float:
+    """Half of the 95 % interval of a mean of three, after Student: 4.303 with two degrees of freedom."""
+    variance = np.var(list(values), ddof=1)
+    return 4.303 * math.sqrt(variance / 3)
 
 
 def unfinished(
     rows: list[dict[str, object]], *names: str, state: str = "failed"
 ) -> list[dict[str, object]]:
+    """Take the results of these cells away, and give them this state."""
     kept = ("cell", "selection", "heads", "d_state", "seed", "dir")
-    changed = []
+    changed: list[dict[str, object]] = []
     for row in rows:
         if row["cell"] in names:
             row = {name: value if name in kept else "" for name, value in row.items()}
@@ -135,24 +154,22 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_numbers_of_the_report(tmp_path: Path, no_figures: None) -> None:
     rows = cells(heads=(0, 4), states=(16,), selections=("top",))
-    # 50, 80 and 90 % of the teacher's.
-    shares_of_teacher = (0.49, 0.784, 0.882)
+    # 50, 80 and 90 % of the teacher's 98 %.
+    retrieval = [49.0, 78.4, 88.2]
     for row in rows:
         if row["cell"] in ("top4-n16-s0", "top4-n16-s1", "top4-n16-s2"):
-            row["kv_generation_8"] = shares_of_teacher[int(str(row["seed"]))]
+            row["kv_generation_8"] = retrieval[int(str(row["seed"]))] / 100
             row["kv_generation_16"] = 0.98
-    text = write_sweep_report(write(tmp_path, rows)).with_suffix(".md").read_text()
-    margin = 4.303 * math.sqrt((22.867**2 + 6.533**2 + 16.333**2) / 2 / 3)
-    assert f"| 71.9 ± {margin:.1f} | 98.0 ± 0.0 |" in text, (
-        "values, with half of Student's interval"
-    )
-    coverage = 4.303 * 100 * math.sqrt(np.var([0.75, 0.9, 0.95], ddof=1) / 3)
-    assert (
-        f"| 4 | top | 16 | 100.0 ± 0.0 | 86.7 ± {coverage:.1f} | +0.0 % | −26.7 % | +0.0 % |"
-        in text
-    )
-    n_bytes = sum(held(4, 16, 4096))
-    assert f"| {n_bytes / 1e6:.3f} |" in text
+
+    text = report_of(write(tmp_path, rows))
+
+    assert f"| 71.9 ± {half_interval(retrieval):.1f} | 98.0 ± 0.0 |" in text
+    # A coverage is the mean over 8 and 16 pairs of the share of the teacher's.
+    coverage = half_interval([75.0, 90.0, 95.0])
+    changes = "+0.0 % | −26.7 % | +0.0 %"
+    assert f"| 4 | top | 16 | 100.0 ± 0.0 | 86.7 ± {coverage:.1f} | {changes} |" in text
+    megabytes = sum(held(4, 16, 4096)) / 1e6
+    assert f"| {megabytes:.3f} |" in text
     assert "9 of 9 cells" in text
 
 
@@ -190,7 +207,11 @@ def test_the_front_is_the_known_one(tmp_path: Path) -> None:
         (4, 16): 0.9,
         (8, 4): 0.9,
     }
-    rows = cells(lambda _, k, n: quality.get((k, n), 0.0), states=(4, 16), selections=("top",))
+
+    def truth(selection: str, heads: int, d_state: int) -> float:
+        return quality.get((heads, d_state), 0.0)
+
+    rows = cells(truth, states=(4, 16), selections=("top",))
     students = [
         "0 heads, state 4",
         "top 1 head, state 4",
@@ -204,9 +225,9 @@ def test_the_front_is_the_known_one(tmp_path: Path) -> None:
 
 def test_the_page_needs_nothing_else(reported: Path) -> None:
     text = (reported / "report.html").read_text()
-    assert not re.search(
-        r"https?://(?!www\.w3\.org/)| src=|<link|@import|url\((?!#)|fetch|import\(", text
-    )
+    # Names of XML and references within the page are none.
+    from_elsewhere = r"https?://(?!www\.w3\.org/)| src=|<link|@import|url\((?!#)|fetch|import\("
+    assert not re.search(from_elsewhere, text)
     assert text.count("<svg ") == 5
     assert "<title>random: " in text
     assert "aria-sort" in text
@@ -216,19 +237,16 @@ def test_the_page_needs_nothing_else(reported: Path) -> None:
 
 def test_what_is_committed_is_complete_and_always_the_same(reported: Path, tmp_path: Path) -> None:
     names = {"coverage.png", "heads.png", "states.png", "selection.png", "pareto.png"}
-    assert {path.name for path in reported.iterdir()} == {
-        *names,
-        "report.md",
-        "report.html",
-        *TABLE,
-    }
-    text = (reported / "report.md").read_text()
-    assert set(re.findall(r"\]\((.*?)\)", text)) == names
+    pages = {"report.md", "report.html"}
+    assert {path.name for path in reported.iterdir()} == names | pages | TABLE
+    links = re.findall(r"\]\((.*?)\)", (reported / "report.md").read_text())
+    assert set(links) == names
+
     source = reported.parent / "tiny"
     write_sweep_report(source, to=tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
-        path.name: path.read_bytes() for path in reported.iterdir()
-    }
+    first = {path.name: path.read_bytes() for path in reported.iterdir()}
+    second = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert second == first
     assert {path.name for path in source.iterdir()} == TABLE
 
 
@@ -245,8 +263,10 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
     monkeypatch.setattr("hybrid_distill.cli.sweep.sweep", fail)
     with pytest.raises(SystemExit, match="1"):
         main(["sweep", "tiny", "--out", str(tmp_path)])
+
     main(["report", str(tmp_path), "--context", "32768", "--to", str(tmp_path / "docs")])
     assert "MB at 32,768" in (tmp_path / "docs" / "report.html").read_text()
+
     text = (tmp_path / "report.md").read_text()
     missing = text.partition("## Missing")[2]
     assert "44 of 48 cells" in text
@@ -255,8 +275,9 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
     for line in ("- top4-n16-s1: it diverged", "- top8-n4-s2: ", "the figures: "):
         assert line in missing
 
-    nothing = unfinished(rows, *[str(row["cell"]) for row in rows], state="waiting")
-    text = write_sweep_report(write(tmp_path, nothing)).with_suffix(".md").read_text()
+    every_cell = [str(row["cell"]) for row in rows]
+    nothing = unfinished(rows, *every_cell, state="waiting")
+    text = report_of(write(tmp_path, nothing))
     assert "0 of 48 cells" in text
     assert "the teacher's evaluation" in text
 
@@ -270,8 +291,11 @@ def test_a_sweep_in_which_only_the_teacher_is_finished_has_a_report(
         "share_alignment": False,
         "command": "r.py",
     }
-    (write(tmp_path, rows) / "sweep.json").write_text(json.dumps(record))
-    text = write_sweep_report(tmp_path).with_suffix(".md").read_text()
+    write(tmp_path, rows)
+    (tmp_path / "sweep.json").write_text(json.dumps(record))
+
+    text = report_of(tmp_path)
+
     assert "3 of 3 cells are finished" in text
     assert "`hybrid-distill sweep r.py --heads all --seeds 3 --no-share`" in text
 
@@ -287,8 +311,10 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
             }
     # The first row has all columns.
     rows.sort(key=lambda row: row["selection"] != "top")
-    report = write_sweep_report(write(tmp_path, rows)).with_suffix(".md")
-    section = report.read_text().partition("## Without the recurrence")[2]
+
+    text = report_of(write(tmp_path, rows))
+
+    section = text.partition("## Without the recurrence")[2]
     assert "| 2 | top | 16 | 90.0 → 5.0 | used |" in section
     assert "| 4 | top | 16 | 90.0 → 5.0 | NOT USED |" in section
 
@@ -300,12 +326,11 @@ def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figur
         "knowledge_chance": 0.25,
         "n_text_tokens": 12808,
     }
-    text = (
-        write_sweep_report(write(tmp_path, [row | sample for row in cells()]))
-        .with_suffix(".md")
-        .read_text()
-    )
-    assert re.search(
-        r"\| questions a seed \|.*\| 40 \| 100 \| 100 \| 100 \| 12,808 \| 12,808 \|", text
-    )
-    assert re.search(r"\| guessing \|.*\| 25.0 \| 12.5 \| 6.2 \| 12.5 \|  \|  \|", text)
+    rows = [row | sample for row in cells()]
+
+    text = report_of(write(tmp_path, rows))
+
+    questions = r"\| questions a seed \|.*\| 40 \| 100 \| 100 \| 100 \| 12,808 \| 12,808 \|"
+    guessing = r"\| guessing \|.*\| 25.0 \| 12.5 \| 6.2 \| 12.5 \|  \|  \|"
+    assert re.search(questions, text)
+    assert re.search(guessing, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import make_family_model
+from torch.testing import assert_close
 
 from hybrid_distill.lab.analysis.hybrids import _without_recurrence
 from hybrid_distill.lab.analysis.mixing import mask_heads, mix_heads
@@ -33,30 +34,36 @@ def student_with(d_state: int) -> HybridForCausalLM:
 def test_zeroed_recurrence_leaves_the_window() -> None:
     student = student_with(d_state=4)
     ids = torch.tensor([IDS])
+
     with _without_recurrence(student, head_sites(student)):
         zeroed = student(ids).logits
     with silence(student.mixers(), "recurrence"):
-        assert torch.equal(student(ids).logits, zeroed)
-    assert not torch.allclose(student(ids).logits, zeroed, atol=1e-3)
+        window_alone = student(ids).logits
+    intact = student(ids).logits
+
+    assert torch.equal(window_alone, zeroed)
+    assert not torch.allclose(intact, zeroed, atol=1e-3)
 
 
 def test_maps_of_kept_heads_and_of_windows_alone_compute_their_outputs() -> None:
     student = student_with(d_state=0)
     student.set_attn_implementation("eager")
-    inputs = {}
     mixer = student.mixers()[0]
-    with (
-        torch.no_grad(),
-        mixer.o_proj.register_forward_pre_hook(lambda module, args: inputs.update(heads=args[0])),
-    ):
+    inputs: list[torch.Tensor] = []
+    hook = mixer.o_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with torch.no_grad(), hook:
         student(torch.tensor([IDS]), use_cache=False)
-    heads_LHP = inputs["heads"][0].unflatten(-1, (-1, mixer.head_dim))
-    for mix in mix_heads(student, IDS, [KEPT, REPLACED]):
+    (heads_BLD,) = inputs
+    heads_LHP = heads_BLD[0].unflatten(-1, (-1, mixer.head_dim))
+
+    kept, windowed = mix_heads(student, IDS, [KEPT, REPLACED])
+
+    for mix in (kept, windowed):
         assert mix.kind == "attention"
-        torch.testing.assert_close(mix.output(), heads_LHP[:, mix.head.head], rtol=0, atol=1e-5)
-        if mix.head == REPLACED:
-            # The last 4 tokens and the first one.
-            assert (mix.matrix_TS[10] > 0).nonzero().flatten().tolist() == [0, 7, 8, 9, 10]
+        assert_close(mix.output(), heads_LHP[:, mix.head.head], rtol=0, atol=1e-5)
+    # The last 4 tokens and the first one.
+    seen_by_the_last = (windowed.matrix_TS[10] > 0).nonzero().flatten()
+    assert seen_by_the_last.tolist() == [0, 7, 8, 9, 10]
 
 
 def test_the_matrix_of_a_sum_is_its_recurrence_and_cannot_be_masked() -> None:

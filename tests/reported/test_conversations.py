@@ -1,6 +1,7 @@
 """Conversations as people have them: which tokens are the assistant's."""
 
 import json
+from typing import Any
 
 import pytest
 from test_post import MARKED, PLAIN, chat_tokenizer
@@ -17,12 +18,16 @@ OTHER_FIRST = PLAIN.replace(
 """A template that begins the first message of a conversation in another way than an answer."""
 
 
-def learned_words(template: str, *said: tuple[str, str]) -> list[str]:
-    tokenizer = chat_tokenizer(template)
+def learned_tokens(tokenizer: PreTrainedTokenizerFast, *said: tuple[str, str]) -> list[str]:
+    """Return the tokens that a student learns to predict of these messages of a role each."""
     messages = [{"role": role, "content": content} for role, content in said]
     ids, learned = encode_conversation(json.dumps(messages), tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(ids)
     return [after for after, counts in zip(tokens[1:], learned) if counts]
+
+
+def learned_words(template: str, *said: tuple[str, str]) -> list[str]:
+    return learned_tokens(chat_tokenizer(template), *said)
 
 
 @pytest.mark.parametrize(
@@ -32,10 +37,13 @@ def learned_words(template: str, *said: tuple[str, str]) -> list[str]:
 )
 def test_a_conversation_that_begins_with_the_assistant_learns_no_role_header(template):
     """OpenRLHF#393: without a mark, the answer's span began at the first token of the text."""
-    alone = learned_words(template, ("assistant", "w3 w4"))
+    greeting = ("assistant", "w3 w4")
+    alone = learned_words(template, greeting)
     assert alone == ["w3", "w4", "<end>"]
-    longer = learned_words(template, ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6"))
+
+    longer = learned_words(template, greeting, ("user", "w5"), ("assistant", "w6"))
     assert longer == ["w3", "w4", "<end>", "w6", "<end>"]
+
     twice = learned_words(template, ("assistant", "w3"), ("assistant", "w4"))
     assert twice == ["w3", "<end>", "w4", "<end>"]
 
@@ -43,10 +51,9 @@ def test_a_conversation_that_begins_with_the_assistant_learns_no_role_header(tem
 def test_a_template_that_hides_where_the_first_answer_begins_is_refused():
     with pytest.raises(ValueError, match="<assistant>"):
         learned_words(OTHER_FIRST, ("assistant", "w3"))
-    assert learned_words(OTHER_FIRST, ("user", "w2"), ("assistant", "w3")) == [
-        "w3",
-        "<end>",
-    ]
+
+    after_a_question = learned_words(OTHER_FIRST, ("user", "w2"), ("assistant", "w3"))
+    assert after_a_question == ["w3", "<end>"]
 
 
 VICUNA = (
@@ -72,36 +79,53 @@ def test_a_first_word_that_holds_the_space_before_it_is_learned(template: str) -
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</s>| ?\w+|:"), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
-    for answer, expected in (("No", [" No"]), ("No way", [" No", " way"])):
-        messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}]
-        ids, learned = encode_conversation(json.dumps(messages), tokenizer)
-        tokens = tokenizer.convert_ids_to_tokens(ids)
-        assert [after for after, counts in zip(tokens[1:], learned) if counts] == [
-            *expected,
-            "</s>",
-        ]
+
+    short = learned_tokens(tokenizer, ("user", "go"), ("assistant", "No"))
+    longer = learned_tokens(tokenizer, ("user", "go"), ("assistant", "No way"))
+
+    assert short == [" No", "</s>"]
+    assert longer == [" No", " way", "</s>"]
 
 
 def test_forms_of_conversations_that_others_write_are_read() -> None:
     question = {"role": "user", "content": "w1"}
     answer = {"role": "assistant", "content": "w2"}
-    plain = json.loads(conversation_of({"messages": [question, answer]}, "line 1"))
-    parts = {
+    question_in_parts = {
         "role": "user",
         "content": [{"type": "text", "text": "w"}, {"type": "text", "text": "1"}],
     }
+    expected = messages_of({"messages": [question, answer]})
     for record in (
         {"prompt": [question], "completion": [answer]},
         {"prompt": "w1", "completion": "w2"},
-        {"messages": [parts, answer]},
+        {"messages": [question_in_parts, answer]},
     ):
-        assert json.loads(conversation_of(record, "line 1")) == plain
-    # OpenAI's form: a call of tools without text.
+        assert messages_of(record) == expected
+
+
+def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return json.loads(conversation_of(record, "line 1"))
+
+
+def test_a_call_of_tools_needs_no_text() -> None:
+    """OpenAI's form."""
     calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
     call = {"role": "assistant", "content": None, "tool_calls": calls}
-    messages = json.loads(conversation_of({"messages": [question, call]}, "line 1"))
-    assert messages[1] == {**call, "content": ""}
-    picture = {"role": "user", "content": [{"type": "image", "url": "w"}]}
-    for wrong in (picture, {"role": "user", "content": None}, {"content": "w1"}):
-        with pytest.raises(ValueError, match="line 1"):
-            conversation_of({"messages": [wrong, answer]}, "line 1")
+    question = {"role": "user", "content": "w1"}
+    _, read = messages_of({"messages": [question, call]})
+    assert read == {**call, "content": ""}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image", "url": "w"}]},
+        {"role": "user", "content": None},
+        {"content": "w1"},
+    ],
+    ids=["image", "no text", "no role"],
+)
+def test_a_message_without_role_or_text_is_refused(message: dict[str, Any]) -> None:
+    answer = {"role": "assistant", "content": "w2"}
+    with pytest.raises(ValueError, match="line 1"):
+        messages_of({"messages": [message, answer]})

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,12 +79,15 @@ def test_a_byte_order_mark_makes_no_tokens(tmp_path):
 
 def test_questions_with_a_byte_order_mark_are_read(tmp_path):
     path = tmp_path / "facts.jsonl"
-    path.write_bytes(
-        MARK + lines_of({"prompt": "a", "answer": " \ud83d", "choices": [" \ud83d", " c"]})
-    )
+    half_a_pair = " \ud83d"
+    fact = {"prompt": "a", "answer": half_a_pair, "choices": [half_a_pair, " c"]}
+    path.write_bytes(MARK + lines_of(fact))
+
     (example,) = Knowledge(path).examples()
+    (lettered,) = LetterChoice.from_file(path, n_options=2).examples(1)
+
     assert example.choices == (" \ufffd", " c")
-    assert LetterChoice.from_file(path, n_options=2).examples(1)[0].prompt.startswith("a\n")
+    assert lettered.prompt.startswith("a\n")
 
 
 # Folders
@@ -114,9 +116,7 @@ def test_hidden_files_and_folders_are_no_text(folder, caplog):
     """datasets#4115: copies of notebooks, caches, version control and macOS were read as data."""
     with caplog.at_level("INFO"):
         assert list(read_documents(str(folder))) == ["a", "d"]
-    (line,) = [
-        record.getMessage() for record in caplog.records if str(folder) in record.getMessage()
-    ]
+    (line,) = [message for message in caplog.messages if str(folder) in message]
     assert "5 hidden" in line
     assert "\n" not in line
 
@@ -164,21 +164,21 @@ def test_half_a_surrogate_pair_is_replaced_and_its_place_is_named(tmp_path, capl
         assert list(read_documents(str(path))) == ["w1", "w2 \ufffd w3", "w4 \U0001f600"]
     assert f"{path}, line 2" in caplog.text
     assert "1 texts" in caplog.text
-    rows = open_rows(
-        DataConfig((str(path),), seq_len=16), word_tokenizer(), cache_dir=tmp_path / "cache"
-    )
+
+    config = DataConfig((str(path),), seq_len=16)
+    rows = open_rows(config, word_tokenizer(), cache_dir=tmp_path / "cache")
     assert rows.batch(0, 1)["mask"].sum() > 6
 
 
 def test_in_a_conversation_too(tmp_path, caplog):
     path = tmp_path / "chat.jsonl"
     path.write_bytes(b'{"prompt": "w1 \\udc00", "completion": "w2 \\ud83d\\ude00"}\n')
+
     with caplog.at_level("INFO"):
         (conversation,) = read_documents(str(path), None)
-    assert [message["content"] for message in json.loads(conversation)] == [
-        "w1 \ufffd",
-        "w2 \U0001f600",
-    ]
+
+    contents = [message["content"] for message in json.loads(conversation)]
+    assert contents == ["w1 \ufffd", "w2 \U0001f600"]
     assert f"{path}, line 1" in caplog.text
     encode_conversation(conversation, chat_tokenizer())
 
@@ -201,7 +201,8 @@ def table(path: Path, **columns: list[Any]) -> str:
     if path.suffix == ".parquet":
         datasets.Dataset.from_dict(columns).to_parquet(path)
     else:
-        path.write_bytes(lines_of(*[dict(zip(columns, row)) for row in zip(*columns.values())]))
+        records = [dict(zip(columns, row)) for row in zip(*columns.values())]
+        path.write_bytes(lines_of(*records))
     return str(path)
 
 
@@ -242,15 +243,10 @@ def test_commands_read_such_files(folder, tmp_path, capsys):
     out = tmp_path / "tokens"
     main(["prepare-data", "--tokenizer", "tiny", "--sources", str(folder), "--out", str(out)])
     assert "4 documents" in capsys.readouterr().out
+
+    numbers = table(tmp_path / "n.jsonl", text=[1])
+    scores = tmp_path / "s.json"
     with pytest.raises(SystemExit, match="2"):
-        main(
-            [
-                "score",
-                "--control-texts",
-                table(tmp_path / "n.jsonl", text=[1]),
-                "--out",
-                str(tmp_path / "s.json"),
-            ]
-        )
-    assert f"{tmp_path / 'n.jsonl'}, line 1" in capsys.readouterr().err
-    assert not os.path.exists(tmp_path / "s.json")
+        main(["score", "--control-texts", numbers, "--out", str(scores)])
+    assert f"{numbers}, line 1" in capsys.readouterr().err
+    assert not scores.exists()

@@ -3,7 +3,6 @@
 Data of long questions and short answers has such steps.
 """
 
-import json
 import sys
 from collections.abc import Set
 from pathlib import Path
@@ -12,13 +11,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests.parent), str(tests), str(tests / "train")]
 
 from test_launch import DDP, ZERO_2, launch
-from training import StoppingRows, WrappedRows, small_config, small_models, small_rows
+from training import (
+    StoppingRows,
+    WrappedRows,
+    metrics,
+    small_config,
+    small_models,
+    small_rows,
+)
 
 from hybrid_distill.data import PackedRows
 from hybrid_distill.train import spikes
@@ -43,11 +51,14 @@ class UnlearnedRows(WrappedRows):
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         self.step = step
         batch = self.rows.batch(step, batch_size, rank, world)
-        places = torch.arange(len(batch["mask"])) + rank * batch_size // world
+        mask_BL = batch["mask"]
         if step in self.empty:
-            batch["mask"][:] = False
+            mask_BL[:] = False
         if step in self.half:
-            batch["mask"][places >= batch_size // 2] = False
+            # Of the batch of all processes: the last one has nothing then.
+            first_place = rank * batch_size // world
+            places = first_place + torch.arange(len(mask_BL))
+            mask_BL[places >= batch_size // 2] = False
         return batch
 
 
@@ -70,10 +81,6 @@ def empty_steps(lines: list[dict[str, Any]]) -> list[int]:
     return [line["step"] - 1 for line in lines if line["loss"] is None]
 
 
-def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def weights(stage: Stage) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in stage.student.state_dict().items()}
 
@@ -93,7 +100,9 @@ def test_they_enter_no_statistic_in_any_stage(tmp_path, name, micro_batch_size, 
         learning_rate=1e-3,
         on_divergence="stop",
     )
+
     train_stage(stage, UnlearnedRows(small_rows(), empty), tmp_path, progress=False)
+
     lines = metrics(tmp_path)
     assert empty_steps(lines) == sorted(empty)
     assert lines[-1]["empty_steps"] == len(empty)
@@ -122,10 +131,13 @@ def test_they_leave_the_weights_as_they_are(tmp_path, name):
 
     train_stage(stage, Watched(small_rows(), {2, 3}), tmp_path, progress=False)
 
-    def same(before: int, after: int) -> bool:
-        return all(torch.equal(tensor, seen[after][key]) for key, tensor in seen[before].items())
+    def is_unchanged_by(step: int) -> bool:
+        before = seen[step]
+        after = seen[step + 1]
+        return all(torch.equal(before[key], after[key]) for key in before)
 
-    assert [same(step, step + 1) for step in range(5)] == [False, False, True, True, False]
+    unchanged = [is_unchanged_by(step) for step in range(5)]
+    assert unchanged == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("choice", ["stop", "skip"])
@@ -146,9 +158,12 @@ def test_a_divergence_among_them_is_still_one(tmp_path, choice, short_window):
         with pytest.raises(Diverged, match=f"step {spoilt + 1}:"):
             train_stage(stage, rows, tmp_path, progress=False)
         return
+
     train_stage(stage, rows, tmp_path, progress=False)
+
     lines = metrics(tmp_path)
-    assert [line["step"] - 1 for line in lines if "skipped" in line] == [spoilt]
+    skipped = [line["step"] - 1 for line in lines if "skipped" in line]
+    assert skipped == [spoilt]
     assert empty_steps(lines) == sorted({*empty, spoilt})
 
 
@@ -170,7 +185,8 @@ def test_resuming_goes_on_with_their_count_even_before_the_first_real_step(tmp_p
         return [(line["step"], line["loss"], line.get("empty_steps")) for line in lines]
 
     assert history("parts") == history("whole")
-    assert history("whole")[-1][2] == len(empty)
+    _, _, count_at_the_end = history("whole")[-1]
+    assert count_at_the_end == len(empty)
     expected = weights(whole)
     for name, tensor in weights(parts).items():
         assert torch.equal(tensor, expected[name])
@@ -187,7 +203,12 @@ def test_a_loss_on_the_text_alone_needs_labels(tmp_path, fused):
             return batch
 
     stage = stage_of(
-        "distill", steps=2, batch_size=2, micro_batch_size=1, hard_weight=1.0, fused=fused
+        "distill",
+        steps=2,
+        batch_size=2,
+        micro_batch_size=1,
+        hard_weight=1.0,
+        fused=fused,
     )
     train_stage(stage, LastOnly(small_rows()), tmp_path, progress=False)
     assert [line["loss"] for line in metrics(tmp_path)] == [None, None]
@@ -209,9 +230,11 @@ def train_under_launcher(out: Path) -> None:
 def test_a_step_is_empty_if_no_process_has_a_token(tmp_path, launcher):
     if launcher is ZERO_2:
         pytest.importorskip("deepspeed")
+
     done = launch(launcher, tmp_path / "two", program=Path(__file__))
-    assert done.returncode == 0, done.stderr
     train_under_launcher(tmp_path / "one")
+
+    assert done.returncode == 0, done.stderr
     one = metrics(tmp_path / "one")
     two = metrics(tmp_path / "two")
     assert empty_steps(two) == sorted(EMPTY)
@@ -223,7 +246,7 @@ def test_a_step_is_empty_if_no_process_has_a_token(tmp_path, launcher):
             assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
     of_two = load_file(tmp_path / "two" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "one" / "model.safetensors").items():
-        torch.testing.assert_close(tensor, of_two[name], rtol=1e-4, atol=1e-5, msg=name)
+        assert_close(tensor, of_two[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 if __name__ == "__main__":

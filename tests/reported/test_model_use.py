@@ -36,16 +36,25 @@ def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
     return mixed_student(make_family_model(request.param))
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "static"}, {"num_beams": 2}],
+    ids=["greedy", "static cache", "beams"],
+)
 def test_text_is_generated_from_embeddings(
     options: dict[str, Any], student: HybridForCausalLM
 ) -> None:
     """unsloth#3796, transformers#45277: ``generate(inputs_embeds=...)``."""
-    ids, mask = left_padded([tokens(11), tokens(5)])
+    n_prompt = 11
+    ids, mask = left_padded([tokens(n_prompt), tokens(5)])
     options = {"attention_mask": mask, **GREEDY, **options}
     embeddings = student.get_input_embeddings()(ids)
-    expected = student.generate(ids, **options)[:, 11:]
-    assert torch.equal(student.generate(inputs_embeds=embeddings, **options), expected)
+
+    from_ids = student.generate(ids, **options)
+    from_embeddings = student.generate(inputs_embeds=embeddings, **options)
+
+    # Of embeddings, the new tokens alone are returned.
+    assert torch.equal(from_embeddings, from_ids[:, n_prompt:])
 
 
 @torch.no_grad()
@@ -53,13 +62,15 @@ def test_text_from_embeddings_goes_over_the_longrope_switch() -> None:
     """unsloth#3796: Phi-3 rotates all keys anew, and reads the prompt's embeddings once more."""
     settings = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
     student = mixed_student(make_family_model("phi3", rope_parameters=LONGROPE, **settings))
-    ids = tokens(2, 17)
+    n_prompt = 17
+    ids = tokens(2, n_prompt)
     embeddings = student.get_input_embeddings()(ids)
-    mask = torch.ones_like(ids)
-    expected = student.generate(ids, attention_mask=mask, **GREEDY)[:, 17:]
-    assert torch.equal(
-        student.generate(inputs_embeds=embeddings, attention_mask=mask, **GREEDY), expected
-    )
+    options = {"attention_mask": torch.ones_like(ids), **GREEDY}
+
+    from_ids = student.generate(ids, **options)
+    from_embeddings = student.generate(inputs_embeds=embeddings, **options)
+
+    assert torch.equal(from_embeddings, from_ids[:, n_prompt:])
 
 
 @torch.no_grad()
@@ -133,7 +144,9 @@ def test_an_export_that_brings_its_code_is_pickled(tmp_path: Path) -> None:
     script.write_text(WITHOUT_THE_PACKAGE)
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     command = [sys.executable, script, tmp_path / "export", tmp_path]
+
     subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+
     expected = torch.load(tmp_path / "logits")
     close(logits(student, torch.arange(3, 14)[None]), expected)
     close(torch.load(tmp_path / "saved"), expected)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from students import only_error
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -98,14 +99,14 @@ def test_a_model_that_wraps_its_language_model_is_refused_before_weights_are_rea
 def test_its_language_model_is_a_teacher(multimodal):
     """As docs/heads.md takes it out."""
     whole: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(multimodal)
-    text: PreTrainedModel = AutoModelForCausalLM.from_config(
-        whole.config.get_text_config(decoder=True)
-    )
+    config = whole.config.get_text_config(decoder=True)
+    text: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     text.base_model.load_state_dict(whole.model.language_model.state_dict())
     text.lm_head.load_state_dict(whole.lm_head.state_dict())
     ids = torch.arange(12)[None] + 5
     with torch.no_grad():
-        torch.testing.assert_close(text.eval()(ids).logits, whole.eval()(ids).logits)
+        assert_close(text.eval()(ids).logits, whole.eval()(ids).logits)
+
     check_teacher(text.config, name="text", heads=True)
     student, _ = build_student(text, HeadPlan.all(text.config), d_state=4)
     with torch.no_grad():

@@ -31,7 +31,10 @@ from hybrid_distill.train.weights import weights_hash
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
-    return {"weights/a": torch.full((64, 64), float(step)), "optimizer/step/a": torch.tensor(step)}
+    return {
+        "weights/a": torch.full((64, 64), float(step)),
+        "optimizer/step/a": torch.tensor(step),
+    }
 
 
 @pytest.fixture
@@ -80,6 +83,7 @@ def test_shares_of_any_number_of_processes_make_the_same_tensors(tmp_path, monke
         "weights/b": torch.arange(4),
         "optimizer/step/a": torch.tensor(3.0),
     }
+
     for rank in range(world):
         be(rank, world)
         shares: dict[str, torch.Tensor] = {}
@@ -90,6 +94,7 @@ def test_shares_of_any_number_of_processes_make_the_same_tensors(tmp_path, monke
         assert not Checkpoints(tmp_path).paths(), "complete before all have written"
         Checkpoints(tmp_path)._write(tmp_path / "step-1", 1, shares, {})
     monkeypatch.undo()
+
     snapshot = checkpoint.load(tmp_path / "step-1")
     assert len(snapshot.states) == world
     assert torch.equal(snapshot.optimizer["step/a"], whole["optimizer/step/a"])
@@ -113,9 +118,11 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch)
         real(*args)
 
     monkeypatch.setattr(checkpoint, "save_tensors", save_later)
+
     checkpoints.save(4, lambda: tensors(4), {})
     assert checkpoints.paths() == []
     assert not checkpoints.failed()
+
     may_write.set()
     checkpoints.wait()
     assert newest(checkpoints) == 4
@@ -129,7 +136,8 @@ def flip(path: Path) -> None:
 
 def edit(record: Path, **changes: object) -> None:
     """Change a record as somebody would by hand."""
-    record.write_text(json.dumps(json.loads(record.read_text()) | changes))
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps(content | changes))
 
 
 RECORD = "rank-00000-of-00001.json"
@@ -197,12 +205,16 @@ def test_killed_at_any_moment_of_a_save(checkpoints, module, moment, is_complete
         save(checkpoints, 16)
 
     killed(action)
+
     latest = newest(checkpoints)
     assert latest == (16 if is_complete else 12)
+
+    # The next save works, and removes what the killed one left.
     checkpoints.clear(after=latest)
     save(checkpoints, 20)
     assert newest(checkpoints) == 20
-    assert len(checkpoints.paths()) == 2 == len(list(checkpoints.folder.iterdir()))
+    assert len(checkpoints.paths()) == 2
+    assert len(list(checkpoints.folder.iterdir())) == 2
 
 
 STAGE = {
@@ -218,10 +230,14 @@ STAGE = {
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stage_is_read_back_whole(tmp_path, tied):
     student, _ = small_models(tie_word_embeddings=tied)
+
     saved = save_stage(tmp_path, student, **STAGE)
+
     assert StageManifest.read(tmp_path) == saved
-    assert set(load_file(tmp_path / WEIGHTS)) | set(saved.tied) == set(student.state_dict())
     assert bool(saved.tied) == tied
+    names_in_file = set(load_file(tmp_path / WEIGHTS))
+    assert names_in_file | set(saved.tied) == set(student.state_dict())
+
     other, _ = small_models(tie_word_embeddings=tied)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -237,7 +253,9 @@ def test_trained_parameters_are_pages_of_the_result_and_training_leaves_it_alone
     other, _ = small_models()
     for parameter in other.parameters():
         parameter.data = strategy.placeholder(parameter)
+
     load_trained(tmp_path, other)
+
     assert weights_hash(other) == saved.weights
     weight = other.lm_head.weight
     assert is_mapped(weight, tmp_path / WEIGHTS)
@@ -259,11 +277,18 @@ def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
 def test_loading_takes_over_the_stored_precision_and_a_hash_depends_on_every_value(tmp_path):
     student, _ = small_models()
     saved = save_stage(tmp_path, student, **STAGE)
-    other = small_models()[0].bfloat16()
-    before = weights_hash(other)
-    assert weights_hash(other.float()) == before != saved.weights
-    load_stage(tmp_path, other.bfloat16())
+
+    other, _ = small_models()
+    other.bfloat16()
+    rounded = weights_hash(other)
+    assert rounded != saved.weights
+    other.float()
+    assert weights_hash(other) == rounded, "a hash is of the values, not of their type"
+
+    other.bfloat16()
+    load_stage(tmp_path, other)
     assert weights_hash(other) == saved.weights
+
     with torch.no_grad():
         other.model.layers[1].self_attn.ssm.D[0] += 1e-3
     assert weights_hash(other) != saved.weights

@@ -9,20 +9,20 @@ import itertools
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     home = Path(__file__).parents[2]
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import small_config, small_rows, sure_models
+from training import metrics, small_config, small_rows, sure_models
 
 from hybrid_distill.distributed import connect, disconnect
 from hybrid_distill.train.loop import train_stage
@@ -30,9 +30,12 @@ from hybrid_distill.train.stages import make_stage
 
 FSDP_2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 STEPS = 2
+BATCH = 16
+FLOAT32_BYTES = 4
 PRECISIONS = ("fp32", "bf16")
 STAGES = ("align", "distill", "long")
 MICRO_BATCHES = (1, 4)
+"""Micro-batches of a step."""
 CASES = list(itertools.product(STAGES, PRECISIONS, MICRO_BATCHES))
 
 
@@ -41,19 +44,30 @@ def name_of(name: str, precision: str, count: int) -> str:
 
 
 def train(out: Path, name: str, precision: str, count: int, world: int) -> dict[str, Any]:
-    """Train two steps of 16 rows in ``count`` micro-batches; what they logged and moved."""
-    config = small_config(name, steps=STEPS, batch_size=16, micro_batch_size=16 // world // count)
-    config = replace(config, precision=precision)
+    """Train two steps of 16 rows in ``count`` micro-batches.
+
+    Return what they logged, and what a step moved as a share of the float32 weights that it
+    gathers (all) and reduces (the trained ones).
+    """
+    config = small_config(
+        name,
+        steps=STEPS,
+        batch_size=BATCH,
+        micro_batch_size=BATCH // world // count,
+        precision=precision,
+    )
     stage = make_stage(config, *sure_models(), vocab_size=99)
-    n_trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
     n_held = sum(p.numel() for p in stage.parameters())
+    n_trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
     folder = out / name_of(name, precision, count)
+
     with Moved() as moved:
         train_stage(stage, small_rows(), folder, progress=False)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+    lines = metrics(folder)
     return {
-        "gathered": moved.gathered / STEPS / (4 * n_held),
-        "reduced": moved.reduced / STEPS / (4 * n_trained),
+        "gathered": moved.gathered / STEPS / (FLOAT32_BYTES * n_held),
+        "reduced": moved.reduced / STEPS / (FLOAT32_BYTES * n_trained),
         "losses": [line["loss"] for line in lines],
         "norms": [line["grad_norm"] for line in lines],
     }
@@ -71,7 +85,8 @@ class Moved(TorchDispatchMode):
         name = str(func)
         if name.startswith("c10d."):
             # The whole tensor is the largest argument of either collective.
-            n_bytes = max(t.nbytes for t in tree_leaves(args) if type(t) is torch.Tensor)
+            sizes = [leaf.nbytes for leaf in tree_leaves(args) if type(leaf) is torch.Tensor]
+            n_bytes = max(sizes)
             if "allgather" in name:
                 self.gathered += n_bytes
             if "reduce_scatter" in name:
@@ -114,6 +129,7 @@ def test_bf16_gathers_less_and_sums_in_float32(two):
     for count in MICRO_BATCHES:
         whole = two[name_of("distill", "fp32", count)]
         half = two[name_of("distill", "bf16", count)]
+        # More than half: what autocast does not round is gathered in float32.
         assert half["gathered"] < 0.85 * whole["gathered"]
         assert half["reduced"] == pytest.approx(whole["reduced"], rel=0.05)
 
@@ -121,9 +137,12 @@ def test_bf16_gathers_less_and_sums_in_float32(two):
 @pytest.mark.launched
 @pytest.mark.parametrize(("name", "precision", "count"), CASES)
 def test_the_losses_are_those_of_one_process(two, tmp_path, name, precision, count):
-    alone = train(tmp_path, name, precision, count, world=1)
-    together = two[name_of(name, precision, count)]
+    # Two processes sum in another order; a number of bfloat16 has 8 bits.
     tolerance = {"fp32": 1e-4, "bf16": 5e-3}[precision]
+    together = two[name_of(name, precision, count)]
+
+    alone = train(tmp_path, name, precision, count, world=1)
+
     assert together["losses"] == pytest.approx(alone["losses"], rel=tolerance)
     assert together["norms"] == pytest.approx(alone["norms"], rel=10 * tolerance)
 

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ from training import (
     WrappedRows,
     die,
     killed,
+    metrics,
+    random_student,
     small_config,
     small_models,
     small_rows,
     small_stage,
 )
 
-from hybrid_distill.plan import HeadPlan
-from hybrid_distill.student.build import build_student
 from hybrid_distill.train import loop, result, stop
 from hybrid_distill.train.loop import Diverged, train_stage
 from hybrid_distill.train.meter import flops_per_token
@@ -74,10 +74,6 @@ def train(
     return Trained(manifest, curve(out))
 
 
-def metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def curve(out: Path) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(out)]
 
@@ -93,7 +89,9 @@ def uninterrupted(tmp_path_factory) -> dict[str, Trained]:
 def test_a_stage_lowers_its_loss_and_leaves_its_result(uninterrupted, tmp_path, name):
     config = small_config(name)
     stage = small_stage(config)
+
     manifest = train_stage(stage, small_rows(), tmp_path, progress=False)
+
     losses = [loss for _, loss, _ in curve(tmp_path)]
     assert losses[-1] < 0.95 * losses[0]
     assert manifest.finished
@@ -107,18 +105,23 @@ def test_a_stage_lowers_its_loss_and_leaves_its_result(uninterrupted, tmp_path, 
 
 def test_every_line_of_the_metrics_says_what_happened(tmp_path):
     rows = small_rows()
+
     train("align", tmp_path, rows, log_every=5)
+
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 5, 10, 12]
-    tokens = [int(rows.batch(step, 8)["mask"].sum()) for step in range(12)]
+    tokens_of_steps = [int(rows.batch(step, 8)["mask"].sum()) for step in range(12)]
     names = "step loss per_layer lr grad_norm tokens tokens_per_s data_wait memory_bytes seconds"
     for line in lines:
         assert set(line) == set(names.split())
         assert 0 <= line["data_wait"] < 1
         assert line["memory_bytes"] > 2**20
-        assert line["loss"] == pytest.approx(sum(line["per_layer"].values()), rel=1e-5)
-        assert line["tokens"] == sum(tokens[: line["step"]])
-        assert line["lr"] == 3e-3 * wsd(line["step"] - 1, 12, 0.1, 0.1)
+        sum_of_layers = sum(line["per_layer"].values())
+        assert line["loss"] == pytest.approx(sum_of_layers, rel=1e-5)
+        tokens_until_now = sum(tokens_of_steps[: line["step"]])
+        assert line["tokens"] == tokens_until_now
+        schedule = wsd(line["step"] - 1, 12, 0.1, 0.1)
+        assert line["lr"] == 3e-3 * schedule
 
 
 # Interruptions.
@@ -142,7 +145,8 @@ def test_a_signal_saves_and_the_same_command_continues(uninterrupted, tmp_path, 
     handler = signal.getsignal(numbers[0])
     with pytest.raises(Interrupted, match="step-00000007"):
         train(name, tmp_path, StoppingRows(small_rows(), 6, send))
-    assert signal.getsignal(numbers[0]) == handler
+    assert signal.getsignal(numbers[0]) == handler, "the handler of before is there again"
+
     assert train(name, tmp_path) == uninterrupted[name]
 
 
@@ -165,9 +169,10 @@ def test_a_second_request_that_comes_later_is_not_waited_for(tmp_path, monkeypat
 
 def test_text_that_the_student_writes_is_the_same_after_an_interruption(tmp_path):
     whole = train("on_policy", tmp_path / "whole", steps=6)
+    cut = tmp_path / "cut"
     with pytest.raises(Interrupted):
-        train("on_policy", tmp_path / "cut", StoppingRows(small_rows(), 3), steps=6)
-    assert train("on_policy", tmp_path / "cut", steps=6) == whole
+        train("on_policy", cut, StoppingRows(small_rows(), 3), steps=6)
+    assert train("on_policy", cut, steps=6) == whole
 
 
 @pytest.mark.parametrize("moment", ["step", "result"])
@@ -186,9 +191,12 @@ def test_a_signal_at_the_end_finishes_the_stage_and_stops_then(
             return save(*args, **kwargs)
 
         monkeypatch.setattr(loop, "save_stage", save_and_stop)
+
     with pytest.raises(Interrupted, match="finished"):
         train("align", tmp_path, rows)
-    assert (StageManifest.read(tmp_path), curve(tmp_path)) == uninterrupted["align"]
+
+    left_behind = (StageManifest.read(tmp_path), curve(tmp_path))
+    assert left_behind == uninterrupted["align"]
     assert train("align", tmp_path) == uninterrupted["align"]
 
 
@@ -216,12 +224,14 @@ def test_a_resumed_run_may_log_and_save_more_often_but_not_train_differently(
 ):
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 6))
+
     with pytest.raises(ValueError, match=r"learning_rate \(0.003 there, 0.1 here\)"):
         train("align", tmp_path, learning_rate=0.1)
     with pytest.raises(ValueError, match="seed"):
         train("align", tmp_path, seed=1)
     with pytest.raises(ValueError, match="data"):
         train("align", tmp_path, small_rows(seq_len=8))
+
     resumed = train("align", tmp_path, checkpoint_every=3, log_every=2)
     assert resumed.manifest.weights == uninterrupted["align"].manifest.weights
 
@@ -229,14 +239,17 @@ def test_a_resumed_run_may_log_and_save_more_often_but_not_train_differently(
 def test_a_finished_stage_is_loaded_not_run_again(tmp_path, monkeypatch):
     manifest, _ = train("align", tmp_path)
     monkeypatch.setattr(loop._Training, "run", pytest.fail)
+
     stage = small_stage(small_config("align"))
     assert train_stage(stage, small_rows(), tmp_path, progress=False) == manifest
     assert weights_hash(stage.student) == manifest.weights
+
     with pytest.raises(ValueError, match="steps"):
         train("align", tmp_path, steps=13)
 
 
 def test_resume_never_begins_again(uninterrupted, tmp_path):
+    """Over a finished stage, then over an interrupted one, both of another learning rate."""
     train("align", tmp_path, learning_rate=1e-4)
     rows = StoppingRows(small_rows(), 6)
     with pytest.raises(Interrupted):
@@ -254,8 +267,10 @@ def test_batches_made_ahead_by_other_processes_train_the_same(uninterrupted, tmp
 
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 9, to_all), data_workers=1)
-    assert 0 < curve(tmp_path)[-1][0] < 12
+    last_step, _, _ = curve(tmp_path)[-1]
+    assert 0 < last_step < 12
     assert not multiprocessing.active_children()
+
     resumed = train("align", tmp_path, data_workers=2)
     assert resumed.manifest.weights == uninterrupted["align"].manifest.weights
     assert resumed.curve == uninterrupted["align"].curve
@@ -279,11 +294,14 @@ def test_stages_follow_each_other_by_hash(tmp_path):
     align = make_stage(small_config("align", steps=3), student, teacher)
     aligned = train_stage(align, small_rows(), tmp_path, progress=False).weights
     out = tmp_path / "2-distill"
+
+    # A new student, not the aligned one.
     with pytest.raises(StageParentError) as refusal:
         train("distill", out, parent_hash=aligned)
     assert aligned[:16] in str(refusal.value)
     assert fresh[:16] in str(refusal.value)
     assert not out.exists()
+
     distill = make_stage(small_config("distill", steps=1), student, teacher, vocab_size=99)
     distilled = train_stage(distill, small_rows(), out, parent_hash=aligned, progress=False)
     assert distilled.parent == aligned
@@ -297,12 +315,16 @@ def test_a_stage_that_came_from_another_parent_is_refused(tmp_path, is_finished)
     else:
         with pytest.raises(Interrupted):
             train("distill", tmp_path, StoppingRows(small_rows(), 1), steps=3)
-    student, teacher = small_models()
+
+    other, teacher = small_models()
     with torch.no_grad():
-        student.mixers()[0].ssm.D.add_(1.0)
+        other.mixers()[0].ssm.D.add_(1.0)
+    stage = make_stage(config, other, teacher)
     with pytest.raises(StageParentError) as refusal:
-        train_stage(make_stage(config, student, teacher), small_rows(), tmp_path)
-    for model in (small_models()[0], student):
+        train_stage(stage, small_rows(), tmp_path)
+
+    parent, _ = small_models()
+    for model in (parent, other):
         assert weights_hash(model)[:16] in str(refusal.value)
 
 
@@ -316,9 +338,11 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer(tmp_path):
         with torch.no_grad():
             stage.student.mixers()[1].ssm.D[0] = float("nan")
 
+    rows = StoppingRows(small_rows(), 6, spoil)
     with pytest.raises(Diverged, match=r"step 7: loss nan.*layer.1.*48 to 55"):
-        train_stage(stage, StoppingRows(small_rows(), 6, spoil), tmp_path, progress=False)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+        train_stage(stage, rows, tmp_path, progress=False)
+    checkpoints = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert checkpoints == ["step-00000004"], "the one before the divergence"
 
 
 class SpoiltRows(WrappedRows):
@@ -344,14 +368,20 @@ class SpoiltRows(WrappedRows):
 def test_a_bad_batch_can_be_left_out_but_not_too_many_in_a_row(tmp_path):
     config = small_config("distill", on_divergence="skip", max_skips=2)
     stage = small_stage(config)
-    train_stage(stage, SpoiltRows(small_rows(), {4, 5, 9}, stage), tmp_path, progress=False)
+    rows = SpoiltRows(small_rows(), {4, 5, 9}, stage)
+
+    train_stage(stage, rows, tmp_path, progress=False)
+
     lines = metrics(tmp_path)
+    # Logs count steps from 1.
     assert [line["step"] for line in lines if "skipped" in line] == [5, 6, 10]
     assert "nan" in lines[4]["skipped"]
     assert lines[4]["loss"] is None
-    good = [line["loss"] for line in lines if "skipped" not in line]
-    assert good[-1] < good[0]
-    assert all(torch.isfinite(parameter).all() for parameter in stage.student.parameters())
+    losses = [line["loss"] for line in lines if "skipped" not in line]
+    assert losses[-1] < losses[0]
+    for parameter in stage.student.parameters():
+        assert torch.isfinite(parameter).all()
+
     stage = small_stage(config)
     rows = SpoiltRows(small_rows(), {4, 5, 6}, stage)
     with pytest.raises(Diverged, match="step 7"):
@@ -359,15 +389,20 @@ def test_a_bad_batch_can_be_left_out_but_not_too_many_in_a_row(tmp_path):
 
 
 def test_a_loss_far_above_the_usual_is_a_divergence():
-    spikes = SpikeDetector(5.0)
+    factor = 5.0
+    spikes = SpikeDetector(factor)
     assert spikes.reason(90.0, 1.0, {}) is None, "nothing is usual yet"
     for _ in range(WINDOW):
         assert spikes.reason(2.0, 1.0, {"layer.0": 0.5, "layer.1": 1.5}) is None
+
+    # The limit is 5 times the usual 2.0.
     assert spikes.reason(9.9, 1.0, {}) is None
-    restored = SpikeDetector(5.0)
-    restored.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
+    restored = SpikeDetector(factor)
+    as_saved = json.dumps(spikes.state_dict())
+    restored.load_state_dict(json.loads(as_saved))
     for detector in (spikes, restored):
-        assert "layer.1" in detector.reason(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
+        reason = detector.reason(10.1, 1.0, {"layer.0": 1, "layer.1": 9})
+        assert "layer.1" in reason
 
 
 def test_a_bfloat16_teacher_needs_bf16_compute(tmp_path):
@@ -390,7 +425,8 @@ def test_a_trace_and_a_tracker_are_written_when_asked_for(tmp_path):
         trackers=("tensorboard",),
     )
     trace = json.loads((tmp_path / "trace-0.json").read_text())
-    steps = [event for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep")]
+    names = [event["name"] for event in trace["traceEvents"]]
+    steps = [name for name in names if name.startswith("ProfilerStep")]
     assert len(steps) == len(PROFILED)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
@@ -401,8 +437,10 @@ def test_operations_of_a_step_follow_from_the_weights():
     stage = make_stage(small_config("distill", fused=False), student, teacher)
     batch = small_rows().batch(0, 1)
     n_tokens = batch["input_ids"].numel()
+
     with FlopCounterMode(display=False) as counter:
         stage(batch).total.backward()
+
     ours = flops_per_token(student, [teacher], teacher_forced=False) * n_tokens
     # The counter also counts attention and the recurrence.
     assert ours <= counter.get_total_flops() < 1.5 * ours
@@ -452,11 +490,15 @@ def test_the_counter_of_waits_sees_each_kind():
 
 def test_weight_decay_is_for_matrices_only():
     stage = small_stage(small_config("distill"))
-    optimizer = make_adamw(stage, learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     name_of = {id(parameter): name for name, parameter in stage.named_parameters()}
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    decayed = [name_of[id(parameter)] for parameter in optimizer.param_groups[0]["params"]]
-    free = [name_of[id(parameter)] for parameter in optimizer.param_groups[1]["params"]]
+
+    optimizer = make_adamw(stage, learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+    matrices, others = optimizer.param_groups
+    assert matrices["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0.0
+    decayed = [name_of[id(parameter)] for parameter in matrices["params"]]
+    free = [name_of[id(parameter)] for parameter in others["params"]]
     assert len(decayed) + len(free) == len(name_of)
     for part in ("bias", "norm", "conv_weight", ".D", "a_proj"):
         assert any(part in name for name in free)
@@ -477,33 +519,39 @@ def test_attention_recurrent_heads_and_the_rest_have_learning_rates_of_their_own
     def part_of(name: str) -> str:
         if ATTENTION[family] in name:
             return "attention"
-        return "recurrent" if ".ssm." in name else "rest"
+        if ".ssm." in name:
+            return "recurrent"
+        return "rest"
 
     parts = ("attention", "recurrent", "rest")
     scale = tuple(float(part != stopped) for part in parts)
+
     before, after = train_with_scale(family, scale, tmp_path / "scaled")
+
     unchanged = {name for name in before if torch.equal(before[name], after[name])}
-    assert unchanged == {name for name in before if part_of(name) == stopped}
+    in_stopped_part = {name for name in before if part_of(name) == stopped}
+    assert unchanged == in_stopped_part
     if stopped is None:
+        # Scales of one are no scales.
         _, by_default = train_with_scale(family, None, tmp_path / "default")
         assert all(torch.equal(after[name], by_default[name]) for name in after)
 
 
 def test_frozen_weights_do_not_count_when_gradients_are_clipped(tmp_path: Path) -> None:
     """A scale of 0 for all but the recurrent heads is the same as training these alone."""
-    results = {}
-    for name, options in {
-        "scaled": {"lr_scale": (0.0, 1.0, 0.0)},
-        "alone": {"lr_scale": None, "train": "ssm"},
-    }.items():
+
+    def trained(out: Path, **options: Any) -> Weights:
         teacher = make_family_model("llama", num_hidden_layers=2)
-        student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=4)
+        student = random_student(teacher, k=4)
         config = small_config("distill", steps=2, clip=1e-3, **options)
         stage = make_stage(config, student, teacher, vocab_size=99)
-        train_stage(stage, small_rows(), tmp_path / name, progress=False)
-        results[name] = dict(stage.student.named_parameters())
-    for name, parameter in results["alone"].items():
-        assert torch.equal(parameter, results["scaled"][name]), name
+        train_stage(stage, small_rows(), out, progress=False)
+        return dict(stage.student.named_parameters())
+
+    scaled = trained(tmp_path / "scaled", lr_scale=(0.0, 1.0, 0.0))
+    alone = trained(tmp_path / "alone", lr_scale=None, train="ssm")
+    for name, parameter in alone.items():
+        assert torch.equal(parameter, scaled[name]), name
 
 
 Weights = dict[str, torch.Tensor]
@@ -512,7 +560,7 @@ Weights = dict[str, torch.Tensor]
 def train_with_scale(family: str, scale, out: Path) -> tuple[Weights, Weights]:
     """Return the student's parameters before and after two steps."""
     teacher = make_family_model(family, num_hidden_layers=2)
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 4, seed=1), d_state=4)
+    student = random_student(teacher, k=4)
     before = {name: parameter.clone() for name, parameter in student.named_parameters()}
     config = small_config("distill", steps=2, lr_scale=scale)
     stage = make_stage(config, student, teacher, vocab_size=99)
@@ -522,11 +570,16 @@ def train_with_scale(family: str, scale, out: Path) -> tuple[Weights, Weights]:
 
 
 def test_the_schedule_rises_stays_and_falls():
-    rates = [wsd(step, 100, 0.1, 0.1) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    warmup = decay = 0.1
+    rates = [wsd(step, 100, warmup, decay) for step in range(100)]
+    rising = [0.1 * (step + 1) for step in range(10)]
+    falling = [1.0 - 0.1 * step for step in range(10)]
+    assert rates[:10] == pytest.approx(rising)
     assert rates[9:91] == [1.0] * 82
-    assert rates[90:] == pytest.approx([1.0 - 0.1 * step for step in range(10)])
-    assert [wsd(step, 3, 0.0, 0.0) for step in range(3)] == [1.0] * 3
+    assert rates[90:] == pytest.approx(falling)
+
+    constant = [wsd(step, 3, 0.0, 0.0) for step in range(3)]
+    assert constant == [1.0] * 3
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])

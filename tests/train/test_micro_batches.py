@@ -8,7 +8,6 @@ rounding. This file is also the program that each of two processes runs:
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     ROOT = Path(__file__).parents[2]
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-from training import WrappedRows, small_models, small_rows
+from training import WrappedRows, metrics, small_models, small_rows
 
 from hybrid_distill.data.caching import top_k_of
 from hybrid_distill.distributed import connect, disconnect
@@ -84,13 +84,15 @@ class UnevenRows(WrappedRows):
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Any:
         batch: Any = self.rows.batch(step, batch_size)
+        mask_BL = batch["mask"]
         generator = torch.Generator().manual_seed(step)
         share_B1 = torch.rand(batch_size, 1, generator=generator)
-        batch["mask"] &= torch.rand(batch["mask"].shape, generator=generator) < share_B1
+        mask_BL &= torch.rand(mask_BL.shape, generator=generator) < share_B1
         place_L = torch.arange(16)
-        batch["mask"][2:4] = False
-        batch["mask"][5] = place_L == 15
-        batch["mask"][6] = place_L < 12
+        mask_BL[2:4] = False
+        # The last token of a row has no label: nothing is known to follow it.
+        mask_BL[5] = place_L == 15
+        mask_BL[6] = place_L < 12
         if self.teacher is not None:
             top: Any = top_k_of(self.teacher, batch, 8, vocab_size=99)  # type: ignore[arg-type]
             batch["teacher_ids_BLK"] = top.ids_BLK
@@ -115,15 +117,20 @@ def train(name: str, micro_batch_size: int, out: Path) -> dict[str, Tensor]:
     # Once more: making a stage makes what it trains float32.
     stage.student.double()
     before = {key: parameter.detach().clone() for key, parameter in trainable(stage).items()}
-    rows: Any = UnevenRows(teacher if name.startswith("top k") else None)
+    reads_logits = name.startswith("top k")
+    rows: Any = UnevenRows(teacher if reads_logits else None)
+
     with pytest.MonkeyPatch.context() as patch:
         findings = recording_first_gradient(patch)
         loop.train_stage(stage, rows, out, progress=False)
+
     for key, parameter in trainable(stage).items():
-        findings[f"update of {key}"] = (parameter - before[key]).detach()
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+        update = parameter - before[key]
+        findings[f"update of {key}"] = update.detach()
+    lines = metrics(out)
     for key in ("loss", "grad_norm", "tokens"):
-        findings[key] = torch.tensor([float(line[key]) for line in lines])
+        logged = [float(line[key]) for line in lines]
+        findings[key] = torch.tensor(logged)
     for layer, value in lines[0]["per_layer"].items():
         findings[f"logged {layer}"] = torch.tensor(value)
     return findings
@@ -161,10 +168,14 @@ def whole(tmp_path_factory) -> Callable[[str], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_the_same_in_micro_batches_of_one_row(name, whole, tmp_path):
-    for key, tensor in whole(name).items():
+    expected = whole(name)
+    for key, tensor in expected.items():
         if key.startswith("update"):
-            assert tensor.any()
-    assert_same(train(name, 1, tmp_path), whole(name))
+            assert tensor.any(), f"{key} is zero, and any step would be the same"
+
+    row_by_row = train(name, 1, tmp_path)
+
+    assert_same(row_by_row, expected)
 
 
 @pytest.mark.launched
@@ -172,10 +183,12 @@ def test_a_step_is_the_same_on_two_processes_in_micro_batches_of_two_rows(whole,
     from processes import start_two
 
     ended = start_two(Path(__file__), tmp_path, timeout=240.0)
+
     assert [process.status for process in ended] == [0, 0], ended
     for name in CASES:
         for rank in range(2):
-            assert_same(torch.load(tmp_path / f"{name}-{rank}.pt"), whole(name))
+            findings = torch.load(tmp_path / f"{name}-{rank}.pt")
+            assert_same(findings, whole(name))
 
 
 def main() -> None:
@@ -184,7 +197,8 @@ def main() -> None:
     out = Path(sys.argv[1])
     rank = connect().process_index
     for name in CASES:
-        torch.save(train(name, 2, out / name), out / f"{name}-{rank}.pt")
+        findings = train(name, 2, out / name)
+        torch.save(findings, out / f"{name}-{rank}.pt")
     disconnect()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_family_model
+from torch.testing import assert_close
 from training import ALIGN, SMALL, small_models, small_run, word_texts, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -71,6 +72,11 @@ def conversations(path: Path, n: int = 12) -> Path:
     return write_jsonl(path, records)
 
 
+def write_texts(tmp_path: Path, n: int) -> Path:
+    """Write documents without roles."""
+    return write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in word_texts(n)])
+
+
 def chat_rows(tmp_path: Path, seq_len: int) -> PackedRows:
     """Rows of `conversations`."""
     source = conversations(tmp_path / "chat.jsonl")
@@ -90,15 +96,19 @@ def chat_tokens(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "marked"])
 def test_what_the_assistant_says_is_learned_token_by_token(template):
     tokenizer = chat_tokenizer(template)
-    ids, learned = encode_conversation(json.dumps(MESSAGES), tokenizer)
     text = "<user> w1 w2 <end> <assistant> w3 <end> <user> w4 <end> <assistant> w5 w6 <end>"
+
+    ids, learned = encode_conversation(json.dumps(MESSAGES), tokenizer)
+
     tokens = tokenizer.convert_ids_to_tokens(ids)
     assert tokens == text.split()
     predicted = [after for after, counts in zip(tokens[1:], learned) if counts]
     assert predicted == "w3 <end> w5 w6 <end>".split()
     assert not learned[-1], "nothing is known to come after the last token"
-    row = torch.tensor([ids])
-    labels = next_token_labels(row, torch.zeros_like(row), torch.tensor([learned]))
+
+    ids_BL = torch.tensor([ids])
+    one_document = torch.zeros_like(ids_BL)
+    labels = next_token_labels(ids_BL, one_document, torch.tensor([learned]))
     assert labels[labels != IGNORE].tolist() == tokenizer.convert_tokens_to_ids(predicted)
 
 
@@ -110,13 +120,22 @@ def test_a_template_that_renders_the_beginning_otherwise_is_refused():
 @pytest.mark.parametrize(
     "record",
     [
-        {"messages": MESSAGES[:2]},
-        {"prompt": "w1 w2", "completion": "w3"},
-        {"problem": "w1 w2", "generated_solution": "w3", "problem_source": "w9"},
-        {
-            "conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": "w3"}],
-            "id": 3,
-        },
+        pytest.param({"messages": MESSAGES[:2]}, id="messages"),
+        pytest.param({"prompt": "w1 w2", "completion": "w3"}, id="prompt and completion"),
+        pytest.param(
+            {"problem": "w1 w2", "generated_solution": "w3", "problem_source": "w9"},
+            id="problem and solution",
+        ),
+        pytest.param(
+            {
+                "conversations": [
+                    {"from": "human", "value": "w1 w2"},
+                    {"from": "gpt", "value": "w3"},
+                ],
+                "id": 3,
+            },
+            id="from and value",
+        ),
     ],
 )
 def test_every_shape_of_a_record_is_the_same_conversation(tmp_path, record):
@@ -128,7 +147,9 @@ def test_every_shape_of_a_record_is_the_same_conversation(tmp_path, record):
 
 
 @pytest.mark.parametrize(
-    "record", [{"text": "w1"}, {"messages": [{"role": "user"}]}, {"prompt": "w1"}]
+    "record",
+    [{"text": "w1"}, {"messages": [{"role": "user"}]}, {"prompt": "w1"}],
+    ids=["text", "message without content", "prompt without completion"],
 )
 def test_a_record_that_is_not_a_conversation_is_named(tmp_path, record):
     path = write_jsonl(tmp_path / "chat.jsonl", [record])
@@ -137,33 +158,46 @@ def test_a_record_that_is_not_a_conversation_is_named(tmp_path, record):
 
 
 def test_rows_hold_whole_conversations_apart_and_their_masks(tmp_path):
-    rows = chat_rows(tmp_path, seq_len=16)
+    seq_len = 16
+    rows = chat_rows(tmp_path, seq_len)
+
+    batch = rows.batch(0, rows.rows_per_epoch)
+
+    # All conversations one after the other, each token with its mask, cut into rows.
     tokenizer = chat_tokenizer()
     end_id = tokenizer.eos_token_id
     stream: list[tuple[int, bool]] = []
     for document in read_documents(str(tmp_path / "chat.jsonl"), None):
-        stream += zip(*encode_conversation(document, tokenizer))
-    stream += [(end_id, False)] * (-len(stream) % 16)
-    expected = {tuple(stream[begin : begin + 16]) for begin in range(0, len(stream), 16)}
-    batch = rows.batch(0, rows.rows_per_epoch)
-    found: set[tuple] = set()
+        ids, learned = encode_conversation(document, tokenizer)
+        stream += zip(ids, learned)
+    n_padding = -len(stream) % seq_len
+    stream += [(end_id, False)] * n_padding
+    begins = range(0, len(stream), seq_len)
+    expected = {tuple(stream[begin : begin + seq_len]) for begin in begins}
+    cut_rows: set[tuple] = set()
     for ids, mask in zip(batch["input_ids"].tolist(), batch["mask"].tolist()):
-        found.add(tuple(zip(ids, mask)))
-    assert found == expected
+        cut_rows.add(tuple(zip(ids, mask)))
+    assert cut_rows == expected
+
+    # A document begins with each question, and with the padding.
     before = batch["input_ids"][:, :-1]
     after = batch["input_ids"][:, 1:]
-    begins = after == tokenizer.convert_tokens_to_ids("<user>")
+    is_question = after == tokenizer.convert_tokens_to_ids("<user>")
     is_first_padding = (after == end_id) & (before != end_id)
-    assert torch.equal(batch["seq_idx"].diff(dim=1) == 1, begins | is_first_padding)
+    is_new_document = batch["seq_idx"].diff(dim=1) == 1
+    assert torch.equal(is_new_document, is_question | is_first_padding)
 
 
 def test_a_base_models_tokenizer_reads_what_the_instruct_models_has_written(tmp_path):
     tokens = str(chat_tokens(tmp_path))
     base = chat_tokenizer(None)
     base.eos_token = "<end>"
-    check_sources(DataConfig((tokens,), chat=True), base)
+    chat = DataConfig((tokens,), chat=True)
+    check_sources(chat, base)
+
     with pytest.raises(ValueError, match="tokenizer"):
-        check_sources(DataConfig((tokens,), chat=True), word_tokenizer())
+        check_sources(chat, word_tokenizer())
+
     text = write_jsonl(tmp_path / "text.jsonl", [{"text": "w1"}])
     write_tokens(tmp_path / "text", [str(text)], base)
     mixed = DataConfig((tokens, str(tmp_path / "text")), chat=True)
@@ -174,7 +208,7 @@ def test_a_base_models_tokenizer_reads_what_the_instruct_models_has_written(tmp_
 def test_conversations_beside_text_have_their_share_of_the_rows_and_their_own_masks(tmp_path):
     tokenizer = chat_tokenizer()
     chat = str(chat_tokens(tmp_path))
-    text = write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in word_texts(91)])
+    text = write_texts(tmp_path, n=91)
     config = DataConfig((str(text), chat), weights=(3, 1), seq_len=16)
     rows = open_rows(config, tokenizer, cache_dir=tmp_path)
     assert isinstance(rows, PackedRows)
@@ -187,10 +221,13 @@ def test_conversations_beside_text_have_their_share_of_the_rows_and_their_own_ma
     mask_of: dict[tuple, list[bool]] = {}
     for ids, mask in zip(alone["input_ids"].tolist(), alone["mask"].tolist()):
         mask_of[tuple(ids)] = mask
-    for ids, mask in zip(whole["input_ids"][is_chat].tolist(), whole["mask"][is_chat].tolist()):
+    chat_ids = whole["input_ids"][is_chat].tolist()
+    chat_masks = whole["mask"][is_chat].tolist()
+    for ids, mask in zip(chat_ids, chat_masks):
         assert mask == mask_of[tuple(ids)]
         assert not all(mask)
 
+    # Two processes share a batch, and a second opening cuts the same.
     halves = [rows.batch(3, 8, rank, 2)["input_ids"] for rank in range(2)]
     again = open_rows(config, tokenizer, cache_dir=tmp_path).batch(3, 8)
     assert torch.equal(torch.cat(halves), again["input_ids"])
@@ -205,6 +242,7 @@ def test_the_loss_does_not_see_what_the_teacher_says_of_the_users_part(tmp_path,
     clean = stage(batch).total
 
     def with_noise_where(mask_BL):
+        """Return the loss when the teacher's last hidden states are off in these places."""
         noise_BLE = torch.randn(1, 24, SMALL["hidden_size"]) * mask_BL.unsqueeze(-1)
 
         def add_noise(module, args, output):
@@ -216,26 +254,32 @@ def test_the_loss_does_not_see_what_the_teacher_says_of_the_users_part(tmp_path,
         finally:
             hook.remove()
 
-    assert torch.equal(with_noise_where(~batch["mask"]), clean)
-    assert not torch.equal(with_noise_where(batch["mask"]), clean)
+    is_assistants = batch["mask"]
+    assert torch.equal(with_noise_where(~is_assistants), clean)
+    assert not torch.equal(with_noise_where(is_assistants), clean)
 
 
 def test_a_wider_teacher_with_another_padding_of_the_vocabulary(tmp_path):
+    """The fused loss and the one of whole logits agree on the tokens that both models have."""
     batch = chat_rows(tmp_path, seq_len=24).batch(0, 2)
     student, _ = small_models(vocab_size=102)
     wide = make_family_model("llama", **{**SMALL, "hidden_size": 48, "vocab_size": 128})
-    losses = []
+
+    losses: dict[bool, torch.Tensor] = {}
     for fused in (True, False):
-        stage = make_stage(Distill(name="post", fused=fused), student, wide, vocab_size=102)
-        losses.append(stage(batch).total)
-    torch.testing.assert_close(*losses)
+        config = Distill(name="post", fused=fused)
+        stage = make_stage(config, student, wide, vocab_size=102)
+        losses[fused] = stage(batch).total
+
+    assert_close(losses[True], losses[False])
 
 
 # A whole run
 
 
 def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: int) -> str:
-    model = make_family_model("llama", **{**SMALL, "vocab_size": 102, "eos_token_id": 1, **shape})
+    settings = {**SMALL, "vocab_size": 102, "eos_token_id": 1, **shape}
+    model = make_family_model("llama", **settings)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -243,7 +287,7 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: int) -
 
 def post_run(tmp_path: Path) -> RunConfig:
     """Describe a run with a post stage: a base model as student, a wider chat model as teacher."""
-    text = write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in word_texts(20)])
+    text = write_texts(tmp_path, n=20)
     small = save_model(tmp_path / "small", chat_tokenizer(None))
     wide = save_model(tmp_path / "wide", chat_tokenizer(), hidden_size=48)
     chat = conversations(tmp_path / "chat.jsonl")
@@ -276,8 +320,12 @@ def test_a_run_with_a_stage_of_its_own_data_and_teacher(tmp_path, monkeypatch, c
     assert "12 documents" in capsys.readouterr().out
     # This tokenizer has no words to ask questions with.
     nothing = EvalResult({}, {}, 1, None, None, 0, None, None, None, 0, {}, 0)
-    save_nothing = lambda inputs, student: nothing.save(inputs.paths.evaluation)  # noqa: E731
-    monkeypatch.setattr(steps, "evaluate_run", save_nothing)
+    monkeypatch.setattr(
+        steps,
+        "evaluate_run",
+        lambda inputs, student: nothing.save(inputs.paths.evaluation),
+    )
+
     weights: list[bytes] = []
     for number, source in enumerate((data, replace(data, sources=(tokens,)))):
         config = replace(run, out=tmp_path / f"run{number}").with_stage("post", data=source)

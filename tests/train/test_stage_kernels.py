@@ -10,6 +10,7 @@ import pytest
 import torch
 
 if __name__ == "__main__":
+    # A launched process does not have pytest's path.
     ROOT = Path(__file__).parents[2]
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
@@ -69,15 +70,19 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
             together.append((kernel, dtype, sizes, options["training"], others))
 
     monkeypatch.setattr(module, "try_together", note)
+
     chosen = kernels_of(stage, GPU)
+
     # One child process has tried all of them.
     assert [trial for trial in tried if trial not in together] == []
     assert len(together) == len(tried)
     assert chosen["recurrence"] == "triton"
     assert chosen["convolution"] == "torch (it is off by 3)"
-    assert chosen.get("distillation loss") == (None if name == "align" else "triton")
+    expected_loss = None if name == "align" else "triton"
+    assert chosen.get("distillation loss") == expected_loss
     assert ("decoding step" in chosen) == (name == "on_policy")
 
+    # What a step calls.
     called: list[tuple] = []
     choose = kernel_choice.choose
     pick = fused_loss._pick
@@ -96,7 +101,9 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     # Of several tokens, only a CPU drops a mask without padding.
     monkeypatch.setattr(decoder, "_marks_nothing", lambda token_mask_BL, cache: False)
     (batch,) = stage.micro_batches(small_rows().batch(0, 4), 4, [0, 1, 2, 3])
-    stage(batch, stage.totals(batch)).total.backward()
+    loss = stage(batch, stage.totals(batch)).total
+    loss.backward()
+
     for trial in tried:
         assert trial in called, f"{trial} is tried, and no step calls it"
     for call in called:
@@ -130,10 +137,13 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
         return "it is off by 3" if kernel == DELTA_RULE and not is_right else None
 
     monkeypatch.setattr(kernel_choice, "_reason_against", reason)
+
     chosen = module._of_heads(heads, GPU, torch.bfloat16)
+
     options = {"packed": True}
-    sizes = heads.head_dim, heads.d_state
-    first = (DELTA_RULE, torch.bfloat16, sizes, True, options)
+    sizes = (heads.head_dim, heads.d_state)
+    in_training = True
+    first = (DELTA_RULE, torch.bfloat16, sizes, in_training, options)
     assert asked[0] == first
     assert chosen["convolution"] == "triton"
     if is_right:
@@ -142,8 +152,9 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
     else:
         assert chosen[DELTA_RULE] == "torch (it is off by 3)"
         assert chosen["recurrence"] == "triton"
-        ours = ("recurrence", torch.float32, sizes, True, {"gated": False, **options})
+        ours = ("recurrence", torch.float32, sizes, in_training, {"gated": False, **options})
         assert asked[1] == ours
+
     heads.impl = "triton"
     assert module._of_heads(heads, GPU, torch.bfloat16)[DELTA_RULE] == "torch"
     heads.impl = "torch"
@@ -153,12 +164,15 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
 def test_kernels_that_were_named_are_reported_as_such() -> None:
     stage = stage_of()
     stage.student.set_ssm_implementation("mamba_ssm")
-    assert kernels_of(stage, GPU)["recurrence"] == "mamba_ssm"
-    assert kernels_of(stage, GPU)["convolution"] == "torch"
+    kernels = kernels_of(stage, GPU)
+    assert kernels["recurrence"] == "mamba_ssm"
+    assert kernels["convolution"] == "torch"
+
     stage.student.set_ssm_implementation("torch")
     assert set(kernels_of(stage, GPU).values()) == {"torch"}
-    plain = kernels_of(stage_of(fused=False), torch.device("cpu"))
-    assert plain["distillation loss"] == "torch (not fused)"
+
+    not_fused = kernels_of(stage_of(fused=False), torch.device("cpu"))
+    assert not_fused["distillation loss"] == "torch (not fused)"
 
 
 def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> None:

@@ -8,12 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
-from training import small_models, small_rows, small_run
+from torch.testing import assert_close
+from training import random_student, small_models, small_rows, small_run
 
 from hybrid_distill.model import packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
-from hybrid_distill.teacher import attention_sites, replaced_forward, trace_mixers
+from hybrid_distill.teacher import MixerCall, attention_sites, replaced_forward, trace_mixers
 from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy
 from hybrid_distill.train.end_to_end import EndToEnd
@@ -41,18 +42,29 @@ def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def traced(teacher: nn.Module, batch: Batch) -> list:
+def traced(teacher: nn.Module, batch: Batch) -> list[MixerCall]:
+    """Return the inputs and outputs of each of the teacher's attention modules."""
     with trace_mixers(teacher) as calls:
         forward(teacher, batch)
     return list(calls.values())
 
 
-def make(name: str, k: int = 2):
+def make(name: str, k: int = 2) -> Any:
+    """Make a stage of small models that keep ``k`` heads of eight."""
+    configs = {
+        "align": Align(),
+        "matrix": AlignMatrix(),
+        "distill": Distill(hard_weight=0.3),
+    }
     student, teacher = small_models(k=k)
     if name == "matrix":
+        # The only implementation that returns its maps.
         teacher.set_attn_implementation("eager")
-    configs = {"align": Align(), "matrix": AlignMatrix(), "distill": Distill(hard_weight=0.3)}
     return make_stage(configs[name], student, teacher, vocab_size=99)
+
+
+def trained_parameters(stage: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in stage.parameters() if parameter.requires_grad]
 
 
 # Alignment.
@@ -63,28 +75,34 @@ def make(name: str, k: int = 2):
 def test_the_target_is_the_output_of_the_teachers_own_module(family_model, family, batch, target):
     """Recomputed by hand from a trace of the teacher, the last layer included."""
     teacher = family_model(family)
-    student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
-    per_layer = LayerAlignment(student, teacher, Align(target=target))(batch).per_layer
+    student = random_student(teacher, k=5, seed=0)
+    stage = LayerAlignment(student, teacher, Align(target=target))
+
+    per_layer = stage(batch).per_layer
+
     with torch.no_grad():
         residuals = forward(teacher, batch, output_hidden_states=True).hidden_states
-    for layer, call in enumerate(traced(teacher, batch)):
-        mixer = student.mixers()[layer]
-        with torch.no_grad():
-            heads_BLHP = mixer.heads(*call.args, **call.kwargs | {"seq_idx": batch["seq_idx"]})
+        for layer, call in enumerate(traced(teacher, batch)):
+            mixer = student.mixers()[layer]
+            inputs = call.kwargs | {"seq_idx": batch["seq_idx"]}
+            heads_BLHP = mixer.heads(*call.args, **inputs)
             out_BLD = mixer.o_proj(heads_BLHP.flatten(-2))
+            teacher_out_BLD = call.output[0]
             if target == "head":
-                error = (heads_BLHP - call.heads_BLHP)[:, :, list(mixer.replaced)]
+                error_BLHP = heads_BLHP - call.heads_BLHP
+                error = error_BLHP[:, :, list(mixer.replaced)]
             elif target == "mixer":
-                error = out_BLD - call.output[0]
+                error = out_BLD - teacher_out_BLD
             else:
-                ours = layer_output(teacher, layer, residuals[layer], mixer_output=out_BLD)
-                theirs = layer_output(teacher, layer, residuals[layer], mixer_output=call.output[0])
+                ours = layer_output(teacher, layer, residuals[layer], out_BLD)
+                theirs = layer_output(teacher, layer, residuals[layer], teacher_out_BLD)
                 error = ours - theirs
-        expected = error.norm(dim=-1)[batch["mask"]].mean()
-        torch.testing.assert_close(per_layer[f"layer.{layer}"], expected, rtol=1e-4, atol=1e-6)
+            error_norms = error.norm(dim=-1)
+            expected = error_norms[batch["mask"]].mean()
+            assert_close(per_layer[f"layer.{layer}"], expected, rtol=1e-4, atol=1e-6)
 
 
-def layer_output(teacher: Any, layer: int, residual: Tensor, *, mixer_output: Tensor) -> Tensor:
+def layer_output(teacher: Any, layer: int, residual: Tensor, mixer_output: Tensor) -> Tensor:
     """Run a decoder layer whose attention returns ``mixer_output``."""
     site = attention_sites(teacher)[layer]
     with replaced_forward(site.module, lambda *_, **__: (mixer_output, None)):
@@ -97,17 +115,23 @@ def test_a_batch_costs_one_pass_of_the_teacher_and_leaves_no_hooks(batch, target
     student, teacher = small_models()
     stage = LayerAlignment(student, teacher, Align(target=target, loss=loss))
     calls: list[str] = []
-    teacher.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append("block"))
+    first_attention = teacher.model.layers[0].self_attn
+    first_attention.register_forward_hook(lambda *_: calls.append("block"))
     teacher.lm_head.register_forward_hook(lambda *_: calls.append("head"))
+
     stage(batch).total.backward()
     assert calls == ["block"]
-    student.mixers()[1].forward = student.mixers()[1].heads = None
+
+    # A step that fails half-way removes its hooks too.
+    broken = student.mixers()[1]
+    broken.forward = None
+    broken.heads = None
     with pytest.raises(TypeError):
         stage(batch)
     n_hooks = 0
     for module in teacher.modules():
         n_hooks += len(module._forward_hooks) + len(module._forward_pre_hooks)
-    assert n_hooks == 2, "only the two of this test, after a step that failed too"
+    assert n_hooks == 2, "only the two of this test"
 
 
 def test_there_is_one_copy_of_the_frozen_weights():
@@ -118,25 +142,26 @@ def test_there_is_one_copy_of_the_frozen_weights():
     assert ours.embed_tokens.weight is theirs.embed_tokens.weight
     assert ours.layers[0].mlp.up_proj.weight is theirs.layers[0].mlp.up_proj.weight
     for name, _ in stage.named_parameters():
-        assert name.startswith("mixers."), "the wrapped module holds the mixers alone"
+        assert name.startswith("mixers."), "what DDP or FSDP2 wraps holds the mixers alone"
 
 
 def test_with_ssm_training_a_kept_head_contributes_what_it_did(batch):
     student, teacher = small_models()
-    stage = LayerAlignment(student, teacher, Align())
-    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
+    stage = LayerAlignment(student, teacher, Align(train="ssm"))
+    optimizer = torch.optim.SGD(trained_parameters(stage), lr=0.1)
+
     for _ in range(3):
         stage(batch).total.backward()
         optimizer.step()
         optimizer.zero_grad()
+
     for layer, call in enumerate(traced(teacher, batch)):
         mixer = student.mixers()[layer]
         kept = list(mixer.kept)
         with torch.no_grad():
             heads = mixer.heads(*call.args, **call.kwargs, seq_idx=batch["seq_idx"])
         expected = call.heads_BLHP[:, :, kept]
-        torch.testing.assert_close(heads[:, :, kept], expected, rtol=1e-5, atol=1e-6)
+        assert_close(heads[:, :, kept], expected, rtol=1e-5, atol=1e-6)
         o_proj = teacher.model.layers[layer].self_attn.o_proj
         assert torch.equal(mixer.o_proj.weight, o_proj.weight)
 
@@ -157,28 +182,37 @@ def test_recomputing_changes_nothing_but_memory(batch, target):
 
 def test_layers_that_keep_every_head_are_left_out(batch):
     _, teacher = small_models()
-    student, _ = build_student(teacher, HeadPlan.layers(teacher.config, [0]), d_state=4)
-    loss = LayerAlignment(student, teacher, Align(train="mixer"))(batch)
+    first_layer_kept = HeadPlan.layers(teacher.config, [0])
+    student, _ = build_student(teacher, first_layer_kept, d_state=4)
+    stage = LayerAlignment(student, teacher, Align(train="mixer"))
+
+    loss = stage(batch)
+
     assert list(loss.per_layer) == ["layer.1"]
-    torch.testing.assert_close(loss.total.detach(), loss.per_layer["layer.1"])
+    assert_close(loss.total.detach(), loss.per_layer["layer.1"])
 
 
 def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
     stage = make("matrix")
+
     loss = stage(batch)
+
     with torch.no_grad():
         maps = forward(stage.teacher, batch, output_attentions=True).attentions
+    is_text_query = batch["mask"][:, None, :, None]
     for layer, call in enumerate(traced(stage.teacher, batch)):
         mixer = stage.student.mixers()[layer]
         with torch.no_grad():
             mixing = mixer.mixing_matrices(call.hidden_BLD, batch["seq_idx"])
-        error = mixing - maps[layer][:, list(mixer.replaced)]
-        error = error * batch["mask"][:, None, :, None]
+        teacher_maps = maps[layer][:, list(mixer.replaced)]
+        error = (mixing - teacher_maps) * is_text_query
         expected = torch.linalg.matrix_norm(error).mean()
-        torch.testing.assert_close(loss.per_layer[f"layer.{layer}"], expected)
+        assert_close(loss.per_layer[f"layer.{layer}"], expected)
+
     loss.total.backward()
     for name, parameter in stage.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
+        # Values and gates do not enter a mixing matrix.
         if "x_proj" in name or "z_proj" in name:
             assert not parameter.requires_grad, name
 
@@ -188,30 +222,40 @@ def test_matrices_are_compared_with_the_teachers_attention_maps(batch):
 
 @SOME_FAMILIES
 def test_the_fused_loss_is_that_of_the_logits_and_has_its_gradients(family_model, family, batch):
-    def train(fused: bool) -> dict[str, Tensor]:
+    def loss_and_gradients(fused: bool) -> dict[str, Tensor | None]:
         teacher = family_model(family)
-        student, _ = build_student(teacher, HeadPlan.random(teacher.config, 5, seed=0), d_state=4)
+        student = random_student(teacher, k=5, seed=0)
         config = Distill(kind="jsd", temperature=2.0, hard_weight=0.3, fused=fused)
-        loss = EndToEnd(student, teacher, config)(batch).total
+        stage = EndToEnd(student, teacher, config)
+        loss = stage(batch).total
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in student.named_parameters()}
         return {"loss": loss.detach(), **gradients}
 
-    fused = train(fused=True)
-    for name, tensor in train(fused=False).items():
-        torch.testing.assert_close(fused[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+    fused = loss_and_gradients(fused=True)
+    from_logits = loss_and_gradients(fused=False)
+    for name, expected in from_logits.items():
+        assert_close(fused[name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
+    # The models have 101 columns of logits.
+    vocab_size = 99
     student, teacher = small_models()
-    stage = make_stage(Distill(temperature=2.0, fused=fused), student, teacher, vocab_size=99)
+    config = Distill(temperature=2.0, fused=fused)
+    stage = make_stage(config, student, teacher, vocab_size=vocab_size)
     with torch.no_grad():
         theirs = forward(teacher, batch).logits
         ours = student(input_ids=batch["input_ids"], seq_idx=batch["seq_idx"]).logits
-        options = {"temperature": 2.0, "vocab_size": 99}
-        expected = distillation_loss(ours, theirs, batch["mask"], **options)
-        torch.testing.assert_close(stage(batch).total, expected)
+        expected = distillation_loss(
+            ours,
+            theirs,
+            batch["mask"],
+            temperature=2.0,
+            vocab_size=vocab_size,
+        )
+        assert_close(stage(batch).total, expected)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +263,14 @@ def test_end_to_end_compares_logits_on_the_real_vocabulary(batch, fused):
     [("final_logit_softcapping", 0.05), ("logits_scaling", 3.0), ("logit_scale", 0.5)],
 )
 def test_logits_that_are_more_than_a_product_are_not_fused(batch, field, value):
+    plain_stage = EndToEnd(*small_models(), Distill())
     student, teacher = small_models()
     setattr(student.model.config, field, value)
     setattr(teacher.config, field, value)
-    plain = EndToEnd(*small_models(), Distill())(batch).total
-    finished = EndToEnd(student, teacher, Distill())(batch).total
-    assert not torch.allclose(finished, plain, rtol=1e-2)
+    stage = EndToEnd(student, teacher, Distill())
+
+    # A fused loss multiplies by the head's weights and knows nothing of the setting.
+    assert not torch.allclose(stage(batch).total, plain_stage(batch).total, rtol=1e-2)
 
 
 def test_a_stage_recomputes_only_if_its_own_config_says_so():
@@ -240,11 +286,11 @@ def test_a_stage_recomputes_only_if_its_own_config_says_so():
 @pytest.mark.parametrize(
     ("config", "trained"),
     [
-        (Align(train="ssm"), (".ssm.",)),
-        (Align(train="mixer"), (".ssm.", ".attention.", ".o_proj.")),
-        (Distill(train="ssm"), (".ssm.",)),
-        (Distill(train="mixer"), (".self_attn.",)),
-        (Distill(train="all"), ("",)),
+        pytest.param(Align(train="ssm"), (".ssm.",), id="align-ssm"),
+        pytest.param(Align(train="mixer"), (".ssm.", ".attention.", ".o_proj."), id="align-mixer"),
+        pytest.param(Distill(train="ssm"), (".ssm.",), id="distill-ssm"),
+        pytest.param(Distill(train="mixer"), (".self_attn.",), id="distill-mixer"),
+        pytest.param(Distill(train="all"), ("",), id="distill-all"),
     ],
 )
 def test_a_stage_trains_what_it_names_uses_all_of_it_and_never_touches_the_teacher(
@@ -255,30 +301,39 @@ def test_a_stage_trains_what_it_names_uses_all_of_it_and_never_touches_the_teach
     # Shares weights, which distillation must not train.
     LayerAlignment(student, teacher, Align())
     stage = make_stage(config, student, teacher)
+
     stage(batch).total.backward()
+
     for name, parameter in stage.named_parameters():
-        expected = any(part in name for part in trained)
-        assert parameter.requires_grad == expected, name
-        assert (parameter.grad is not None) == expected, name
+        is_named = any(part in name for part in trained)
+        assert parameter.requires_grad == is_named, name
+        assert (parameter.grad is not None) == is_named, name
     for name, parameter in teacher.named_parameters():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])
-    shared = set(map(id, teacher.parameters())) & set(map(id, student.parameters()))
-    assert bool(shared) == isinstance(stage, LayerAlignment)
+    ids_of_teacher = set(map(id, teacher.parameters()))
+    ids_of_student = set(map(id, student.parameters()))
+    shares_weights = not ids_of_teacher.isdisjoint(ids_of_student)
+    assert shares_weights == isinstance(stage, LayerAlignment)
 
 
 @pytest.mark.parametrize("name", ["align", "distill"])
 def test_padding_changes_no_loss(name):
     stage = make(name)
     batch = small_rows().batch(0, 4)
+    one_document_more = batch["seq_idx"].max() + 1
     padding = {
         "input_ids": torch.randint(2, 99, (4, 5)),
-        "seq_idx": (batch["seq_idx"].max() + 1).expand(4, 5),
+        "seq_idx": one_document_more.expand(4, 5),
         "mask": torch.zeros(4, 5, dtype=torch.bool),
     }
     padded = {key: torch.cat([batch[key], pad], 1) for key, pad in padding.items()}
+
     with torch.no_grad():
-        torch.testing.assert_close(stage(batch).total, stage(padded).total, rtol=1e-5, atol=1e-6)
+        plain_loss = stage(batch).total
+        padded_loss = stage(padded).total
+
+    assert_close(plain_loss, padded_loss, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["align", "distill"])
@@ -287,13 +342,16 @@ def test_documents_packed_in_a_row_do_not_see_each_other(name):
     stage = make(name)
     batch = small_rows().batch(1, 4)
     totals = stage.totals(batch)
-    total = 0.0
+
     with torch.no_grad():
+        whole = stage(batch).total
+        sum_of_documents = 0.0
         for row in range(4):
             for number in batch["seq_idx"][row].unique():
                 alone = document(batch, row, number)
-                total += stage(alone, totals).total
-        torch.testing.assert_close(stage(batch).total, total, rtol=1e-4, atol=1e-6)
+                sum_of_documents += stage(alone, totals).total
+
+    assert_close(whole, sum_of_documents, rtol=1e-4, atol=1e-6)
 
 
 def document(batch: Batch, row: int, number: Tensor | int) -> Batch:
@@ -308,23 +366,39 @@ def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
     student, teacher = small_models()
     config = Align(precision="bf16")
     stage = LayerAlignment(student.bfloat16(), teacher.bfloat16(), config)
+
     loss = stage(batch).total
     loss.backward()
+
     assert loss.dtype == torch.float32
-    trained = {parameter.dtype for parameter in stage.parameters() if parameter.requires_grad}
-    assert trained == {torch.float32}
+    assert {parameter.dtype for parameter in trained_parameters(stage)} == {torch.float32}
     assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
 
 
+def shard_teacher_of_layers() -> None:
+    stage = LayerAlignment(*small_models(), Align(target="layer"))
+    with_sharded_teacher(stage, Mock())
+
+
 REFUSED = {
-    "align without recurrent heads": (lambda: make("align", k=8), "nothing to train"),
-    "matrix without recurrent heads": (lambda: make("matrix", k=8), "nothing to train"),
-    "matrix without maps": (lambda: make_stage(AlignMatrix(), *small_models()), "'sdpa'"),
-    "heads and more": (lambda: Align(target="head", train="mixer"), r"--align\.train ssm"),
+    "align without recurrent heads": (
+        lambda: make("align", k=8),
+        "nothing to train",
+    ),
+    "matrix without recurrent heads": (
+        lambda: make("matrix", k=8),
+        "nothing to train",
+    ),
+    "matrix without maps": (
+        lambda: make_stage(AlignMatrix(), *small_models()),
+        "'sdpa'",
+    ),
+    "heads and more": (
+        lambda: Align(target="head", train="mixer"),
+        r"--align\.train ssm",
+    ),
     "sharded teacher, its layers": (
-        lambda: with_sharded_teacher(
-            LayerAlignment(*small_models(), Align(target="layer")), Mock()
-        ),
+        shard_teacher_of_layers,
         "'mixer' or 'head'",
     ),
     "run with a sharded teacher, its layers": (
@@ -332,6 +406,7 @@ REFUSED = {
         r"align\.target is 'layer'",
     ),
 }
+"""Refused stages, each with the fact that its error names."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -344,6 +419,8 @@ def test_a_stage_that_cannot_be_is_refused(case):
 # Text that the student writes.
 
 EOS = 1
+N_PROMPT = 8
+N_NEW = 12
 
 
 def own_text(share: float = 1.0) -> tuple[OnPolicy, Batch]:
@@ -352,66 +429,87 @@ def own_text(share: float = 1.0) -> tuple[OnPolicy, Batch]:
     with torch.no_grad():
         student.lm_head.weight[EOS] = 0.1
     student.generation_config.eos_token_id = EOS
-    config = DistillOnPolicy(share=share, prompt_tokens=8, new_tokens=12)
+    config = DistillOnPolicy(share=share, prompt_tokens=N_PROMPT, new_tokens=N_NEW)
     return OnPolicy(student, teacher, config), small_rows().batch(0, 8)
 
 
 def test_the_student_continues_the_document_at_hand():
+    """Written rows number their documents: 0 before the one at hand, 1 itself, 2 after its end."""
     stage, batch = own_text()
+
     written = stage.own_text(batch, range(8))
-    assert torch.equal(written["input_ids"][:, :8], batch["input_ids"][:, :8])
-    at_hand = batch["seq_idx"][:, :8] == batch["seq_idx"][:, 7:8]
-    assert torch.equal(written["seq_idx"][:, :8] == 1, at_hand)
-    assert not at_hand.all()
+
+    prompts = batch["input_ids"][:, :N_PROMPT]
+    assert torch.equal(written["input_ids"][:, :N_PROMPT], prompts)
+    prompt_documents = batch["seq_idx"][:, :N_PROMPT]
+    is_at_hand = prompt_documents == prompt_documents[:, -1:]
+    assert not is_at_hand.all(), "some prompts begin in an earlier document"
+    assert torch.equal(written["seq_idx"][:, :N_PROMPT] == 1, is_at_hand)
+
     for row in range(8):
         ids = written["input_ids"][row].tolist()
         seq_idx = written["seq_idx"][row].tolist()
         end = len(ids)
-        if EOS in ids[8:]:
-            end = ids.index(EOS, 8) + 1
-        judged = written["mask"][row].nonzero().flatten().tolist()
-        assert judged == list(range(7, end - 1))
-        assert set(seq_idx[8:end]) == {1}
+        if EOS in ids[N_PROMPT:]:
+            end = ids.index(EOS, N_PROMPT) + 1
+        assert set(seq_idx[N_PROMPT:end]) == {1}
         assert set(seq_idx[end:]) <= {2}
+        # A place is judged on the token after it, from the prompt's last to the one before EOS.
+        judged = written["mask"][row].nonzero().flatten().tolist()
+        assert judged == list(range(N_PROMPT - 1, end - 1))
 
 
 def test_what_the_student_wrote_is_judged_as_if_alone():
     stage, batch = own_text()
     written = stage.own_text(batch, range(8))
-    ended_early = written["mask"].sum(1) < 12
+    ended_early = written["mask"].sum(1) < N_NEW
     row = int(ended_early.nonzero()[0])
     alone = document(written, row, number=1)
-    only = {name: tensor[row : row + 1] for name, tensor in written.items()}
+    in_its_row = {name: tensor[row : row + 1] for name, tensor in written.items()}
+
     with torch.no_grad():
-        torch.testing.assert_close(stage(alone).total, stage(only).total, rtol=1e-4, atol=1e-7)
+        loss_alone = stage(alone).total
+        loss_in_its_row = stage(in_its_row).total
+
+    assert_close(loss_alone, loss_in_its_row, rtol=1e-4, atol=1e-7)
 
 
 def test_every_token_is_a_draw_of_its_own_from_the_softmax():
-    logits_V = torch.randn(8)
+    temperature = 0.7
     n_draws = 4000
-    sample = _SampleByRow(range(n_draws), 0.7, torch.device("cpu"))
+    logits_V = torch.randn(8)
+    sample = _SampleByRow(range(n_draws), temperature, torch.device("cpu"))
     scores_BV = logits_V.expand(n_draws, 8)
-    expected_V = (logits_V / 0.7).softmax(-1).double()
-    deviation_V = (expected_V * (1 - expected_V) / n_draws).sqrt()
+
     first = sample(Mock(), scores_BV).argmax(-1)
     second = sample(Mock(), scores_BV).argmax(-1)
+
+    probability_V = (logits_V / temperature).softmax(-1).double()
+    # Standard deviation of a share of n independent draws.
+    deviation_V = (probability_V * (1 - probability_V) / n_draws).sqrt()
     for drawn in (first, second):
         share_V = drawn.bincount(minlength=8) / n_draws
-        assert ((share_V - expected_V).abs() < 4 * deviation_V).all()
+        assert ((share_V - probability_V).abs() < 4 * deviation_V).all()
+    # Two independent draws agree with probability sum(p²).
     agreement = (first == second).double().mean()
-    assert agreement == pytest.approx(float(expected_V.square().sum()), abs=0.04)
+    by_chance = float(probability_V.square().sum())
+    assert agreement == pytest.approx(by_chance, abs=0.04)
 
 
 def test_a_row_counts_as_much_written_as_given():
     """The loss is that of each kind of rows alone, weighted by rows; each row draws its kind."""
+    n_rows = 8
     stage, batch = own_text(share=0.4)
-    (mixed,) = stage.micro_batches(batch, 8, range(8))
+
+    (mixed,) = stage.micro_batches(batch, n_rows, range(n_rows))
+
     given = _kind_of(mixed, "given")
     own = _kind_of(mixed, "own")
     n_own = len(own["mask"])
-    assert 0 < n_own < 8
-    assert n_own + len(given["mask"]) == 8
+    n_given = len(given["mask"])
+    assert 0 < n_own < n_rows
+    assert n_own + n_given == n_rows
     with torch.no_grad():
-        expected = (n_own * stage(own).total + (8 - n_own) * stage(given).total) / 8
-        torch.testing.assert_close(stage(mixed).total, expected)
+        expected = (n_own * stage(own).total + n_given * stage(given).total) / n_rows
+        assert_close(stage(mixed).total, expected)
     assert stage.n_tokens(mixed) == own["mask"].sum() + given["mask"].sum()

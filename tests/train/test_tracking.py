@@ -23,7 +23,9 @@ BLOCK = 2**15
 """Bytes of a block in a ``.wandb`` file, a log of LevelDB. The file has a header of 7 bytes."""
 HEADER = struct.Struct("<IHB")
 """Checksum, length and kind of a piece of a record."""
-FULL, LAST = 1, 4
+# Kinds of pieces that end a record: a whole one, and the last of several.
+FULL = 1
+LAST = 4
 
 
 @pytest.fixture(autouse=True)
