@@ -25,9 +25,13 @@ from transformers import (
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.utils.generic import can_return_tuple
 
-from .backbone import rope_settings
+from .backbone import MODEL_TYPE, rope_settings
 from .cache import HybridCache, HybridLayerCache, StaticLayerCache
 from .configuration_hybrid import HybridConfig
 from .decoder import make_cache, put_mixers
@@ -743,3 +747,11 @@ def finish_logits(logits_BLV: Tensor, config: PretrainedConfig) -> Tensor:
         logits_BLV = logits_BLV * config.logit_scale
     cap = getattr(config, "final_logit_softcapping", None)
     return logits_BLV if cap is None else cap * torch.tanh(logits_BLV / cap)
+
+
+# transformers knows by these tables what a class is for, under an export's own code too: for others, Trainer compares
+# smoothed labels with the token before (`label_smoothing_factor`), and pipelines log that they are not supported.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = HybridForCausalLM.__name__
+MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[MODEL_TYPE] = (
+    HybridForSequenceClassification.__name__
+)
