@@ -36,6 +36,7 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
     "head_dim": lambda backbone: backbone.hidden_size // backbone.num_attention_heads,
     "max_position_embeddings": lambda backbone: None,
     "initializer_range": lambda backbone: 0.02,
+    "is_causal": lambda backbone: True,
     **dict.fromkeys(AT_THE_TOP, lambda backbone: None),
 }
 

@@ -172,10 +172,12 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     """Complete a decoder's arguments by the cache, under its name there, by masks and by `ROW_ARGUMENTS`.
 
     Finds padding in a 2-D ``attention_mask``, and documents in ``seq_idx``, ``cu_seq_lens_q`` or in ``position_ids``
-    that restart (`HybridForCausalLM.forward`). Raises ValueError for a cache of another class, and for a cache with
-    packed documents.
+    that restart (`HybridForCausalLM.forward`). Raises ValueError for a cache of another class, for a cache with packed
+    documents, and for attention that is not causal.
     """
     row = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    # Not passed on: a mixer that gets it was given it by someone else (`HybridMixer.heads`).
+    _check_direction(decoder, row.pop("is_causal", None))
     for name in ARGUMENTS_READ:
         row.setdefault(name, None)
     batch, length = _input_shape(row)
@@ -201,6 +203,17 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     if _marks_nothing(row["token_mask"], cache):
         row["token_mask"] = None
     return row
+
+
+def _check_direction(decoder: Any, is_causal: bool | None) -> None:
+    """Raise ValueError if the call or the config asks for attention to later tokens."""
+    if is_causal is None:
+        is_causal = getattr(decoder.config, "is_causal", True)
+    if not is_causal and decoder.replaces_heads:
+        raise ValueError(
+            "is_causal is False, in the call or in the config. Replaced heads read earlier tokens alone: leave "
+            "is_causal out."
+        )
 
 
 def _input_shape(row: Mapping[str, Any]) -> tuple[int, int]:

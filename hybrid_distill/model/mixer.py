@@ -200,7 +200,15 @@ class HybridMixer(nn.Module):
         ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; only the replaced heads
         read them. Kept heads read the backbone's ``attention_mask``; if ``attended`` contains their outputs, they do
         not run. Attention receives all other keyword arguments. The cache may come under any of `CACHE_NAMES`.
+        Raises ValueError for a row that is split over devices.
         """
+        if self.replaced and "is_causal" in kwargs:
+            # From a hook of accelerate on attention modules: a decoder does not pass it on.
+            raise ValueError(
+                "is_causal was put into the mixer's arguments, as accelerate's context parallelism does, which gives "
+                "each device a part of the row. Replaced heads need the whole row: use no context parallelism; "
+                "set_segment_len saves memory on long rows."
+            )
         if cache is None:
             cache = given_cache(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.utils.generic import can_return_tuple
 
 # Keep every import: transformers up to 5.8 loads only those files of an export that this file imports directly.
 from .aligned_rows import join_aligned
 from .backbone import longrope_switch
-from .backbone_config import rope_settings
+from .backbone_config import MODEL_TYPE
 from .cache import HybridCache
 from .chunked_scan import scan_chunked
 from .configuration_hybrid import HybridConfig
@@ -175,3 +179,11 @@ class HybridForCausalLM(HybridGeneration):
             attentions=outputs.attentions,
             **{OUTPUT_CACHE: cache_of(outputs)},
         )
+
+
+# transformers knows by these tables what a class is for, under an export's own code too: for others, Trainer compares
+# smoothed labels with the token before (`label_smoothing_factor`), and pipelines log that they are not supported.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = HybridForCausalLM.__name__
+MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[MODEL_TYPE] = (
+    HybridForSequenceClassification.__name__
+)

@@ -96,8 +96,10 @@ class HybridPreTrainedModel(PreTrainedModel):
         return [mixer for mixer in self.mixers() if mixer.windowed is not None]
 
     def recurrent_heads(self) -> list[SSMHeads]:
-        """Return the recurrent heads of every layer that has any."""
-        return [mixer.ssm for mixer in self.mixers() if mixer.ssm is not None]
+        """Return the recurrent heads of every layer that has any, and the copies that adapters train."""
+        # Not mixer.ssm: PEFT puts a wrapper there (`modules_to_save`), from which attributes can be read, but a
+        # written one stays on the wrapper.
+        return [module for module in self.model.modules() if isinstance(module, SSMHeads)]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()

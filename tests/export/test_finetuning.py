@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from students import byte_tokenizer, tiny_student
 from torch.testing import assert_close
 from transformers import (
@@ -76,3 +78,29 @@ def test_trainer_trains_a_student_padded_and_flattened_alike_and_it_exports_agai
     prompt = tokenizer("The flag", return_tensors="pt")
     with torch.no_grad():
         assert_close(again(**prompt).logits, model.eval()(**prompt).logits)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_smoothed_labels_are_the_next_tokens(adapted: bool, tmp_path: Path) -> None:
+    """Trainer shifts them for classes that it knows by name."""
+    student, _ = tiny_student("llama")
+    model: Any = student
+    if adapted:
+        lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(student, lora)
+    tokenizer = byte_tokenizer()
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS[2:6]]
+    batch = DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
+    smoothing = 0.1
+    arguments = TrainingArguments(
+        str(tmp_path), label_smoothing_factor=smoothing, use_cpu=True, report_to="none"
+    )
+    trainer = Trainer(model, arguments)
+    with torch.no_grad():
+        smoothed = trainer.compute_loss(model, dict(batch))
+        log_probs = model(**batch).logits[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    is_token = labels != -100
+    nll = F.nll_loss(log_probs[is_token], labels[is_token])
+    uniform = -log_probs[is_token].mean()
+    assert_close(smoothed, (1 - smoothing) * nll + smoothing * uniform)

@@ -22,7 +22,7 @@ from peft import (
 from students import byte_tokenizer, close, logits, mixed_student, tokens
 from transformers import PreTrainedModel
 
-from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model import HybridForCausalLM, SSMHeads
 
 TARGETS = [f"{part}_proj" for part in "xbczaqvo"]
 ADAPTERS: dict[str, PeftConfig] = {
@@ -59,6 +59,32 @@ def test_a_merged_adapter_computes_what_the_adapter_does(
     torch.testing.assert_close(
         logits(adapted.merge_and_unload(), ids), unmerged, rtol=1e-4, atol=1e-5
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "wrapper", [{"modules_to_save": ["ssm"]}, {"target_parameters": ["ssm.conv_weight"]}]
+)
+def test_a_wrapped_layer_of_heads_takes_the_settings(wrapper: Any, monkeypatch: Any) -> None:
+    """The convolution is trained so: it is not a matrix that LoRA finds by its module."""
+    student = mixed_student(make_family_model("llama"))
+    lora = LoraConfig(target_modules=["o_proj"], init_lora_weights=False, **wrapper)
+    adapted: Any = get_peft_model(student, lora).eval()
+    ids = tokens(2, 9)
+    whole = logits(adapted, ids)
+    lengths = set()
+    run = SSMHeads._run
+
+    def counting(self: SSMHeads, hidden_BLD: torch.Tensor, *args: Any) -> Any:
+        lengths.add(hidden_BLD.shape[1])
+        return run(self, hidden_BLD, *args)
+
+    monkeypatch.setattr(SSMHeads, "_run", counting)
+    student.set_segment_len(4)
+    close(logits(adapted, ids), whole)
+    assert lengths == {4, 1}
+    student.set_ssm_implementation("torch")
+    assert {heads.impl for heads in adapted.modules() if isinstance(heads, SSMHeads)} == {"torch"}
 
 
 def with_own_bias(recurrence: str, target: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from conftest import make_family_model
 from students import (
     left_padded,
@@ -160,3 +161,23 @@ def test_a_mask_that_replaced_heads_cannot_follow_is_refused(student: HybridForC
     seq_idx = torch.tensor([[0] * 4 + [1] * 7] * 2)
     of_documents = causal & (seq_idx[:, None, :, None] == seq_idx[:, None, None, :])
     student(ids, attention_mask=of_documents, seq_idx=seq_idx)
+
+
+def test_attention_to_later_tokens_is_refused(student: HybridForCausalLM) -> None:
+    """Kept heads would read them, and replaced heads would not."""
+    ids = tokens(2, 7)
+    close(logits(student, ids, is_causal=True), logits(student, ids))
+    with pytest.raises(ValueError, match="is_causal"):
+        student(ids, is_causal=False)
+    student.config.is_causal = False
+    with pytest.raises(ValueError, match="is_causal"):
+        student(ids)
+
+
+def test_rows_split_over_devices_are_refused() -> None:
+    """Each device would begin its part of the row with empty states, and train on wrong gradients."""
+    student = mixed_student(make_family_model("llama"))
+    ids = tokens(1, 7)
+    _attach_context_parallel_hooks(student)
+    with pytest.raises(ValueError, match="context parallelism"):
+        student(ids, use_cache=False)
