@@ -8,6 +8,7 @@ r"""Rank KV groups by their best head, or by ablating the whole group: which pla
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +49,18 @@ def main() -> None:
     plan = HeadPlan.none(teacher)
     examples = KVRetrieval(options.pairs, seed=0).examples(options.examples)
     held_out = KVRetrieval(options.pairs, seed=1).examples(options.examples)
-
-    # Of heads and groups, less is better: the accuracy without them, or their place.
     if options.scores is None:
         by_head = accuracy_without_heads(teacher, tokenizer, examples, plan)
     else:
         ranking = HeadScores.load(options.scores).ranking()
         by_head = {head: float(place) for place, head in enumerate(ranking)}
-    by_best_head: dict[Group, float] = {}
-    by_whole_group: dict[Group, float] = {}
-    for group in groups_of(plan):
-        heads = heads_of(group, plan)
-        by_best_head[group] = min(by_head[head] for head in heads)
-        with ablate_heads(teacher, heads):
-            by_whole_group[group] = accuracy(teacher, tokenizer, examples)
 
+    rankings = {
+        "best head": rank_by_best_head(by_head, plan),
+        "whole group": rank_by_ablation(teacher, tokenizer, examples, plan),
+    }
     rows: list[dict[str, Any]] = []
-    for name, values in (("best head", by_best_head), ("whole group", by_whole_group)):
-        ranked = sorted(values, key=values.__getitem__)
+    for name, ranked in rankings.items():
         for n_groups in options.groups:
             first = ranked[:n_groups]
             student = student_of(teacher, first, plan, options.window)
@@ -89,6 +84,29 @@ def main() -> None:
     write(options.out, record)
 
 
+def rank_by_best_head(by_head: dict[HeadId, float], plan: HeadPlan) -> list[Group]:
+    """Rank groups by the head of least value: its place in a ranking, or the accuracy without it."""
+
+    def least(group: Group) -> float:
+        return min(by_head[head] for head in heads_of(group, plan))
+
+    return sorted(groups_of(plan), key=least)
+
+
+def rank_by_ablation(
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: list[Example],
+    plan: HeadPlan,
+) -> list[Group]:
+    """Rank groups by the accuracy without all of their heads."""
+    accuracy_without: dict[Group, float] = {}
+    for group in groups_of(plan):
+        with ablate_heads(teacher, heads_of(group, plan)):
+            accuracy_without[group] = accuracy(teacher, tokenizer, examples)
+    return sorted(accuracy_without, key=accuracy_without.__getitem__)
+
+
 def student_of(
     teacher: PreTrainedModel, groups: list[Group], plan: HeadPlan, window: int
 ) -> PreTrainedModel:
@@ -107,7 +125,7 @@ def student_of(
 
 
 def groups_of(plan: HeadPlan) -> list[Group]:
-    return [(layer, group) for layer in range(plan.n_layers) for group in range(plan.n_kv_heads)]
+    return list(product(range(plan.n_layers), range(plan.n_kv_heads)))
 
 
 def heads_of(group: Group, plan: HeadPlan) -> list[HeadId]:
