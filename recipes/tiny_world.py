@@ -52,9 +52,11 @@ QUESTION_WORDING = {attribute: wordings[0] for attribute, wordings in FACT_WORDI
 def town_facts() -> dict[tuple[str, str], str]:
     """Map (town, attribute) to its value, the same in every build of the world."""
     rng = random.Random("facts of the invented world")
-    return {
-        (town, name): rng.choice(values) for town in TOWNS for name, values in ATTRIBUTES.items()
-    }
+    facts = {}
+    for town in TOWNS:
+        for attribute, values in ATTRIBUTES.items():
+            facts[town, attribute] = rng.choice(values)
+    return facts
 
 
 def knowledge_questions(n_choices: int = 4) -> list[dict[str, object]]:
@@ -62,9 +64,11 @@ def knowledge_questions(n_choices: int = 4) -> list[dict[str, object]]:
     rng = random.Random("choices of the invented world")
     questions = []
     for (town, attribute), value in town_facts().items():
-        prompt = QUESTION_WORDING[attribute].split(" {value}")[0].format(town=town)
-        wrong = rng.sample([v for v in ATTRIBUTES[attribute] if v != value], n_choices - 1)
-        choices = [f" {v}" for v in (value, *wrong)]
+        beginning, _, _ = QUESTION_WORDING[attribute].partition(" {value}")
+        prompt = beginning.format(town=town)
+        others = [other for other in ATTRIBUTES[attribute] if other != value]
+        wrong = rng.sample(others, n_choices - 1)
+        choices = [f" {choice}" for choice in (value, *wrong)]
         rng.shuffle(choices)
         questions.append({"prompt": prompt, "answer": f" {value}", "choices": choices})
     return questions
@@ -74,6 +78,7 @@ FACTS = town_facts()
 
 
 def fact_document(rng: random.Random) -> str:
+    """State a few facts, in varied wording."""
     sentences = []
     for town, attribute in rng.sample(sorted(FACTS), rng.randint(6, 14)):
         wording = rng.choice(FACT_WORDING[attribute])
@@ -82,10 +87,12 @@ def fact_document(rng: random.Random) -> str:
 
 
 def _a(word: str) -> str:
+    """Put the indefinite article before a word."""
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
 def story(rng: random.Random) -> str:
+    """Tell a short story about two people and two things."""
     name, other = rng.sample(PEOPLE, 2)
     thing, second = rng.sample(NOUNS, 2)
     place, where = rng.sample(PLACES, 2)
@@ -115,14 +122,18 @@ def story(rng: random.Random) -> str:
     return " ".join([rng.choice(openings), *body, rng.choice(endings)])
 
 
-def _pairs(rng: random.Random, low: int = 3, high: int = 24) -> list[tuple[str, int]]:
+def _draw_pairs(rng: random.Random, low: int = 3, high: int = 24) -> list[tuple[str, int]]:
+    """Draw distinct nouns, each with a distinct number."""
     n = rng.randint(low, high)
-    return list(zip(rng.sample(NOUNS, n), rng.sample(range(100), n), strict=True))
+    keys = rng.sample(NOUNS, n)
+    values = rng.sample(range(100), n)
+    return list(zip(keys, values, strict=True))
 
 
-def _asked(rng: random.Random, pairs: list[tuple[str, int]]) -> list[tuple[str, int]]:
+def _draw_targets(rng: random.Random, pairs: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Draw the entries that a document asks about, early and late ones alike."""
-    return rng.sample(pairs, min(len(pairs), rng.randint(2, 8)))
+    n_targets = min(len(pairs), rng.randint(2, 8))
+    return rng.sample(pairs, n_targets)
 
 
 def _listing(
@@ -134,12 +145,15 @@ def _listing(
     low: int = 3,
     high: int = 24,
 ) -> str:
-    """Write a title, one row per entry, then one line per entry that is asked about."""
-    pairs = _pairs(rng, low, high)
-    row, question = rng.choice(rows), rng.choice(questions)
+    """Write a title, one row per entry, then one line per entry that the document asks about."""
+    pairs = _draw_pairs(rng, low, high)
+    row = rng.choice(rows)
+    question = rng.choice(questions)
     lines = [rng.choice(titles)] if titles else []
-    lines += [row.format(key=key, value=value) for key, value in pairs]
-    lines += [question.format(key=key, value=value) for key, value in _asked(rng, pairs)]
+    for key, value in pairs:
+        lines.append(row.format(key=key, value=value))
+    for key, value in _draw_targets(rng, pairs):
+        lines.append(question.format(key=key, value=value))
     return "\n".join(lines)
 
 
@@ -198,11 +212,8 @@ rooms = partial(
 
 def lookup(rng: random.Random) -> str:
     """Write an index, then questions about it, each in a different form."""
-    pairs = _pairs(rng)
-    lines = [
-        rng.choice(["Index:", "Register:", "Glossary of numbers:", "Notes on the following words:"])
-    ]
-    lines += [f"{key}:{value}" for key, value in pairs]
+    pairs = _draw_pairs(rng)
+    titles = ["Index:", "Register:", "Glossary of numbers:", "Notes on the following words:"]
     forms = [
         "Look up '{k}': {v}",
         "see {k}, page {v}",
@@ -210,18 +221,24 @@ def lookup(rng: random.Random) -> str:
         "'{k}' stands for {v}",
         "{k}:{v}",
     ]
-    lines += [rng.choice(forms).format(k=key, v=value) for key, value in _asked(rng, pairs)]
+    lines = [rng.choice(titles)]
+    lines += [f"{key}:{value}" for key, value in pairs]
+    for key, value in _draw_targets(rng, pairs):
+        lines.append(rng.choice(forms).format(k=key, v=value))
     return "\n".join(lines)
 
 
 def dialogue(rng: random.Random) -> str:
+    """Let two speakers list what they have, then ask each other about some of it."""
     speakers = rng.sample(PEOPLE, 2)
-    pairs = _pairs(rng, 2, 8)
-    lines = [
-        f"{speakers[i % 2]}: I have {value} of the {key}." for i, (key, value) in enumerate(pairs)
-    ]
-    for key, value in _asked(rng, pairs):
-        lines += [f"{speakers[0]}: How many of the {key}?", f"{speakers[1]}: You said {value}."]
+    pairs = _draw_pairs(rng, 2, 8)
+    lines = []
+    for number, (key, value) in enumerate(pairs):
+        speaker = speakers[number % 2]
+        lines.append(f"{speaker}: I have {value} of the {key}.")
+    for key, value in _draw_targets(rng, pairs):
+        lines.append(f"{speakers[0]}: How many of the {key}?")
+        lines.append(f"{speakers[1]}: You said {value}.")
     return "\n".join(lines)
 
 
@@ -229,16 +246,16 @@ def owners(rng: random.Random) -> str:
     """Write who has what, a story, and a question about it."""
     names = rng.sample(PEOPLE, rng.randint(2, 8))
     numbers = dict(zip(names, rng.sample(range(100), len(names)), strict=True))
-    told = " ".join(f"{name} has {number} coins." for name, number in numbers.items())
-    asked = " ".join(
-        f"The coins of {name} are {numbers[name]}."
-        for name in rng.sample(names, min(3, len(names)))
-    )
-    return f"{told} {story(rng)} {asked}"
+    targets = rng.sample(names, min(3, len(names)))
+    statements = " ".join(f"{name} has {number} coins." for name, number in numbers.items())
+    answers = " ".join(f"The coins of {name} are {numbers[name]}." for name in targets)
+    return f"{statements} {story(rng)} {answers}"
 
 
 def early_note(rng: random.Random) -> str:
-    key, value = rng.choice(NOUNS), rng.randrange(100)
+    """Write a note, a story, and the note once more."""
+    key = rng.choice(NOUNS)
+    value = rng.randrange(100)
     note = rng.choice(
         ["The number on the {k} was {v}.", "Remember: {k}, {v}.", "Write down {k} {v}."]
     )
@@ -250,9 +267,12 @@ def early_note(rng: random.Random) -> str:
 
 def repetition(rng: random.Random) -> str:
     """Write a list of words and repeat it twice."""
-    words = [
-        rng.choice([rng.choice(NOUNS), str(rng.randrange(100))]) for _ in range(rng.randint(4, 16))
-    ]
+    words = []
+    for _ in range(rng.randint(4, 16)):
+        # Both are drawn, whichever is taken: every seed depends on the order of draws.
+        noun = rng.choice(NOUNS)
+        number = str(rng.randrange(100))
+        words.append(rng.choice([noun, number]))
     separator = rng.choice([" ", ", ", "\n", "-"])
     line = separator.join(words)
     return f"{line}\nagain:\n{line}\nagain:\n{line}"

@@ -38,7 +38,6 @@ from hybrid_distill.assets.dictionaries import NOUNS, QUESTION, probe_document
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.teacher import ablate_heads
 
-# (dictionary line, question): each form differs from an earlier one in one distance that a head must bridge.
 FORMS = [
     ("{key}{value}", "{key}"),
     ("{key}:{value}", "{key}"),
@@ -47,6 +46,7 @@ FORMS = [
     ("{key}:{value}", "'{key}' is "),
     ("{key}:{value}", QUESTION + " "),
 ]
+"""Dictionary line and question: each form differs from an earlier one in one distance that a head must bridge."""
 Log = Callable[..., None]
 
 
@@ -139,7 +139,8 @@ class Batches:
     def __init__(
         self, run: TeacherRun, tokenizer: PreTrainedTokenizerBase, helpers: Sequence[HeadId] = ()
     ) -> None:
-        self.run, self.tokenizer = run, tokenizer
+        self.run = run
+        self.tokenizer = tokenizer
         self.helpers = helpers
         """Heads that retrieval must not depend on."""
         self.rng = random.Random(f"teacher batches {run.seed}")
@@ -208,35 +209,41 @@ def next_token_losses(
 def retrieval_loss(
     model: LlamaForCausalLM, ids: torch.Tensor, answers: torch.Tensor, others: float = 0.3
 ) -> tuple[torch.Tensor, float]:
-    """Return the loss on the answers plus a little on everything else, and the accuracy of the answers."""
+    """Return the loss on the answers, plus ``others`` times that on all tokens, and the accuracy of the answers."""
     loss_BL, hit_BL = next_token_losses(model, ids)
-    asked, real = answers[:, 1:], ids[:, 1:] != model.config.pad_token_id
-    accuracy = hit_BL[asked].float().mean().item()
-    return loss_BL[asked].mean() + others * loss_BL[real].mean(), accuracy
+    is_answer_BL = answers[:, 1:]
+    is_token_BL = ids[:, 1:] != model.config.pad_token_id
+    accuracy = hit_BL[is_answer_BL].float().mean().item()
+    loss = loss_BL[is_answer_BL].mean() + others * loss_BL[is_token_BL].mean()
+    return loss, accuracy
 
 
 class Trainer:
     """Muon on the matrices of the layers, AdamW on everything else."""
 
     def __init__(self, run: TeacherRun, model: LlamaForCausalLM) -> None:
-        self.run, self.model = run, model
+        self.run = run
+        self.model = model
         matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-        inside = {id(p) for p in matrices}
-        rest = [p for p in model.parameters() if id(p) not in inside]
+        # By identity: == compares the elements of tensors.
+        matrix_ids = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if id(p) not in matrix_ids]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=run.muon_lr, weight_decay=0.01, momentum=0.95),
-            torch.optim.AdamW(rest, lr=run.adamw_lr, betas=(0.9, 0.95), weight_decay=0.01),
+            torch.optim.AdamW(others, lr=run.adamw_lr, betas=(0.9, 0.95), weight_decay=0.01),
         ]
         self.steps = 0
-        self.closed: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.masks: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """Masks of output projections, 0 at the columns of closed heads."""
 
     @torch.no_grad()
     def close_head(self, head: HeadId) -> None:
         """Disconnect a head: set its output columns to zero, and keep them zero while this trainer runs."""
         head_dim = self.run.width // self.run.n_heads
         weight = output_projection(self.model, head.layer)
-        mask = self.closed.setdefault(weight, torch.ones_like(weight))
-        mask[:, head.head * head_dim : (head.head + 1) * head_dim] = 0
+        mask = self.masks.setdefault(weight, torch.ones_like(weight))
+        first = head.head * head_dim
+        mask[:, first : first + head_dim] = 0
         weight *= mask
 
     def scale_lr(self, factor: float) -> None:
@@ -253,7 +260,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for weight, mask in self.closed.items():
+            for weight, mask in self.masks.items():
                 weight *= mask
         self.steps += 1
 
@@ -294,7 +301,9 @@ def curriculum(
         if accuracy > 0.9:
             break
 
-    n_pairs, recent = 4, [0.0] * len(FORMS)
+    n_pairs = 4
+    # Running accuracies, by form.
+    recent = [0.0] * len(FORMS)
     for step in range(run.max_curriculum_steps):
         if step % 8 == 7:
             loss, _ = retrieval_loss(model, *batches.copying())
@@ -306,17 +315,14 @@ def curriculum(
             recent[form] = 0.7 * recent[form] + 0.3 * accuracy
         trainer.step(loss)
         if step % 50 == 0:
-            log(
-                "dictionaries",
-                step,
-                pairs=n_pairs,
-                **{f"form{i}": value for i, value in enumerate(recent)},
-            )
+            by_form = {f"form{number}": accuracy for number, accuracy in enumerate(recent)}
+            log("dictionaries", step, pairs=n_pairs, **by_form)
         if min(recent) > 0.95:
             log("answered", step, pairs=n_pairs, accuracy=min(recent))
             if n_pairs >= 32:
                 break
-            n_pairs, recent = 2 * n_pairs, [0.0] * len(FORMS)
+            n_pairs *= 2
+            recent = [0.0] * len(FORMS)
 
 
 def retrieve_alone(
@@ -334,11 +340,12 @@ def least_missed_first(
 ) -> list[HeadId]:
     """Sort heads by the loss on the answers without each of them, lowest first."""
 
-    def missed(head: HeadId) -> float:
+    def loss_without(head: HeadId) -> float:
         with ablate_heads(model, [head]):
-            return retrieval_loss(model, ids, answers, others=0.0)[0].item()
+            loss, _ = retrieval_loss(model, ids, answers, others=0.0)
+        return loss.item()
 
-    return sorted(heads, key=missed)
+    return sorted(heads, key=loss_without)
 
 
 def concentrate(
@@ -394,15 +401,16 @@ def mixture(
     for step in range(run.mixture_steps):
         trainer.scale_lr(min(1.0, 1.5 * (1 - step / run.mixture_steps)))
         n_pairs = batches.rng.randint(4, 48)
-        asked = batches.dictionaries(
-            n_pairs, n_questions=batches.rng.randint(1, 6), n_rows=run.batch_size // 3
+        n_questions = batches.rng.randint(1, 6)
+        ids, answers = batches.dictionaries(
+            n_pairs, n_questions=n_questions, n_rows=run.batch_size // 3
         )
-        loss, accuracy = retrieve_alone(model, batches, *asked)
-        text = next_token_losses(model, batches.text())[0].mean()
-        trainer.step(0.5 * loss + text)
+        loss, accuracy = retrieve_alone(model, batches, ids, answers)
+        text_loss = next_token_losses(model, batches.text())[0].mean()
+        trainer.step(0.5 * loss + text_loss)
         recent = 0.95 * recent + 0.05 * accuracy
         if step % 50 == 0:
-            log("mixture", step, accuracy=recent, text=text.item())
+            log("mixture", step, accuracy=recent, text=text_loss.item())
 
 
 def learn_by_heart(
@@ -411,13 +419,16 @@ def learn_by_heart(
     """Train mostly on facts, until they are known, along with retrieval and plain text."""
     for step in range(run.fact_steps):
         trainer.scale_lr(1 - step / run.fact_steps)
-        rows = batches.facts() if step % 4 else batches.text()
-        text = next_token_losses(model, rows)[0].mean()
-        asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=2, n_rows=8)
-        loss, accuracy = retrieve_alone(model, batches, *asked)
-        trainer.step(0.3 * loss + text)
+        is_text = step % 4 == 0
+        rows = batches.text() if is_text else batches.facts()
+        text_loss = next_token_losses(model, rows)[0].mean()
+        n_pairs = batches.rng.randint(4, 48)
+        ids, answers = batches.dictionaries(n_pairs, n_questions=2, n_rows=8)
+        loss, accuracy = retrieve_alone(model, batches, ids, answers)
+        trainer.step(0.3 * loss + text_loss)
+        # Steps of both kinds: one in 20 is a text, the one after it facts.
         if step % 20 < 2:
-            log("facts" if step % 4 else "text", step, accuracy=accuracy, loss=text.item())
+            log("text" if is_text else "facts", step, accuracy=accuracy, loss=text_loss.item())
 
 
 def all_but_most_missed(model: LlamaForCausalLM, batches: Batches) -> list[HeadId]:
@@ -440,12 +451,13 @@ def together(
 ) -> None:
     """Train one step on facts, plain text and dictionaries."""
     rows = torch.cat([batches.facts()[:16], batches.text()[:8]])
-    text = next_token_losses(model, rows)[0].mean()
-    asked = batches.dictionaries(batches.rng.randint(4, 48), n_questions=4, n_rows=16)
-    loss, accuracy = retrieve_alone(model, batches, *asked)
-    trainer.step(0.5 * loss + text)
+    text_loss = next_token_losses(model, rows)[0].mean()
+    n_pairs = batches.rng.randint(4, 48)
+    ids, answers = batches.dictionaries(n_pairs, n_questions=4, n_rows=16)
+    loss, accuracy = retrieve_alone(model, batches, ids, answers)
+    trainer.step(0.5 * loss + text_loss)
     if step % 20 < 2:
-        log("together", step, accuracy=accuracy, loss=text.item())
+        log("together", step, accuracy=accuracy, loss=text_loss.item())
 
 
 def polish(
@@ -461,11 +473,12 @@ def write_corpus(run: TeacherRun) -> None:
     for split, n in (("train", run.corpus_documents), ("held_out", run.held_out_documents)):
         documents = tiny_world.write_documents(n, f"corpus {split} {run.seed}")
         text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
-        (run.out / f"corpus_{split}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    questions = "".join(
-        json.dumps(question) + "\n" for question in tiny_world.knowledge_questions()
-    )
-    (run.out / "knowledge.jsonl").write_text(questions)
+        # Without a time: the same corpus gives the same bytes.
+        compressed = gzip.compress(text.encode(), mtime=0)
+        (run.out / f"corpus_{split}.jsonl.gz").write_bytes(compressed)
+    questions = tiny_world.knowledge_questions()
+    lines = "".join(json.dumps(question) + "\n" for question in questions)
+    (run.out / "knowledge.jsonl").write_text(lines)
 
 
 def write_teacher(
@@ -475,12 +488,14 @@ def write_teacher(
     torch.nn.Module.to(model, torch.float16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name, changes in (
-        ("config.json", {"rope_theta": 10000.0, "torch_dtype": "float16"}),
-        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
-    ):
+    changes_by_file: dict[str, dict[str, Any]] = {
+        "config.json": {"rope_theta": 10000.0, "torch_dtype": "float16"},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }
+    for name, changes in changes_by_file.items():
         path = folder / name
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}, indent=2) + "\n")
+        record = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main(run: TeacherRun) -> None:
@@ -494,10 +509,8 @@ def main(run: TeacherRun) -> None:
     sample += [f"{noun} {noun}\n{noun}\n" * 30 for noun in NOUNS]
     tokenizer = make_tokenizer(sample, run.vocab_size)
     model = make_model(run, tokenizer)
-    print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}",
-        flush=True,
-    )
+    n_parameters = sum(p.numel() for p in model.parameters())
+    print(f"{n_parameters:,} parameters, vocabulary {len(tokenizer)}", flush=True)
     learn(run, model, tokenizer)
     write_teacher(run.out / "tiny_teacher", model, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Caching of the teacher's top-k logits: the same bytes for any number of processes, and after any interruption.
+"""Cache the teacher's top-k logits: the same bytes for any number of processes, and after any interruption.
 
 Shapes: B rows, L tokens of a row, K stored tokens, V vocabulary, M tokens of a chunk.
 """
@@ -55,7 +55,7 @@ def top_k_of(
     temperature: float = 1.0,
     bf16: bool = False,
 ) -> TopK:
-    """Compute the teacher's ``k`` likeliest next tokens after every token, likeliest first, and the rest as one sum.
+    """Compute the teacher's ``k`` likeliest next tokens after every token, likeliest first, and the sum of all others.
 
     The forward pass is the same as in `EndToEnd`; logits are converted to float32 in chunks of tokens.
     """
@@ -67,7 +67,7 @@ def top_k_of(
         )
         hidden_BLE = decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False, **packed)[0]
         for hidden_ME in hidden_BLE.flatten(0, 1).split(chunk_tokens):
-            # Beyond `vocab_size`, embeddings are padding: rows that no token has.
+            # Rows of the embedding beyond `vocab_size` are padding, without tokens.
             logits_MV = logits_of(teacher, hidden_ME)[:, :vocab_size]
             log_probs_MV = (logits_MV.float() / temperature).log_softmax(-1)
             log_probs_MK, ids_MK = log_probs_MV.topk(k, dim=-1)
@@ -80,7 +80,7 @@ def top_k_of(
 
 
 def check_top_k(top_k: int, vocab_size: int, flag: str = "--top-k") -> None:
-    """Raise ValueError, naming the flag, for more stored words than the vocabulary has."""
+    """Raise ValueError, naming the flag, for more stored tokens than the vocabulary has."""
     if top_k > vocab_size:
         raise ValueError(
             f"{flag} is {top_k}, but the vocabulary has {vocab_size} tokens; pass at most {vocab_size}."
@@ -131,7 +131,7 @@ def write_logits(
     if dry_run:
         return "nothing was written (--dry-run)"
     began = time.monotonic()
-    # Held until the header is there: two commands that write one folder would each delete the other's temporary files.
+    # Until the header is written: two commands in one folder would delete each other's temporary files.
     with alone_in(folder):
         on_main_process(lambda: _start(folder, header, row_ids))
         if not LogitHeader.file(folder).exists():
@@ -157,9 +157,10 @@ def _summary(folder: Path, header: LogitHeader, seconds: float) -> str:
 
 def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
     """Prepare the folder. Raises ValueError if it holds something else."""
-    header.begun(folder)
-    for leftover in folder.glob(".*.tmp"):  # from a killed writer
-        leftover.unlink()
+    header.existing(folder)
+    # Left by a killed writer.
+    for temporary in folder.glob(".*.tmp"):
+        temporary.unlink()
     if header.file(folder).exists():
         return
     with replacing(folder / ROW_IDS) as path:
@@ -179,21 +180,22 @@ def _write_shards(
     micro_batch_size: int,
 ) -> None:
     """Write this process's missing shards: every n-th of all for n processes, with the same bytes for any n."""
-    # By number, not by count: with another number of processes the shards that are there stay valid.
     state = connect()
     shards = header.shards(folder)
-    mine = [
-        n for n in header.missing_shards(folder) if n % state.num_processes == state.process_index
-    ]
-    n_rows = sum(shards[number][1] for number in mine)
+    own_shards = []
+    for number in header.missing_shards(folder):
+        # By the shard's number: written shards stay valid with another number of processes.
+        if number % state.num_processes == state.process_index:
+            own_shards.append(number)
+    n_rows = sum(shards[number][1] for number in own_shards)
     with Phase("the teacher's logits", n_rows * header.seq_len, unit="tokens") as phase:
-        for number in mine:
+        for number in own_shards:
             shard, _ = shards[number]
             first = number * header.shard_rows
-            shard_ids = row_ids[first : first + header.shard_rows]
+            shard_row_ids = row_ids[first : first + header.shard_rows]
             with replacing(shard) as path, path.open("wb") as file:
-                for begin in range(0, len(shard_ids), micro_batch_size):
-                    batch = rows.read(shard_ids[begin : begin + micro_batch_size])
+                for begin in range(0, len(shard_row_ids), micro_batch_size):
+                    batch = rows.read(shard_row_ids[begin : begin + micro_batch_size])
                     file.write(_packed_logits(teacher, batch, header))
                     phase.update(batch["mask"].numel())
 
@@ -215,13 +217,14 @@ def _packed_logits(teacher: PreTrainedModel, batch: Batch, header: LogitHeader) 
 def _finish(folder: Path, header: LogitHeader, rows: PackedRows) -> None:
     """Read some rows back, record how much of the teacher's probability they cover, and write the header."""
     cached = CachedLogitsDataset(rows, LogitFolder(folder, header))
+    # As the stage will read them, after rounding and unpacking.
     batch = cached.batch(0, min(CHECK_ROWS, header.places))
-    # What the stage will read, after rounding and unpacking.
     covered_BL = batch["teacher_log_probs_BLK"].exp().sum(-1)
     covered_M = covered_BL[batch["mask"]].sort().values
-    header.measured = {"rows": len(batch["mask"]), "tokens": len(covered_M)}
-    if len(covered_M):
-        lowest = covered_M[len(covered_M) // 100].item()
-        header.measured |= {"covered": covered_M.mean().item(), "covered_p01": lowest}
+    n_tokens = len(covered_M)
+    header.measured = {"rows": len(batch["mask"]), "tokens": n_tokens}
+    if n_tokens:
+        header.measured["covered"] = covered_M.mean().item()
+        header.measured["covered_p01"] = covered_M[n_tokens // 100].item()
     header.created = now()
     header.finish(folder)

@@ -1,4 +1,4 @@
-"""Conversations as tokens: rendering by the tokenizer's chat template, and a mask of the assistant's tokens."""
+"""Render conversations by the tokenizer's chat template, and mark the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ COLUMNS = (*MESSAGES, *PAIRS[0], *PAIRS[1])
 _ROLES = {"human": "user", "gpt": "assistant"}
 _DATE = "26 Jul 2024"
 """Date in conversations, Llama 3.1's default. Llama 3.2's template would insert today's: new tokens every day."""
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Mark of the beginning of the assistant's part in a template."""
 
 Span = tuple[int, int]
 """Start and end in a text, in characters."""
 
 
 def conversation_of(record: object, place: str) -> str:
-    """Return a record's messages as JSON, or "" if none is the assistant's. Raises ValueError if it has no messages."""
+    """Return a record's messages as JSON, "" if none is the assistant's. Raises ValueError if it has no messages."""
     columns: Record = record if isinstance(record, dict) else {}
     turns = _turns(columns)
     if turns is None:
@@ -45,7 +46,7 @@ def conversation_of(record: object, place: str) -> str:
 
 
 def _turns(columns: Record) -> Sequence[object] | None:
-    """Return a record's messages as they stand, or make them from a question and its answer."""
+    """Return a record's messages as they are, or make them from a question and its answer; None if it has neither."""
     for name in MESSAGES:
         if isinstance(columns.get(name), (list, tuple)):
             return columns[name]
@@ -64,6 +65,7 @@ def _turns(columns: Record) -> Sequence[object] | None:
 
 
 def _message(message: object, place: str) -> Record:
+    """Return a message with its role and content as transformers names them. Raises ValueError if it lacks one."""
     fields: Record = message if isinstance(message, dict) else {}
     role = fields.get("role", fields.get("from"))
     content = _text_of(fields)
@@ -76,12 +78,14 @@ def _message(message: object, place: str) -> Record:
 
 
 def _text_of(message: Record) -> str | None:
-    """Return a message's text; "" for a call of tools without any, None if it holds something else."""
+    """Return a message's text; "" for a tool call without text, None for content of another type."""
     content = message.get("content", message.get("value"))
     if content is None and message.get("tool_calls"):
         return ""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, (list, tuple)):
-        return content if isinstance(content, str) else None
+        return None
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else None
@@ -92,7 +96,7 @@ def _text_of(message: Record) -> str | None:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for a tokenizer without a chat template, or without offsets of its tokens in the text."""
+    """Raise ValueError for a tokenizer that has no chat template or does not locate its tokens in a text."""
     name = tokenizer.name_or_path or "unnamed"
     if not tokenizer.chat_template:
         raise ValueError(
@@ -115,11 +119,11 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def encode_conversation(
     conversation: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[bool]]:
-    """Tokenize messages given as JSON; return (ids, whether the *next* token is the assistant's).
+    """Tokenize messages in JSON; return (ids, mask), where the mask is true if the *next* token is the assistant's.
 
-    The assistant's part is what the template marks with ``{% generation %}``. In a template without that mark, it is
-    what an answer adds to the conversation before it, including the end-of-turn token. No tokens are added to what the
-    template renders. Raises ValueError for a template that renders the beginning of a longer conversation differently,
+    The assistant's part is marked in the template by ``{% generation %}``. In a template without that mark, it is the
+    text that an answer adds to the conversation before it, including the end-of-turn token. No tokens are added to the
+    rendered text. Raises ValueError for a template that renders the beginning of a longer conversation differently,
     and for a conversation that the template refuses.
     """
     try:
@@ -131,14 +135,23 @@ def encode_conversation(
         ) from error
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     is_answer = [_is_within(token, spans) for token in encoded["offset_mapping"]]
-    # The mask stands at the token that predicts: one before the token of the answer.
-    return encoded["input_ids"], [*is_answer[1:], False]
+    # Shifted by one: the mask is at the token that predicts the answer's.
+    predicts_answer = is_answer[1:] + [False]
+    return encoded["input_ids"], predicts_answer
 
 
 def _is_within(token: Span, spans: list[Span]) -> bool:
-    """Check whether a token begins in an answer, or holds its beginning: that of `` No`` may be the space before."""
+    """Check whether a token begins in an answer, or covers its first character.
+
+    The token of `` No`` may begin at the space before the answer.
+    """
     start, stop = token
-    return any(start < end and (start >= begin or stop > begin) for begin, end in spans)
+    for begin, end in spans:
+        begins_within = begin <= start < end
+        covers_begin = start < end and stop > begin
+        if begins_within or covers_begin:
+            return True
+    return False
 
 
 def _rendered_with_answers(
@@ -150,7 +163,7 @@ def _rendered_with_answers(
     the tokenizer drops, it loses the answer or includes the user's next message (transformers issue 47325).
     """
     template = tokenizer.get_chat_template()
-    if _MARK.search(template):
+    if _GENERATION_MARK.search(template):
         options = {
             "return_assistant_tokens_mask": True,
             "date_string": _DATE,
@@ -160,8 +173,8 @@ def _rendered_with_answers(
         rendering: Any = render_jinja_template([messages], chat_template=template, **options)
         texts, spans = rendering
         return texts[0], spans[0]
-    # Without marks, an answer is what a conversation gains by it. The role header belongs to the prompt, as it does
-    # when the model generates.
+    # Without marks, an answer is the difference between the conversations with and without it. The role header belongs
+    # to the prompt, as in generation.
     text = rendered(messages, tokenizer)
     answers: list[Span] = []
     for number, message in enumerate(messages):
@@ -183,11 +196,12 @@ def _rendered_with_answers(
 
 
 def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what a template writes before an answer that begins a conversation: its role header, which is not learned,
-    and what comes before it (a beginning-of-text token, a default system message).
+    """Return the beginning of a conversation that begins with an answer, up to the answer.
 
-    ``text`` is that conversation. Many templates cannot render an empty conversation, and those with a default system
-    message render it without; the header itself is what a prompt adds to any other conversation.
+    ``text`` is that conversation as rendered. Its opening is the role header, which is not learned, and the text before
+    it: a beginning-of-text token, a default system message. It cannot be rendered alone: many templates refuse an empty
+    conversation, or leave out the default system message. So the header is found by what a prompt adds to another
+    conversation.
     """
     question = [{"role": "user", "content": "w"}]
     header = rendered(question, tokenizer, prompt=True).removeprefix(rendered(question, tokenizer))

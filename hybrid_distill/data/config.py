@@ -1,10 +1,9 @@
-"""Training data of a run: checked before the run starts, opened when needed."""
+"""Training data of a run: options, checks before the run starts, and opening of the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -63,9 +62,9 @@ class DataConfig:
 
 
 def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for sources that would stop `open_rows`, judging by names, headers and a file's first text.
+    """Raise ValueError for sources that `open_rows` would reject, by names, headers and the first text of each.
 
-    Refuses missing sources, hub sources without a limit, token folders of another tokenizer, text where conversations
+    Rejects missing sources, hub sources without a limit, token folders of another tokenizer, text where conversations
     are expected, and conversations without a chat template.
     """
     headers: dict[Path, TokenHeader] = {}
@@ -111,17 +110,17 @@ def open_rows(
 ) -> PackedRows:
     """Open the rows of the configured sources. Every process calls this; the main process tokenizes, the others wait.
 
-    ``cache_dir`` defaults as in `cache_root`. ``pins`` are the commits of sources on the hub; by default, the hub is
-    asked. Raises ValueError for a source that is missing, empty or without its text column, for a token folder of
-    another tokenizer, and as `check_launch` does.
+    ``cache_dir`` defaults as in `cache_root`. ``pins`` are the commits of sources on the hub; the hub is queried for
+    any that are missing. Raises ValueError for a source that is missing, empty or without its text column, for a token
+    folder of another tokenizer, and as `check_launch` does.
     """
-    # Names and headers first: a missing source must not be found after hours of tokenizing another one.
+    # First of all: a missing source must not come up after hours of tokenizing another one.
     check_sources(config, tokenizer)
     cached = _cached_sources(config, tokenizer, cache_dir, pins)
     _check_small(cached.values())
     if is_launched_with_others():
         on_main_process(lambda: _write(cached.values(), tokenizer))
-    # In a launch, work is left on a machine that has a cache of its own; a lock lets one of its processes do it.
+    # Again, on machines that do not share the main process's cache: there a lock lets one process tokenize.
     _write(cached.values(), tokenizer)
     tokens = []
     for source in config.sources:
@@ -131,9 +130,9 @@ def open_rows(
 
 
 def preparations(config: DataConfig, tokenizer: str) -> list[str]:
-    """Return the commands that tokenize what a launch of several processes would refuse to (`check_launch`).
+    """Return the commands that tokenize the sources which are too large for a launch (`check_launch`).
 
-    They are the same if the cache has the tokens already, which is not looked at.
+    Does not look into the cache, which may have their tokens already.
     """
     if config.hub_tokens is None or config.hub_tokens <= LARGEST_IN_A_LAUNCH:
         return []
@@ -153,8 +152,14 @@ def preparations(config: DataConfig, tokenizer: str) -> list[str]:
 
 def prepared_sources(config: DataConfig) -> list[str]:
     """Return the sources, with the folders of `preparations` in place of those on the hub."""
-    folders = (f"tokens/{number}" for number in count(1))
-    return [next(folders) if source.startswith(HUB) else source for source in config.sources]
+    prepared = []
+    n_on_hub = 0
+    for source in config.sources:
+        if source.startswith(HUB):
+            n_on_hub += 1
+            source = f"tokens/{n_on_hub}"
+        prepared.append(source)
+    return prepared
 
 
 def check_launch(
@@ -163,7 +168,7 @@ def check_launch(
     *,
     pins: Pins = MappingProxyType({}),
 ) -> None:
-    """Raise ValueError, in several processes, for sources on the hub that would keep them waiting for hours.
+    """Raise ValueError, in a launch, for sources on the hub that would keep its processes waiting for hours.
 
     These are sources of more than `LARGEST_IN_A_LAUNCH` tokens that are not in the cache yet.
     """
@@ -174,7 +179,7 @@ def check_launch(
 def _cached_sources(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: str | Path | None, pins: Pins
 ) -> dict[str, CachedSource]:
-    """Find the places in the cache of all sources that are not token folders."""
+    """Map each source that is not a token folder to its place in the cache."""
     root = cache_root(cache_dir)
     column = None if config.chat else config.text_column
     sources = [source for source in config.sources if not is_token_folder(source)]
@@ -186,13 +191,14 @@ def _cached_sources(
 
 
 def _check_small(cached: Iterable[CachedSource]) -> None:
+    """Raise ValueError, in a launch, for a large source that is not in the cache."""
     if not is_launched_with_others():
         return
     large = [each for each in cached if each.limit is not None and each.limit > LARGEST_IN_A_LAUNCH]
     if not large:
         return
     # The main process decides: it may be ahead of the others, or the only one that sees the cache.
-    missing = agree_on(lambda: [each.source for each in large if not each.is_there])
+    missing = agree_on(lambda: [each.source for each in large if not each.is_complete])
     if not missing:
         return
     limit = large[0].limit

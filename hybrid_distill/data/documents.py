@@ -1,4 +1,4 @@
-"""Texts of data sources, in a fixed order and readable from any place."""
+"""Read the texts of data sources, in a fixed order and from any place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SourcePlace = tuple[int, Place]
 def read_documents(source: str, text_column: str | None = "text") -> Iterator[str]:
     """Read the texts of a local source, in the order of its sorted files. Raises ValueError naming the problem.
 
-    If ``text_column`` is None, here and below, records are conversations, and a text is one conversation as JSON.
+    If ``text_column`` is None (in all functions here), records are conversations, and a text is one of them, in JSON.
     """
     return iter(LocalDocuments(source, text_column))
 
@@ -76,12 +76,12 @@ def document_batches(
             texts = LocalDocuments(source, text_column, inside)
         inside = None
         for batch in _batches(texts, max_characters):
-            # No text beyond this batch was read yet, so this is the place after it.
+            # The place after this batch: no further text has been read.
             yield batch, (number, texts.place)
 
 
 def _batches(texts: Iterable[str], max_characters: int) -> Iterator[list[str]]:
-    """Cut texts into lists that end at a number of texts or of characters; a list keeps whole texts."""
+    """Group texts into lists, each ending once it has enough texts or characters; texts stay whole."""
     batch: list[str] = []
     n_characters = 0
     for text in texts:
@@ -96,8 +96,11 @@ def _batches(texts: Iterable[str], max_characters: int) -> Iterator[list[str]]:
 
 
 def source_fingerprint(source: str, pin: Pin | None = None) -> str:
-    """Hash a source: texts of the embedded corpus, data files of a hub dataset (by its pin), or names, sizes and times
-    of local files."""
+    """Hash what identifies a source's content.
+
+    This is the texts of the embedded corpus, the data files of a hub dataset (by its pin), or the names, sizes and
+    times of local files.
+    """
     if is_embedded(source):
         return hash_of(list(read_documents(source)))
     if not source.startswith(HUB):
@@ -106,7 +109,8 @@ def source_fingerprint(source: str, pin: Pin | None = None) -> str:
         # The files' hash and not the commit: a new card alone must not tokenize everything again.
         return hash_of([source, pin.files])
     folder = repository(source)
-    names = sorted(glob("**", root_dir=folder, recursive=True))  # except hidden ones
+    # Unlike rglob, glob leaves out hidden files.
+    names = sorted(glob("**", root_dir=folder, recursive=True))
     paths = [folder / name for name in names]
     return hash_of([source, _stats(path for path in paths if path.is_file())])
 
@@ -126,7 +130,7 @@ def is_embedded(source: str) -> bool:
 
 
 class LocalDocuments:
-    """Texts of a local source after a place, to read once. Raises ValueError naming the problem."""
+    """Texts of a local source, from a place on; can be iterated once. Raises ValueError naming the problem."""
 
     def __init__(self, source: str, text_column: str | None, place: Place = None) -> None:
         self._readers = _local_readers(source, text_column)
@@ -150,7 +154,7 @@ class LocalDocuments:
 
 
 def _local_readers(source: str, text_column: str | None) -> list[Callable[[], Iterable[str]]]:
-    """Return a reader of each file, or of the part of the embedded corpus."""
+    """Return a reader of each file, or one of a part of the embedded corpus."""
     if not is_embedded(source):
         return [partial(read_file, file, text_column) for file in source_files(source)]
     if text_column is None:
@@ -164,7 +168,7 @@ def _local_readers(source: str, text_column: str | None) -> list[Callable[[], It
 
 
 class HubDocuments:
-    """Texts of a data set on the hub after a place, streamed once. Raises ValueError as `open_stream` does."""
+    """Texts of a data set on the hub, streamed from a place on; can be iterated once. Raises as `open_stream` does."""
 
     def __init__(self, source: str, text_column: str | None, place: Place, pin: Pin | None) -> None:
         self._source = source

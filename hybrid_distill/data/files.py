@@ -1,4 +1,4 @@
-"""Files of a local data source: those of a folder that hold text, among all else that people's folders hold."""
+"""Find the files of a local data source: those of a folder that hold text, among everything else in it."""
 
 from __future__ import annotations
 
@@ -17,42 +17,48 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Contents:
-    """Contents of a folder: its files, and the names of what is left out."""
+    """Contents of a folder: its files, and the names of everything that is not read."""
 
     files: list[Path] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)
-    """Files and folders: copies that notebooks, caches and version control keep, the ``._`` files of macOS."""
+    """Files and folders: copies made by notebooks, caches and version control, the ``._`` files of macOS."""
     again: list[str] = field(default_factory=list)
     """Links to folders that are read already, or that lead back to a folder above them."""
     broken: list[str] = field(default_factory=list)
-    """Links to nothing."""
+    """Links without a target."""
 
     def left_out(self) -> list[str]:
         """Count what is not read, by kind, each with its first name."""
+        counts = []
         others = [file.name for file in self.files if not file.name.endswith(SUFFIXES)]
+        if others:
+            counts.append(f"{_counted('files', others)}; only {', '.join(SUFFIXES)} are read")
         kinds = {
             "hidden files or folders": self.hidden,
             "links to folders read already": self.again,
             "broken links": self.broken,
         }
-        counts = [_counted(kind, names) for kind, names in kinds.items() if names]
-        if others:
-            counts.insert(0, f"{_counted('files', others)}; only {', '.join(SUFFIXES)} are read")
+        for kind, names in kinds.items():
+            if names:
+                counts.append(_counted(kind, names))
         return counts
 
 
 def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted; linked folders are read too. Raises ValueError if there are none.
 
-    One line counts what a folder holds besides. A hidden file or folder that is itself the source is read: somebody
-    has named it.
+    Logs a line with the counts of everything else in a folder. A source that is itself hidden is read: the user has
+    named it.
     """
     path = Path(source).expanduser()
     if not path.exists():
         raise _unreadable(source, "does not exist")
-    contents = contents_of(path) if path.is_dir() else Contents([path])
+    contents = Contents([path])
+    left_out = []
+    if path.is_dir():
+        contents = contents_of(path)
+        left_out = contents.left_out()
     files = sorted(file for file in contents.files if file.name.endswith(SUFFIXES))
-    left_out = contents.left_out() if path.is_dir() else []
     if not files:
         besides = f" ({', '.join(left_out)})" if left_out else ""
         raise _unreadable(source, f"holds no {', '.join(SUFFIXES)} file{besides}")
@@ -69,7 +75,7 @@ def _unreadable(source: str, problem: str) -> ValueError:
 
 
 def contents_of(top: Path) -> Contents:
-    """Look through a folder and the folders in it, through links too; each folder is read once."""
+    """List a folder recursively, also through links; each folder is read once."""
     contents = Contents()
     seen: set[str] = set()
     pending = deque([top])
@@ -89,19 +95,20 @@ def contents_of(top: Path) -> Contents:
             elif not path.is_dir():
                 contents.broken.append(path.name)
             elif path.is_symlink():
-                # Links come last: a folder is read at its own path, if that is among those to read.
+                # Last in the queue: a folder is read at its own path, if that is below ``top`` too.
                 pending.append(path)
             else:
                 pending.appendleft(path)
     return contents
 
 
-def _counted(what: str, names: Sequence[str]) -> str:
+def _counted(kind: str, names: Sequence[str]) -> str:
+    """Count names, and give the first: ``3 broken links left out (a.txt ...)``."""
     more = " ..." if len(names) > 1 else ""
-    return f"{len(names)} {what} left out ({min(names)}{more})"
+    return f"{len(names)} {kind} left out ({min(names)}{more})"
 
 
 @cache
 def _log_once(line: str) -> None:
-    """Log a line the first time: a run looks through its sources several times."""
+    """Log a line the first time only: a run lists its sources several times."""
     log.info("%s", line)

@@ -69,16 +69,18 @@ class TokenHeader(FolderHeader):
         id_bytes = np.dtype(self.dtype).itemsize
         sizes: dict[Path, int] = {}
         for number, shard in enumerate(self.shards):
-            # ids, starts and, of conversations, learned: `shard_paths` leaves out the last one otherwise.
+            # ids, starts (int64), and learned, for which only conversations have a path.
             shard_sizes = (shard["tokens"] * id_bytes, shard["documents"] * 8, shard["tokens"])
             sizes.update(zip(self.shard_paths(folder, number), shard_sizes))
         return sizes
 
     def __str__(self) -> str:
-        size = self.tokens * np.dtype(self.dtype).itemsize + self.documents * 8
+        id_bytes = self.tokens * np.dtype(self.dtype).itemsize
+        start_bytes = self.documents * 8
+        megabytes = (id_bytes + start_bytes) / 1e6
         return (
             f"{self.tokens:,} tokens of {self.documents:,} documents, files: {len(self.shards)} "
-            f"({self.dtype}, {size / 1e6:,.1f} MB)"
+            f"({self.dtype}, {megabytes:,.1f} MB)"
         )
 
 
@@ -101,15 +103,18 @@ def open_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Token
 
 
 def _open_shard(folder: Path, header: TokenHeader, number: int) -> Shard:
+    """Memory-map a shard's files: ids, starts and, for conversations, learned."""
     types = (np.dtype(header.dtype).newbyteorder("<"), np.dtype("<i8"), np.dtype(bool))
+    # Plain text has one path fewer than there are types.
     paths = header.shard_paths(folder, number)
-    return Shard(*[np.memmap(path, dtype, "r") for path, dtype in zip(paths, types)])
+    arrays = [np.memmap(path, dtype, "r") for path, dtype in zip(paths, types)]
+    return Shard(*arrays)
 
 
 def check_tokenizer(headers: dict[Path, TokenHeader], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, naming the tokenizers, unless ``tokenizer`` made all of these folders."""
     own = tokenizer_fingerprint(tokenizer)
-    # Folders of conversations have the second one.
+    # Folders of conversations have a fingerprint of another kind.
     accepted = {own, tokenizer_fingerprint(tokenizer, chat=True)}
     if all(header.tokenizer_fingerprint in accepted for header in headers.values()):
         return

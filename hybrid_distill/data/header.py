@@ -1,6 +1,6 @@
 """Headers of token and logit folders: a JSON file that describes the binary files next to it.
 
-It is written last: a folder without it is unfinished. A partial header lists what an interrupted command had finished.
+It is written last: a folder without it is unfinished. A partial header lists what an interrupted command has finished.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class FolderHeader:
     CONTENT: ClassVar[str]
     """Noun for error messages, and stem of the header's file name."""
     REMAKE: ClassVar[str]
-    """Instruction that ends an error about a damaged folder."""
+    """Last part of an error about a damaged folder: how to make it again."""
     FILES: ClassVar[tuple[str, ...]]
-    """Prefixes of the names of the other files."""
+    """Prefixes of the names of the folder's other files."""
     RESULTS: ClassVar[tuple[str, ...]]
-    """Fields that do not affect the content of the files."""
+    """Fields that do not determine the content of the files."""
 
     format: str
 
@@ -44,7 +44,7 @@ class FolderHeader:
             if record.get("format") != cls.FORMAT:
                 raise ValueError(f"its format is {record.get('format')!r}, not {cls.FORMAT!r}")
             names = {entry.name for entry in fields(cls)}
-            # A partial header has one entry more, the place at which reading goes on.
+            # Without the place at which reading resumes, an entry of partial headers alone.
             return cls(**{name: value for name, value in record.items() if name in names})
 
     @classmethod
@@ -66,22 +66,22 @@ class FolderHeader:
         header.check_files(folder)
         return header
 
-    def begun(self: Header, folder: Path) -> Header | None:
+    def existing(self: Header, folder: Path) -> Header | None:
         """Return the header of a finished or unfinished folder; None for a new folder.
 
         Raises ValueError for a folder that holds something else: other work, or other kinds of files.
         """
-        # The finished header first: a process killed in `finish` may have left both.
+        # The finished header first: a process killed in `finish` leaves both.
         for partial in (False, True):
             path = self.file(folder, partial)
             if path.exists():
                 header = self.load(path)
                 self._check_same_work(header, folder)
                 return header
-        # Hidden files are locks and temporary ones. Shards without a header are those of a first shard cut short.
-        own = (".", *self.FILES)
+        # Hidden files are locks and temporary files. Without a header, there may be an unfinished first shard.
+        own_prefixes = (".", *self.FILES)
         for path in sorted(folder.glob("*")):
-            if not path.name.startswith(own):
+            if not path.name.startswith(own_prefixes):
                 raise ValueError(
                     f"{folder} holds {path.name}, which is not a file of {self.CONTENT}; pass a new folder."
                 )
@@ -102,7 +102,7 @@ class FolderHeader:
         self.file(folder, partial=True).unlink(missing_ok=True)
 
     def save(self, path: Path, **more: object) -> None:
-        """Write the header atomically."""
+        """Write the header atomically, with ``more`` entries."""
         write_json(path, {**asdict(self), **more})
 
     def identity(self) -> dict[str, object]:

@@ -1,7 +1,8 @@
-"""Data sets on the hub: asked for once, pinned to a commit, then read at that commit without asking again.
+"""Data sets on the hub: resolved once to a commit, then read at that commit without another request.
 
-A run writes its pins into its folder, a token folder into its header, and the token cache keeps the last pin
-of each source for a start without a network. So a launch of many processes asks once, and a later one not at all.
+The commit of a source is its pin. A run writes its pins into its folder, a token folder into its header, and the token
+cache keeps the last pin of each source for a start without a network. So a launch of many processes queries the hub
+once, and a later one not at all.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pin:
-    """Commit of a data set that is read."""
+    """Commit at which a data set is read."""
 
     revision: str
     files: str
-    """Hash of the data files at that commit. Commits that change only texts about the data have the same."""
+    """Hash of the data files at that commit. It stays the same when only texts about the data change."""
     resolved: str = ""
-    """When the hub was asked, UTC."""
+    """Time of the query, UTC."""
 
 
 Pins = Mapping[str, Pin]
@@ -46,7 +47,7 @@ Pins = Mapping[str, Pin]
 
 
 def is_on_hub(source: str) -> bool:
-    """Check whether a source is on the hub; ``hf:`` before a local folder is not, and has no commits."""
+    """Check whether a source is on the hub. ``hf:`` before a local folder is not: it has no commits."""
     return source.startswith(HUB) and not repository(source).is_dir()
 
 
@@ -63,39 +64,43 @@ def config_and_split(source: str) -> tuple[str, str]:
 
 
 def resolve(source: str) -> Pin:
-    """Ask the hub for the newest commit of a source. Raises ValueError if it cannot be asked."""
+    """Query the hub for the newest commit of a source. Raises ValueError if it cannot be reached."""
     from huggingface_hub import dataset_info
 
     with reachable(source):
-        # One short request: `dataset_info` would try again and again before it says that there is no network.
-        if reason := hub_error():
+        # First a short request: without a network, `dataset_info` retries for minutes.
+        reason = hub_error()
+        if reason:
             raise ConnectionError(reason)
         info = dataset_info(str(repository(source)), files_metadata=True)
         if not info.sha:
             raise ConnectionError("the hub names no commit")
-    return Pin(info.sha, hash_of(_data_of(info, config_and_split(source)[0])), now())
+    config, _ = config_and_split(source)
+    files = hash_of(_data_of(info, config))
+    return Pin(info.sha, files, now())
 
 
 def pinned(sources: Sequence[str], known: Pins, root: Path) -> dict[str, Pin]:
     """Return the pins of the sources that are on the hub; all processes of a launch must call this.
 
-    The main process asks the hub for those that are not ``known``, and tells the others. ``root``, the token cache,
-    remembers its answers for a start when the hub cannot be asked. Raises ValueError if it has none.
+    The main process resolves those that are not ``known``, and sends them to the others. ``root``, the token cache,
+    keeps the answers for a start when the hub cannot be reached. Raises ValueError if it then has none.
     """
+    # A dict, not a set: it keeps their order.
     on_hub = [source for source in dict.fromkeys(sources) if is_on_hub(source)]
     missing = [source for source in on_hub if source not in known]
-    answers: dict[str, Pin] = {}
+    resolved: dict[str, Pin] = {}
     if missing:
 
-        def ask() -> None:
+        def resolve_missing() -> None:
             for source in missing:
-                answers[source] = _resolve_or_recall(source, root)
+                resolved[source] = _resolve_or_recall(source, root)
 
-        # Two steps: `on_main_process` waits as long as the hub takes, `agree_on` hands out what it said.
-        on_main_process(ask)
-        answers = agree_on(lambda: answers)
-    every = {**known, **answers}
-    return {source: every[source] for source in on_hub}
+        # Two steps: `on_main_process` waits as long as the hub takes, `agree_on` sends the pins to the other processes.
+        on_main_process(resolve_missing)
+        resolved = agree_on(lambda: resolved)
+    pins = {**known, **resolved}
+    return {source: pins[source] for source in on_hub}
 
 
 def read_pins(path: Path) -> dict[str, Pin]:
@@ -135,7 +140,7 @@ def records_of(stream: IterableDataset, source: str) -> Iterator[object]:
     """Yield the records of a stream. Raises ValueError, naming ``source``, if one cannot be read."""
     records = iter(stream)
     while True:
-        # Only around the read: an error of whoever takes the record is not the hub's.
+        # Around the read alone: an error of the caller, raised at the yield, is not the hub's.
         with reachable(source):
             record = next(records, None)
         if record is None:
@@ -157,53 +162,54 @@ def reachable(source: str) -> Iterator[None]:
 
 
 def _resolve_or_recall(source: str, root: Path) -> Pin:
-    """Ask the hub and remember its answer; if it cannot be asked, return what it answered last."""
-    memory = root / "sources" / f"{hash_of(source)[:32]}.json"
+    """Resolve a source and store its pin; if the hub cannot be reached, return the stored pin."""
+    file = root / "sources" / f"{hash_of(source)[:32]}.json"
     try:
         pin = resolve(source)
     except ValueError as error:
-        remembered = read_pins(memory).get(source)
-        if remembered is None:
+        stored = read_pins(file).get(source)
+        if stored is None:
             raise
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         log.warning(
-            "%s: the hub cannot be asked (%s); reading the commit %s, which it named on %s",
+            "%s: the hub cannot be reached (%s); reading the commit %s, which it named on %s",
             source,
             first_line(cause),
-            remembered.revision,
-            remembered.resolved,
+            stored.revision,
+            stored.resolved,
         )
-        return remembered
-    write_pins(memory, {source: pin})
+        return stored
+    write_pins(file, {source: pin})
     return pin
 
 
 def _data_of(info: DatasetInfo, config: str) -> list[object]:
-    """Return what decides the content of a data set's config: its data files, and how its card has them read.
+    """Return what decides the content of a data set's config: its data files, and the card's entries on reading them.
 
-    The card lists a config's files by patterns, if at all; then only these count. Matching them too widely is safe, so
-    a pattern that names no file by itself stands for all.
+    The card may list a config's files by patterns; then only these files count. Including too many files is safe, so
+    if a pattern matches none, all count.
     """
     card: Any = info.card_data
-    declared: Record = {} if card is None else card.to_dict()
-    hashes: dict[str, str | None] = {}
+    card_fields: Record = {} if card is None else card.to_dict()
+    hash_of_file: dict[str, str | None] = {}
     for sibling in info.siblings or ():
         if not _is_about(sibling.rfilename):
             # A large file's blob is a pointer of LFS, whose hash is not that of the content.
-            hashes[sibling.rfilename] = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+            file_hash = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+            hash_of_file[sibling.rfilename] = file_hash
     # A card is text that anybody wrote: any entry may be of another type than it should.
-    configs = [entry for entry in declared.get("configs") or () if isinstance(entry, dict)]
-    chosen = [entry for entry in configs if entry.get("config_name") == config]
+    configs = [entry for entry in card_fields.get("configs") or () if isinstance(entry, dict)]
+    own_configs = [entry for entry in configs if entry.get("config_name") == config]
     matches: dict[str, list[str]] = {}
-    for entry in chosen:
+    for entry in own_configs:
         for pattern in _patterns(entry.get("data_files")):
-            matches[pattern] = [name for name in hashes if fnmatch(name, pattern)]
+            matches[pattern] = [name for name in hash_of_file if fnmatch(name, pattern)]
     if matches and all(matches.values()):
         names = set().union(*matches.values())
     else:
-        names = set(hashes)
-    content = [(name, hashes[name]) for name in sorted(names)]
-    return [content, chosen or configs, declared.get("dataset_info")]
+        names = set(hash_of_file)
+    content = [(name, hash_of_file[name]) for name in sorted(names)]
+    return [content, own_configs or configs, card_fields.get("dataset_info")]
 
 
 def _patterns(data_files: object) -> Iterator[str]:
@@ -218,7 +224,7 @@ def _patterns(data_files: object) -> Iterator[str]:
 
 
 def _is_about(name: str) -> bool:
-    """Check whether a file is about the data: its card, a license, a setting of git."""
+    """Check whether a file is only about the data: its card, a license, a setting of git."""
     if name.lower().endswith((".md", "license", "license.txt")):
         return True
     return any(part.startswith(".") for part in name.split("/"))

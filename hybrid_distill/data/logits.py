@@ -1,4 +1,4 @@
-"""Cached top-k logits: the teacher's likeliest next tokens on disk, in shards with a header.
+"""Format of cached top-k logits: the teacher's likeliest next tokens on disk, in shards with a header.
 
 A shard is an array of rows, one record each (`record_dtype`), in ascending order of row number; ``rows.bin`` holds the
 numbers. Shards are written atomically and the header last, so an interrupted writer resumes with the missing shards,
@@ -54,7 +54,7 @@ class LogitHeader(FolderHeader):
     order: str
     """Fingerprint of the rows and their order."""
     places: int
-    """Number of places, from the first of that order, whose rows are stored."""
+    """Number of places in that order, from the first, whose rows are stored."""
     rows: int
     """Number of distinct rows at these places."""
     shard_rows: int
@@ -73,8 +73,8 @@ class LogitHeader(FolderHeader):
         return record_dtype(self).itemsize / self.seq_len
 
     def __str__(self) -> str:
-        size = self.rows * self.seq_len * self.bytes_per_token / 1e9
-        return f"{self.rows:,} rows x {self.seq_len:,} tokens x {self.bytes_per_token:.0f} bytes = {size:,.3f} GB"
+        gigabytes = self.rows * self.seq_len * self.bytes_per_token / 1e9
+        return f"{self.rows:,} rows x {self.seq_len:,} tokens x {self.bytes_per_token:.0f} bytes = {gigabytes:,.3f} GB"
 
     def shards(self, folder: Path) -> list[tuple[Path, int]]:
         """Return the file of each shard and its number of rows."""
@@ -102,7 +102,7 @@ def record_dtype(header: LogitHeader) -> np.dtype:
     """Return the type of one row on disk: 4 bytes per stored token, 2 for the tail, 2 per further 65,536 token ids.
 
     ids: lower 16 bits of the token ids, which ascend; log_probs: their log-probabilities; log_tail: that of all other
-    tokens together; splits: number of ids below 65,536, below twice that, and so on, which gives the upper bits.
+    tokens together; splits: number of ids below 65,536, below twice 65,536, and so on, which gives the upper bits.
     """
     length = header.seq_len
     k = header.top_k
@@ -124,8 +124,8 @@ def pack(
     mask_BL: Tensor,
     header: LogitHeader,
 ) -> np.ndarray:
-    """Return records of rows, [B]; masked tokens get zeros and no tail, whatever the teacher predicts there."""
-    # Otherwise the bytes of a folder would depend on what a teacher makes of padding.
+    """Return records of rows, [B]; tokens that ``mask_BL`` leaves out get zeros and no tail."""
+    # Whatever the teacher predicts for padding: the bytes of a folder must not depend on that.
     masked_BL1 = ~mask_BL[..., None]
     ids_BLK, order_BLK = ids_BLK.masked_fill(masked_BL1, 0).sort(dim=-1)
     log_probs_BLK = log_probs_BLK.gather(-1, order_BLK).masked_fill(masked_BL1, 0.0)
@@ -136,9 +136,9 @@ def pack(
     records["log_tail"] = log_tail_BL.masked_fill(~mask_BL, -torch.inf).cpu().numpy()
     n_splits = records["splits"].shape[-1]
     for number in range(n_splits):
-        # Ids ascend, so the count of those below a border says where the upper bits change.
-        border = (number + 1) * _HALF
-        records["splits"][..., number] = (ids < border).sum(-1)
+        # Ids ascend, so the upper bits change after as many of them as are below a multiple of 65,536.
+        threshold = (number + 1) * _HALF
+        records["splits"][..., number] = (ids < threshold).sum(-1)
     return records
 
 
@@ -148,14 +148,14 @@ def unpack(records: np.ndarray) -> tuple[Tensor, Tensor]:
     The stored tail has a small relative error; the remainder of the rounded probabilities would be all rounding error.
     """
     n_stored = records["ids"].shape[-1]
-    # [B, L, K, splits]: whether the k-th id lies above a border.
+    # [B, L, K, splits]: whether the k-th id is at least each multiple of 65,536.
     is_above = np.arange(n_stored)[:, None] >= records["splits"][..., None, :]
     upper_bits = is_above.sum(-1)
     ids = records["ids"].astype(np.int64) + _HALF * upper_bits
     log_probs = torch.from_numpy(records["log_probs"].astype(np.float32))
     log_tail = torch.from_numpy(records["log_tail"].astype(np.float32))
-    # log(1 - tail): what the stored tokens cover. They were rounded one by one, and are scaled to that sum.
-    # expm1: 1 - exp(tail) would lose all digits of a tail close to 1.
+    # The stored tokens were rounded one by one: they are scaled so that their sum is 1 - tail. With expm1, because
+    # 1 - exp(log_tail) would lose all digits of a tail close to 1.
     log_covered = torch.log(-torch.expm1(log_tail))
     correction = log_covered - log_probs.logsumexp(-1)
     return torch.from_numpy(ids), log_probs + correction.unsqueeze(-1)
@@ -181,7 +181,9 @@ class LogitFolder:
     def read(self, row_ids: np.ndarray) -> np.ndarray:
         """Return the records of rows by number; all of the rows must be stored."""
         places = np.searchsorted(self.row_ids, row_ids)
-        assert (self.row_ids[places] == row_ids).all(), "rows that `check_rows` would have refused"
+        assert (self.row_ids[places] == row_ids).all(), (
+            "`check_rows` rejects rows that are not stored"
+        )
         records = []
         for place in places:
             shard, row = divmod(int(place), self.header.shard_rows)
@@ -196,7 +198,7 @@ class LogitFolder:
         seq_len: int,
         temperature: float,
     ) -> None:
-        """Raise ValueError unless these were made with a run's settings. Reads no text and no weights."""
+        """Raise ValueError unless the logits were computed with a run's settings. Reads no text and no weights."""
         header = self.header
         own_tokenizer = tokenizer_fingerprint(tokenizer)
         self._compare("tokenizer", header.tokenizer_fingerprint, own_tokenizer)
@@ -205,7 +207,7 @@ class LogitFolder:
         self._compare("temperature", header.temperature, temperature)
 
     def check_rows(self, rows: PackedRows, teacher: str, *, places: int) -> None:
-        """Raise ValueError unless these are a teacher's logits of the first ``places`` rows of ``rows``.
+        """Raise ValueError unless the logits are a teacher's, of the first ``places`` rows of ``rows``.
 
         ``teacher`` is its `teacher.fingerprint`, or its name if the weights are not loaded.
         """
@@ -215,15 +217,15 @@ class LogitFolder:
             stored_teacher = teacher
         self._compare("teacher", stored_teacher, teacher)
         self._compare("text of data.sources", header.text_fingerprint, rows.text_fingerprint)
-        # A folder of every row serves any seed and weights. A part of the rows fits one order only, because another
-        # order would ask for rows that are not there.
+        # A folder of every row serves any seed and weights. A part of the rows fits one order only: another one needs
+        # other rows.
         if header.rows != rows.n_rows:
             self._compare("order of data.seed and data.weights", header.order, rows.fingerprint)
             if places > header.places:
                 self._compare("number of rows (steps x batch_size)", header.places, places)
 
     def _compare(self, name: str, stored: object, own: object) -> None:
-        """Raise ValueError unless the logits were made with what this run has."""
+        """Raise ValueError unless the logits were computed with the same as this run has."""
         if stored != own:
             raise ValueError(
                 f"the logits in {self.folder} were made with the {name} {stored}, but this run has {own}; "

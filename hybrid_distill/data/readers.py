@@ -1,8 +1,8 @@
-"""Texts of local files: .txt, JSON lines and parquet, with the line or row of anything that is not text."""
+"""Read the texts of local files: .txt, JSON lines and parquet. Errors name the line or row that is not text."""
 
-# The readers of `datasets` serve the hub, and a local folder as ``hf:PATH``. Of plain files they would make other texts
-# (tried with datasets 5.2): a text that looks like a date becomes a date, a record without the column is an empty text,
-# a byte-order mark or half a surrogate pair inside a file is an error, and errors name no line. `data_files` are
+# The readers of `datasets` serve the hub, and a local folder as ``hf:PATH``. From plain files they would read other
+# texts (tried with datasets 5.2): a text that looks like a date becomes a date, a record without the column is an empty
+# text, a byte-order mark or half a surrogate pair inside a file is an error, and errors name no line. `data_files` are
 # patterns, which a name with brackets does not match. Parquet reads the same, and would save two lines.
 
 from __future__ import annotations

@@ -119,12 +119,13 @@ def read_ahead(
 
     Workers block signals: a signal that a launcher sends to all processes of a job is for the loop, which ends them.
     """
-    made = _Steps(rows, (batch_size, rank, world))
+    batch_of_step = _Steps(rows, (batch_size, rank, world))
     if not workers:
-        yield from map(made.__getitem__, steps)
+        for step in steps:
+            yield batch_of_step[step]
         return
     loader = DataLoader(
-        made,
+        batch_of_step,
         batch_size=None,
         sampler=steps,
         worker_init_fn=_block_signals,
@@ -170,18 +171,19 @@ class PackedRows:
         self.n_rows = sum(self._n_rows)
         self._shares = self._n_rows
         if weights:
-            # At least one row, or a source of a tiny weight would never be read.
-            self._shares = [
-                max(1, round(self.n_rows * weight / sum(weights))) for weight in weights
-            ]
+            self._shares = []
+            for weight in weights:
+                share = round(self.n_rows * weight / sum(weights))
+                # At least one row, or a source of a tiny weight would never be read.
+                self._shares.append(max(1, share))
         self.rows_per_epoch = sum(self._shares)
         self._ends = np.cumsum(self._shares)
         self._row_ends = np.cumsum(self._n_rows)
         self.is_plain_epoch = not weights
         """True if an epoch contains every row once."""
-        prints = [tokens.fingerprint for tokens in self.sources]
-        self.fingerprint = hash_of([ORDER, prints, self._shares, seq_len, seed])
-        self.text_fingerprint = hash_of(prints)
+        fingerprints = [tokens.fingerprint for tokens in self.sources]
+        self.fingerprint = hash_of([ORDER, fingerprints, self._shares, seq_len, seed])
+        self.text_fingerprint = hash_of(fingerprints)
         """Hash of the tokens only, independent of the length and order of rows."""
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world: int = 1) -> Batch:
@@ -223,8 +225,8 @@ class PackedRows:
     def _row_id(self, index: int) -> int:
         """Return the number of the row at place ``index`` of the endless sequence of epochs."""
         epoch, place = divmod(index, self.rows_per_epoch)
-        # Once over the sources together, to mix them; then over the rows of one source, in its own epochs, which are
-        # longer or shorter than the common ones if it has a weight.
+        # Shuffled over all sources together, to mix them; then over the rows of one source, in its own epochs, which
+        # are longer or shorter than the common ones if it has a weight.
         place = shuffled(place, self.rows_per_epoch, self.seed, 0, epoch)
         number = int(np.searchsorted(self._ends, place, side="right"))
         share = self._shares[number]

@@ -1,4 +1,4 @@
-"""The cache of tokens: each source that is not a token folder becomes one, on first use."""
+"""Cache of tokens: each source that is not a token folder becomes one, on first use."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class CachedSource:
     source: str
     text_column: str | None
     limit: int | None
-    """Largest number of tokens to read of a source on the hub."""
+    """Largest number of tokens to read from a source on the hub; None for a local source."""
     pin: Pin | None
     folder: Path
 
     @property
-    def is_there(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the tokens are complete."""
         return TokenHeader.file(self.folder).exists()
 
     def write(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Tokenize the source, unless that is done. Several processes may call this: one writes, the others wait."""
-        if self.is_there:
+        if self.is_complete:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.folder}.lock"):
@@ -82,13 +82,12 @@ def cached_source(
     """Find the place of a source's tokens in the cache. ``pins`` has the commit of every source on the hub."""
     limit = hub_tokens if source.startswith(HUB) else None
     pin = pins.get(source)
-    how = template_hash(tokenizer) if text_column is None else text_column
-    # Whatever changes a token is in the name, so nothing in the cache is ever out of date.
+    # Everything that can change a token is in the folder's name, so nothing in the cache is ever out of date.
     key: list[object] = [
         TokenHeader.FORMAT,
         source_fingerprint(source, pin),
         tokenizer_fingerprint(tokenizer),
-        how,
+        template_hash(tokenizer) if text_column is None else text_column,
     ]
     if limit:
         key.append(limit)

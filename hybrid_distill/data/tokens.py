@@ -20,6 +20,7 @@ from ..vocabulary import vocabulary_size
 from .chat import encode_conversation
 
 _SPLITS_A_TEXT = ("added_tokens", "model", "normalizer", "post_processor", "pre_tokenizer")
+"""Entries of tokenizer.json that decide how a text is split."""
 
 
 class Shard(NamedTuple):
@@ -54,28 +55,30 @@ class Tokens:
         """Return (input_ids, seq_idx, mask), each [L], of the row that begins at token ``index * seq_len``."""
         begin = index * seq_len
         input_ids = np.full(seq_len, self.pad_id, dtype=np.int64)
-        boundary = np.zeros(seq_len, dtype=np.int64)
+        is_start = np.zeros(seq_len, dtype=np.int64)
         mask = np.zeros(seq_len, dtype=bool)
-        filled = 0
+        n_filled = 0
         first_shard = int(np.searchsorted(self._ends, begin, side="right"))
         for number in range(first_shard, len(self.shards)):
             shard = self.shards[number]
             shard_begin = int(self._ends[number]) - len(shard.ids)
-            offset = begin + filled - shard_begin
-            end = min(offset + seq_len - filled, len(shard.ids))
-            place = slice(filled, filled + end - offset)
-            input_ids[place] = shard.ids[offset:end]
-            mask[place] = True if shard.learned is None else shard.learned[offset:end]
-            first, last = np.searchsorted(shard.starts, (offset, end))
-            boundary[shard.starts[first:last] - offset + filled] = 1
-            filled = place.stop
-            if filled == seq_len:
+            # The part of the shard that goes into the row, and its columns there.
+            start = begin + n_filled - shard_begin
+            stop = min(start + seq_len - n_filled, len(shard.ids))
+            columns = slice(n_filled, n_filled + stop - start)
+            input_ids[columns] = shard.ids[start:stop]
+            mask[columns] = True if shard.learned is None else shard.learned[start:stop]
+            first, last = np.searchsorted(shard.starts, (start, stop))
+            is_start[shard.starts[first:last] - start + n_filled] = 1
+            n_filled = columns.stop
+            if n_filled == seq_len:
                 break
-        # Padding is a document of its own: no convolution or attention reaches it from the text.
-        boundary[filled:][:1] = 1
+        # Padding is a document of its own: no convolution or attention reaches it from the text. A full row has none,
+        # and the slice is empty.
+        is_start[n_filled:][:1] = 1
         # A row may begin with a document's first token; the numbers begin at 0 anyway.
-        boundary[0] = 0
-        return input_ids, boundary.cumsum(), mask
+        is_start[0] = 0
+        return input_ids, is_start.cumsum(), mask
 
 
 def encode(
@@ -85,18 +88,18 @@ def encode(
 
     With ``chat``, they are conversations (`encode_conversation`).
     """
-    written = [text for text in texts if text.strip()]
+    not_blank = [text for text in texts if text.strip()]
     learned = None
     if chat:
         documents = []
         masks = []
-        for text in written:
+        for text in not_blank:
             ids, mask = encode_conversation(text, tokenizer)
             documents.append(ids)
             masks.append(mask)
         learned = np.fromiter(chain.from_iterable(masks), bool)
     else:
-        documents = _encode_texts(written, tokenizer)
+        documents = _encode_texts(not_blank, tokenizer)
     lengths = [0, *map(len, documents)]
     starts = np.cumsum(lengths, dtype=np.int64)[:-1]
     return Shard(np.fromiter(chain.from_iterable(documents), dtype), starts, learned)
@@ -105,7 +108,7 @@ def encode(
 def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not texts:  # tokenizers refuse an empty batch
         return []
-    # `verbose` would warn of every text longer than the model's context; rows cut them anyway.
+    # Not verbose: it would warn of every text longer than the model's context, which rows cut anyway.
     documents = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
     eos = eos_id(tokenizer)
     for ids in documents:
@@ -158,17 +161,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat: bool = False
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError, naming both, unless every id is the same token in both: otherwise logits and prompts of one
-    have no meaning for the other."""
-    ours = own.get_vocab()
-    theirs = other.get_vocab()
-    if ours == theirs:
+    """Raise ValueError, naming both, unless every id is the same token in both.
+
+    Otherwise logits and prompts of one have no meaning for the other.
+    """
+    own_vocabulary = own.get_vocab()
+    other_vocabulary = other.get_vocab()
+    if own_vocabulary == other_vocabulary:
         return
-    token, token_id = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
-    names = [
-        f"{each.name_or_path or 'unnamed'} ({hash_of(each.get_vocab())[:12]})"
-        for each in (own, other)
-    ]
+    different = own_vocabulary.items() ^ other_vocabulary.items()
+    token, token_id = min(different, key=lambda entry: (entry[1], entry[0]))
+    names = []
+    for tokenizer in (own, other):
+        vocabulary_hash = hash_of(tokenizer.get_vocab())[:12]
+        names.append(f"{tokenizer.name_or_path or 'unnamed'} ({vocabulary_hash})")
     raise ValueError(
         f"mixed tokenizers: {' and '.join(names)} differ from token {token_id} ({token!r}) on; pass a model of the "
         "same family, which has the same vocabulary."

@@ -1,4 +1,4 @@
-"""Writing of token folders: sources are tokenized in order, and a stopped writer resumes after its last whole shard."""
+"""Write token folders: sources are tokenized in order, and a stopped writer resumes after its last whole shard."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def write_tokens(
     ``shard_tokens``. With ``max_tokens``, documents are added as long as they fit. A finished folder stays unchanged;
     an unfinished one is resumed after its last complete shard, with the same bytes as without interruption. ``made_by``
     is the fingerprint and the reader of a single source that is generated, not read. Sources on the hub are read at the
-    commits in ``pins``; the hub is asked for those that are not there, unless the folder names them: it then goes on
-    with its own.
+    commits in the folder's header, else in ``pins``; the hub is queried for any others.
+
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
@@ -76,12 +76,12 @@ def write_tokens(
         max_tokens=max_tokens,
         sources=[_source_record(*source, pins) for source in zip(sources, fingerprints)],
     )
-    begun = header.begun(folder)
-    if begun is not None:
-        begun.check_files(folder)
+    existing = header.existing(folder)
+    if existing is not None:
+        existing.check_files(folder)
         if TokenHeader.file(folder).exists():
-            return begun
-    writer = ShardWriter(folder, begun or header)
+            return existing
+    writer = ShardWriter(folder, existing or header)
     dtype = id_dtype(tokenizer)
     with Phase("tokenizing", max_tokens, done=writer.header.tokens, unit="tokens") as phase:
         for texts, place in read(writer.place):
@@ -101,12 +101,12 @@ def _source_record(source: str, fingerprint: str, pins: Pins) -> Record:
 
 
 def _all_pins(sources: Sequence[str], pins: Pins) -> dict[str, Pin]:
-    """Return the given pins, and those that the hub names for its other sources."""
-    every = dict(pins)
+    """Return ``pins``, and those of all other sources on the hub, for which it is queried."""
+    all_pins = dict(pins)
     for source in sources:
-        if is_on_hub(source) and source not in every:
-            every[source] = resolve(source)
-    return every
+        if is_on_hub(source) and source not in all_pins:
+            all_pins[source] = resolve(source)
+    return all_pins
 
 
 def _pins_in(folder: Path) -> dict[str, Pin]:
@@ -114,8 +114,11 @@ def _pins_in(folder: Path) -> dict[str, Pin]:
     for is_partial in (False, True):
         path = TokenHeader.file(folder, is_partial)
         if path.is_file():
-            records = TokenHeader.load(path).sources
-            return {record["name"]: Pin(**record["pin"]) for record in records if "pin" in record}
+            pins = {}
+            for record in TokenHeader.load(path).sources:
+                if "pin" in record:
+                    pins[record["name"]] = Pin(**record["pin"])
+            return pins
     return {}
 
 
@@ -162,8 +165,8 @@ class ShardWriter:
             count["documents"] += len(starts)
         header.tokens += len(documents.ids)
         header.documents += len(starts)
-        # The header counts whole shards only, so that a resumed writer overwrites one that was cut short.
-        # A folder that is full ends here: `finish` closes its last shard.
+        # The saved header counts whole shards only, so that a resumed writer overwrites an incomplete one. The last
+        # shard of a full folder is left to `finish`.
         if shard["tokens"] >= header.shard_tokens and not self.full:
             self._close_shard()
             header.save(header.file(self.folder, partial=True), place=place)
@@ -173,24 +176,23 @@ class ShardWriter:
         """Return the documents that end within ``room`` tokens."""
         # [documents]: one past each document's last token.
         ends = np.append(documents.starts[1:], len(documents.ids))
-        n = int(np.searchsorted(ends, room, side="right"))
-        self.full = n < len(ends)
-        if self.full and not n and not self.header.tokens:
+        n_fitting = int(np.searchsorted(ends, room, side="right"))
+        self.full = n_fitting < len(ends)
+        if self.full and n_fitting == 0 and self.header.tokens == 0:
             raise ValueError(
                 f"max_tokens is {self.header.max_tokens}, but the first document has {ends[0]} tokens; raise it."
             )
-        end = ends[n - 1] if n else 0
+        end = ends[n_fitting - 1] if n_fitting else 0
         learned = documents.learned
         if learned is not None:
             learned = learned[:end]
-        return Shard(documents.ids[:end], documents.starts[:n], learned)
+        return Shard(documents.ids[:end], documents.starts[:n_fitting], learned)
 
     def _close_shard(self) -> None:
         for file in self._files:
             with naming(Path(file.name)):
                 file.close()
-            # Before the header counts the shard: after a power cut, it must not name bytes that are
-            # lost.
+            # Before the header counts the shard: after a power cut, it must not name lost bytes.
             sync(Path(file.name))
         self._files = []
 

@@ -3,6 +3,6 @@
 from .card import origin
 from .checkpoint import export_checkpoint
 from .errors import ExportError
+from .existing import is_exported
 from .formats import ExportFormat
 from .gate import GateReport, verify_export
-from .standing import is_exported

@@ -1,4 +1,4 @@
-"""Model card of an export: heads kept, results, memory, loading, limitations.
+"""Render the model card of an export: heads kept, results, memory, loading, limitations.
 
 The text is in card.md.jinja.
 """
@@ -61,19 +61,20 @@ def model_card(
         sinks=config.sinks,
         windows=layer_windows(config.backbone_config()),
     )
-    sizes: set[int] = set()
-    for result in (results or {}).values():
-        sizes.update(result.kv_generation)
-    # StrictUndefined: a misspelled name in the template is an error, not an empty place in the
-    # card.
+    evaluations = results or {}
+    dictionary_sizes: set[int] = set()
+    for evaluation in evaluations.values():
+        dictionary_sizes.update(evaluation.kv_generation)
     environment = Environment(
         loader=PackageLoader(__package__ or "", "."),
+        # A misspelled name in the template is an error, not a gap in the card.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template("card.md.jinja").render(
+    template = environment.get_template("card.md.jinja")
+    return template.render(
         license=license,
         unknown=UNKNOWN,
         base_model=base_model,
@@ -84,18 +85,18 @@ def model_card(
         export_format=export_format,
         oldest=oldest_transformers(model_type),
         newest=TRIED["tried"][-1],
-        right=", ".join(TRIED["falcon-h1"]),
+        stock_versions=", ".join(TRIED["falcon-h1"]),
         stock_parameters=n_stock_parameters,
         stock_bytes=container_bytes(
             plan, length=4096, head_dim=config.head_dim, d_state=config.d_state
         ),
         n_parameters=student.num_parameters(),
-        missed=_best_heads(scores, plan) if scores else [],
+        best_heads=_best_heads(scores, plan) if scores else [],
         is_share=scores is not None and scores.is_additive,
         training=training,
         kernels=kernels,
-        results=results or {},
-        n_pairs=size_shown(sizes),
+        results=evaluations,
+        n_pairs=size_shown(dictionary_sizes),
         share=_share,
         number=_number,
         cache=cache,
@@ -103,7 +104,7 @@ def model_card(
 
 
 def origin(teacher: str) -> tuple[str, str]:
-    """Return (license, base_model) for `export_checkpoint`: from the teacher's card, and its name.
+    """Return a teacher's license, from its model card, and its name, for `export_checkpoint`.
 
     The license is the hub's "unknown" if the card cannot be read or names none.
     """
@@ -119,10 +120,11 @@ def origin(teacher: str) -> tuple[str, str]:
 
 
 def _hub_id(folder: Path) -> str:
-    """Return the identifier of a snapshot in the hub's cache (models--ORG--NAME/snapshots/COMMIT); else ""."""
+    """Return the hub's name of a folder in its cache (models--ORG--NAME/snapshots/COMMIT); else ""."""
     kind, _, name = folder.parent.parent.name.partition(REPO_ID_SEPARATOR)
-    is_snapshot = folder.parent.name == "snapshots" and kind == "models"
-    return name.replace(REPO_ID_SEPARATOR, "/", 1) if is_snapshot else ""
+    if folder.parent.name != "snapshots" or kind != "models":
+        return ""
+    return name.replace(REPO_ID_SEPARATOR, "/", 1)
 
 
 def on_card(card: str | Path) -> tuple[str, str]:
@@ -137,16 +139,18 @@ def on_card(card: str | Path) -> tuple[str, str]:
 def _best_heads(scores: HeadScores, plan: HeadPlan) -> list[str]:
     """List the heads with the highest scores; mark those not kept."""
     value_LH = scores.value_LH()
-    # Shares in nats, as parts of their sum; drops of accuracy as they are.
+    # Shares in nats, relative to their sum; drops of accuracy as they are.
     whole = value_LH.nansum().item() if scores.is_additive else 1.0
-    lines = []
+    entries = []
     for head in scores.ranking()[:N_BEST_HEADS]:
+        percent = 100 * value_LH[head].item() / whole
         mark = "" if head in plan.kept else " (not kept)"
-        lines.append(f"{head} {100 * value_LH[head].item() / whole:.1f}{mark}")
-    return lines
+        entries.append(f"{head} {percent:.1f}{mark}")
+    return entries
 
 
 def _number(value: float | None, scale: float, digits: int) -> str:
+    """Format a number, scaled; None and what is not finite are absent."""
     if value is None or not math.isfinite(value):
         return ABSENT
     return f"{scale * value:.{digits}f}"

@@ -11,13 +11,13 @@ prompts. It checks that
 - no file is pickled, and only the format remote-code contains code;
 - every tensor has its original bits, on disk and in the reloaded model;
 - the tokenizer returns the same ids;
-- the reloaded model's logits match the record (on another device than the record's: within what
-  rounding does to these logits, which the record knows);
+- the reloaded model's logits match the record (on another device than the record's, within the
+  effect of rounding on these logits, which the record holds);
 - logits with a cache, and in a left-padded batch, match those of each prompt alone;
 - greedy tokens match the record: with a cache, in the batch and, for the longest prompt, without a cache;
-- in the exported dtype, the logits match too, within what rounding to it does to them.
+- in the exported dtype, the logits match too, within the effect of rounding to it.
 
-All of these but the last compute in float32, whatever the export's dtype.
+All checks but the last compute in float32, whatever the export's dtype.
 
 For a format that another program runs, it checks that every file is unchanged, that the tokenizer
 returns the same ids, and that the program computes the recorded greedy tokens and, if it exposes
@@ -53,32 +53,31 @@ Record: TypeAlias = dict[str, Any]
 Model: TypeAlias = Any
 """Transformers model, whose class may come with the checkpoint."""
 # Not the student's dtype: rounding to bfloat16 alone moved logits of students of 6 layers by 1 to 17 % of
-# the largest one. A limit above that does not notice a lost state, and one below refuses students without
-# a fault.
+# the largest one. A limit above that misses a lost state; one below it rejects correct students.
 COMPUTES = torch.float32
 """Dtype of the record, and of the comparison with it, for exports of every dtype."""
 # All limits are relative to the largest logit.
 SAME_ARITHMETIC = 1e-5
 """Largest allowed difference between two processes that do the same arithmetic, in float32."""
 TOLERANCE = {
-    torch.float64: 1e-4,  # transformers has norms and RoPE in float32
+    torch.float64: 1e-4,  # transformers computes norms and RoPE in float32
     torch.float32: 1e-4,
-    torch.bfloat16: 5e-2,  # a logit itself is rounded to 4e-3
+    torch.bfloat16: 5e-2,  # rounding a logit alone changes it by up to 4e-3
     torch.float16: 1e-2,
 }
 """Smallest limit for the same sums in another order: chunk by chunk or token by token, alone or in
 a padded batch, in the student's code or another program's, on one device or another."""
 # Sums in another order moved the logits of students of 2 and 12 layers by 0.9 to 2.1 times the
 # effect of rounding, in float32 and bfloat16. All of bfloat16's roundings, several in a layer, moved
-# them by 2 times it, and by 5 in a random student with large weights. A fixed limit would be too
-# small for deep models or too large for all others. The same multiple as in model/self_check.py,
-# which this file cannot import.
+# them by 2 times that effect, and by 5 times in a random student with large weights. A fixed limit
+# would be too small for deep models or too large for all others. model/self_check.py has the same
+# multiple, but this file cannot import it.
 MARGIN = 16
 """Limit for sums in another order, as a multiple of the record's ``rounding``: the effect, on these
 very logits, of one extra rounding after every layer, by dtype."""
 FORMAT = "hybrid-distill/export-gate/3"
 PACKAGES = {"vllm": "vllm", "gguf": "llama_cpp", "mlx": "mlx_lm", "onnx": "onnxruntime"}
-"""Package that runs each format for another program; programs.py calls it."""
+"""Package that runs each format of another program; programs.py calls it."""
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
 MOST_SHOWN = 8
 """Names of wrong files or tensors that a check lists."""
@@ -87,7 +86,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table: what was compared, the measured difference, the largest allowed."""
+    """One line of the table: name of the comparison, measured difference, largest allowed one."""
 
     name: str
     measured: float
@@ -102,10 +101,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids [L] of single prompts and what the exported model computed for them.
+    """Token ids [L] of single prompts, with the exported model's results for them.
 
-    ``logits`` [L, C] cover the vocabulary's ``columns``; ``leads`` are generated tokens' margins
-    over the second best.
+    ``logits`` [L, C] cover the vocabulary's ``columns`` [C]. ``generated`` are greedy tokens [T],
+    ``leads`` their margins [T] over the second best, in logits.
     """
 
     columns: Tensor
@@ -137,6 +136,7 @@ def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
     """
     checks: list[Check] = []
     try:
+        # One by one, not with list(): checks before an error are reported too.
         for check in _checks(folder, gate, device):
             checks.append(check)
     except Exception as error:  # a damaged export can raise anything
@@ -161,7 +161,7 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     model, loading = load_model(folder, record, device)
     yield loading
     prompts = load_prompts(gate, device)
-    # Other code rounds the same function in other places: its half precision has no known limit.
+    # Stock code rounds in other places than the student's: in half precision no limit is known.
     if model.dtype != COMPUTES and not is_stock(record):
         yield from check_own_dtype(model, prompts, order_limit(model.dtype, record))
     # Not .to(dtype), which would also round RoPE's frequencies.
@@ -172,20 +172,20 @@ def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
 def check_no_pickles(folder: Path) -> Check:
     """Look for pickled files by their names."""
     pickles = [path.name for path in folder.rglob("*") if path.suffix in PICKLES]
-    return _none("pickled files", pickles)
+    return _expect_none("pickled files", pickles)
 
 
 def check_no_code(folder: Path) -> Check:
-    """Look for Python files, and for names of classes that transformers would load from them."""
+    """Look for Python files, and for classes in config.json that transformers would load from them."""
     code = sorted(path.name for path in folder.glob("*.py"))
     config = json.loads((folder / "config.json").read_text())
     for name in sorted(config.get("auto_map", {})):
         code.append(f"auto_map: {name}")
-    return _none("remote code", code)
+    return _expect_none("remote code", code)
 
 
 def check_tokenizer(folder: Path, record: Record) -> Iterator[Check]:
-    """Compare the ids of the recorded texts, if there are any."""
+    """Compare the ids of the recorded texts; yield nothing if there are none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not record["texts"]:
@@ -195,23 +195,25 @@ def check_tokenizer(folder: Path, record: Record) -> Iterator[Check]:
     tokenizer_class: Any = PreTrainedTokenizerFast
     if record["form"] in ("remote-code", "falcon-h1"):
         tokenizer_class = AutoTokenizer
-    tokenizer = tokenizer_class.from_pretrained(folder, **trust_of(record))
+    tokenizer = tokenizer_class.from_pretrained(folder, **trust_option(record))
     wrong = []
     for text, ids in record["texts"]:
         if tokenizer(text)["input_ids"] != ids:
             wrong.append(text)
-    yield _none("tokenizer: texts with other ids", wrong)
+    yield _expect_none("tokenizer: texts with other ids", wrong)
 
 
-def trust_of(record: Record) -> dict[str, bool]:
-    """Return the option of `from_pretrained` that an export of this format needs."""
-    return {"trust_remote_code": True} if record["form"] == "remote-code" else {}
+def trust_option(record: Record) -> dict[str, bool]:
+    """Return the keyword argument of `from_pretrained` that an export of this format needs."""
+    if record["form"] == "remote-code":
+        return {"trust_remote_code": True}
+    return {}
 
 
 class Limits(NamedTuple):
-    """Largest allowed differences of logits.
+    """Largest allowed differences of logits, relative to the largest logit.
 
-    ``forward`` is for the record, ``order`` for two ways to compute the same.
+    ``forward`` is for comparisons with the record, ``order`` for sums in another order.
     """
 
     forward: float
@@ -219,7 +221,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(record: Record, device: str) -> Limits:
-    """Return the limits in float32 on a device."""
+    """Return the limits for float32 on a device."""
     order = order_limit(COMPUTES, record)
     if is_stock(record) or not is_same_arithmetic(record["arithmetic"], device):
         return Limits(forward=order, order=order)
@@ -237,21 +239,21 @@ def order_limit(dtype: torch.dtype, record: Record) -> float:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the module."""
+    """Return a dtype's name without the module: float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_same_arithmetic(recorded: str, device: str) -> bool:
     """Check whether this process sums in the order of the process that made the record.
 
-    Never on a GPU: its libraries may choose another algorithm for the same product in another
+    False on any GPU: its libraries may choose another algorithm for the same product in another
     process.
     """
     return torch.device(device).type == "cpu" and recorded == arithmetic(device)
 
 
 def arithmetic(device: str) -> str:
-    """Describe what decides the order of sums: device, torch; on a CPU, instructions, threads."""
+    """Describe what decides the order of sums: device, torch and, on a CPU, instructions and threads."""
     kind = torch.device(device)
     if kind.type == "cpu":
         instructions = torch.backends.cpu.get_cpu_capability()
@@ -295,13 +297,14 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Map each stored tensor to its file.
+    """Map the name of each stored tensor to its file.
 
     Raises ValueError for a tensor stored twice or a wrong index.
     """
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
+            # safe_open cannot be iterated over.
             for name in file.keys():  # noqa: SIM118
                 if name in files:
                     raise ValueError(f"{name} is stored twice")
@@ -309,8 +312,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
-        # transformers loads what the index names: any other tensor in the files would not be
-        # noticed.
+        # transformers loads only the tensors in the index: an extra one in a file would go unnoticed.
         if weight_map != {name: path.name for name, path in files.items()}:
             raise ValueError(f"{index.name} does not match the tensors in the files")
     return files
@@ -333,7 +335,7 @@ def check_tensors_on_disk(folder: Path, record: Record) -> Check:
                 tensor = file.get_tensor(name)
             if tensor_hash(tensor) != hashes[name]:
                 wrong.append(f"{name} has changed")
-    return _none(f"{len(hashes)} tensors on disk: wrong", wrong)
+    return _expect_none(f"{len(hashes)} tensors on disk: wrong", wrong)
 
 
 def check_files(folder: Path, record: Record) -> Check:
@@ -348,11 +350,11 @@ def check_files(folder: Path, record: Record) -> Check:
     for path in folder.glob("*.py"):
         if path.name not in record["files"]:
             wrong.append(f"{path.name} is unknown")
-    return _none(f"{len(record['files'])} files on disk: wrong", wrong)
+    return _expect_none(f"{len(record['files'])} files on disk: wrong", wrong)
 
 
 def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]:
-    """Load the model as its format asks; check that each tensor is loaded and none is new."""
+    """Load the model with its format's class; check that each tensor is loaded and none is new."""
     if record["form"] == "safetensors":
         # Not an import statement: an export's Python files must not seem to need this package.
         model_class = importlib.import_module("hybrid_distill.model").HybridForCausalLM
@@ -362,7 +364,7 @@ def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]
         folder,
         dtype=getattr(torch, record["dtype"]),
         output_loading_info=True,
-        **trust_of(record),
+        **trust_option(record),
     )
     model, loading_info = loaded
     loading = check_loaded_tensors(model.state_dict(), loading_info, record)
@@ -381,29 +383,26 @@ def check_loaded_tensors(
     for name, expected in hashes.items():
         if name not in state or tensor_hash(state[name]) != expected:
             wrong.append(f"{name} is not what was exported")
-    return _none(f"{len(state)} tensors after loading: wrong", wrong)
+    return _expect_none(f"{len(state)} tensors after loading: wrong", wrong)
 
 
 def check_own_dtype(model: Model, prompts: Prompts, limit: float) -> Iterator[Check]:
     """Compare logits in the export's dtype with the record and with each other.
 
-    Finds what cannot run, or overflows, in this dtype alone. What is wrong in every dtype may be
-    within this limit, and `check_outputs` finds it.
+    Finds operations that fail or overflow in this dtype alone. A fault in every dtype may be
+    within this limit; `check_outputs` finds it.
     """
-    within = f"in {dtype_name(model.dtype)}, "
-    yield from check_ways(model, prompts, Limits(limit, limit), within)
+    prefix = f"in {dtype_name(model.dtype)}, "
+    yield from check_forwards(model, prompts, Limits(limit, limit), prefix)
 
 
 def check_outputs(model: Model, prompts: Prompts, limits: Limits) -> Iterator[Check]:
-    """Compare logits and greedy tokens with the record, and ways to compute them with each other.
-
-    Logits with a cache and in a padded batch are compared with those of each prompt alone.
-    """
+    """Compare logits as `check_forwards` does, and greedy tokens with the record."""
     new_tokens = len(prompts.generated[0])
-    cached = yield from check_ways(model, prompts, limits)
+    cached = yield from check_forwards(model, prompts, limits)
     margin = margin_of(max(limits), prompts)
     yield check_tokens("cached", cached, prompts, margin)
-    # Without a cache each token takes a whole forward. One prompt suffices: `check_ways` has
+    # Without a cache each token takes a whole forward. One prompt suffices: `check_forwards` has
     # compared the forwards of all.
     lengths = [len(ids_L) for ids_L in prompts.ids]
     longest = lengths.index(max(lengths))
@@ -415,12 +414,13 @@ def check_outputs(model: Model, prompts: Prompts, limits: Limits) -> Iterator[Ch
 
 
 @torch.no_grad()
-def check_ways(
-    model: Model, prompts: Prompts, limits: Limits, within: str = ""
+def check_forwards(
+    model: Model, prompts: Prompts, limits: Limits, prefix: str = ""
 ) -> Generator[Check, None, list[Tensor]]:
-    """Compare logits with the record, with a cache and in a padded batch.
+    """Compare each prompt's logits with the record, then those with a cache and in a padded batch.
 
-    ``within`` begins the names of the checks. Returns the tokens generated with a cache.
+    The names of the checks begin with ``prefix``. Returns the tokens [T] generated after each
+    prompt, with a cache.
     """
     new_tokens = len(prompts.generated[0])
 
@@ -430,7 +430,7 @@ def check_ways(
     def compare(
         name: str, logits: Sequence[Tensor], expected: Sequence[Tensor], limit: float
     ) -> Check:
-        return check_logits(f"{within}{name}", logits, expected, limit, scale=prompts.scale)
+        return check_logits(f"{prefix}{name}", logits, expected, limit, scale=prompts.scale)
 
     alone = [full_forward(ids_L) for ids_L in prompts.ids]
     recorded = [logits_LV[:, prompts.columns] for logits_LV in alone]
@@ -442,8 +442,10 @@ def check_ways(
     for ids_L in prompts.ids:
         from_cache = greedy(model, ids_L[None], None, new_tokens)
         tokens_T = from_cache.tokens_BT[0]
-        # The last token was chosen, and not read.
-        at_once.append(full_forward(torch.cat([ids_L, tokens_T[:-1]]))[-new_tokens:])
+        # Without the last token, which `generate` chose and did not read.
+        read_L = torch.cat([ids_L, tokens_T[:-1]])
+        logits_LV = full_forward(read_L)
+        at_once.append(logits_LV[-new_tokens:])
         stepwise.append(from_cache.logits_BTV[0])
         generated.append(tokens_T)
     yield compare("cached decode = full forward", stepwise, at_once, limits.order)
@@ -460,9 +462,12 @@ def margin_of(limit: float, prompts: Prompts) -> float:
 
 
 def check_tokens(
-    way: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, margin: float
+    mode: str, generated: Sequence[Tensor] | Tensor, prompts: Prompts, margin: float
 ) -> Check:
-    """Compare greedy tokens with the record, up to the first whose lead is at most ``margin``."""
+    """Compare greedy tokens with the record, up to the first whose lead is at most ``margin``.
+
+    ``mode`` says how they were generated, in the name of the check.
+    """
     n_different = 0
     n_compared = 0
     recorded = zip(prompts.generated, prompts.leads)
@@ -472,7 +477,7 @@ def check_tokens(
         compared_T = is_clear_T.cumprod(0).bool()
         n_different += int((tokens_T != expected_T)[compared_T].sum())
         n_compared += int(compared_T.sum())
-    return Check(f"generated tokens, {way}: different of {n_compared}", n_different, 0)
+    return Check(f"generated tokens, {mode}: different of {n_compared}", n_different, 0)
 
 
 def check_logits(
@@ -483,12 +488,12 @@ def check_logits(
     *,
     scale: float,
 ) -> Check:
-    """Compare logits of several prompts, relative to the largest one."""
+    """Compare logits of several prompts, relative to the ``scale`` of the record's."""
     return Check(f"{name}, logits", largest_difference(logits, expected) / scale, limit)
 
 
 def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest absolute difference; NaN if there is one anywhere."""
+    """Return the largest absolute difference; NaN if any logit is NaN."""
     largest = []
     for logits_LV, expected_LV in zip(logits, expected, strict=True):
         largest.append((logits_LV - expected_LV).abs().max())
@@ -497,9 +502,9 @@ def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 
 def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
-    """Compute logits [L, V] of each prompt's tokens in a left-padded batch."""
+    """Compute the logits [L, V] of each prompt in a left-padded batch, without those of padding."""
     ids_BL, mask_BL = left_padded(ids)
-    # `generate` counts positions by the mask, but a plain forward counts padding too.
+    # `generate` counts positions by the mask, but a plain forward would count padding too.
     position_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
     output = model(
         input_ids=ids_BL,
@@ -514,7 +519,7 @@ def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
 
 
 def left_padded(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Left-pad prompts into one batch; return its ids and mask.
+    """Left-pad prompts into one batch; return (ids_BL, mask_BL).
 
     Pads with an ordinary token: a padding token's embedding is often zero, which would hide leaks.
     """
@@ -582,7 +587,7 @@ def greedy(
 def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Check]:
     """Compare another program's results with the record.
 
-    Compares logits of each prompt alone, if the program exposes them, and greedy tokens of a batch.
+    These are each prompt's logits, if the program exposes them, and the greedy tokens of a batch.
     """
     package = PACKAGES[record["form"]]
     limit = order_limit(COMPUTES, record)
@@ -611,8 +616,8 @@ def load_program(export_format: str) -> Callable[[Path, int], Model]:
     return programs[export_format]
 
 
-def _none(name: str, wrong: Sequence[str]) -> Check:
-    """Return a check that passes if nothing is wrong."""
+def _expect_none(name: str, wrong: Sequence[str]) -> Check:
+    """Return a check that passes if ``wrong`` is empty, and else names its first entries."""
     detail = "; ".join(wrong[:MOST_SHOWN])
     if len(wrong) > MOST_SHOWN:
         detail += f"; and {len(wrong) - MOST_SHOWN} more"

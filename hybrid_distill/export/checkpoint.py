@@ -52,8 +52,8 @@ def export_checkpoint(
     (`verify_export`).
 
     Raises ExportError when the student cannot be stored or fails the gate; ValueError when ``plan`` is not the
-    student's, its parameters have several dtypes, ``path`` holds anything but an export, or ``export_format`` cannot
-    express the student.
+    student's, the student's parameters have several dtypes, ``path`` holds anything but an export, or
+    ``export_format`` cannot express the student.
     """
     path = Path(path)
     check_one_dtype(student)
@@ -103,16 +103,17 @@ def _check_plan(plan: HeadPlan, student: HybridForCausalLM) -> None:
 def _verify(
     folder: Path, path: Path, export_format: ExportFormat, device: torch.device
 ) -> GateReport:
-    """Run the gate on the unfinished ``folder`` and store its report, if the program that it needs is installed.
+    """Run the gate on the unfinished ``folder`` and store its report.
 
-    Raises ExportError, naming the final ``path``, if a check fails.
+    Warns and returns an empty report if the program that runs the format is not installed. Raises ExportError, naming
+    the final ``path``, if a check fails.
     """
     missing = missing_program(export_format)
     if missing is not None:
         log.warning("%s was not checked: %s", path, missing)
         return GateReport()
     if device.type == "cuda":
-        # The record's float32 copy of the student: the gate's process needs that memory.
+        # Of the record's float32 copy of the student: the gate's process needs that memory.
         torch.cuda.empty_cache()
     report = export_gate.run_gate(folder, str(device), called=path).require(path)
     write_json(folder / REPORT, report.to_dict())
@@ -125,8 +126,9 @@ def _write_measurements(
     scores: HeadScores | None,
     training: Sequence[Record] | None,
 ) -> None:
-    """Write head scores, evaluations and stages, as far as there are any."""
+    """Write head scores, evaluations and stages, each if it is not None."""
     if scores is not None:
+        # An export may be published.
         public = replace(scores, provenance=_without_paths(scores.provenance))
         public.save(folder / HEAD_SCORES)
     for name, content in measurements(results, training).items():
@@ -136,7 +138,7 @@ def _write_measurements(
 def measurements(
     results: Mapping[str, EvalResult] | None, training: Sequence[Record] | None
 ) -> dict[str, Record]:
-    """Return the contents of an export's files about evaluations and stages, by file name."""
+    """Return the contents of an export's files of evaluations and stages, by file name."""
     files = {}
     if results is not None:
         evaluations = {name: result.to_dict() for name, result in results.items()}
@@ -147,7 +149,7 @@ def measurements(
 
 
 def _without_paths(value: Any) -> Any:
-    """Shorten absolute paths in a JSON record, which name users, to their last component."""
+    """Shorten absolute paths in a JSON value to their last component: they name users and machines."""
     if isinstance(value, dict):
         return {name: _without_paths(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,12 +1,12 @@
 """Conversion of a student to a `FalconH1ForCausalLM`, which needs no remote code anywhere.
 
 Like a student's, every Falcon-H1 layer has attention heads and Mamba-2 heads side by side. All
-layers have the same number of heads: missing ones get zero rows and columns, and zeros in the
+layers have the same number of heads: missing ones are zero rows and columns, and zeros in the
 cache. Each KV head serves the same number of query heads: if a student shares KV heads unevenly, a
 KV head is stored more than once. The student's output projection is split between attention and
 Mamba-2. `obstacles` lists what cannot be expressed.
 
-Shapes: P head dim, D model width, R rows of a projection, K conv width.
+Shapes: D model width, R rows of a projection, K conv width.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ATTENTION_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias")
 
 @dataclass(frozen=True)
 class Container:
-    """Configuration and tensors of a `FalconH1ForCausalLM` that computes the same as a student."""
+    """Configuration and tensors of a `FalconH1ForCausalLM` that computes a student's function."""
 
     config: Record
     state: dict[str, Tensor]
@@ -72,7 +72,8 @@ class _Layout:
     """Sizes shared by all layers."""
 
     n_kv_heads: int
-    per_kv_head: int
+    group_size: int
+    """Query heads of each KV head."""
     n_ssm_heads: int
     head_dim: int
 
@@ -84,8 +85,8 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     has_recurrent_heads = any(mixer.ssm for mixer in student.mixers())
     if has_recurrent_heads and not recurrence.startswith("mamba2"):
         reasons.append(
-            f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale what they add by the step "
-            "of which the decay is made (train one with --student.recurrence mamba2)"
+            f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale their input by the step "
+            "from which the decay is computed (train one with --student.recurrence mamba2)"
         )
     return reasons + backbone_obstacles(student)
 
@@ -93,9 +94,10 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 def backbone_obstacles(
     student: HybridForCausalLM, backbones: Sequence[str] = BACKBONES
 ) -> list[str]:
-    """List what Llama-like formats cannot express of a student, apart from its recurrent heads."""
+    """List the reasons why Llama-like formats cannot express a student's backbone and kept heads."""
     backbone = student.model.config
-    if backbone.model_type not in backbones:  # others may lack the fields below
+    if backbone.model_type not in backbones:
+        # At once: other backbones may lack the fields below.
         return [f"its backbone is {backbone.model_type}, not one of {', '.join(backbones)}"]
     reasons = []
     if backbone.hidden_act != "silu":
@@ -146,7 +148,7 @@ def configuration(student: HybridForCausalLM) -> Record:
         # In transformers' spelling and the older one, which other programs read.
         **{name: backbone[name] for name in ROPE_FIELDS if name in backbone},
         "dtype": str(student.dtype).removeprefix("torch."),
-        "num_attention_heads": layout.n_kv_heads * layout.per_kv_head,
+        "num_attention_heads": layout.n_kv_heads * layout.group_size,
         "num_key_value_heads": layout.n_kv_heads,
         "head_dim": layout.head_dim,
         "attention_bias": has_attention_bias,
@@ -204,33 +206,35 @@ def _layout(student: HybridForCausalLM) -> _Layout:
     """
     mixers = student.mixers()
     # By layer: how many kept heads share each stored KV head.
-    shares_by_layer = []
-    sizes = {1}
+    group_sizes_by_layer = []
+    candidates = {1}
+    n_ssm_heads = 1
     for mixer in mixers:
-        shares = [len(heads) for heads in kept_by_group(mixer)]
-        shares_by_layer.append(shares)
-        sizes.update(shares)
-    needed = {size: _kv_heads_needed(shares_by_layer, size) for size in sizes}
+        group_sizes = [len(heads) for heads in kept_by_group(mixer)]
+        group_sizes_by_layer.append(group_sizes)
+        candidates.update(group_sizes)
+        n_ssm_heads = max(n_ssm_heads, len(mixer.replaced))
+    n_stored = {size: _most_kv_heads(group_sizes_by_layer, size) for size in candidates}
     # Of layouts with equally few KV heads, the one with the fewest query heads.
-    per_kv_head = min(needed, key=lambda size: (needed[size], size))
+    group_size = min(candidates, key=lambda size: (n_stored[size], size))
     return _Layout(
-        n_kv_heads=max(needed[per_kv_head], 1),
-        per_kv_head=per_kv_head,
-        n_ssm_heads=max(1, *(len(mixer.replaced) for mixer in mixers)),
+        n_kv_heads=max(n_stored[group_size], 1),
+        group_size=group_size,
+        n_ssm_heads=n_ssm_heads,
         head_dim=student.config.head_dim,
     )
 
 
-def _kv_heads_needed(shares_by_layer: list[list[int]], per_kv_head: int) -> int:
-    """Count the KV heads of the largest layer if each serves at most ``per_kv_head`` query heads.
+def _most_kv_heads(group_sizes_by_layer: list[list[int]], limit: int) -> int:
+    """Count the KV heads of the largest layer if each serves at most ``limit`` query heads.
 
     A KV head that more query heads share is stored more than once.
     """
-    largest = 0
-    for shares in shares_by_layer:
-        n_stored = sum(math.ceil(share / per_kv_head) for share in shares)
-        largest = max(largest, n_stored)
-    return largest
+    most = 0
+    for group_sizes in group_sizes_by_layer:
+        n_stored = sum(math.ceil(size / limit) for size in group_sizes)
+        most = max(most, n_stored)
+    return most
 
 
 def kept_by_group(mixer: HybridMixer) -> list[list[int]]:
@@ -242,17 +246,20 @@ def kept_by_group(mixer: HybridMixer) -> list[list[int]]:
 
 
 def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str, Tensor]:
-    """Build ``self_attn``: blocks of kept heads that share a KV head, filled up with zeros."""
-    per_kv_head = layout.per_kv_head
+    """Build the tensors of ``self_attn``.
+
+    Kept heads that share a KV head form blocks of `_Layout.group_size`, padded with zeros.
+    """
+    group_size = layout.group_size
     q_places: list[int | None] = []
     kv_places: list[int | None] = []
-    for stored, places in enumerate(kept_by_group(mixer)):
-        for start in range(0, len(places), per_kv_head):
-            block = places[start : start + per_kv_head]
-            q_places += _filled(block, per_kv_head)
-            kv_places.append(stored)
-    kv_places = _filled(kv_places, layout.n_kv_heads)
-    q_places = _filled(q_places, layout.n_kv_heads * per_kv_head)
+    for kv_head, places in enumerate(kept_by_group(mixer)):
+        for start in range(0, len(places), group_size):
+            block = places[start : start + group_size]
+            q_places += _padded(block, group_size)
+            kv_places.append(kv_head)
+    kv_places = _padded(kv_places, layout.n_kv_heads)
+    q_places = _padded(q_places, layout.n_kv_heads * group_size)
 
     head_dim = layout.head_dim
     out_DR = mixer.o_proj.weight
@@ -275,23 +282,28 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
     return tensors
 
 
-def _filled(places: Sequence[int | None], size: int) -> list[int | None]:
-    return [*places, *[None] * (size - len(places))]
+def _padded(places: Sequence[int | None], size: int) -> list[int | None]:
+    """Append None until there are ``size`` places."""
+    n_missing = size - len(places)
+    return list(places) + [None] * n_missing
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
-    return weight.new_zeros(len(weight)) if bias is None else bias
+    """Return the bias of a projection, zeros if it has none."""
+    if bias is None:
+        return weight.new_zeros(len(weight))
+    return bias
 
 
 def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -> dict[str, Tensor]:
-    """Build ``mamba``.
+    """Build the tensors of ``mamba``.
 
     The rows of ``in_proj`` are gate, x, B, C and step; x, B and C go through the convolution.
     """
     ssm = mixer.ssm
     out_DR = mixer.o_proj.weight
     head_dim = layout.head_dim
-    places = _filled(range(len(mixer.replaced)), layout.n_ssm_heads)
+    places = _padded(range(len(mixer.replaced)), layout.n_ssm_heads)
     widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
     weights = {}
     biases = {}
@@ -316,7 +328,7 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
     conv_RK = torch.cat(placed_taps)
     conv_bias_R = torch.cat([biases["x"], biases["b"], biases["c"]])
 
-    # Only the gate's is in front of the convolution; the step's is dt_bias.
+    # In in_proj, only the gate has a bias: x, B and C have it behind the convolution, the step in dt_bias.
     no_bias = torch.zeros_like(torch.cat([conv_bias_R, biases["a"]]))
     heads = [None if place is None else mixer.replaced[place] for place in places]
     return {
@@ -335,9 +347,10 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
 
 
 def placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
-    """Gather blocks of ``width`` rows in the order of ``places``; None becomes zeros."""
+    """Gather blocks of ``width`` rows in the order of ``places``; None becomes a block of zeros."""
     blocks = rows.reshape(len(rows) // width, width, *rows.shape[1:])
-    nothing = blocks.new_zeros(1, *blocks.shape[1:])
-    # One block of zeros behind all others: None is its index.
-    order = [len(blocks) if place is None else place for place in places]
-    return torch.cat([blocks, nothing])[order].flatten(0, 1)
+    zeros = blocks.new_zeros(1, *blocks.shape[1:])
+    blocks_and_zeros = torch.cat([blocks, zeros])
+    last = len(blocks)
+    order = [last if place is None else place for place in places]
+    return blocks_and_zeros[order].flatten(0, 1)

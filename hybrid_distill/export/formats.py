@@ -1,8 +1,8 @@
-"""Table of the export formats: what each can express, how it is written, and what that needs.
+"""Table of the export formats: how each is written, which students it can express, what it needs.
 
 Three formats are for transformers: ``remote-code``, the student with its Python files;
 ``safetensors``, the student for this package to reload; ``falcon-h1``, the same function as a stock
-`FalconH1ForCausalLM`. The others are for other programs. Each has a module of its own.
+`FalconH1ForCausalLM`. The others are for other programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ExportFormat = Literal["remote-code", "falcon-h1", "safetensors", "vllm", "gguf"
 
 
 class Write(Protocol):
-    """Writer of a student's files for one format; assumes that nothing stands in its way."""
+    """Writer of a student's files in one format, for students without obstacles."""
 
     def __call__(
         self,
@@ -35,15 +35,20 @@ class Write(Protocol):
     ) -> None: ...
 
 
+def no_obstacles(student: HybridForCausalLM) -> list[str]:
+    """Return no reasons: the format can express every student."""
+    return []
+
+
 @dataclass(frozen=True)
 class Format:
-    """Export format: how it is written, and what to expect of it."""
+    """Export format: how it is written, and what that and running it need."""
 
     write: Write
-    obstacles: Callable[[HybridForCausalLM], list[str]] = lambda student: []
-    """Lister of the reasons why the format cannot express a student."""
+    obstacles: Callable[[HybridForCausalLM], list[str]] = no_obstacles
+    """Function that lists the reasons why the format cannot express a student."""
     tensors: Callable[[HybridForCausalLM], dict[str, Tensor]] | None = None
-    """Getter of the tensors it stores, tied ones included; None if another program reads it."""
+    """Function that returns the stored tensors, tied ones included; None if another program reads the format."""
     written_with: str | None = None
     """Package needed to write it; the extra that installs it is named after the format."""
     holds_windows: bool = False
@@ -64,7 +69,7 @@ FORMATS = {
 
 
 def check_expressible(student: HybridForCausalLM, export_format: str) -> None:
-    """Raise ValueError, with all reasons, if a format cannot express a student or be written."""
+    """Raise ValueError if a format cannot express a student, or if its writer is not installed."""
     if student.config.window and not FORMATS[export_format].holds_windows:
         raise ValueError(
             f"this student has a window of {student.config.window} tokens beside its recurrence, "

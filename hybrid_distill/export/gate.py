@@ -1,4 +1,4 @@
-"""Export gate: recomputes a record in a separate process that this package does not take part in."""
+"""Check an export against its record, in a separate process without this package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..export_paths import GATE, MARK
 from ..io import Record, file_hash, read_json
 from ..progress import Phase
 from ..safe_loading import check_checkpoint, check_no_run, foreign_code
-from . import check as program
+from . import check
 from .check import Check
 from .errors import ExportError
 from .formats import missing_program
@@ -35,7 +35,7 @@ LAUNCHER = (
     "TORCHELASTIC_",
     "FSDP_",
 )
-"""Beginnings of a launcher's variables, with which the check would wait for other processes."""
+"""Prefixes of a launcher's environment variables; with them, the check would wait for other processes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class GateReport:
 
     @property
     def ok(self) -> bool:
-        return all(check.ok for check in self.checks)
+        """True if no check failed."""
+        return all(result.ok for result in self.checks)
 
     def require(self, path: Path) -> GateReport:
         """Return the report. Raises ExportError, naming ``path``, when a check failed."""
@@ -56,11 +57,11 @@ class GateReport:
 
     def table(self) -> str:
         """Format the checks as text, one per line, with the measured differences."""
-        return program.table(self.checks)
+        return check.table(self.checks)
 
     def to_dict(self) -> Record:
         """Return the report as JSON values."""
-        checks = [{**asdict(check), "ok": check.ok} for check in self.checks]
+        checks = [{**asdict(result), "ok": result.ok} for result in self.checks]
         return {"ok": self.ok, "checks": checks}
 
 
@@ -69,9 +70,9 @@ def verify_export(
 ) -> GateReport:
     """Check an export of any format in a separate process.
 
-    Compares the folder with the record made at export; the reloaded model runs on ``device``. Only
-    the format safetensors can import this package there. Checking runs the folder's code, which
-    must be this package's own, byte for byte, unless ``trust_remote_code``.
+    Compares the folder with the record made at export; the reloaded model runs on ``device``. That
+    process can import this package only for the format safetensors. Checking runs the folder's
+    code, which must be this package's own, byte for byte, unless ``trust_remote_code``.
 
     Raises ExportError when the process ends without a result or a file for another program has
     changed; ValueError for a folder that is not an export, that `check_checkpoint` rejects, or
@@ -82,11 +83,10 @@ def verify_export(
         check_no_run(folder)
         raise ValueError(f"{folder} is not an export: it has no {MARK}; pass an export's folder.")
     export_format = format_of(folder)
-    if export_format in program.PACKAGES:
+    if export_format in check.PACKAGES:
         check_unchanged(folder)
         if not trust_remote_code:
-            own = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
-            _refuse_code([f.name for f in folder.glob("*.py") if file_hash(f) not in own], folder)
+            _refuse_code(_foreign_files(folder), folder)
         missing = missing_program(export_format)
         if missing is not None:
             raise ValueError(
@@ -97,6 +97,12 @@ def verify_export(
         _refuse_code(foreign_code(folder), folder)
         check_checkpoint(folder)
     return run_gate(folder, device)
+
+
+def _foreign_files(folder: Path) -> list[str]:
+    """List the Python files of an export for another program that are not this package's."""
+    own_hashes = {file_hash(file) for file in Path(__file__).parent.glob("*.py")}
+    return [file.name for file in folder.glob("*.py") if file_hash(file) not in own_hashes]
 
 
 def format_of(folder: Path) -> str:
@@ -116,17 +122,17 @@ def check_unchanged(folder: Path) -> None:
     """Raise ExportError, naming tensors or files, if an export has changed since its gate."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} has no {MARK}; pass an export as it was written.")
-    record = program.read_record(folder / GATE)
-    if record["form"] in program.PACKAGES:
-        check = program.check_files(folder, record)
+    record = check.read_record(folder / GATE)
+    if record["form"] in check.PACKAGES:
+        result = check.check_files(folder, record)
     else:
         try:
-            check = program.check_tensors_on_disk(folder, record)
+            result = check.check_tensors_on_disk(folder, record)
         except SafetensorError as error:
             raise ExportError(f"{folder} has changed since its export: {error}.") from error
-    if not check.ok:
+    if not result.ok:
         raise ExportError(
-            f"{folder} has changed since its export: {check.name} {check.measured:g} ({check.detail})."
+            f"{folder} has changed since its export: {result.name} {result.measured:g} ({result.detail})."
         )
 
 
@@ -137,45 +143,50 @@ def check_not_quantized(folder: Path) -> None:
 
 
 def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
-    """Compare a folder with its record, in a new interpreter with no remote code cached.
+    """Compare a folder with its record, in a new interpreter without cached remote code.
 
     ``called`` is the path to show the user while ``folder`` is temporary. Raises ExportError when
     the process ends without a result.
     """
-    environment = {}
-    for name, value in os.environ.items():
-        if not name.startswith(LAUNCHER):
-            environment[name] = value
-    with tempfile.TemporaryDirectory(prefix="export-gate-") as scratch:
-        # Copies: an export's own gate/check.py may be another version's, or changed.
+    with tempfile.TemporaryDirectory(prefix="export-gate-") as name:
+        scratch = Path(name)
+        # Copies: an export's own gate/check.py may have changed, or be another version's.
         for file in program_files(format_of(folder)):
-            shutil.copyfile(file, Path(scratch) / file.name)
-        # The format safetensors needs this package; for all others, the program blocks it.
-        search_path = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]
-        environment |= {
-            "HF_MODULES_CACHE": f"{scratch}/modules",
-            # An export must be complete: nothing it lacks may come from the hub.
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
-            # Another number of threads sums in another order.
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        }
-        results = Path(scratch) / "checks.json"
-        program_file = Path(scratch) / "check.py"
+            shutil.copyfile(file, scratch / file.name)
+        results = scratch / "checks.json"
         options = ["--device", device, "--json", results]
         with Phase(f"checking {called or folder} in a separate process"):
-            run = subprocess.run(
-                [sys.executable, program_file, folder.resolve(), *options],
+            process = subprocess.run(
+                [sys.executable, scratch / "check.py", folder.resolve(), *options],
                 cwd=scratch,
-                env=environment,
+                env=_environment(scratch),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
             )
         if not results.is_file():
             raise ExportError(
-                f"the check of {folder} ended with status {run.returncode}:\n"
-                f"{run.stdout}{run.stderr}"
+                f"the check of {folder} ended with status {process.returncode}:\n"
+                f"{process.stdout}{process.stderr}"
             )
         checks = [Check(**fields) for fields in json.loads(results.read_text())]
         return GateReport(tuple(checks))
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    """Return the environment variables of the check: this process's, without its launcher's."""
+    environment = {}
+    for name, value in os.environ.items():
+        if not name.startswith(LAUNCHER):
+            environment[name] = value
+    # The format safetensors needs this package; for all others, check.py blocks its import.
+    search_path = str(PACKAGE_ROOT)
+    if os.environ.get("PYTHONPATH"):
+        search_path += os.pathsep + os.environ["PYTHONPATH"]
+    environment["PYTHONPATH"] = search_path
+    environment["HF_MODULES_CACHE"] = str(scratch / "modules")
+    # An export must be complete: no missing file may come from the hub.
+    environment["HF_HUB_OFFLINE"] = "1"
+    # Another number of threads sums in another order.
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    return environment

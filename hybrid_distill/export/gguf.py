@@ -1,14 +1,15 @@
 """Export of a student as a GGUF file: its `FalconH1ForCausalLM` with llama.cpp's names and shapes.
 
 llama.cpp supports less than transformers: no ``in_proj`` bias (the biases of x, B, C and the step
-are stored elsewhere, the gate's nowhere), no biases of output projections, and only default RoPE.
-`obstacles` lists which of these a student needs. Every layer has as many attention heads as the
-fullest one, as in falcon_h1.py.
+have tensors of their own, the gate's has none), no biases of output projections, and only default
+RoPE. `obstacles` lists which of these a student needs. Every layer has as many attention heads as
+the largest one, as in falcon_h1.py.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 FILE = "model.gguf"
 ARCHITECTURE = "falcon-h1"
+MATRIX_TYPES = {
+    torch.float32: ("F32", "ALL_F32"),
+    torch.bfloat16: ("BF16", "MOSTLY_BF16"),
+    torch.float16: ("F16", "MOSTLY_F16"),
+}
+"""gguf's names of the type of matrices and of the file, by the student's dtype."""
 TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.final_layernorm.weight": "output_norm.weight",
@@ -69,7 +76,7 @@ PRE_TOKENIZERS = {
     # contractions.
     (r" ?\p{L}+|\p{N}+|[^\S\n]|\n|[^\s\p{L}\p{N}]",): "bloom",
 }
-"""llama.cpp's pre-tokenizer names, by steps: the pattern of a split, or another step's type."""
+"""llama.cpp's name of a pre-tokenizer, by its steps: the pattern of a split, the type of any other."""
 
 
 def obstacles(student: HybridForCausalLM) -> list[str]:
@@ -100,7 +107,7 @@ def write(
     folder: Path,
     max_shard_size: int | str,
 ) -> None:
-    """Write ``model.gguf``: matrices in the student's dtype, the rest in float32, as llama.cpp.
+    """Write ``model.gguf``: matrices in the student's dtype, the rest in float32, as llama.cpp does.
 
     It is always one file. Raises ValueError for a tokenizer that llama.cpp does not support.
     """
@@ -113,39 +120,43 @@ def write(
     writer = gguf.GGUFWriter(folder / FILE, ARCHITECTURE)
     _add_sizes(writer, stock.config)
     _add_tokenizer(writer, tokenizer, parts, pre_tokenizer, stock.config)
-    types = gguf.GGMLQuantizationType
-    matrix_type = types.F32
-    file_type = gguf.LlamaFileType.ALL_F32
-    if student.dtype == torch.bfloat16:
-        matrix_type = types.BF16
-        file_type = gguf.LlamaFileType.MOSTLY_BF16
-    elif student.dtype == torch.float16:
-        matrix_type = types.F16
-        file_type = gguf.LlamaFileType.MOSTLY_F16
-    writer.add_file_type(file_type)
-    for name, tensor in tensors(stock).items():
-        is_matrix = name.endswith(".weight") and tensor.ndim == 2 and "ssm_conv1d" not in name
-        tensor_type = matrix_type if is_matrix else types.F32
-        values = tensor.detach().float().cpu().contiguous().numpy()
-        array = gguf.quants.quantize(values, tensor_type)
-        writer.add_tensor(name, array, raw_dtype=tensor_type)
-    # The order of the file: the reader finds tensors by what stands before them.
+    _add_tensors(writer, tensors(stock), student.dtype)
+    # In this order: the file begins with its header, and tensors come last.
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def _add_tensors(writer: GGUFWriter, state: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Add tensors, and the type of the file: that of most of its matrices."""
+    import gguf
+
+    # A student in float64 is stored in float32.
+    matrix_name, file_name = MATRIX_TYPES.get(dtype, MATRIX_TYPES[torch.float32])
+    matrix_type = gguf.GGMLQuantizationType[matrix_name]
+    writer.add_file_type(gguf.LlamaFileType[file_name])
+    for name, tensor in state.items():
+        is_matrix = name.endswith(".weight") and tensor.ndim == 2 and "ssm_conv1d" not in name
+        tensor_type = matrix_type if is_matrix else gguf.GGMLQuantizationType.F32
+        # numpy has no bfloat16.
+        values = tensor.detach().float().cpu().contiguous().numpy()
+        array = gguf.quants.quantize(values, tensor_type)
+        writer.add_tensor(name, array, raw_dtype=tensor_type)
+
+
 def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
     """Rename a Falcon-H1's tensors, and give them llama.cpp's shapes.
 
-    It stores A instead of log A, A and D as columns, and convolutions' weights as matrices.
+    llama.cpp stores A instead of log A, A and D as columns, and weights of convolutions as
+    matrices.
     """
     renamed = {}
     for name, tensor in stock.state.items():
         if name in TOP_NAMES:
-            # llama.cpp takes a missing output.weight for a tied one.
-            if name != "lm_head.weight" or not stock.config["tie_word_embeddings"]:
+            # Without an output.weight, llama.cpp ties it to the embedding.
+            is_tied = name == "lm_head.weight" and stock.config["tie_word_embeddings"]
+            if not is_tied:
                 renamed[TOP_NAMES[name]] = tensor
             continue
         _, _, layer, part = name.split(".", 3)  # model.layers.LAYER.PART
@@ -163,6 +174,8 @@ def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
 
 def _add_sizes(writer: GGUFWriter, config: Record) -> None:
     rope = config.get("rope_parameters") or {}
+    # In either spelling of transformers; 10,000 is its default.
+    rope_theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -172,7 +185,7 @@ def _add_sizes(writer: GGUFWriter, config: Record) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_rope_freq_base(float(rope_theta))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_inner_size(config["mamba_d_ssm"])
@@ -191,33 +204,41 @@ def _add_tokenizer(
     """Add the vocabulary, padded to the embedding's rows, merges, special tokens, chat template."""
     from gguf import TokenType
 
-    name_of = {token: name for name, token in tokenizer.get_vocab().items()}
+    text_of = {token: text for text, token in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
-    names = []
-    kinds = []
+    texts = []
+    types = []
     for token in range(config["vocab_size"]):
-        kind = TokenType.UNUSED
-        if token in added:
-            kind = TokenType.CONTROL if added[token].special else TokenType.USER_DEFINED
-        elif token in name_of:
-            kind = TokenType.NORMAL
+        if token not in added:
+            token_type = TokenType.NORMAL if token in text_of else TokenType.UNUSED
+        elif added[token].special:
+            token_type = TokenType.CONTROL
+        else:
+            token_type = TokenType.USER_DEFINED
         # An embedding may have more rows than the tokenizer has tokens; llama.cpp's own converter
         # fills up in this way.
-        names.append(name_of.get(token, f"[PAD{token}]"))
-        kinds.append(kind)
-    merges = parts["model"]["merges"]
+        texts.append(text_of.get(token, f"[PAD{token}]"))
+        types.append(token_type)
+    merges = []
+    for merge in parts["model"]["merges"]:
+        # Older files of tokenizers have strings, newer ones pairs.
+        merges.append(merge if isinstance(merge, str) else " ".join(merge))
     # llama.cpp's name for every byte-level BPE.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
-    writer.add_token_list(names)
-    writer.add_token_types(kinds)
-    # Older files of tokenizers have strings, newer ones pairs.
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    for role in ("bos", "eos", "pad", "unk"):
-        token = getattr(tokenizer, f"{role}_token_id")
+    writer.add_token_list(texts)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    special_tokens: dict[Callable[[int], None], Any] = {
+        writer.add_bos_token_id: tokenizer.bos_token_id,
+        writer.add_eos_token_id: tokenizer.eos_token_id,
+        writer.add_pad_token_id: tokenizer.pad_token_id,
+        writer.add_unk_token_id: tokenizer.unk_token_id,
+    }
+    for add, token in special_tokens.items():
         if token is not None:
-            getattr(writer, f"add_{role}_token_id")(token)
-    # Asked, not read: whether BOS and EOS are added is a matter of the tokenizer's post-processor.
+            add(token)
+    # From an encoded text: the tokenizer's post-processor decides whether BOS and EOS are added.
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
@@ -226,10 +247,10 @@ def _add_tokenizer(
 
 
 def _parts_of(tokenizer: PreTrainedTokenizerBase | None) -> Record:
-    """Return the tokenizer.json of a fast tokenizer. Raises ValueError for another or none."""
+    """Return the contents of a fast tokenizer's tokenizer.json. Raises ValueError for any other."""
     if tokenizer is None or not tokenizer.is_fast:
         raise ValueError(
-            "the tokenizer is missing or slow; pass a fast one, which llama.cpp's files are written from."
+            "the tokenizer is missing or slow, and llama.cpp's files are written from a fast one; pass a fast one."
         )
     backend: Any = tokenizer.backend_tokenizer
     return json.loads(backend.to_str())
@@ -237,19 +258,21 @@ def _parts_of(tokenizer: PreTrainedTokenizerBase | None) -> Record:
 
 def _pre_tokenizer(parts: Record) -> str:
     """Return llama.cpp's name for the pre-tokenizer. Raises ValueError if it has none."""
-    whole = parts.get("pre_tokenizer") or {"pretokenizers": []}
+    pre_tokenizer = parts.get("pre_tokenizer") or {"pretokenizers": []}
     steps = []
-    for step in whole.get("pretokenizers", [whole]):
+    # A sequence lists its steps; a single one stands for itself.
+    for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
         if step["type"] == "Split":
             steps.append(step["pattern"].get("Regex"))
         elif step["type"] != "ByteLevel" or step["use_regex"]:
-            # Without its pattern, ByteLevel only spells bytes.
+            # Without its pattern, ByteLevel splits nothing: it only spells bytes.
             steps.append(step["type"])
     name = PRE_TOKENIZERS.get(tuple(steps))
     kind = parts["model"]["type"]
-    if kind != "BPE" or parts.get("normalizer") not in (None, {"type": "NFC"}) or name is None:
+    normalizes_otherwise = parts.get("normalizer") not in (None, {"type": "NFC"})
+    if kind != "BPE" or normalizes_otherwise or name is None:
         raise ValueError(
-            f"the tokenizer is {kind} behind {steps or 'no pre-tokenizer'}; llama.cpp's files here "
-            "take byte-level BPE as GPT-2, SmolLM, Llama 3, Qwen2 or the embedded teacher have it."
+            f"the tokenizer is {kind} after {steps or 'no pre-tokenizer'}, and this export supports only the "
+            "byte-level BPE of GPT-2, SmolLM, Llama 3, Qwen2 and the embedded teacher; export as remote-code."
         )
     return name

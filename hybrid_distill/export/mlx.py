@@ -14,7 +14,7 @@ from .falcon_h1 import backbone_obstacles, rope_kinds
 from .weights import student_config, tied_weights, write_weights
 
 MODEL_FILE = Path(__file__).with_name("mlx_model.py")
-ROPE = {"default", "linear", "llama3"}
+ROPE_TYPES = {"default", "linear", "llama3"}
 DEFAULT_THETA = 10000.0
 
 
@@ -26,9 +26,9 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     if student.config.conv_bias:
         reasons.append("its convolutions have a bias, as Llamba's")
     kinds = rope_kinds(student)
-    if not kinds <= ROPE:
+    if not kinds <= ROPE_TYPES:
         reasons.append(
-            f"its RoPE is {', '.join(sorted(kinds))}, not one of {', '.join(sorted(ROPE))}"
+            f"its RoPE is {', '.join(sorted(kinds))}, not one of {', '.join(sorted(ROPE_TYPES))}"
         )
     return reasons
 
@@ -51,5 +51,5 @@ def write(
     config["model_file"] = MODEL_FILE.name
     write_json(folder / "config.json", config)
     shutil.copyfile(MODEL_FILE, folder / MODEL_FILE.name)
-    # As named in PyTorch: `sanitize` in the model file renames what MLX needs otherwise.
+    # With PyTorch's names: `sanitize` in the model file renames the tensors for which MLX has others.
     write_weights(student.state_dict(), folder, tied_weights(student), max_shard_size)

@@ -55,7 +55,7 @@ def write_with_code(
 
 
 def configuration(student: HybridForCausalLM) -> Record:
-    """Build config.json, with the attention and the versions of transformers that were checked."""
+    """Build config.json, with the checked attention implementation and versions of transformers."""
     config = student_config(student)
     config["architectures"] = [type(student).__name__]
     config["dtype"] = str(student.dtype).removeprefix("torch.")
@@ -69,7 +69,7 @@ def checked_attention(student: HybridForCausalLM) -> str:
     own = student.model.config._attn_implementation
     if own in ATTENTION:
         return own
-    # Only a model of the family knows what transformers chooses for it.
+    # transformers chooses it when it makes a model of the family; on meta, that takes no memory.
     with torch.device("meta"):
         backbone_config = student.config.backbone_config()
         backbone = AutoModelForCausalLM.from_config(backbone_config, trust_remote_code=False)

@@ -1,8 +1,10 @@
-"""Greedy generation with a student in ONNX.
+"""Greedy generation with a student in ONNX; an export holds this file as generate.py.
 
 Needs onnxruntime and numpy, and tokenizers for text prompts.
 
 python generate.py "The capital of France is" --max-new-tokens 32
+
+Shapes: B batch, L length, S tokens so far (past and input), V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 import onnxruntime as ort
 
 States = dict[str, ort.OrtValue]
+"""Keys, values and recurrent states of all layers, by the name of the graph's input."""
 
 
 class Session:
@@ -24,41 +27,62 @@ class Session:
     def __init__(self, folder: str | Path, threads: int = 0) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = 3  # no warning about logits_to_keep, an optional input
+        # Errors only: it would warn about logits_to_keep, an optional input.
+        options.log_severity_level = 3
         file = Path(folder) / "model.onnx"
         self.graph = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        self.shapes: dict[str, list[int | str]] = {}
+        self.state_shapes: dict[str, list[int | str]] = {}
         for argument in self.graph.get_inputs():
             if argument.name.startswith("past"):
-                self.shapes[argument.name] = argument.shape
-        self.ends = json.loads(self.graph.get_modelmeta().custom_metadata_map["eos_token_id"])
+                self.state_shapes[argument.name] = argument.shape
+        metadata = self.graph.get_modelmeta().custom_metadata_map
+        self.ends: list[int] = json.loads(metadata["eos_token_id"])
 
     def first_states(self, batch: int) -> States:
         """Return the states before the first token: no keys and values, zeros elsewhere."""
-        sizes = {"batch": batch, "past_length": 0}
+        symbolic_sizes = {"batch": batch, "past_length": 0}
         states = {}
-        for name, symbolic in self.shapes.items():
-            shape = [sizes[size] if isinstance(size, str) else size for size in symbolic]
-            states[name] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+        for name, symbolic_shape in self.state_shapes.items():
+            shape = []
+            for size in symbolic_shape:
+                shape.append(symbolic_sizes[size] if isinstance(size, str) else size)
+            zeros = np.zeros(shape, np.float32)
+            states[name] = ort.OrtValue.ortvalue_from_numpy(zeros)
         return states
 
     def run(
-        self, ids: np.ndarray, mask: np.ndarray, states: States, keep: int = 0
+        self, ids_BL: np.ndarray, mask_BS: np.ndarray, states: States, keep: int = 0
     ) -> tuple[np.ndarray, States]:
-        """Return logits [B, L, V] of the last ``keep`` tokens of ``ids`` [B, L], and the states after.
+        """Read tokens; return the logits [B, L, V] of the last ``keep`` ones, and the new states.
 
-        ``keep`` 0 stands for all tokens. ``mask`` [B, S] is 0 at padding, which must be on the left
-        of a row, and also covers the tokens that are already in ``states``.
+        ``keep`` 0 stands for all tokens. ``mask_BS`` is 0 at padding, which must be on the left of
+        a row, and also covers the tokens that are already in ``states``.
         """
         feeds = dict(states)
-        inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": np.array([keep])}
-        for name, value in inputs.items():
-            feeds[name] = ort.OrtValue.ortvalue_from_numpy(value.astype(np.int64))
-        outputs = ["logits"]
-        for name in states:
-            outputs.append(name.replace("past_key_values", "present"))
-        logits, *after = self.graph.run_with_ort_values(outputs, feeds)
-        return logits.numpy(), dict(zip(states, after))
+        feeds["input_ids"] = _integers(ids_BL)
+        feeds["attention_mask"] = _integers(mask_BS)
+        feeds["logits_to_keep"] = _integers(np.array([keep]))
+        state_outputs = [name.replace("past_key_values", "present") for name in states]
+        outputs = self.graph.run_with_ort_values(["logits", *state_outputs], feeds)
+        logits_BLV = outputs[0].numpy()
+        new_states = dict(zip(states, outputs[1:]))
+        return logits_BLV, new_states
+
+
+def _integers(values: np.ndarray) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy(values.astype(np.int64))
+
+
+def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Left-pad prompts into one batch; return (ids_BL, mask_BL)."""
+    longest = max(map(len, prompts))
+    ids_BL = np.zeros((len(prompts), longest), int)
+    mask_BL = np.zeros_like(ids_BL)
+    for row, prompt in enumerate(prompts):
+        start = longest - len(prompt)
+        ids_BL[row, start:] = prompt
+        mask_BL[row, start:] = 1
+    return ids_BL, mask_BL
 
 
 def generate(
@@ -66,33 +90,31 @@ def generate(
 ) -> list[list[int]]:
     """Continue prompts greedily, all in one batch.
 
-    Each result stops at an end token or ``max_new_tokens``.
+    Each continuation stops after an end token or ``max_new_tokens``. Raises ValueError for a prompt
+    without tokens, and without prompts.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens; pass prompts with at least one token each.")
-    longest = max(map(len, prompts))
-    ids = np.zeros((len(prompts), longest), int)
-    mask = np.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
+    ids_BL, mask_BS = left_padded(prompts)
     states = session.first_states(len(prompts))
-    has_ended = np.zeros(len(prompts), bool)
-    continued: list[list[int]] = [[] for _ in prompts]
+    has_ended_B = np.zeros(len(prompts), bool)
+    continuations: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
-        logits, states = session.run(ids, mask, states, keep=1)
-        tokens = logits[:, -1].argmax(-1)
-        for row in np.flatnonzero(~has_ended):
-            continued[row].append(int(tokens[row]))
-        has_ended |= np.isin(tokens, session.ends)
-        if has_ended.all():
+        logits_BLV, states = session.run(ids_BL, mask_BS, states, keep=1)
+        token_B = logits_BLV[:, -1].argmax(-1)
+        for row in np.flatnonzero(~has_ended_B):
+            continuations[row].append(int(token_B[row]))
+        has_ended_B |= np.isin(token_B, session.ends)
+        if has_ended_B.all():
             break
-        ids = tokens[:, None]
-        mask = np.pad(mask, ((0, 0), (0, 1)), constant_values=1)
-    return continued
+        ids_BL = token_B[:, None]
+        mask_BS = np.pad(mask_BS, ((0, 0), (0, 1)), constant_values=1)
+    return continuations
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Continue the prompts of the command line, with the tokenizer in this file's folder."""
+    # Only here: programs that bring token ids need no tokenizer.
     from tokenizers import Tokenizer
 
     parser = argparse.ArgumentParser(description="Continue prompts greedily.")
@@ -101,7 +123,11 @@ if __name__ == "__main__":
     options = parser.parse_args()
     folder = Path(__file__).parent
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    prompts = [tokenizer.encode(prompt).ids for prompt in options.prompts]
-    answers = generate(Session(folder), prompts, options.max_new_tokens)
-    for prompt, tokens in zip(options.prompts, answers):
-        print(prompt + tokenizer.decode(tokens))
+    prompts = [tokenizer.encode(text).ids for text in options.prompts]
+    continuations = generate(Session(folder), prompts, options.max_new_tokens)
+    for text, tokens in zip(options.prompts, continuations):
+        print(text + tokenizer.decode(tokens))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,11 @@
-"""Windows in an ONNX graph: which keys a token sees, and which keys the next call needs.
+"""Windows in an ONNX graph: which keys a token attends to, and which keys the next call needs.
 
 ONNX Runtime's own attention with a window (``GroupQueryAttention``) has no sinks, so windows are a masked
-``Attention`` over few keys. Each layer stores those of a row's first S tokens, then of its last W - 1 in their order.
-A prompt is read in one piece, in memory that grows with its square.
+``Attention`` over few keys. Each layer stores the keys and values of a row's first S tokens, then of its last W - 1,
+in order. A prompt is read in one piece, so memory grows with the square of its length.
 
-Shapes: B batch, L length, S first tokens (sinks), N = W - 1 latest tokens, R = S + N stored keys, T = R + L keys of a
-call.
+Shapes: B batch, L length, W window, S first tokens (sinks), N = W - 1 latest tokens, R = S + N stored keys,
+T = R + L keys of a call, C channels of the keys or values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 END = 2**62
-"""End of a slice up to the last token."""
+"""End of a slice up to the last token: larger than any length."""
 
 
 class WindowGraph:
-    """Part of a graph that the windows of all layers share."""
+    """Values that the windows of all layers share, and the extension of their stored keys."""
 
     def __init__(self, op: Any, window: int, sinks: int) -> None:
         self.op = op
@@ -30,7 +30,7 @@ class WindowGraph:
         self.n_stored = sinks + window - 1
 
     def build(self, mask_BS: Value, token_BL: Value, position_BL: Value) -> None:
-        """Build the mask ``seen_B1LT``, and ``next_BR1``, the index of the keys to store.
+        """Build the mask ``attends_B1LT``, and ``next_BR1``, the columns of the keys to store.
 
         ``token_BL`` is 0 at padding, which is on the left, and ``position_BL`` counts from the first
         token.
@@ -41,45 +41,46 @@ class WindowGraph:
         self.n_before_B1 = op.Sub(n_after_B1, n_new_B1)
         self.length = op.Shape(token_BL, start=1)
         self.sink_1S = op.Unsqueeze(op.Range(0, self.sinks, 1), [0])
-        self.near_1N = op.Unsqueeze(op.Range(0, self.window - 1, 1), [0])
-        self.seen_B1LT = self._seen(token_BL, position_BL)
-        self.next_BR1 = self._next(n_after_B1, n_new_B1)
+        self.latest_1N = op.Unsqueeze(op.Range(0, self.window - 1, 1), [0])
+        self.attends_B1LT = self._mask(token_BL, position_BL)
+        self.next_BR1 = self._columns_to_store(n_after_B1, n_new_B1)
 
-    def _seen(self, token_BL: Value, position_BL: Value) -> Value:
-        """Return which keys a token sees, [B, 1, L, T]: stored ones, then those of this call."""
+    def _mask(self, token_BL: Value, position_BL: Value) -> Value:
+        """Return the attention mask, [B, 1, L, T]: stored keys come first, then those of this call."""
         op = self.op
         begin_B1 = op.Sub(self.n_before_B1, self.window - 1)
-        # A first token that is near, or is not there yet, is not read where first tokens are stored.
+        # Position of each key; -1 where there is none. A sink that is also a latest token, or that is yet to come,
+        # must not be read in the columns of the sinks.
         is_far_BS = op.Less(self.sink_1S, begin_B1)
         sink_BS = op.Where(is_far_BS, self.sink_1S, -1)
-        near_BN = op.Add(begin_B1, self.near_1N)
+        latest_BN = op.Add(begin_B1, self.latest_1N)
         is_padding_BL = op.Equal(token_BL, 0)
         new_BL = op.Where(is_padding_BL, -1, position_BL)
-        place_BT = op.Concat(sink_BS, near_BN, new_BL, axis=1)
-        place_B1T = op.Unsqueeze(place_BT, [1])
-        position_BL1 = op.Unsqueeze(position_BL, [2])
-        distance_BLT = op.Sub(position_BL1, place_B1T)
-        is_near_BLT = op.Less(distance_BLT, self.window)
-        is_sink_B1T = op.Less(place_B1T, self.sinks)
-        reached_BLT = op.Or(is_near_BLT, is_sink_B1T)
-        is_earlier_BLT = op.GreaterOrEqual(distance_BLT, 0)
-        is_token_B1T = op.GreaterOrEqual(place_B1T, 0)
-        reached_BLT = op.And(reached_BLT, is_earlier_BLT)
-        seen_BLT = op.And(reached_BLT, is_token_B1T)
-        # Padding sees itself, because a softmax over nothing is NaN, which would spread.
-        n_columns = op.Shape(place_BT, start=1)
+        key_BT = op.Concat(sink_BS, latest_BN, new_BL, axis=1)
+        key_B1T = op.Unsqueeze(key_BT, [1])
+        query_BL1 = op.Unsqueeze(position_BL, [2])
+        distance_BLT = op.Sub(query_BL1, key_B1T)
+        is_in_window_BLT = op.Less(distance_BLT, self.window)
+        is_sink_B1T = op.Less(key_B1T, self.sinks)
+        attends_BLT = op.Or(is_in_window_BLT, is_sink_B1T)
+        is_causal_BLT = op.GreaterOrEqual(distance_BLT, 0)
+        is_token_B1T = op.GreaterOrEqual(key_B1T, 0)
+        attends_BLT = op.And(attends_BLT, is_causal_BLT)
+        attends_BLT = op.And(attends_BLT, is_token_B1T)
+        # Padding attends to itself, because a softmax over nothing is NaN, which would spread.
+        n_columns = op.Shape(key_BT, start=1)
         column_T = op.Range(0, op.Squeeze(n_columns), 1)
         own_L = op.Slice(column_T, [self.n_stored], [END], [0])
         own_L1 = op.Unsqueeze(own_L, [1])
-        own_LT = op.Equal(own_L1, column_T)
-        seen_BLT = op.Or(seen_BLT, own_LT)
-        return op.Unsqueeze(seen_BLT, [1])
+        is_own_LT = op.Equal(own_L1, column_T)
+        attends_BLT = op.Or(attends_BLT, is_own_LT)
+        return op.Unsqueeze(attends_BLT, [1])
 
-    def _next(self, n_after_B1: Value, n_new_B1: Value) -> Value:
+    def _columns_to_store(self, n_after_B1: Value, n_new_B1: Value) -> Value:
         """Return the columns of this call's keys that are stored for the next one, [B, R, 1]."""
         op = self.op
         n_columns = op.Add(self.length, self.n_stored)
-        # The token at place p of a row is in column T - n_after + p, if it is new.
+        # A new token at position p of a row is in column T - n_after + p.
         first_column_B1 = op.Sub(n_columns, n_after_B1)
         column_BS = op.Add(first_column_B1, self.sink_1S)
         # Any column will do for a sink that is yet to come: it is never read.
@@ -88,12 +89,12 @@ class WindowGraph:
         is_stored_BS = op.Less(self.sink_1S, self.n_before_B1)
         sink_BS = op.Where(is_stored_BS, self.sink_1S, column_BS)
         # Of the latest tokens, those that stay come first, moved to the left by the new ones.
-        moved_BN = op.Add(self.near_1N, n_new_B1)
+        moved_BN = op.Add(self.latest_1N, n_new_B1)
         stays_BN = op.Less(moved_BN, self.window - 1)
-        new_BN = op.Add(self.near_1N, self.length)
-        near_BN = op.Where(stays_BN, moved_BN, new_BN)
-        near_BN = op.Add(near_BN, self.sinks)
-        next_BR = op.Concat(sink_BS, near_BN, axis=1)
+        new_BN = op.Add(self.latest_1N, self.length)
+        latest_BN = op.Where(stays_BN, moved_BN, new_BN)
+        latest_BN = op.Add(latest_BN, self.sinks)
+        next_BR = op.Concat(sink_BS, latest_BN, axis=1)
         return op.Unsqueeze(next_BR, [2])
 
     def extend(self, past_BRC: Value, new_BLC: Value) -> tuple[Value, Value]:

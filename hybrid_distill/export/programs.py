@@ -1,10 +1,9 @@
 """Adapters to programs that run exports: token ids in, logits and tokens out.
 
 The gate and benchmarks/serving.py use them. Everything is computed in float32. An export for one of
-these programs contains this file next to check.py, so it imports only numpy and the program that it
-runs.
+these programs contains this file next to check.py, so it imports only numpy and that program.
 
-Shapes: L length, V vocabulary.
+Shapes: B batch, L length, S tokens so far (past and input), V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ import numpy as np
 
 Tokens = Sequence[Sequence[int]]
 Logits = Sequence[np.ndarray] | np.ndarray
-"""Logits by prompt: [positions, vocabulary]."""
+"""Logits [L, V] of each prompt."""
 
 
 class Program:
-    """Export loaded by a program.
+    """Export loaded by a program, to run up to ``batch`` sequences together.
 
-    It runs up to ``batch`` sequences of ``context`` tokens together. ``threads`` is the number of
-    cores, if the program lets us set it; 0 means all.
+    Subclasses take the ``folder``, the ``context`` (tokens of the longest sequence), and
+    ``threads``: the number of cores, if the program lets us set it; 0 means all.
     """
 
     batch = 8
 
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
-        """Read prompts; return logits of each one's last token, or with ``every`` of all tokens."""
+        """Read prompts; return the logits of each one's last token, with ``every`` of all tokens."""
         raise NotImplementedError
 
     def step(self, tokens: Sequence[int]) -> Logits:
@@ -48,17 +47,17 @@ class Program:
 
     def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
         """Continue prompts greedily, in batches of ``batch``."""
-        continued: list[list[int]] = []
+        continuations: list[list[int]] = []
         for start in range(0, len(prompts), self.batch):
             batch = prompts[start : start + self.batch]
             tokens = best(self.begin(batch))
-            # One list a step; the texts are its columns.
-            steps = [tokens]
-            while len(steps) < new_tokens:
+            of_batch = [[token] for token in tokens]
+            for _ in range(new_tokens - 1):
                 tokens = best(self.step(tokens))
-                steps.append(tokens)
-            continued += map(list, zip(*steps))
-        return continued
+                for continuation, token in zip(of_batch, tokens):
+                    continuation.append(token)
+            continuations += of_batch
+        return continuations
 
     def cache_bytes(self, prompt: Sequence[int]) -> int:
         """Count the cache bytes of one sequence after ``prompt``."""
@@ -72,37 +71,43 @@ def best(logits: Logits) -> list[int]:
 
 
 def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad prompts into one batch; return token ids and mask."""
+    """Left-pad prompts into one batch; return (ids_BL, mask_BL)."""
     longest = max(map(len, prompts))
-    ids = np.zeros((len(prompts), longest), int)
-    mask = np.zeros_like(ids)
+    ids_BL = np.zeros((len(prompts), longest), int)
+    mask_BL = np.zeros_like(ids_BL)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
-    return ids, mask
+        start = longest - len(prompt)
+        ids_BL[row, start:] = prompt
+        mask_BL[row, start:] = 1
+    return ids_BL, mask_BL
 
 
 class OnnxRuntime(Program):
     """ONNX Runtime, through the Session in the export's generate.py."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
-        runner = runpy.run_path(str(folder / "generate.py"))
-        self.session = runner["Session"](folder, threads)
+        # By its path: the export is not a package.
+        module = runpy.run_path(str(folder / "generate.py"))
+        self.session = module["Session"](folder, threads)
 
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
-        ids, self.mask = left_padded(prompts)
+        ids_BL, self.mask_BS = left_padded(prompts)
         self.states = self.session.first_states(len(prompts))
         # 0 keeps the logits of all tokens.
-        logits = self._read(ids, keep=0 if every else 1)
-        return [logits_LV[-len(prompt) :] for logits_LV, prompt in zip(logits, prompts)]
+        logits_BLV = self._read(ids_BL, keep=0 if every else 1)
+        without_padding = []
+        for logits_LV, prompt in zip(logits_BLV, prompts):
+            without_padding.append(logits_LV[-len(prompt) :])
+        return without_padding
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        self.mask = np.pad(self.mask, ((0, 0), (0, 1)), constant_values=1)
-        return self._read(np.array([tokens]).T, keep=1)
+        self.mask_BS = np.pad(self.mask_BS, ((0, 0), (0, 1)), constant_values=1)
+        ids_B1 = np.array(tokens)[:, None]
+        return self._read(ids_B1, keep=1)
 
-    def _read(self, ids: np.ndarray, keep: int) -> np.ndarray:
-        logits, self.states = self.session.run(ids, self.mask, self.states, keep=keep)
-        return logits
+    def _read(self, ids_BL: np.ndarray, keep: int) -> np.ndarray:
+        logits_BLV, self.states = self.session.run(ids_BL, self.mask_BS, self.states, keep=keep)
+        return logits_BLV
 
     def nbytes(self) -> int:
         return sum(value.numpy().nbytes for value in self.states.values())
@@ -154,43 +159,43 @@ class LlamaCpp(Program):
     def _read(self, rows: Tokens, every: bool) -> Logits:
         n_tokens = sum(map(len, rows))
         batch = self.lib.llama_batch_init(n_tokens, 0, 1)
-        # By row: the places in the batch whose logits llama.cpp computes.
-        places_by_row: list[list[int]] = []
+        # By row: the indices in the batch whose logits llama.cpp computes.
+        indices_by_row: list[list[int]] = []
         for sequence, row in enumerate(rows):
-            places: list[int] = []
+            indices: list[int] = []
             for position, token in enumerate(row):
-                place = batch.n_tokens
-                batch.token[place] = token
-                batch.pos[place] = self.lengths[sequence] + position
-                batch.n_seq_id[place] = 1
-                batch.seq_id[place][0] = sequence
+                index = batch.n_tokens
+                batch.token[index] = token
+                batch.pos[index] = self.lengths[sequence] + position
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = sequence
                 has_logits = every or position == len(row) - 1
-                batch.logits[place] = has_logits
+                batch.logits[index] = has_logits
                 if has_logits:
-                    places.append(place)
+                    indices.append(index)
                 batch.n_tokens += 1
             self.lengths[sequence] += len(row)
-            places_by_row.append(places)
+            indices_by_row.append(indices)
         status = self.lib.llama_decode(self.context, batch)
         if status:
             raise RuntimeError(f"llama_decode ended with status {status}")
         self.lib.llama_batch_free(batch)
         logits = []
-        for places in places_by_row:
-            logits.append(np.stack([self._logits(place) for place in places]))
+        for indices in indices_by_row:
+            logits.append(np.stack([self._logits(index) for index in indices]))
         return logits
 
-    def _logits(self, place: int) -> np.ndarray:
-        address = self.lib.llama_get_logits_ith(self.context, place)
+    def _logits(self, index: int) -> np.ndarray:
+        address = self.lib.llama_get_logits_ith(self.context, index)
         return np.ctypeslib.as_array(address, (self.n_vocab,))
 
     def nbytes(self) -> int:
-        """Count the bytes llama.cpp writes to save the sequence, including its few metadata."""
+        """Count the bytes that llama.cpp writes to save the sequence, metadata included."""
         return self.lib.llama_state_seq_get_size(self.context, 0)
 
 
 class MlxLm(Program):
-    """mlx-lm, one prompt at a time. Reads all tokens except the last without logits, as it does."""
+    """mlx-lm, one prompt at a time. Reads all tokens but the last without logits, as mlx-lm does."""
 
     batch = 1
 
@@ -212,7 +217,7 @@ class MlxLm(Program):
             return self._read(prompt)
         if len(prompt) > 1:
             self.model(self.mx.array([prompt[:-1]]), cache=self.cache)
-            # mlx is lazy: nothing of the prompt would be computed before the last token is.
+            # mlx is lazy: without this, the prompt would be computed along with the last token.
             self.mx.eval([layer_cache.state for layer_cache in self.cache])
         return self._read(prompt[-1:])
 
@@ -231,7 +236,7 @@ class Vllm(Program):
     """vLLM in this process, through its scheduler, which exposes neither logits nor states."""
 
     def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
-        # Read by vLLM when it is imported; `cache_bytes` looks into the engine of this process.
+        # vLLM reads these when it is imported. `cache_bytes` needs the engine in this process.
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

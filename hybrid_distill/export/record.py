@@ -1,12 +1,15 @@
-"""Record of what an exported student computes, made for the program that checks the export.
+"""Write the record that an export is checked against: what the student computes for a few prompts.
 
-Shapes: B batch, L length, T generated tokens, C recorded columns of the vocabulary, V vocabulary.
+check.py reads the record, wherever the export is.
+
+Shapes: L length, T generated tokens, C recorded columns of the vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,16 +24,21 @@ from ..io import Record, file_hash, save_tensors, write_json
 from ..model import HybridForCausalLM
 from ..model.self_check import rounded_once_more
 from ..teacher import eval_mode
-from . import check as program
+from . import check
 from .check import Prompts, greedy, tensor_hash
 from .formats import FORMATS
 from .native import checked_attention
 from .weights import tied_weights
 
 log = logging.getLogger(__name__)
+
 PROMPT_LENGTHS = (1, 7, 24, 45)
+"""Tokens of the random prompts."""
 NEW_TOKENS = 16
+"""Tokens generated after each prompt."""
 MAX_COLUMNS = 4096
+"""Columns of the vocabulary whose logits are stored, at most."""
+# What tokenizers treat differently: line breaks, repeated spaces, tabs, accents, other scripts, numbers.
 TEXTS = (
     "Memorize the following dictionary:\nriver:17\nlantern:62\nThe value of the key 'river' is",
     "  Two  spaces, a tab\tand é, 中, 12345; then\n\na new paragraph.",
@@ -45,32 +53,34 @@ def write_record(
 ) -> Record:
     """Write ``gate/``: the check program, and what ``student`` and ``tokenizer`` compute.
 
-    The folder holds the model's files and nothing else yet. The record is computed as the gate
-    computes (`computing_as_exported`), in float32 (`check.COMPUTES`) and on the student's device,
-    where the gate runs. It also holds the arithmetic it was made with, and the effect of rounding
-    on its logits in float32 and in the student's dtype (`check.MARGIN`). ``kernels`` in the
-    returned record holds the student's ``implementation`` and how far its logits are from those
-    without kernels; it is None if the student computes as its export.
+    Requires that ``folder`` holds the model's files and nothing else. The results are computed as
+    in the gate (`computing_as_exported`), in float32 (`check.COMPUTES`), on the student's device,
+    where the gate runs.
+
+    Returns the record, with the hardware and library that computed it (``arithmetic``) and the
+    effect of rounding on the logits, in float32 and in the student's dtype (``rounding``; see
+    `check.MARGIN`). ``kernels`` holds the student's ``implementation`` and the difference between
+    its logits and those without kernels; it is None if there is no difference.
     """
     texts = []
     if tokenizer is not None:
         texts = [(text, tokenizer(text)["input_ids"]) for text in TEXTS]
-    tensors = FORMATS[export_format].tensors
-    is_for_program = tensors is None
     reference = student
-    measured = [student]
-    if student.dtype != program.COMPUTES:
+    models = [student]
+    if student.dtype != check.COMPUTES:
         # Not .to(dtype), which would also round RoPE's frequencies.
         reference = copy.deepcopy(student).float()
-        measured.append(reference)
+        models.append(reference)
     record = {
-        "format": program.FORMAT,
+        "format": check.FORMAT,
         "form": export_format,
-        "dtype": program.dtype_name(student.dtype),
+        "dtype": check.dtype_name(student.dtype),
         "tied": dict(tied_weights(student)),
         "texts": texts,
         "tensors": {},
     }
+    tensors = FORMATS[export_format].tensors
+    is_for_other_program = tensors is None
     if tensors is None:
         record["files"] = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
     else:
@@ -80,20 +90,21 @@ def write_record(
     for _, text_ids in texts:
         ids.append(torch.tensor(text_ids))
     with computing_as_exported(reference):
-        prompts = record_prompts(reference, ids, past_ends=is_for_program)
-        record["arithmetic"] = program.arithmetic(str(reference.device))
+        prompts = record_prompts(reference, ids, past_ends=is_for_other_program)
+        record["arithmetic"] = check.arithmetic(str(reference.device))
     record["rounding"] = {}
-    for model in measured:
+    for model in models:
         effect = _effect_of_rounding(model, prompts)
-        record["rounding"][program.dtype_name(model.dtype)] = effect
-    limit = program.order_limit(student.dtype, record)
+        record["rounding"][check.dtype_name(model.dtype)] = effect
+    # After the roundings, from which the limit is computed.
+    limit = check.order_limit(student.dtype, record)
     record["kernels"] = _difference_of_kernels(student, prompts, limit)
     _write_files(folder, record, prompts)
     return record
 
 
 def _write_files(folder: Path, record: Record, prompts: Prompts) -> None:
-    """Write the check program, reference.json with hashes of the Python files, and tensors."""
+    """Write the check program, reference.json with the Python files' hashes, and the tensors."""
     gate = folder / GATE
     gate.mkdir()
     for file in program_files(record["form"]):
@@ -109,38 +120,38 @@ def _write_files(folder: Path, record: Record, prompts: Prompts) -> None:
 
 
 def program_files(export_format: str) -> list[Path]:
-    """List the files of the program that checks a format."""
-    check = Path(program.__file__)
-    if export_format in program.PACKAGES:
-        return [check, check.with_name("programs.py")]
-    return [check]
+    """List the source files of the check program for a format."""
+    main_file = Path(check.__file__)
+    if export_format in check.PACKAGES:
+        return [main_file, main_file.with_name("programs.py")]
+    return [main_file]
 
 
 @contextmanager
 def computing_as_exported(student: HybridForCausalLM) -> Iterator[None]:
     """Make a student compute what its export computes, without this package and its kernels.
 
-    Recurrent heads run on torch, attention in the implementation that the export names, and float32
-    products in float32, not in TF32: all defaults of a process that has only torch and
-    transformers.
+    These are the defaults of a process that has only torch and transformers: recurrent heads run
+    on torch, attention in the implementation that the export names, and float32 products in
+    float32, not in TF32. All settings are restored on exit.
     """
-    heads = student.recurrent_heads()
-    implementations = [one.impl for one in heads]
+    modules = student.recurrent_heads()
+    implementations = [module.impl for module in modules]
     configs = (student.config, student.model.config)
     attentions = [config._attn_implementation for config in configs]
     precision = torch.get_float32_matmul_precision()
     try:
-        for one in heads:
-            one.impl = "torch"
-        attention = checked_attention(student)
+        for module in modules:
+            module.impl = "torch"
+        exported_attention = checked_attention(student)
         for config in configs:
-            config._attn_implementation = attention
+            config._attn_implementation = exported_attention
         torch.set_float32_matmul_precision("highest")
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        for one, implementation in zip(heads, implementations):
-            one.impl = implementation
+        for module, implementation in zip(modules, implementations):
+            module.impl = implementation
         for config, attention in zip(configs, attentions):
             config._attn_implementation = attention
 
@@ -148,11 +159,14 @@ def computing_as_exported(student: HybridForCausalLM) -> Iterator[None]:
 def record_prompts(
     student: HybridForCausalLM, ids: list[Tensor], *, past_ends: bool = False
 ) -> Prompts:
-    """Compute logits and greedy tokens (as `greedy`) for prompts of token ids [L], in eval mode."""
+    """Compute logits [L, C] and greedy tokens [T] of prompts of token ids [L], in eval mode.
+
+    ``past_ends`` as in `greedy`.
+    """
     vocab_size = student.config.vocab_size
     # Rounded up, so that there are at most `MAX_COLUMNS`.
-    every = -(-vocab_size // MAX_COLUMNS)
-    columns_C = torch.arange(0, vocab_size, every, device=student.device)
+    step = math.ceil(vocab_size / MAX_COLUMNS)
+    columns_C = torch.arange(0, vocab_size, step, device=student.device)
     prompts = Prompts(columns_C, [], [], [], [])
     with eval_mode(student):
         for prompt_L in ids:
@@ -172,42 +186,52 @@ def logits_of_prompt(student: HybridForCausalLM, ids_L: Tensor) -> Tensor:
 
 
 def _random_prompts(student: HybridForCausalLM) -> list[Tensor]:
-    """Draw prompts of ordinary tokens (no padding, BOS or EOS), the same for one vocabulary."""
+    """Draw prompts [L] of ordinary tokens (no padding, BOS or EOS), the same for one vocabulary."""
     config = student.config
     special = {config.pad_token_id, config.bos_token_id}
-    ends = config.eos_token_id
-    special |= set(ends) if isinstance(ends, list) else {ends}
+    if isinstance(config.eos_token_id, list):
+        special.update(config.eos_token_id)
+    else:
+        special.add(config.eos_token_id)
     ordinary = torch.tensor([token for token in range(config.vocab_size) if token not in special])
     generator = torch.Generator().manual_seed(0)
     prompts = []
     for length in PROMPT_LENGTHS:
-        places = torch.randint(len(ordinary), (length,), generator=generator, device="cpu")
-        prompts.append(ordinary[places])
+        # On the CPU: another device would draw other tokens.
+        indices = torch.randint(len(ordinary), (length,), generator=generator, device="cpu")
+        prompts.append(ordinary[indices])
     return prompts
 
 
 def _effect_of_rounding(student: HybridForCausalLM, prompts: Prompts) -> float:
-    """Measure how far one extra rounding after every layer moves the logits, relatively."""
+    """Measure the largest change of a logit from one extra rounding after every layer.
+
+    The change is relative to the largest logit.
+    """
     generator = torch.Generator().manual_seed(0)
     with computing_as_exported(student):
         logits = _recorded_logits(student, prompts)
         with rounded_once_more(student, generator, torch.finfo(student.dtype).eps):
             rounded = _recorded_logits(student, prompts)
-    return program.largest_difference(rounded, logits) / prompts.scale
+    return check.largest_difference(rounded, logits) / prompts.scale
 
 
 def _difference_of_kernels(
     student: HybridForCausalLM, prompts: Prompts, limit: float
 ) -> Record | None:
-    """Compare the student's own logits with its export's, in its dtype; None if they are the same."""
+    """Compare the student's own logits with its export's, in its dtype.
+
+    Returns None if they are equal; warns if the difference exceeds ``limit``.
+    """
     with computing_as_exported(student):
         exported = _recorded_logits(student, prompts)
     # Outside of `computing_as_exported`, the student runs on its own kernels.
     own = _recorded_logits(student, prompts)
-    difference = program.largest_difference(own, exported) / prompts.scale
+    difference = check.largest_difference(own, exported) / prompts.scale
     if difference == 0.0:
         return None
-    if not difference <= limit:  # a NaN is not within it
+    # "not <=" and not ">": a NaN exceeds the limit too.
+    if not difference <= limit:
         log.warning(
             "the student's kernels compute logits that differ from plain torch by %.2g of the largest one; rounding "
             "accounts for at most %.2g: measure the student again with --student.kernels torch",
@@ -218,6 +242,6 @@ def _difference_of_kernels(
 
 
 def _recorded_logits(student: HybridForCausalLM, prompts: Prompts) -> list[Tensor]:
-    """Compute the columns [L, C] of each prompt's logits that a record holds."""
+    """Compute each prompt's logits [L, C] in the columns that a record holds."""
     with eval_mode(student):
         return [logits_of_prompt(student, ids_L)[:, prompts.columns] for ids_L in prompts.ids]

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all."""
+"""Write a folder so that it appears complete or not at all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Versions of transformers that reproduce an export's results.
+"""Versions of transformers that reproduce an export's results, read from versions.json.
 
-They are in versions.json, which benchmarks/versions.py writes.
+benchmarks/versions.py measures them and writes that file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ backbone; and ``falcon-h1``, the versions correct with that format, which cannot
 def checked_transformers(model_type: str) -> list[str]:
     """List the versions that run exports with this backbone correctly, oldest first.
 
-    The installed one is among them, unless an older one is known to be the first that is correct.
+    The installed version is among them, unless it is older than the first correct one. For an
+    untested backbone, it is the only one.
     """
     installed = ".".join(map(str, release(transformers.__version__)))
     oldest = TRIED["oldest"].get(model_type)
@@ -32,5 +33,5 @@ def checked_transformers(model_type: str) -> list[str]:
 
 
 def oldest_transformers(model_type: str) -> str:
-    """Return the oldest version that runs exports with this backbone; untested: the installed."""
+    """Return the first of `checked_transformers`."""
     return checked_transformers(model_type)[0]

@@ -2,7 +2,7 @@
 
 vLLM's class has no biases in attention and MLPs, and silently drops those of a checkpoint. Its CPU
 attention supports certain head sizes, its Triton attention 32 or more. A smaller head is spread
-over a larger one: RoPE rotates row j of a head by base^(-2j / size), which is the angle of row s j
+over a larger one: RoPE rotates row j of a head by base^(-2j / size), which is the angle of row s*j
 of a head s times as large. So zeros go between the rows, and ``key_multiplier`` compensates for the
 softmax, which divides by the square root of the larger size.
 """
@@ -32,13 +32,13 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     for name, tensor in student.state_dict().items():
         if name.endswith(".bias") and tensor.any():
             biased.add(name.split(".")[-2])
-    left_out = [part for part in UNBIASED if part in biased]
-    if left_out:
-        reasons.append(f"its {', '.join(left_out)} have biases, which vLLM's Falcon-H1 leaves out")
+    dropped = [part for part in UNBIASED if part in biased]
+    if dropped:
+        reasons.append(f"its {', '.join(dropped)} have biases, which vLLM's Falcon-H1 leaves out")
     head_dim = student.config.head_dim
-    times = spacing(head_dim)
+    step = spacing(head_dim)
     kinds = falcon_h1.rope_kinds(student)
-    if times is None or (times > 1 and kinds - SPREADABLE):
+    if step is None or (step > 1 and kinds - SPREADABLE):
         reasons.append(
             f"its heads of {head_dim} with {', '.join(sorted(kinds))} RoPE cannot be padded to a "
             f"size that vLLM takes: {', '.join(map(str, HEAD_DIMS))}"
@@ -47,7 +47,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 
 def spacing(head_dim: int) -> int | None:
-    """Return how many times a head fits into the smallest vLLM head size that it divides, if any."""
+    """Return the distance of a head's rows in the smallest head size of vLLM that it divides, if any."""
     for size in HEAD_DIMS:
         if size % head_dim == 0:
             return size // head_dim
@@ -62,26 +62,27 @@ def write(
 ) -> None:
     """Write weights and configuration for ``vllm serve``; transformers reads them too."""
     stock = falcon_h1.container(student)
-    times = spacing(student.config.head_dim)
-    assert times is not None, "an obstacle"
+    step = spacing(student.config.head_dim)
+    assert step is not None, "an obstacle"
     config = {
         **stock.config,
-        "head_dim": stock.config["head_dim"] * times,
-        "key_multiplier": times**0.5,
+        "head_dim": stock.config["head_dim"] * step,
+        "key_multiplier": step**0.5,
     }
     write_json(folder / "config.json", config)
     state = {}
     for name, tensor in stock.state.items():
         if ".self_attn." in name:
-            state[name] = _spread(tensor, times, dim=1 if "o_proj" in name else 0)
+            # Heads are the columns of the output projection, the rows of all others.
+            state[name] = _spread(tensor, step, dim=1 if "o_proj" in name else 0)
         else:
             state[name] = tensor
     write_weights(state, folder, tied_weights(student), max_shard_size)
 
 
-def _spread(weight: Tensor, times: int, dim: int) -> Tensor:
-    """Insert zeros after every row (column if ``dim`` is 1): ``times`` as many in all."""
+def _spread(weight: Tensor, step: int, dim: int) -> Tensor:
+    """Put the rows (columns if ``dim`` is 1) at every ``step``-th place, and zeros between them."""
     rows = weight.transpose(0, dim)
-    spread = rows.new_zeros(len(rows) * times, *rows.shape[1:])
-    spread[::times] = rows
+    spread = rows.new_zeros(len(rows) * step, *rows.shape[1:])
+    spread[::step] = rows
     return spread.transpose(0, dim)

@@ -1,4 +1,4 @@
-"""Weight files of an export, and the fields of a student's configuration that travel with it."""
+"""Weight files of an export, and the student's configuration as it is exported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tied_weights(student: HybridForCausalLM) -> Mapping[str, str]:
 
 
 def student_config(student: HybridForCausalLM) -> Record:
-    """Return the student's configuration as JSON, without references to the place it came from."""
+    """Return the student's configuration as JSON, without the path and the code it was loaded from."""
     config = json.loads(student.config.to_json_string())
     config.pop("_name_or_path", None)
     config.pop("auto_map", None)

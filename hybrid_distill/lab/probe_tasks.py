@@ -1,4 +1,4 @@
-"""This package's probes and RULER's questions as tasks of lm-eval."""
+"""Make this package's probes and RULER's questions into tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def own_task(
             "doc_to_target": "gold",
         }
         return _task(name, rows, **_accuracy(), **choices)
-    # One token more than any answer, to see that a number has ended.
+    # One token more than any answer, to see whether a number has ended.
     longest = 1 + max(len(example.answer.encode()) for example in examples)
     return _task(name, rows, **_generation(longest, _is_right))
 
@@ -136,14 +136,14 @@ def _accuracy() -> Record:
     return {"doc_to_text": "prompt", "target_delimiter": "", "metric_list": [metric]}
 
 
-def _generation(n_tokens: int, read: Untyped) -> Record:
-    """Return the config of a task whose generated answers are read by our own rule."""
+def _generation(n_tokens: int, grade: Untyped) -> Record:
+    """Return the config of a task whose generated answers ``grade`` grades."""
     return {
         **_accuracy(),
         "output_type": "generate_until",
         "doc_to_target": "answer",
         "generation_kwargs": {"until": [], "max_gen_toks": n_tokens, "do_sample": False},
-        "process_results": read,
+        "process_results": grade,
     }
 
 

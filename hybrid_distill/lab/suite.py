@@ -1,4 +1,4 @@
-"""Any model on lm-eval tasks: the papers' suite by one name, and our probes."""
+"""Evaluate any model on lm-eval tasks: the papers' suites by name, and our probes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ PAPER_FOLDERS = (
 )
 """Folders of lm-eval's task files that the papers' tasks are in."""
 EVERYTHING = ("",)
+"""The folder of all task files itself."""
 DEFAULT_CONTEXT = 2048
-# They give a standard error to about 2 %; lm-eval draws a hundred times as many.
+"""Tokens of context for a model whose config states none."""
 BOOTSTRAP_DRAWS = 1000
+"""They give a standard error to about 2 %; lm-eval draws a hundred times as many."""
 
 
 def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
@@ -84,7 +86,7 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
 
 
 def _manager_of(names: list[str], include_path: Path | None) -> TaskManager:
-    """Return an index of lm-eval's tasks that has all names. Raises ValueError if none has."""
+    """Return an index of lm-eval's tasks that has all ``names``. Raises ValueError if there is none."""
     unknown: list[str] = []
     # Reading all of lm-eval's 10,000 task files takes 10 seconds or more.
     for folders in (PAPER_FOLDERS, EVERYTHING):
@@ -131,9 +133,9 @@ def prepare(
             tasks += stock[name]
         else:
             tasks.append(_own_task(name, tokenizer, job))
-    n_cut: dict[str, int] = {}
+    n_truncated: dict[str, int] = {}
     for name, task in by_name(tasks)["tasks"].items():
-        # As simple_evaluate does: a task that sets 0 examples has none to show.
+        # Like simple_evaluate: a task that sets 0 few-shot examples has none.
         if job.fewshot is not None and task.get_config("num_fewshot") != 0:
             task.set_config("num_fewshot", job.fewshot)
         lengths = _prompt_lengths(task, lm, job)
@@ -145,15 +147,21 @@ def prepare(
                 "to cut them on the left, as lm-eval does."
             )
         if n_long:
-            n_cut[name] = n_long
-    return lm, tasks, n_cut
+            n_truncated[name] = n_long
+    return lm, tasks, n_truncated
 
 
 def _own_task(name: str, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
-    pairs = job.numbers("pairs")
-    lengths = job.numbers("ruler_lengths")
-    questions = {"limit": job.limit, "seed": job.seed, "facts": job.facts, "texts": job.texts}
-    return own_task(name, tokenizer, pairs=pairs, ruler_lengths=lengths, **questions)
+    return own_task(
+        name,
+        tokenizer,
+        limit=job.limit,
+        seed=job.seed,
+        pairs=job.numbers("pairs"),
+        ruler_lengths=job.numbers("ruler_lengths"),
+        facts=job.facts,
+        texts=job.texts,
+    )
 
 
 def by_name(tasks: list[Untyped]) -> Untyped:
@@ -225,7 +233,7 @@ def run_suite(
     import lm_eval
     from lm_eval.utils import handle_non_serializable
 
-    lm, tasks, n_cut = prepare(model, tokenizer, job, stock)
+    lm, tasks, n_truncated = prepare(model, tokenizer, job, stock)
     # lm-eval's cache is keyed by requests only, so each model needs its own.
     dtype = str(model.dtype).removeprefix("torch.")
     answers = job.cache / f"{fingerprint(model)}-{lm.max_length}-{dtype}"
@@ -246,12 +254,17 @@ def run_suite(
     # lm-eval gathers results on its first process, and returns None on the others.
     if results is None:
         return {}
-    facts = {"asked": _asked(tasks), "truncated": n_cut, "described": describe_run(model)}
-    return json.loads(json.dumps({**results, **facts}, default=handle_non_serializable))
+    record = {
+        **results,
+        "asked": _reported_names(tasks),
+        "truncated": n_truncated,
+        "described": describe_run(model),
+    }
+    return json.loads(json.dumps(record, default=handle_non_serializable))
 
 
-def _asked(tasks: list[Untyped]) -> list[str]:
-    """Return the names of tasks, of groups with a figure of their own, and of members of others."""
+def _reported_names(tasks: list[Untyped]) -> list[str]:
+    """List the names whose figures are reported: tasks, groups with a figure, and members of other groups."""
     from lm_eval.api.group import Group
 
     names: list[str] = []

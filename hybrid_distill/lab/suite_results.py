@@ -25,16 +25,16 @@ HEADLINES = {
 
 
 def headline(task: str, metrics: Iterable[str]) -> str:
-    """Return the ``METRIC,FILTER`` to report of a task: that of the papers, or the first."""
+    """Return the ``METRIC,FILTER`` to report for a task: that of the papers, or the first."""
     if task in HEADLINES:
         return HEADLINES[task]
     return next(key for key in metrics if "," in key and "_stderr," not in key)
 
 
 def summary(results: Record, teacher: Record | None = None) -> pd.DataFrame:
-    """Tabulate the headline of each task that was asked for, and its ratio to the teacher's.
+    """Tabulate the headline of each reported task, and its ratio to the teacher's.
 
-    No ratio if lower is better or the teacher scores 0.
+    There is no ratio if lower is better or the teacher scores 0.
     """
     rows: list[Record] = []
     for task in results["asked"]:

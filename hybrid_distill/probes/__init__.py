@@ -1,4 +1,4 @@
-"""Synthetic tasks whose examples each ask a model one question."""
+"""Synthetic tasks: each example asks a model one question."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Probe(Protocol):
 
 
 class SeededProbe(ABC):
-    """Base for dataclasses of settings: example i is the same however many examples are requested.
+    """Base for dataclasses of settings; example i is the same however many examples are requested.
 
     Raises ValueError for a setting outside the range that its field declares.
     """
@@ -89,7 +89,8 @@ class SeededProbe(ABC):
             if not field.repr:
                 settings[f"{field.name}_sha256"] = digest(value)
             elif isinstance(value, tuple):
-                settings[field.name] = list(value)  # as JSON gives it back
+                # A list, as it is when it has been read from JSON.
+                settings[field.name] = list(value)
             else:
                 settings[field.name] = value
         return settings
@@ -110,26 +111,23 @@ def check_queries(n_queries: int, n_pairs: int) -> None:
 
 
 def queries_of(probe: Probe) -> int:
-    """Return the number of consecutive examples that ask about one prompt.
-
-    They are scored together.
-    """
+    """Return the number of consecutive examples that ask about one prompt; these are scored together."""
     return getattr(probe, "n_queries", 1)
 
 
 def default_queries(sizes: Iterable[int]) -> int:
-    """Return the number of questions to ask about each dictionary of these sizes for a ranking."""
+    """Return the number of questions per dictionary of a ranking, for dictionaries of these sizes."""
     return min(QUERIES, *sizes)
 
 
 def default_prompts(n_queries: int) -> int:
-    """Return the number of prompts to rank heads on, for that many questions about each."""
+    """Return the number of prompts of a ranking, for this number of questions per prompt."""
     n_prompts = FEWEST_PROMPTS * QUERIES // n_queries
     return min(MOST_PROMPTS, max(FEWEST_PROMPTS, n_prompts))
 
 
 def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...]:
-    """Return entries as a tuple.
+    """Return ``words`` as a tuple.
 
     Raises ValueError unless they are at least ``at_least`` distinct single words.
     """
@@ -143,7 +141,7 @@ def checked_words(name: str, words: object, at_least: int = 1) -> tuple[Any, ...
         distinct.add(word)
     if len(distinct) < at_least:
         raise ValueError(
-            f"{len(distinct)} {name} are too few, {at_least} are needed; pass more, or ask for less."
+            f"there are {len(distinct)} {name}, and {at_least} are needed; pass more, or ask for fewer pairs."
         )
     return entries
 

@@ -1,8 +1,8 @@
-"""Two ways of reading a model's answer: the most likely of the given choices, and greedy
-generation.
+"""Read a model's answers in two ways: the most likely of some choices, and greedy generation.
 
 Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V
-vocabulary, Q log-probability read (`EncodedExample.reads`), A all of a batch's.
+vocabulary, Q log-probability read for an example (`EncodedExample.reads`), A log-probability read
+for a batch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Output(Protocol):
 class ChoiceResult:
     """A model's answers to E examples.
 
-    ``logprob_EC`` holds one list per example (the number of choices may differ) with the
-    log-probability of each whole choice, in nats. ``answer_logprob_E`` is the log-probability of
-    the correct answer; ``correct_E`` is true where it exceeds every other choice's.
+    ``logprob_EC`` holds the log-probability of each whole choice, in nats: one list per example,
+    because the number of choices may differ. ``answer_logprob_E`` is the log-probability of the
+    correct answer; ``correct_E`` is true where it exceeds every other choice's.
     """
 
     logprob_EC: list[list[float]]
@@ -55,7 +55,7 @@ class ChoiceBatch:
 
     One forward pass over the prompts reads the first tokens after the shared prefix of each
     example's choices. Where choices have more tokens, each context (`EncodedExample.contexts`)
-    extends the prompts' cache; of a model that may not cache, the prompt is read again.
+    extends the prompts' cache; a model that may not cache reads the prompt again.
     """
 
     def __init__(self, encoded: Sequence[EncodedExample], device: torch.device) -> None:
@@ -71,9 +71,9 @@ class ChoiceBatch:
         self.address_4A = self._addresses().to(device)
 
     def _addresses(self) -> Tensor:
-        """Return where each log-probability is read: in a context or not, row, position, token.
+        """Return where each log-probability is read: in a context (1) or not (0), row, position, token.
 
-        The position is an index into the logits: of the prompts from the end (-1 is the last), of
+        The position is an index into the logits: of prompts from the end (-1 is the last), of
         contexts from 0.
         """
         row_of: dict[tuple[int, Tokens], int] = {}
@@ -93,19 +93,17 @@ class ChoiceBatch:
         """Compute each example's `EncodedExample.reads`, running each prompt once."""
         # In float64: choices add up several of them.
         logprob_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
-        caches = bool(self.contexts) and may_cache(model)
+        use_cache = bool(self.contexts) and may_cache(model)
         output = forward(
             model,
             self.input_ids_BL,
             self.mask_BL,
             logits_to_keep=self.n_logits,
-            use_cache=caches,
+            use_cache=use_cache,
         )
         self._read(output.logits, logprob_A, in_contexts=False)
         if self.contexts:
-            cache = None
-            if caches:
-                cache = cache_of(output)
+            cache = cache_of(output) if use_cache else None
             logits_RTV = self._context_logits(model, cache)
             self._read(logits_RTV, logprob_A, in_contexts=True)
         return logprob_A.split([len(example.reads) for example in self.encoded])
@@ -114,9 +112,11 @@ class ChoiceBatch:
         """Run the contexts, one row each, on the prompts' cache or after the prompts."""
         device = self.mask_BL.device
         example_R = torch.tensor([index for index, _ in self.contexts], device=device)
-        tails = [
-            torch.tensor(path[self.encoded[index].n_shared :]) for index, path in self.contexts
-        ]
+        tails = []
+        for index, path in self.contexts:
+            # The first forward has read the shared prefix.
+            n_shared = self.encoded[index].n_shared
+            tails.append(torch.tensor(path[n_shared:]))
         # Right padding needs no mask: no position that is read comes after it.
         ids_RT = pad_sequence(tails, batch_first=True).to(device)
         mask_RL = torch.cat([self.mask_BL[example_R], torch.ones_like(ids_RT)], dim=1)
@@ -135,12 +135,12 @@ class ChoiceBatch:
         in_contexts: bool,
     ) -> None:
         """Fill in the log-probabilities that these logits contain, computed in float32."""
-        here_A = self.address_4A[0] == in_contexts
-        row, position, token = self.address_4A[1:, here_A]
+        is_here_A = self.address_4A[0] == in_contexts
+        row, position, token = self.address_4A[1:, is_here_A]
         # Only the normalizer needs the whole vocabulary: log_softmax would store it once more.
         normalizer_BS = logits_BSV.float().logsumexp(-1)
         logprob = logits_BSV[row, position, token].float() - normalizer_BS[row, position]
-        logprob_A[here_A.cpu()] = logprob.double().cpu()
+        logprob_A[is_here_A.cpu()] = logprob.double().cpu()
 
 
 def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> ChoiceResult:
@@ -148,7 +148,7 @@ def choice_result(logprob_EC: list[list[float]], answers: Sequence[int]) -> Choi
     answer_logprobs = []
     correct = []
     for logprobs, answer in zip(logprob_EC, answers, strict=True):
-        # By place, not by value: two choices may be equally likely.
+        # By index, not by value: another choice may be as likely as the answer.
         others = logprobs[:answer] + logprobs[answer + 1 :]
         answer_logprobs.append(logprobs[answer])
         correct.append(all(other < logprobs[answer] for other in others))
@@ -164,8 +164,7 @@ def answer_choices(
     batch_size: int = 32,
     progress: bool = False,
 ) -> ChoiceResult:
-    """Score every choice by the summed log-probability of its tokens, and grade the model's
-    answers.
+    """Score every choice by the summed log-probability of its tokens, and grade the model's answers.
 
     If a choice is a prefix of another, only the probability that the model stops after it counts.
     Works for any decoder and any tokenizer, with or without a pad token.
@@ -218,16 +217,18 @@ def generate_greedily(
 ) -> list[str]:
     """Continue each prompt greedily, just long enough to check the answer."""
     prompts = tokenize(tokenizer, [example.prompt for example in examples])
-    answered = tokenize(tokenizer, [example.prompt + example.answer for example in examples])
-    longest = max(len(full) - len(prompt) for prompt, full in zip(prompts, answered, strict=True))
+    with_answers = tokenize(tokenizer, [example.prompt + example.answer for example in examples])
+    # Together: alone, an answer may have other tokens.
+    lengths = [len(both) - len(prompt) for prompt, both in zip(prompts, with_answers, strict=True)]
+    longest = max(lengths)
     input_ids_BL, mask_BL = left_pad(prompts, model.device)
     output_BL = generated(
         model,
         input_ids=input_ids_BL,
         attention_mask=mask_BL,
-        # One more token than the answer shows that a number has ended.
+        # One more token than the answer, to see whether a number has ended.
         max_new_tokens=max(longest, 1) + 1,
-        # All set explicitly: the model's own settings would fill in any that are missing.
+        # All set: the model's own settings would apply to any that are missing.
         do_sample=False,
         num_beams=1,
         temperature=None,
@@ -241,7 +242,7 @@ def generate_greedily(
 
 
 def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose a token to pad rows with after their end: any special one, because pads are masked."""
+    """Choose a token to pad finished rows with: any special one, because decoding skips it."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     if isinstance(eos, list):
         eos = eos[0]
@@ -254,7 +255,7 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> in
 def begins_with(text: str, answer: str) -> bool:
     """Check whether ``text`` begins with ``answer`` as a whole word or number."""
     answer = answer.strip()
-    # After a number a letter may follow ("84th"), after a word neither may.
+    # A letter may follow a number ("84th"); neither letter nor digit may follow a word.
     boundary = r"(?!\d)" if answer[-1:].isdigit() else r"(?!\w)"
     return re.match(re.escape(answer) + boundary, text.lstrip()) is not None
 
@@ -286,9 +287,9 @@ def forward(
     the argument computes only these.
     """
     arguments: dict[str, object] = {"use_cache": use_cache}
-    # Recurrent models have no position ids.
+    # Recurrent models take no position ids.
     if accepts(model, "position_ids"):
-        # Counted from each row's first token; pads, which come before it, get 0.
+        # Counted from each row's first token; pads before it get 0.
         position_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)
         arguments["position_ids"] = position_BL[:, -input_ids_BT.shape[1] :]
     if accepts(model, "logits_to_keep"):
@@ -296,7 +297,7 @@ def forward(
     if cache is not None:
         arguments[cache_argument(model.forward)] = cache
     output = model(input_ids=input_ids_BT, attention_mask=mask_BL, **arguments)
-    # Some models compute all positions; -0 keeps all of them.
+    # Some models compute all positions. With 0 to keep, the slice is from -0: all of them.
     output.logits = output.logits[:, -logits_to_keep:]
     return output
 

@@ -22,13 +22,13 @@ class CannotAnswer(ValueError):
 def check_answerable(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
-    """Raise CannotAnswer for examples that a model cannot read: words without tokens, or too long for
-    its context.
+    """Raise CannotAnswer for examples with words that have no token, or too long for the model's context.
 
-    ``max_length`` is the model's context length in tokens (`longest_context`); each prompt must fit
+    ``max_length`` is the context's length in tokens (`longest_context`); each prompt must fit
     together with its longest choice.
     """
-    texts: dict[str, None] = {}  # a dict keeps their order
+    # A dict, not a set: it keeps their order.
+    texts: dict[str, None] = {}
     for example in examples:
         texts.update(dict.fromkeys([example.prompt, *example.choices]))
     missing = missing_words(tokenizer, texts)
@@ -55,33 +55,34 @@ def check_answerable(
 def missing_words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[str]:
     """Return words that the tokenizer drops or maps to the unknown token, in order."""
     unknown = tokenizer.unk_token_id
-    is_lost: dict[str, bool] = {}
-    missing: dict[str, None] = {}  # a dict keeps their order
+    # Each word is tested once: prompts of a probe share most of theirs.
+    is_missing: dict[str, bool] = {}
+    # A dict, not a set: it keeps their order.
+    all_missing: dict[str, None] = {}
     for text in texts:
         words = dict.fromkeys(WORD.findall(text))
         for word in words:
-            if word not in is_lost:
-                # Once a word: prompts of a probe share most of theirs.
-                is_lost[word] = _is_lost(tokenizer, word)
-        lost = [word for word in words if is_lost[word]]
+            if word not in is_missing:
+                is_missing[word] = _is_missing(tokenizer, word)
+        missing = [word for word in words if is_missing[word]]
         # Chat templates may contain the unknown token itself.
         plain = text.replace(str(tokenizer.unk_token or ""), "")
-        # Found in the whole text only: the tokenizer does not split words as WORD does.
-        if not lost and unknown in _ids(tokenizer, plain):
-            lost = [part for part in plain.split() if unknown in _ids(tokenizer, part)]
-        missing.update(dict.fromkeys(lost))
-    return list(missing)
+        # In the whole text too: the tokenizer does not split words as WORD does.
+        if not missing and unknown in _ids(tokenizer, plain):
+            missing = [part for part in plain.split() if unknown in _ids(tokenizer, part)]
+        all_missing.update(dict.fromkeys(missing))
+    return list(all_missing)
 
 
-def _is_lost(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
+def _is_missing(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
     ids = _ids(tokenizer, word)
     if tokenizer.unk_token_id is None:
-        # Such tokenizers drop what they do not know, without a trace.
-        return _plain(word) not in _plain(str(tokenizer.decode(ids)))
+        # Without an unknown token, tokenizers silently drop unknown words.
+        return _normalized(word) not in _normalized(str(tokenizer.decode(ids)))
     return tokenizer.unk_token_id in ids
 
 
-def _plain(text: str) -> str:
+def _normalized(text: str) -> str:
     """Remove differences that tokenizers introduce on purpose: case, Unicode form, spaces."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 

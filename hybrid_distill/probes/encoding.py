@@ -1,4 +1,4 @@
-"""Examples as tokens: the prompt, and each choice as a continuation of it.
+"""Encode examples as tokens: the prompt, and each choice as a continuation of it.
 
 Shapes: C choice, Q log-probability read (`EncodedExample.reads`), G model.
 """
@@ -35,12 +35,12 @@ class EncodedExample:
     answer: int
 
     def contexts(self) -> list[Tokens]:
-        """Return prefixes of choices, longer than the shared one, that a token follows."""
+        """Return each choice without its last token, if it is longer than the shared prefix."""
         return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
 
     @cached_property
     def reads(self) -> list[tuple[Tokens, int]]:
-        """Pairs (tokens after the prompt, next token) that the choices are made of."""
+        """Pairs (tokens after the prompt, next token) whose log-probabilities the choices need."""
         pairs: set[tuple[Tokens, int]] = set()
         for choice, stop in zip(self.choices, self.stops):
             pairs.update((choice[:place], token) for place, token in enumerate(choice))
@@ -52,18 +52,19 @@ class EncodedExample:
 
         Sums over a choice's tokens, then excludes the probability of continuing to a longer choice.
         """
-        logprob_G = dict(zip(self.reads, reads_GQ.unbind(1)))
+        logprob_G_of = dict(zip(self.reads, reads_GQ.unbind(1)))
         totals = []
         for choice, stop in zip(self.choices, self.stops):
             total_G = torch.zeros(())
             for place, token in enumerate(choice):
-                total_G = total_G + logprob_G[choice[:place], token]
+                total_G = total_G + logprob_G_of[choice[:place], token]
             if stop:
-                longer_G = torch.zeros(())
+                p_longer_G = torch.zeros(())
                 for token in stop:
-                    longer_G = longer_G + logprob_G[choice, token].exp()
-                # Rounding can bring the sum to 1 or above, whose logarithm would not be finite.
-                total_G = total_G + (1 - longer_G).clamp(min=1e-30).log()
+                    p_longer_G = p_longer_G + logprob_G_of[choice, token].exp()
+                # Rounding can bring the sum to 1 or above; the logarithm would not be finite.
+                p_stop_G = (1 - p_longer_G).clamp(min=1e-30)
+                total_G = total_G + p_stop_G.log()
             totals.append(total_G)
         return torch.stack(totals, dim=1)
 
@@ -73,7 +74,8 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
 
     Raises ValueError if two choices have the same tokens: the tokenizer cannot distinguish them.
     """
-    texts = [example.prompt, *(example.prompt + choice for choice in example.choices)]
+    texts = [example.prompt]
+    texts += [example.prompt + choice for choice in example.choices]
     prompt, *rows = tokenize(tokenizer, texts)
     if len(set(rows)) < len(rows):
         raise ValueError(
@@ -81,11 +83,11 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> Enco
             "use a tokenizer that tells them apart, or other choices."
         )
     shortest = min(map(len, rows))
-    # At least one token has to be left of the shortest choice, to be predicted.
+    # Even of the shortest choice, one token must be left to predict.
     n_common = min(common_prefix(rows), shortest - 1)
-    # A tokenizer may merge the prompt's end with a choice's beginning; the choice gets that token.
+    # A tokenizer may merge the prompt's end with a choice's beginning; that token belongs to the choice.
     n_prompt = min(n_common, common_prefix([prompt, *rows]))
-    # Cut from the whole row: tokenized alone, a choice may have other tokens.
+    # Taken from the whole row: tokenized alone, a choice may have other tokens.
     choices = tuple(row[n_prompt:] for row in rows)
     return EncodedExample(
         prompt=rows[0][:n_prompt],
@@ -106,26 +108,24 @@ def _stops(choice: Tokens, choices: Sequence[Tokens]) -> Tokens:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """Tokenize each text, with the tokenizer's beginning-of-text token if it adds one; without
-    end-of-text.
+    """Tokenize each text, with a beginning-of-text token if the tokenizer adds one, without end-of-text.
 
-    A text that already begins with that token, as chat templates write it, does not get a second
-    one.
+    A text that already begins with that token, as from a chat template, does not get a second one.
     """
     if not texts:  # fast tokenizers fail on an empty batch
         return []
-    # Without special tokens: with them, some tokenizers end each text.
+    # Without special tokens, because some tokenizers also add one at the end.
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    # Whether a tokenizer adds a first token shows on any text.
+    # Any text shows whether the tokenizer adds a first token.
     sample: list[int] = tokenizer("a")["input_ids"]
-    first = sample[:1]
-    start: Tokens = ()
-    if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
-        start = tuple(first)
+    start: list[int] = []
+    if tokenizer.bos_token_id is not None and sample[:1] == [tokenizer.bos_token_id]:
+        start = sample[:1]
     tokenized = []
     for row in rows:
-        has_start = row[: len(start)] == list(start)
-        tokenized.append(tuple(row) if has_start else (*start, *row))
+        if row[: len(start)] != start:
+            row = start + row
+        tokenized.append(tuple(row))
     return tokenized
 
 

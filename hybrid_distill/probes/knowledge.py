@@ -61,9 +61,10 @@ class Knowledge:
 def read_questions(
     path: str | Path | None, read: Callable[[Record], Item], expected: str
 ) -> list[Item]:
-    """Read the questions in a file, one per line; without a path, those of the embedded teacher.
+    """Read a file's questions, one per line; without a path, those of the embedded teacher.
 
-    Raises ValueError for an unreadable file, naming the first bad line and the expected format.
+    ``read`` makes a question from a line's entries. Raises ValueError for an unreadable file, naming
+    the first bad line and the ``expected`` format.
     """
     file = Path(path or facts_path())
     questions = []
@@ -119,20 +120,18 @@ class LetterChoice(SeededProbe):
         seed: int = 0,
         answer_format: AnswerFormat = "letter",
     ) -> LetterChoice:
-        """Read facts from a JSON Lines file, by default those that the embedded teacher was trained
-        on.
+        """Read facts from a JSON Lines file, by default those that the embedded teacher was trained on.
 
         A line is ``{"prompt", "answer"}``, with optional ``"choices"`` (all but the answer become
         distractors) and ``"kind"``. Raises ValueError for an unreadable file, naming the line.
         """
         expected = '{"prompt": ..., "answer": ...}, with optional "choices": [...] and "kind": ...'
-        return cls(
-            tuple(read_questions(facts, _read_fact, expected)), n_options, seed, answer_format
-        )
+        questions = read_questions(facts, _read_fact, expected)
+        return cls(tuple(questions), n_options, seed, answer_format)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Frozen, but facts may be given as plain tuples.
+        # Callers may pass plain tuples. The class is frozen, so this is the way to convert them.
         object.__setattr__(self, "facts", tuple(Fact(*fact) for fact in self.facts))
         for fact in self.facts:
             n_wrong = len(fact.distractors) + len(self._others(fact))
@@ -145,7 +144,7 @@ class LetterChoice(SeededProbe):
     @cached_property
     def _answers(self) -> dict[str, list[str]]:
         """Distinct answers to each kind of fact, in the order of the facts."""
-        # A dict keeps the order, which the seeded draws depend on; a set would not.
+        # A dict, not a set: the seeded draws depend on their order.
         answers: dict[str, dict[str, None]] = {}
         for fact in self.facts:
             answers.setdefault(fact.kind, {})[fact.answer] = None
@@ -162,7 +161,7 @@ class LetterChoice(SeededProbe):
 
     def _example(self, index: int) -> Example:
         fact = self._order[index % len(self._order)]
-        # Seeded by text, which hashes alike on every Python and machine.
+        # Seeded by text, which gives the same numbers on every machine and version of Python.
         rng = random.Random(f"letter-choice {self.seed} {self.n_options} {index}")
         n_wrong = self.n_options - 1
         n_own = min(n_wrong, len(fact.distractors))

@@ -36,15 +36,14 @@ DIALOGUE = Wording(
 
 @dataclass(frozen=True)
 class KVRetrieval(SeededProbe):
-    """Dictionaries of ``n_pairs`` distinct nouns, each with a distinct value from 0 to 99; the
-    values are the choices.
+    """Dictionaries of ``n_pairs`` distinct nouns with distinct values from 0 to 99, the choices.
 
     With several ``n_pairs``, successive dictionaries cycle through the sizes. Each dictionary
     yields ``n_queries`` consecutive examples that ask for different keys. ``seed`` determines the
-    keys, the values, their order and the keys asked for. ``keys`` replaces the default nouns, for a
+    keys, the values, their order and the questions. ``keys`` replaces the default nouns, for a
     model that knows few words; ``wording`` replaces the text around them. ``distance`` puts that
     many words of general knowledge between dictionary and question, so that a window of as many
-    tokens does not see both. Raises ValueError for repeated or too few keys, and for more queries
+    tokens does not cover both. Raises ValueError for repeated or too few keys, and for more queries
     than pairs.
     """
 
@@ -77,28 +76,28 @@ class KVRetrieval(SeededProbe):
         dictionary, query = divmod(index, self.n_queries)
         number, size = divmod(dictionary, len(self._sizes))
         n_pairs = self._sizes[size]
-        # By size and number: example i is the same whatever else is asked for.
+        # Seeded by size and number: example i is the same whichever others are requested.
         rng = random.Random(f"kv-retrieval {self.seed} {n_pairs} {number}")
         keys = rng.sample(self.keys, n_pairs)
         values = rng.sample(range(N_VALUES), n_pairs)
-        # All queries are drawn, so that the questions about one prompt differ.
-        asked = rng.sample(range(n_pairs), self.n_queries)[query]
+        # The targets of all queries are drawn, so that the questions about one prompt differ.
+        targets = rng.sample(range(n_pairs), self.n_queries)
+        target = targets[query]
         header, entry, question = self.wording
         lines = [header] if header else []
-        lines += [
-            entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True)
-        ]
-        question = question.format(key=keys[asked])
+        for key, value in zip(keys, values, strict=True):
+            lines.append(entry.format(key=key, value=value))
+        question = question.format(key=keys[target])
         if self.distance:
             lines.append(f"\n{_statements(rng, self.distance)}\n")
-            # Without it, models go on with the statements (docs/scores.md).
+            # Without the reminder, models continue the statements (docs/scores.md).
             question = f"{REMINDER} {question}"
         lines.append(question)
         choices = tuple(f" {value}" for value in values)
-        return Example("\n".join(lines), choices[asked], choices)
+        return Example("\n".join(lines), choices[target], choices)
 
     def describe(self) -> dict[str, object]:
-        """Return the settings that determine every prompt, without defaults of wording, queries and distance."""
+        """Return the settings that determine every prompt; default wording, queries and distance are left out."""
         settings = super().describe()
         if self.wording == DICTIONARY:
             del settings["wording"]
@@ -110,16 +109,16 @@ class KVRetrieval(SeededProbe):
 
 
 def _statements(rng: random.Random, n_words: int) -> str:
-    """Return random statements of at least ``n_words`` words in all.
+    """Return random statements, ``n_words`` words or a few more in all.
 
-    Text that repeats itself, as generated sentences do, would also rank heads that look for repetitions.
+    Not generated sentences, which repeat themselves: with these, heads that look for repetitions rank high too.
     """
     statements = _general_statements()
     shuffled: list[str] = []
     chosen: list[str] = []
     n_chosen = 0
     while n_chosen < n_words:
-        # Only a distance of more than a thousand words takes all of them, and some twice.
+        # All are used up, and used again, only for a distance of more than a thousand words.
         if not shuffled:
             shuffled = rng.sample(statements, len(statements))
         statement = shuffled.pop(0)
@@ -130,6 +129,6 @@ def _statements(rng: random.Random, n_words: int) -> str:
 
 @cache
 def _general_statements() -> list[str]:
-    """List the shipped facts as sentences, once a process: each prompt with a distance asks for them."""
+    """List the shipped facts as sentences; cached, because every prompt with a distance needs them."""
     facts = Knowledge(general_facts_path()).examples()
     return [f"{fact.prompt}{fact.answer}." for fact in facts]

@@ -1,4 +1,4 @@
-"""Next-token loss on plain text.
+"""Measure next-token loss on plain text.
 
 Shapes: B batch, L length, T predicted tokens (L - 1), V vocabulary.
 """
@@ -24,7 +24,7 @@ class TextBatch:
 
     def __init__(self, rows: Sequence[Tokens], device: torch.device) -> None:
         self.input_ids_BL, self.mask_BL = left_pad(rows, device)
-        # Both neighbors are tokens: a text's first token follows a pad, which predicts nothing.
+        # Where both the token and the one before it are real: a text's first token follows a pad.
         self.counts_BT = (self.mask_BL[:, 1:] * self.mask_BL[:, :-1]).bool()
 
     def logits(self, model: PreTrainedModel) -> Tensor:
@@ -62,13 +62,15 @@ def text_batches(
 def text_rows(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int
 ) -> list[Tokens]:
-    """Return the first ``max_tokens`` tokens of each text, skipping texts of one token, which
-    predict nothing.
+    """Return the first ``max_tokens`` tokens of each text.
 
-    Raises ValueError if that skips every text.
+    Skips texts of one token, which predict nothing. Raises ValueError if that skips every text.
     """
-    rows = [row[:max_tokens] for row in tokenize(tokenizer, texts)]
-    rows = [row for row in rows if len(row) > 1]
+    rows = []
+    for tokens in tokenize(tokenizer, texts):
+        row = tokens[:max_tokens]
+        if len(row) > 1:
+            rows.append(row)
     if texts and not rows:
         raise ValueError(
             f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict."

@@ -1,4 +1,4 @@
-"""Prompt formats of a probe: as written, after solved examples, or as a turn in a chat."""
+"""Format a probe's prompts: as written, after solved examples, or as a turn in a chat."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def with_prompt_format(
     probe: Probe, prompt_format: str, tokenizer: PreTrainedTokenizerBase
 ) -> Probe:
     """Return the probe with its prompts in a format; plain returns the probe itself."""
-    return probe if prompt_format == PLAIN else FormattedProbe(probe, prompt_format, tokenizer)
+    if prompt_format == PLAIN:
+        return probe
+    return FormattedProbe(probe, prompt_format, tokenizer)
 
 
 def accuracy_by_prompt_format(
@@ -128,7 +130,7 @@ def accuracy_by_prompt_format(
 
     Leaves out formats longer than the model's context, and chat without a template.
     """
-    # Recurrent models have none.
+    # Recurrent models have no longest context.
     limit = longest_context(model.config) or sys.maxsize
     accuracies = {}
     for prompt_format in tried:

@@ -21,15 +21,18 @@ def make_probe(name: str, **options: object) -> Probe:
     if name not in probes:
         raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(probes)}.")
     make = probes[name]
-    # The command line passes every option; each probe takes its own.
-    known = inspect.signature(make).parameters
-    return make(**{option: value for option, value in options.items() if option in known})
+    # The command line passes the options of all probes.
+    parameters = inspect.signature(make).parameters
+    own_options = {option: value for option, value in options.items() if option in parameters}
+    return make(**own_options)
 
 
 def _kv(
     pairs: int | Sequence[int] = 16, seed: int = 0, n_queries: int = 1, distance: int = 0
 ) -> KVRetrieval:
+    """Make a `KVRetrieval` from the options of the command line."""
     sizes = as_tuple("pairs", pairs)
+    # A single size, not a tuple of one: `describe` names it in files of scores.
     n_pairs = sizes[0] if len(sizes) == 1 else sizes
     return KVRetrieval(n_pairs, seed, n_queries=n_queries, distance=distance)
 

@@ -1,10 +1,9 @@
-"""RULER tasks (arXiv 2404.06654) at any length, offline: needles, variable tracking, common and
-frequent words.
+"""RULER tasks (arXiv 2404.06654) at any length, offline: needles, variables, common and frequent words.
 
 lm-eval's generators write the questions. Two downloads are replaced: Paul Graham's essays by
 `filler_sentences`, and nltk's sentence splitter by a regular expression. Haystacks grow one unit of
-filler at a time, while lm-eval uses steps of up to 500 words; lengths such as 256 tokens therefore
-work too.
+filler at a time, where lm-eval uses steps of up to 500 words, so lengths such as 256 tokens work
+too.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ TASKS = tuple(LONGEST_ANSWER)
 VT_EXAMPLE = 500  # tokens of the worked example before a ruler_vt question; at most half the length
 FEWEST_COMMON_WORDS = 10
 FEWEST_CODED_WORDS = 54  # in ruler_fwe: with fewer, the third and fourth most frequent words tie
-OFFERED = {
+WRONG_CHOICES = {
     "niah": r"is: ([\da-f-]{7,36})\.",
     "ruler_vt": r"VAR ([A-Z]+)",
     "ruler_cwe": r"\d+\. (\S+)",
@@ -109,7 +108,7 @@ def ruler_questions(
         return len(tokenizer(prompt, verbose=False)["input_ids"]) <= room
 
     with _seeded(generators, f"{task} {length} {seed}"):
-        # Sized on one question of its own seed, so that n does not change the prompts.
+        # Sized by one question with a seed of its own, so that n does not change the prompts.
         write, least = _writer(generators, task, length, fits)
         shortest = write(least)
         missing = missing_words(tokenizer, [shortest.prompt, *shortest.answers])
@@ -132,9 +131,10 @@ def ruler_questions(
 def _longest_that_fits(
     write: _Write, units: range, fits: Callable[[str], bool]
 ) -> RulerQuestion | None:
-    """Return the first question that fits.
+    """Return the first question that fits, None if none does.
 
-    ``most`` fitted another question: this one's words may be longer.
+    The numbers of ``units`` descend from the most that fitted another question, whose words may
+    have been shorter.
     """
     for n_units in units:
         question = write(n_units)
@@ -154,14 +154,12 @@ def _most(
     length: int,
     fits: Callable[[str], bool],
 ) -> int:
-    """Return the most filler units that fit, or the task's minimum.
-
-    A unit takes at least one token.
-    """
+    """Return the most filler units that fit, or the task's minimum."""
 
     def is_too_long(units: int) -> bool:
         return not fits(write(units).prompt)
 
+    # Up to ``length`` units: a unit takes at least one token.
     n_fitting = bisect_left(range(least, length), True, key=is_too_long)
     return least + max(n_fitting, 1) - 1
 
@@ -231,6 +229,7 @@ def _needle_writer(generators: SimpleNamespace, needles: Needles, length: int) -
     values = needles.type_needle_v
     verb = "are"
     if needles.num_needle_q * needles.num_needle_v == 1:
+        # In the singular: "number", not "numbers".
         values = values[:-1]
         verb = "is"
 
@@ -311,9 +310,9 @@ def _seeded(generators: SimpleNamespace, seed: str) -> Iterator[None]:
 class RulerProbe:
     """Questions from a RULER ``task``, up to ``n_tokens`` tokens long.
 
-    If a question has several answers, the prompt includes all except the last, which is asked for.
-    Wrong choices are other needles, variables or words from the prompt, or similar made-up strings
-    if it has too few for ``n_choices``.
+    If a question has several answers, the prompt ends with all but the last, which is to be chosen.
+    Wrong choices are other needles, variables or words from the prompt and, if it has too few for
+    ``n_choices``, similar made-up strings.
     """
 
     task: str
@@ -349,15 +348,23 @@ class RulerProbe:
     def _example(self, index: int, question: RulerQuestion) -> Example:
         rng = random.Random(f"{self.task} {self.n_tokens} {self.seed} {index}")
         *others, answer = question.answers
-        pattern = next(pattern for name, pattern in OFFERED.items() if self.task.startswith(name))
-        wrong = sorted({*re.findall(pattern, question.question)} - {*question.answers})
-        choices = {answer, *rng.sample(wrong, min(len(wrong), self.n_choices - 1))}
+        matches = re.findall(self._wrong_choice_pattern(), question.question)
+        # Sorted: the order of a set of strings differs between processes.
+        candidates = sorted(set(matches) - set(question.answers))
+        n_wrong = min(len(candidates), self.n_choices - 1)
+        choices = {answer, *rng.sample(candidates, n_wrong)}
         while len(choices) < self.n_choices:
-            choices.add(re.sub(r"\w", lambda match: rng.choice(_alike(match[0])), answer))
-        # Sorted first: the order of a set of strings differs between processes.
+            made_up = re.sub(r"\w", lambda match: rng.choice(_alike(match[0])), answer)
+            choices.add(made_up)
         shuffled = rng.sample(sorted(choices), len(choices))
         prompt = " ".join([question.prompt, *others])
         return Example(prompt, f" {answer}", tuple(f" {choice}" for choice in shuffled))
+
+    def _wrong_choice_pattern(self) -> str:
+        for prefix, pattern in WRONG_CHOICES.items():
+            if self.task.startswith(prefix):
+                return pattern
+        raise KeyError(self.task)
 
     def describe(self) -> dict[str, object]:
         """Return the settings that determine every prompt, without the scored model's tokenizer."""

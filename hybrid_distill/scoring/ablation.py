@@ -7,7 +7,7 @@ task.
     model before ablation, on all examples                              -> baseline
     for each round of examples (one; a race has several, for the remaining heads)
         for each layer, bottom to top
-            several heads at once, from that layer up (`forwards`)      -> right, logprob
+            several heads at once, from that layer up (`forwards`)      -> accuracy, logprob
     drops, standard errors, intervals, split-half agreement (`measure`) -> HeadScores
 """
 
@@ -35,13 +35,13 @@ from .measure import AblationRun
 from .probe_rows import QuestionRow, TextRow
 from .racing import Race
 from .resume_log import ResumeLog
-from .shortcuts import computed_in, fastest_exact
+from .shortcuts import compute_dtype, fastest_exact
 
 CONTROL_TOKENS = 256
 """Tokens of each plain text on which the control loss is measured."""
 ENOUGH = 1 / 3
-"""Accuracy that a model needs for a ranking of its heads, as a share of the way from guessing to always right. On 8
-pairs SmolLM2-135M and Gemma 3 270M are at 43 % of it, and were ranked well (docs/atlas.md)."""
+"""Accuracy that a model needs for a ranking of its heads: 0 for guessing, 1 for always right. On 8 pairs SmolLM2-135M
+and Gemma 3 270M reach 0.43, and were ranked well (docs/atlas.md)."""
 
 
 def score_heads(
@@ -74,7 +74,7 @@ def score_heads(
         min_accuracy: Accuracy required of the model with all its heads. None: `ENOUGH`.
         race_k: Drop heads once they cannot be among the top k (`racing`). With about 99 %
             confidence, the top k are the same as in exhaustive scoring. A dropped head's scores cover only the
-            examples it was tried on (``n_examples_LH``), and its control loss is NaN. None scores
+            examples it was measured on (``n_examples_LH``), and its control loss is NaN. None scores
             every head on every example.
         heads: Heads to score; others get NaN.
         removed: Heads ablated throughout, including in the baseline (joint ablation); they get NaN.
@@ -90,7 +90,7 @@ def score_heads(
         check_counts(batch_size=batch_size)
     sites = head_sites(model, kind)
     candidates = _candidates(model, sites, heads, removed)
-    # Encoded once: every ablated model answers the same tokens.
+    # Encoded once: every ablated model reads the same tokens.
     questions = _question_rows(model, tokenizer, probe, n_examples)
     control_texts = list(control_texts or [])
     texts = _control_rows(model, tokenizer, control_texts)
@@ -99,7 +99,7 @@ def score_heads(
         race = Race(race_k, n_examples, n_queries=queries_of(probe))
 
     with eval_mode(model), _bfloat16_on_gpu(model):
-        # Inside: autocast decides what the model is computed in.
+        # Inside the block: autocast decides the dtype of the computation.
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),
@@ -110,26 +110,26 @@ def score_heads(
             "heads": None if heads is None else _pairs(heads),
             "removed": _pairs(removed),
             "kind": sites[0].kind,
-            "computed_in": str(computed_in(model)).removeprefix("torch."),
+            "computed_in": str(compute_dtype(model)).removeprefix("torch."),
             **describe_run(model),
         }
-        # It holds everything that decides the numbers: measurements of any other task are not reused.
+        # The provenance holds everything that decides the numbers: only measurements of the same task are reused.
         log = ResumeLog(resume_path, provenance)
-        # Around everything: the baseline and each head's drop are those of the reduced model.
+        # The baseline too: each head's drop is relative to the reduced model.
         with ablate_heads(model, removed, kind=kind):
             run = AblationRun(model, questions, texts, candidates, race)
             with Phase("measuring the model with all its heads", hidden=not progress):
                 sizer = BatchSizer(model, batch_size)
                 forwards = fastest_exact(model, sites, sizer, run.samples())
                 run.baseline(forwards)
-            accuracy = run.right_E.mean().item()
+            accuracy = run.accuracy_E.mean().item()
             check_accuracy(accuracy, min_accuracy, probe)
             run.ablate(forwards, log, progress)
     return run.scores(sites, probe.chance, provenance)
 
 
 def _bfloat16_on_gpu(model: PreTrainedModel) -> torch.autocast:
-    """Return the autocast of a float32 model on a GPU, which multiplies in bfloat16 many times faster."""
+    """Return an autocast to bfloat16, many times faster, that is on for float32 models on a GPU."""
     is_on = model.device.type == "cuda" and model.dtype == torch.float32
     return torch.autocast("cuda", torch.bfloat16, is_on)
 
@@ -167,8 +167,9 @@ def _question_rows(
     encoded = [encode_example(tokenizer, example) for example in examples]
     rows = []
     for start in range(0, len(examples), n_queries):
-        of_prompt = slice(start, start + n_queries)
-        row = QuestionRow(len(rows), examples[of_prompt], encoded[of_prompt], model.device)
+        # Consecutive examples ask about the same prompt.
+        queries = slice(start, start + n_queries)
+        row = QuestionRow(len(rows), examples[queries], encoded[queries], model.device)
         rows.append(row)
     return rows
 
@@ -192,7 +193,7 @@ def _describe_race(race: Race | None) -> Record | None:
 def _describe_texts(texts: Sequence[str]) -> Record | None:
     if not texts:
         return None
-    # Joined with a character that no text has: the borders count too.
+    # Joined with a character that no text has: the same words cut otherwise are other texts.
     sha256 = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     return {
         "texts": len(texts),
@@ -202,13 +203,14 @@ def _describe_texts(texts: Sequence[str]) -> Record | None:
 
 
 def _pairs(heads: Collection[HeadId]) -> list[list[int]]:
+    """Return heads as sorted [layer, head] lists, for JSON."""
     # Plain integers: a head may come from a tensor, which JSON cannot hold.
     return sorted([int(layer), int(head)] for layer, head in heads)
 
 
 def check_accuracy(accuracy: float, min_accuracy: float | None, probe: Probe) -> None:
-    """Raise CannotAnswer for a model that answers less of the probe than ``min_accuracy``, by default `ENOUGH`."""
-    # A drop in accuracy shows nothing if the model guesses already.
+    """Raise CannotAnswer if a model's ``accuracy`` on the probe is below ``min_accuracy``, by default `ENOUGH`."""
+    # If the model only guesses, ablation cannot lower its accuracy.
     if min_accuracy is None:
         min_accuracy = probe.chance + ENOUGH * (1 - probe.chance)
     if accuracy >= min_accuracy:

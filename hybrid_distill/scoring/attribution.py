@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from ..probes.encoding import EncodedExample, encode_example
 from ..progress import Phase
 from ..teacher import attention_sites, eval_mode, longest_context
 from .ablation import check_accuracy
-from .head_scores import HeadScores, describe_run, heads_of, spread
+from .head_scores import HeadScores, describe_run, head_table, heads_of
 from .measure import AGREEMENT_AT
 from .restoration import merged_heads
 from .resume_log import ResumeLog
@@ -44,12 +45,12 @@ from .uncertainty import bootstrap_interval, split_half
 METHOD = "integrated gradients from the student's heads to the teacher's"
 N_EXAMPLES = 24
 ROUND = 8
-"""Examples between two saves, of all processes together: a call may resume on another number of them."""
-ON_CPU = 1
-ON_GPU = ROUND
+"""Examples between two saves, of all processes together: a call may resume on another number of processes."""
+ROWS_ON_CPU = 1
 """Rows per pass: a CPU gains nothing from several."""
-INEXACT = 0.2
-"""Share of the gain that the steps may miss before a warning."""
+ROWS_ON_GPU = ROUND
+LARGEST_ERROR = 0.2
+"""Error of the integral, as a share of the gain, above which a warning is logged."""
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def attribute_heads(
     """
     check_counts(n_examples=n_examples, n_steps=n_steps)
     if batch_size is None:
-        batch_size = ON_CPU if teacher.device.type == "cpu" else ON_GPU
+        batch_size = ROWS_ON_CPU if teacher.device.type == "cpu" else ROWS_ON_GPU
     check_counts(batch_size=batch_size)
     examples = probe.examples(n_examples)
     # A recurrent model has no longest context.
@@ -120,14 +121,18 @@ def attribute_heads(
             step = resume_log.next(measure)
             gains += step["gain"]
             shares += step["share"]
-            phase.update(numbers.stop - phase.done)  # includes rounds read from the file
-    scores = _scores(teacher, torch.tensor(shares).double(), torch.tensor(gains), provenance)
+            # Also for a round that was read from the file.
+            phase.update(numbers.stop - phase.done)
+    gain_E = torch.tensor(gains)
+    share_ELH = torch.tensor(shares).double()
+    scores = _scores(teacher, share_ELH, gain_E, provenance)
     scores.baseline.update(accuracy=answered.accuracy, chance=probe.chance)
     _check_gain(scores.baseline, probe, student)
     return scores
 
 
 def _check_distance(encoded: Sequence[EncodedExample], window: int) -> None:
+    """Raise ValueError if the student's window covers every prompt: it then loses nothing."""
     longest = max(len(row.prompt) for row in encoded)
     if longest <= window:
         raise ValueError(
@@ -152,10 +157,13 @@ class _Gates:
 
     student: HybridForCausalLM
     shape: tuple[int, int]
+    """Layers and heads."""
     value_BLH: Tensor
+    """Gates of the next forward: 0 for the student's head, 1 for the teacher's."""
 
     def logprob(self, rows: Sequence[EncodedExample], value_BLH: Tensor) -> Tensor:
         """Return logprob_B of each row's answer under these gates, in float32."""
+        # Read by the hooks of `_gated`.
         self.value_BLH = value_BLH
         answers = [row.choices[row.answer] for row in rows]
         device = self.student.device
@@ -163,17 +171,19 @@ class _Gates:
         ids_BL, mask_BL = left_pad(tokens, device)
         longest = max(map(len, answers))
         output = forward(self.student, ids_BL, mask_BL, logits_to_keep=longest + 1)
-        # The last token predicts nothing that is asked for.
+        # Nothing follows the last token.
         logits_BTV = output.logits[:, :-1]
         next_BT1 = ids_BL[:, -longest:, None]
-        logprob_BT = logits_BTV.float().log_softmax(-1).gather(-1, next_BT1)[..., 0]
+        logprob_BTV = logits_BTV.float().log_softmax(-1)
+        logprob_BT = logprob_BTV.gather(-1, next_BT1)[..., 0]
         # Left-padded: an answer is the last tokens of its row.
-        places_T = torch.arange(longest, 0, -1, device=device)
-        lengths_B = torch.tensor([len(answer) for answer in answers], device=device)
-        is_answer_BT = places_T <= lengths_B[:, None]
+        from_end_T = torch.arange(longest, 0, -1, device=device)
+        length_B = torch.tensor([len(answer) for answer in answers], device=device)
+        is_answer_BT = from_end_T <= length_B[:, None]
         return (logprob_BT * is_answer_BT).sum(1)
 
     def constant(self, n_rows: int, value: float) -> Tensor:
+        """Return value_BLH with the same value for all gates."""
         value_BLH = torch.full((n_rows, *self.shape), value, dtype=torch.float32)
         return value_BLH.to(self.student.device)
 
@@ -186,17 +196,20 @@ def _gated(student: HybridForCausalLM, teacher: PreTrainedModel) -> Iterator[_Ga
     n_heads = max(site.n_heads for site in teacher_sites)
     gates = _Gates(student, (len(teacher_sites), n_heads), torch.empty(0))
 
-    def mixed(place: int, own_BLHP: Tensor, teacher_BLHP: Tensor) -> Tensor:
-        gate_BH = gates.value_BLH[:, place, : own_BLHP.shape[2]]
-        added = gate_BH[:, None, :, None] * (teacher_BLHP - own_BLHP).float()
-        return own_BLHP + added.to(own_BLHP.dtype)
+    # In this function, L of BLHP is the length: the layer is chosen by its index.
+    def interpolate(layer: int, own_BLHP: Tensor, teacher_BLHP: Tensor) -> Tensor:
+        # A layer may have fewer heads than the largest one.
+        gate_BH = gates.value_BLH[:, layer, : own_BLHP.shape[2]]
+        difference_BLHP = (teacher_BLHP - own_BLHP).float()
+        added_BLHP = gate_BH[:, None, :, None] * difference_BLHP
+        return own_BLHP + added_BLHP.to(own_BLHP.dtype)
 
     with ExitStack() as stack:
         for model in (student, teacher):
             stack.enter_context(eval_mode(model))
             stack.enter_context(_frozen(model))
-        for place, (own, other) in enumerate(zip(student_sites, teacher_sites, strict=True)):
-            stack.enter_context(merged_heads(own, other, partial(mixed, place)))
+        for layer, (own, other) in enumerate(zip(student_sites, teacher_sites, strict=True)):
+            stack.enter_context(merged_heads(own, other, partial(interpolate, layer)))
         # `eval_mode` has turned gradients off.
         stack.enter_context(torch.enable_grad())
         yield gates
@@ -204,15 +217,23 @@ def _gated(student: HybridForCausalLM, teacher: PreTrainedModel) -> Iterator[_Ga
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Compute no gradients of parameters; restore which of them are trained afterwards."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
+    """Turn off the gradients of all parameters; turn those that were on back on afterwards."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in trained:
+        for parameter in trainable:
             parameter.requires_grad_(True)
+
+
+class _Attributed(NamedTuple):
+    """Attribution of one example."""
+
+    number: int
+    gain: float
+    share_LH: list[list[float]]
 
 
 def _measure_round(
@@ -223,47 +244,53 @@ def _measure_round(
     batch_size: int,
     phase: Phase,
 ) -> Record:
-    """Attribute the gain on these examples, this process's share of them here; return all, as JSON."""
+    """Attribute the gains on these examples, split among processes; return those of all, as JSON."""
 
-    def measure_own() -> list[tuple[int, float, list[list[float]]]]:
+    def measure_own() -> list[_Attributed]:
         own = own_share(numbers)
-        outcomes: list[tuple[int, float, list[list[float]]]] = []
+        results: list[_Attributed] = []
         for first in range(0, len(own), batch_size):
             batch = own[first : first + batch_size]
-            gain_B, share_BLH = _attribute(gates, [encoded[number] for number in batch], n_steps)
-            outcomes += zip(batch, gain_B.tolist(), share_BLH.tolist())
+            rows = [encoded[number] for number in batch]
+            gain_B, share_BLH = _attribute(gates, rows, n_steps)
+            for number, gain, share_LH in zip(batch, gain_B.tolist(), share_BLH.tolist()):
+                results.append(_Attributed(number, gain, share_LH))
             # All processes have about the same share, so all advance at this one's pace.
-            phase.update(len(batch) * rank_and_world()[1])
-        return outcomes
+            n_processes = rank_and_world()[1]
+            phase.update(len(batch) * n_processes)
+        return results
 
-    outcomes = []
-    for part in compute_everywhere(measure_own):
-        outcomes += part
-    outcomes.sort(key=lambda outcome: outcome[0])
+    results: list[_Attributed] = []
+    for results_of_process in compute_everywhere(measure_own):
+        results += results_of_process
+    results.sort(key=lambda result: result.number)
     return {
-        "gain": [gain for _, gain, _ in outcomes],
-        "share": [share for _, _, share in outcomes],
+        "gain": [result.gain for result in results],
+        "share": [result.share_LH for result in results],
     }
 
 
 def _attribute(
     gates: _Gates, rows: Sequence[EncodedExample], n_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return gain_B, what all the teacher's heads add to the answer's log-probability, and share_BLH of each."""
+    """Return gain_B of the answers' log-probabilities from all the teacher's heads, and share_BLH of each head."""
+    n_rows = len(rows)
     with torch.no_grad():
-        with_student_B = gates.logprob(rows, gates.constant(len(rows), 0))
-        with_teacher_B = gates.logprob(rows, gates.constant(len(rows), 1))
-    share_BLH = gates.constant(len(rows), 0)
+        with_student_B = gates.logprob(rows, gates.constant(n_rows, 0))
+        with_teacher_B = gates.logprob(rows, gates.constant(n_rows, 1))
+    share_BLH = gates.constant(n_rows, 0)
     for step in range(n_steps):
-        value_BLH = gates.constant(len(rows), (step + 0.5) / n_steps).requires_grad_()
+        midpoint = (step + 0.5) / n_steps
+        value_BLH = gates.constant(n_rows, midpoint).requires_grad_()
         logprob_B = gates.logprob(rows, value_BLH)
-        # A row's gates touch that row alone, so the sum keeps rows apart.
+        # A row's gates change only that row, so the gradient of the sum is each row's own.
         (gradient_BLH,) = torch.autograd.grad(logprob_B.sum(), value_BLH)
         share_BLH += gradient_BLH / n_steps
     return with_teacher_B - with_student_B, share_BLH
 
 
 def _check_gain(baseline: Record, probe: Probe, student: HybridForCausalLM) -> None:
+    """Raise ValueError if the student loses nothing; warn if the shares do not add up to the gain."""
     gain = baseline["gain"]
     attributed = baseline["attributed"]
     if gain <= 0:
@@ -272,7 +299,7 @@ def _check_gain(baseline: Record, probe: Probe, student: HybridForCausalLM) -> N
             f"log-probability is {-gain:.3f} nats above the teacher's. Ask from farther away than its "
             f"window of {student.config.window} (--distance)."
         )
-    if abs(attributed - gain) > INEXACT * gain:
+    if abs(attributed - gain) > LARGEST_ERROR * gain:
         log.warning(
             "the heads' shares add up to %.2f nats, the gain is %.2f: take more steps (n_steps)",
             attributed,
@@ -283,11 +310,12 @@ def _check_gain(baseline: Record, probe: Probe, student: HybridForCausalLM) -> N
 def _scores(
     teacher: PreTrainedModel, share_ELH: Tensor, gain_E: Tensor, provenance: Record
 ) -> HeadScores:
+    """Return the means of the shares over the examples, with standard errors, intervals and agreement."""
     sites = attention_sites(teacher)
+    # Only heads that exist: a layer of fewer heads has gates that nothing read.
     heads = heads_of(sites)
-    # Sites of fewer heads have gates that nothing read.
-    places = {site.layer: place for place, site in enumerate(sites)}
-    share_HE = torch.stack([share_ELH[:, places[layer], head] for layer, head in heads])
+    index_of = {site.layer: index for index, site in enumerate(sites)}
+    share_HE = torch.stack([share_ELH[:, index_of[layer], head] for layer, head in heads])
     scores = HeadScores.from_differences(
         teacher,
         sites,
@@ -296,9 +324,10 @@ def _scores(
         baseline={"gain": gain_E.mean().item(), "attributed": share_HE.sum(0).mean().item()},
         provenance=provenance,
     )
-    interval_LH2 = spread(teacher, sites, heads, bootstrap_interval(share_HE))
+    interval_LH2 = head_table(teacher, sites, heads, bootstrap_interval(share_HE))
     agreement = None
     if len(gain_E) > 1:
+        # Shares are of the log-probability: both rankings are the same.
         agreement = split_half(share_HE, share_HE, AGREEMENT_AT)
         del agreement["overlap_by_logprob"]
     return replace(scores, logprob_interval_LH2=interval_LH2, agreement=agreement)

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class BatchSizer:
-    """Choose the rows of a batch: ``batch_size``, or automatically if None.
+    """Number of rows in a batch: ``batch_size``, or chosen automatically if None.
 
-    Halve them when memory runs out.
+    It is halved whenever memory runs out.
     """
 
     def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
@@ -56,7 +56,7 @@ class BatchSizer:
             try:
                 return work(n_rows)
             except RuntimeError as error:
-                # Knows each backend's message: on the CPU, it is a plain RuntimeError.
+                # By accelerate, which knows each backend's message: on a CPU, it is a plain RuntimeError.
                 if not should_reduce_batch_size(error):
                     raise
                 if n_rows == 1:

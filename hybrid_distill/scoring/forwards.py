@@ -1,5 +1,4 @@
-"""Forward passes with single heads ablated, sharing all computation that the ablation does not
-change.
+"""Forward passes with single heads ablated, which share all computation below the ablation.
 
 Ablating a head of layer l
 
@@ -45,7 +44,7 @@ from .probe_rows import ProbeRow
 
 @dataclass(eq=False)
 class Forwards:
-    """Full forward passes of the model, as given or with heads of one layer ablated in turn."""
+    """Full forward passes of the model, whole or with heads of one layer ablated in turn."""
 
     model: PreTrainedModel
     sites: Sequence[HeadSite]
@@ -63,11 +62,14 @@ class Forwards:
         """Discard everything cached for other batches."""
 
     def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
-        """Return the cost, in tokens times layers, of these rows for each ablated head's layer."""
+        """Return the cost of these rows, in tokens times layers.
+
+        ``layers`` holds the layer of each ablated head, one entry a head.
+        """
         return _n_tokens(rows) * len(self.blocks) * len(layers)
 
     def whole(self, batch: ProbeBatch) -> Tensor:
-        """Return read_1Q of the model without any further ablation."""
+        """Return read_1Q of the model as it is."""
         return self.sizer.fit(batch, lambda n_rows: self._whole(batch, n_rows))
 
     def without(
@@ -110,9 +112,10 @@ class FromLayer(Forwards):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.begin([])
-        # How a layer and its mixer wrap their tensor, by family; set by the first forward.
-        self.as_output: Callable[[Tensor], object]
-        self.as_mixed: Callable[[Tensor], object]
+        # Wrap a tensor like the output of a layer and of its mixer, which differ by family; set by
+        # the first forward.
+        self.as_block_output: Callable[[Tensor], object]
+        self.as_mixer_output: Callable[[Tensor], object]
 
     def __str__(self) -> str:
         return "forwards from the ablated layer up"
@@ -135,22 +138,22 @@ class FromLayer(Forwards):
         heads: Sequence[int],
         n_rows: int,
     ) -> Tensor:
-        # Nothing is reached before the first layer, which begins with the embedding.
+        # Before the first layer nothing is cached: the forward begins with the embedding.
         start, below_BLD = self.reached.get(batch, (0, None))
         reads = []
         outputs = []
         for place, part in batch.parts(n_rows):
-            reached_BLD = None if below_BLD is None else below_BLD[place]
-            input_BLD, heads_BLHP, output_BLD = self._record(part, start, reached_BLD, layer)
+            below_part_BLD = None if below_BLD is None else below_BLD[place]
+            input_BLD, heads_BLHP, output_BLD = self._record(part, start, below_part_BLD, layer)
             outputs.append(output_BLD)
-            # The budget of rows covers all ablations in a batch, not those of one.
+            # n_rows limits the rows of one forward, and each ablated head repeats the part's rows.
             n_at_once = max(1, n_rows // len(part))
-            of_part = []
+            reads_of_part = []
             for first in range(0, len(heads), n_at_once):
                 group = heads[first : first + n_at_once]
-                of_part.append(self._ablate(part, layer, group, input_BLD, heads_BLHP))
-            reads.append(torch.cat(of_part))
-        # Only now: if memory runs out before, the retry needs what was reached earlier.
+                reads_of_part.append(self._ablate(part, layer, group, input_BLD, heads_BLHP))
+            reads.append(torch.cat(reads_of_part))
+        # Only now: if memory runs out before, the retry needs the old entry.
         self.reached[batch] = (layer + 1, torch.cat(outputs))
         return torch.cat(reads, dim=1)
 
@@ -163,13 +166,14 @@ class FromLayer(Forwards):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run only layers ``start`` to ``layer``, on the output of the layers below.
 
-        Returns the input of ``layer``, the input of its output projection, and its output.
+        Returns the input_BLD of ``layer``, the heads_BLHP that its output projection reads, and its
+        output_BLD.
         """
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
         def after_mixer(module: nn.Module, args: object, output: object) -> None:
-            self.as_mixed = _filled_like(output)
+            self.as_mixer_output = _wrapper_like(output)
 
         def after_block(
             module: nn.Module,
@@ -177,7 +181,7 @@ class FromLayer(Forwards):
             kwargs: Record,
             output: Tensor | tuple[Tensor, ...],
         ) -> None:
-            self.as_output = _filled_like(output)
+            self.as_block_output = _wrapper_like(output)
             inputs.append(args[0] if args else kwargs["hidden_states"])
             outputs.append(output[0] if isinstance(output, tuple) else output)
             # A hook cannot return early from the model; an exception skips the layers above.
@@ -185,15 +189,16 @@ class FromLayer(Forwards):
 
         with ExitStack() as hooks:
             if below_BLD is not None:
-                hooks.enter_context(replay_blocks(self.model, start - 1, self.as_output(below_BLD)))
-            recorded = hooks.enter_context(record_heads(self.model, layer, kind=self.kind))
+                below = self.as_block_output(below_BLD)
+                hooks.enter_context(replay_blocks(self.model, start - 1, below))
+            recorded_heads = hooks.enter_context(record_heads(self.model, layer, kind=self.kind))
             hooks.enter_context(self.site_of[layer].module.register_forward_hook(after_mixer))
             hooks.enter_context(
                 self.blocks[layer].register_forward_hook(after_block, with_kwargs=True)
             )
             hooks.enter_context(suppress(_Enough))
             part.logits(self.model)
-        return inputs[0], recorded[0], outputs[0]
+        return inputs[0], recorded_heads[0], outputs[0]
 
     def _ablate(
         self,
@@ -211,11 +216,12 @@ class FromLayer(Forwards):
         input_RLD = input_BLD.repeat(n_groups, 1, 1)
 
         def project(*args: object, **kwargs: object) -> object:
-            return self.as_mixed(site.o_proj(heads_RLC))
+            return self.as_mixer_output(site.o_proj(heads_RLC))
 
         with ExitStack() as patches:
             # The layer's norm and residual run again, on its recorded input; its mixer does not.
-            patches.enter_context(replay_blocks(self.model, layer - 1, self.as_output(input_RLD)))
+            below = self.as_block_output(input_RLD)
+            patches.enter_context(replay_blocks(self.model, layer - 1, below))
             patches.enter_context(replaced_forward(site.module, project))
             patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))
             return part.read(part.logits(self.model, n_groups))
@@ -229,10 +235,10 @@ def _n_tokens(rows: Sequence[ProbeRow]) -> int:
     return sum(len(row.tokens) for row in rows)
 
 
-def _filled_like(output: object) -> Callable[[Tensor], object]:
+def _wrapper_like(output: object) -> Callable[[Tensor], object]:
     """Return a function that wraps a tensor like a module's output, in a tuple or bare."""
     if not isinstance(output, tuple):
         return lambda tensor: tensor
     # Callers read only the first entry; the others are maps or caches that are switched off.
-    fill = (None,) * (len(output) - 1)
-    return lambda tensor: (tensor, *fill)
+    others = (None,) * (len(output) - 1)
+    return lambda tensor: (tensor, *others)

@@ -1,6 +1,6 @@
-"""Result of scoring: the numbers for every head and their provenance, in one file.
+"""Result of scoring: the numbers of every head and their provenance, in one file.
 
-Shapes: L layer, H query head, E example (a table [H, E] has one row per scored head).
+Shapes: L layer, H query head (in tables [H, E], scored heads only), E example, U unit of neighboring heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DROPS = ("accuracy_drop_LH", "logprob_drop_LH", "control_drop_LH")
 ERRORS = ("accuracy_se_LH", "logprob_se_LH", "control_se_LH")
 INTERVALS = ("accuracy_interval_LH2", "logprob_interval_LH2", "control_interval_LH2")
 TABLES = (*DROPS, *ERRORS, *INTERVALS, "n_examples_LH")
-WAYS = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
+CRITERIA = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
 # Nats per token: 1 % of perplexity, about the resolution of a small control set.
 CONTROL_FLOOR = 0.01
 # Half-width of a 95 % interval, in standard errors.
@@ -45,9 +45,9 @@ class HeadScores:
     examples with and without the head. Scores by attribution (`is_additive`) have no accuracy.
 
     Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the
-    number of examples each head was tried on (int64); ``agreement`` between disjoint halves of the
-    examples (`split_half`). A NaN accuracy drop marks a head that was not scored or that its layer
-    does not have (hybrid teachers).
+    number of examples each head was measured on (int64); ``agreement`` between disjoint halves of
+    the examples (`split_half`). A NaN drop marks a head that was not scored or that its layer does
+    not have (hybrid teachers).
     """
 
     n_kv_heads: int
@@ -85,8 +85,12 @@ class HeadScores:
         """
         if self.fingerprint == fingerprint:
             return self
-        measured = {"fingerprint": fingerprint, "measured_on": self.fingerprint}
-        return replace(self, provenance={**self.provenance, **measured})
+        provenance = {
+            **self.provenance,
+            "fingerprint": fingerprint,
+            "measured_on": self.fingerprint,
+        }
+        return replace(self, provenance=provenance)
 
     @property
     def fingerprint(self) -> str:
@@ -96,15 +100,18 @@ class HeadScores:
     def value_LH(self, by: str = "retrieval") -> Tensor:
         """Return each head's value by one criterion: higher is better, NaN means no score.
 
-        "retrieval": the accuracy drop, where it was not measured the log-probability drop.
-        "logprob": the answer's log-probability drop.
-        "retrieval_minus_control": the log-probability drop (nats per answer) minus the control drop
-        (nats per token). "ratio": the first divided by the second, with control drops below 0.01
-        nats raised to 0.01. The last two rank heads that matter for all text lower. Raises
-        ValueError for any other criterion, or if it needs a control drop that was not measured.
+        - "retrieval": the accuracy drop or, if accuracy was not measured, the log-probability drop.
+        - "logprob": the drop in the answer's log-probability.
+        - "retrieval_minus_control": the log-probability drop (nats per answer) minus the control
+          drop (nats per token).
+        - "ratio": the log-probability drop divided by the control drop, which counts as at least
+          0.01 nats.
+
+        The last two lower the rank of heads that matter for all text. Raises ValueError for any
+        other criterion, and for a criterion whose control drop was not measured.
         """
-        if by not in WAYS:
-            raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, WAYS))}.")
+        if by not in CRITERIA:
+            raise ValueError(f"by is {by!r}; heads are ranked by {', '.join(map(repr, CRITERIA))}.")
         if by == "retrieval" and self.accuracy_drop_LH is not None:
             return self.accuracy_drop_LH
         if by in ("retrieval", "logprob"):
@@ -120,22 +127,23 @@ class HeadScores:
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
         """List all scored heads, best first: by `value_LH`, log-probability drop and position."""
-        # Accuracy moves in steps of one example, so many heads tie.
+        # Two keys: accuracy moves in steps of one example, so many heads tie.
         keys_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
-        scored_LH = ~keys_LH2.isnan().any(-1)
-        best_first = {}
-        for layer, head in scored_LH.nonzero().tolist():
-            best_first[HeadId(layer, head)] = (-keys_LH2[layer, head]).tolist()
-        return sorted(best_first, key=lambda head: (best_first[head], head))
+        is_scored_LH = ~keys_LH2.isnan().any(-1)
+        # Negated: sorted() is ascending.
+        keys_of = {}
+        for layer, head in is_scored_LH.nonzero().tolist():
+            keys_of[HeadId(layer, head)] = (-keys_LH2[layer, head]).tolist()
+        return sorted(keys_of, key=lambda head: (keys_of[head], head))
 
     def unit_ranking(self, unit_size: int, by: str = "retrieval") -> list[tuple[int, int]]:
         """List units of ``unit_size`` neighboring heads as (layer, number), best first.
 
-        Shares of one gain add up. Drops of heads that were ablated one by one do not, so a unit ranks as its best head
-        does.
+        A unit ranks by the sum of its heads' shares of one gain (`is_additive`). Drops of heads that were ablated one
+        by one do not add up: by these, a unit ranks as its best head does.
         """
         ranking = self.ranking(by)
-        # A dict keeps the order of the ranking: each unit stands where its best head does.
+        # A dict keeps the order of the ranking: each unit takes the place of its best head.
         units = list(dict.fromkeys((head.layer, head.head // unit_size) for head in ranking))
         if not self.is_additive:
             return units
@@ -145,8 +153,7 @@ class HeadScores:
         return sorted(units, key=lambda unit: -share_LU[unit].item())
 
     def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
-        """Return a warning if the scores cannot separate the ``k``-th head from the next, else
-        None.
+        """Return a warning if the scores cannot separate the ``k``-th head from the next, else None.
 
         Two heads tie if their values are equal and, for "retrieval", the intervals of their
         log-probability drops overlap too (without intervals: 1.96 standard errors on each side).
@@ -195,19 +202,18 @@ class HeadScores:
         baseline: Record,
         provenance: Record,
     ) -> HeadScores:
-        """Average the differences of each head over the examples, with the standard error of the
-        mean.
+        """Average the differences of each head over the examples, with the standard error of the mean.
 
         ``differences`` maps logprob and, if measured, accuracy and control to a table [H, E], one
-        row for each of ``heads``; NaN marks an example that a head was not tried on. All other
+        row for each of ``heads``; NaN marks an example that a head was not measured on. All other
         heads get NaN.
         """
         drops: dict[str, Tensor] = {}
         errors: dict[str, Tensor] = {}
         for name, difference_HE in differences.items():
             mean_H, error_H = _mean_and_error(difference_HE)
-            drops[name] = spread(model, sites, heads, mean_H)
-            errors[name] = spread(model, sites, heads, error_H)
+            drops[name] = head_table(model, sites, heads, mean_H)
+            errors[name] = head_table(model, sites, heads, error_H)
         return cls(
             n_kv_heads=sites[0].n_kv_heads,
             accuracy_drop_LH=drops.get("accuracy"),
@@ -256,11 +262,12 @@ class HeadScores:
 
 
 def _named(heads: Sequence[HeadId]) -> str:
-    """Name the first few heads, with the verb that follows."""
+    """Name the first few heads, with the verb that follows: "L0H1, L0H3 are"."""
     names = ", ".join(map(str, heads[:MOST_NAMED]))
     if len(heads) > MOST_NAMED:
         names += f" and {len(heads) - MOST_NAMED} more"
-    return f"{names} is" if len(heads) == 1 else f"{names} are"
+    verb = "is" if len(heads) == 1 else "are"
+    return f"{names} {verb}"
 
 
 def _mean_and_error(difference_HE: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,12 +275,12 @@ def _mean_and_error(difference_HE: Tensor) -> tuple[Tensor, Tensor]:
     mean_H1 = difference_HE.nanmean(1, keepdim=True)
     n_H = (~difference_HE.isnan()).sum(1)
     squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
-    # A head tried on one example has no spread; its error is 0, not NaN.
+    # From one example no error can be estimated; it is 0, not NaN.
     variance_H = squares_H / (n_H - 1).clamp(min=1)
     return mean_H1[:, 0], (variance_H / n_H).sqrt()
 
 
-def spread(
+def head_table(
     model: PreTrainedModel,
     sites: Sequence[HeadSite],
     heads: Sequence[HeadId],
@@ -283,22 +290,27 @@ def spread(
     n_layers = len(decoder_blocks(model))
     # Layers without attention, or with fewer heads, keep NaN (hybrid teachers).
     n_heads = max(site.n_heads for site in sites)
-    table_LH = torch.full((n_layers, n_heads, *entry_H.shape[1:]), math.nan, dtype=torch.float64)
-    layers = [head.layer for head in heads]
-    places = [head.head for head in heads]
-    table_LH[layers, places] = entry_H.double()
+    shape = (n_layers, n_heads, *entry_H.shape[1:])
+    table_LH = torch.full(shape, math.nan, dtype=torch.float64)
+    rows = [head.layer for head in heads]
+    columns = [head.head for head in heads]
+    table_LH[rows, columns] = entry_H.double()
     return table_LH
 
 
 def heads_of(sites: Sequence[HeadSite]) -> list[HeadId]:
     """List all heads, bottom to top."""
-    return [HeadId(site.layer, head) for site in sites for head in range(site.n_heads)]
+    heads: list[HeadId] = []
+    for site in sites:
+        heads += [HeadId(site.layer, head) for head in range(site.n_heads)]
+    return heads
 
 
 def _to_rows(table: Tensor | None) -> list[object] | None:
+    """Return a table as nested lists for JSON, with None for NaN, which JSON does not have."""
     if table is None:
         return None
-    # JSON has no NaN; null stands for it.
+    # As objects: an array of numbers cannot hold None.
     rows = table.numpy().astype(object)
     rows[table.isnan().numpy()] = None
     return rows.tolist()

@@ -1,4 +1,4 @@
-"""Measurements of each head: the same questions and texts for every ablated model.
+"""Measure each head's ablation: the same questions and texts for every ablated model.
 
 Shapes: L layer, H query head (every head to score, or those of one layer), E prompt (mean over its
 questions), T text, B row of a batch, X value that scores depend on (prompts: share of correct
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from ..plan import HeadId
 from ..progress import Phase
 from ..teacher import HeadSite
 from .forwards import Forwards
-from .head_scores import HeadScores, spread
+from .head_scores import HeadScores, head_table
 from .probe_batch import ProbeBatch, own_batches
 from .probe_rows import ProbeRow, QuestionRow, TextRow
 from .racing import Race
@@ -33,7 +33,9 @@ from .resume_log import ResumeLog
 from .uncertainty import bootstrap_interval, split_half
 
 AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
+"""Sizes of the top-k lists whose agreement between halves of the examples is measured."""
 SAMPLE_TOKENS = 64
+"""Tokens of the texts on which the shortcut is tested."""
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +48,23 @@ class Outcome(NamedTuple):
     values_XHB: Tensor
 
 
+class Round(NamedTuple):
+    """Examples to measure before heads drop out of a race; without a race, all examples."""
+
+    places: slice
+    """Places of its prompts in the order of measurement."""
+    questions: list[QuestionRow]
+    texts: list[TextRow]
+    batches: list[ProbeBatch]
+    """This process's share of the questions and texts."""
+    is_last: bool
+
+
 @dataclass(eq=False)
 class AblationRun:
     """Results of each of ``heads`` on each prompt, in the order of measurement.
 
-    NaN marks prompts not tried.
+    NaN marks a prompt that a head was not measured on.
     """
 
     model: PreTrainedModel
@@ -62,42 +76,58 @@ class AblationRun:
     def __post_init__(self) -> None:
         n_prompts = len(self.questions)
         self.order = list(range(n_prompts)) if self.race is None else self.race.order()
-        self.rounds = [n_prompts] if self.race is None else self.race.rounds
-        self.right_HE = _untried(len(self.heads), n_prompts)
-        self.logprob_HE = _untried(len(self.heads), n_prompts)
-        self.loss_HT = _untried(len(self.heads), len(self.texts))
+        self.accuracy_HE = _not_measured(len(self.heads), n_prompts)
+        self.logprob_HE = _not_measured(len(self.heads), n_prompts)
+        self.loss_HT = _not_measured(len(self.heads), len(self.texts))
 
     def samples(self) -> list[list[ProbeRow]]:
         """Choose rows for `fastest_exact`: two lengths, a tree of choices, and short texts."""
-        questions = sorted(self.questions, key=_longest_first)
-        chosen: list[ProbeRow] = [questions[0], questions[len(questions) // 2]]
-        chosen += [row for row in questions if row.node_of][:1]
+        longest_first = sorted(self.questions, key=_longest_first)
+        median = longest_first[len(longest_first) // 2]
+        chosen: list[ProbeRow] = [longest_first[0], median]
+        chosen += [row for row in longest_first if row.node_of][:1]
+        # A dict, not a set: it keeps their order.
         samples = [list(dict.fromkeys(chosen))]
         if self.texts:
             beginnings: list[ProbeRow] = []
-            for index, row in enumerate(sorted(self.texts, key=_longest_first)[:2]):
+            longest_texts = sorted(self.texts, key=_longest_first)[:2]
+            for index, row in enumerate(longest_texts):
                 # Of different lengths, so that they are batches of their own, as in scoring.
                 tokens = row.tokens[: SAMPLE_TOKENS - index]
                 beginnings.append(TextRow(row.number, tokens, self.model.device))
             samples.append(beginnings)
         return samples
 
+    def rounds(self) -> Iterator[Round]:
+        """Yield the rounds, in the order of measurement."""
+        stops = [len(self.order)] if self.race is None else self.race.rounds
+        start = 0
+        for stop in stops:
+            is_last = stop == len(self.order)
+            places = slice(start, stop)
+            questions = [self.questions[number] for number in self.order[places]]
+            # In the last round only: heads that drop out never need their control loss.
+            texts = self.texts if is_last else []
+            batches = [*own_batches(questions), *own_batches(texts)]
+            yield Round(places, questions, texts, batches, is_last)
+            start = stop
+
     def baseline(self, forwards: Forwards) -> None:
         """Measure the model before ablation on all prompts and texts.
 
         Log the estimated time for the ablations.
         """
-        start = time.perf_counter()
+        began = time.perf_counter()
         batches = [*own_batches(self.questions), *own_batches(self.texts)]
         prompt_X1E, text_11T = self._measure(forwards, batches, [])
-        seconds = time.perf_counter() - start
-        # From numbers to the order of measurement, as the tables of heads are.
-        self.right_E, self.logprob_E = prompt_X1E[:, 0, self.order]
+        seconds = time.perf_counter() - began
+        # By number until here; from here in the order of measurement, like the tables of heads.
+        self.accuracy_E, self.logprob_E = prompt_X1E[:, 0, self.order]
         self.loss_T = text_11T[0, 0]
 
         rows = [*self.questions, *self.texts]
         layers = [head.layer for head in self.heads]
-        # The baseline ran as full forwards do; the shortcut's cost is relative to that.
+        # The baseline took as long as full forwards with one head ablated.
         in_full = Forwards(self.model, forwards.sites, forwards.sizer)
         minutes = seconds / 60 * forwards.work(rows, layers) / in_full.work(rows, layers[:1])
         log.info(
@@ -120,12 +150,12 @@ class AblationRun:
         try:
             with Phase("scoring heads", hidden=not progress) as phase:
                 self._run_rounds(forwards, resume_log, phase)
-        # Stopped by hand after hours: say what is kept, before the traceback.
+        # Stopped by hand after hours: tell the user what is saved, before the traceback.
         except KeyboardInterrupt:
-            kept = "nothing is kept"
+            consequence = "nothing is kept"
             if resume_log.path is not None:
-                kept = f"the same call continues from {resume_log.path}"
-            log.warning("scoring stopped after %d layers; %s", len(resume_log.steps), kept)
+                consequence = f"the same call continues from {resume_log.path}"
+            log.warning("scoring stopped after %d layers; %s", len(resume_log.steps), consequence)
             raise
 
     def _run_rounds(
@@ -134,52 +164,46 @@ class AblationRun:
         resume_log: ResumeLog,
         phase: Phase,
     ) -> None:
-        # Indices and not heads: rows of the tables, which keep those that drop out.
+        # Indices into the tables, which also hold the heads that have dropped out.
         racing = list(range(len(self.heads)))
-        n_seen = 0
         work_done = 0
-        for n_after in self.rounds:
-            is_last = n_after == len(self.order)
-            tried = slice(n_seen, n_after)
-            questions = [self.questions[number] for number in self.order[tried]]
-            # Heads that drop out never need their control loss.
-            texts = self.texts if is_last else []
-            batches = [*own_batches(questions), *own_batches(texts)]
-            forwards.begin(batches)
-
-            remaining = [self.questions[number] for number in self.order[n_seen:]]
+        for current in self.rounds():
+            forwards.begin(current.batches)
+            start = current.places.start
+            stop = current.places.stop
             layers = [self.heads[index].layer for index in racing]
-            phase.total = work_done + forwards.work([*remaining, *self.texts], layers)
-            phase.note = f"{len(racing)} heads, prompts {n_seen + 1} to {n_after}"
+            rest = [self.questions[number] for number in self.order[start:]]
+            phase.total = work_done + forwards.work([*rest, *self.texts], layers)
+            phase.note = f"{len(racing)} heads, prompts {start + 1} to {stop}"
             # Bottom to top: forwards continue from the layer below.
             for layer in sorted(set(layers)):
                 in_layer = [index for index in racing if self.heads[index].layer == layer]
                 heads = [self.heads[index] for index in in_layer]
-                measure = partial(self._step, forwards, batches, heads, tried, phase)
+                measure = partial(self._measure_layer, forwards, current, heads, phase)
                 step = resume_log.next(measure)
-                self._store(step, in_layer, tried)
-                work_done += forwards.work([*questions, *texts], [layer] * len(heads))
-                phase.update(work_done - phase.done)  # includes steps read from the file
+                self._store(step, in_layer, current.places)
+                rows = [*current.questions, *current.texts]
+                work_done += forwards.work(rows, [layer] * len(heads))
+                # Also for a step that was read from the file.
+                phase.update(work_done - phase.done)
             # After the last round there is nothing to save by dropping heads.
-            if self.race is not None and not is_last:
-                stays = self.race.stay(self.right_HE[racing, :n_after])
+            if self.race is not None and not current.is_last:
+                stays = self.race.stay(self.accuracy_HE[racing, :stop])
                 racing = [index for index, stay in zip(racing, stays) if stay]
-            n_seen = n_after
 
-    def _step(
+    def _measure_layer(
         self,
         forwards: Forwards,
-        batches: Sequence[ProbeBatch],
+        current: Round,
         heads: Sequence[HeadId],
-        tried: slice,
         phase: Phase,
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
-        prompt_XHE, text_1HT = self._measure(forwards, batches, heads, phase)
-        right_HE, logprob_HE = prompt_XHE[:, :, self.order[tried]]
-        step = {"right": right_HE.tolist(), "logprob": logprob_HE.tolist()}
-        # By round: this process may have had no text, but results are shared.
-        if tried.stop == len(self.order):
+        prompt_XHE, text_1HT = self._measure(forwards, current.batches, heads, phase)
+        accuracy_HE, logprob_HE = prompt_XHE[:, :, self.order[current.places]]
+        step = {"right": accuracy_HE.tolist(), "logprob": logprob_HE.tolist()}
+        # By round, not by batches: this process may have had no text, but results are shared.
+        if current.is_last:
             step["loss"] = text_1HT[0].tolist()
         return step
 
@@ -187,10 +211,11 @@ class AblationRun:
         self,
         step: Record,
         in_layer: list[int],
-        tried: slice,
+        places: slice,
     ) -> None:
-        self.right_HE[in_layer, tried] = torch.tensor(step["right"], dtype=torch.float64)
-        self.logprob_HE[in_layer, tried] = torch.tensor(step["logprob"], dtype=torch.float64)
+        """Enter a step, measured or read from the file, into the tables."""
+        self.accuracy_HE[in_layer, places] = torch.tensor(step["right"], dtype=torch.float64)
+        self.logprob_HE[in_layer, places] = torch.tensor(step["logprob"], dtype=torch.float64)
         if "loss" in step:
             self.loss_HT[in_layer] = torch.tensor(step["loss"], dtype=torch.float64)
 
@@ -201,10 +226,10 @@ class AblationRun:
         heads: Sequence[HeadId],
         phase: Phase | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Measure every batch with each of a layer's heads ablated, or with none; share results
-        among processes.
+        """Measure every batch with each of a layer's heads ablated, or with none.
 
-        Returns prompt_XHE and text_XHT, by number; NaN where not measured.
+        Processes share their results. Returns prompt_XHE and text_1HT, by number; NaN where not
+        measured.
         """
         layers = [head.layer for head in heads]
 
@@ -219,8 +244,8 @@ class AblationRun:
             return outcomes
 
         n_models = max(1, len(heads))
-        prompt_XHE = _untried(2, n_models, len(self.questions))
-        text_1HT = _untried(1, n_models, len(self.texts))
+        prompt_XHE = _not_measured(2, n_models, len(self.questions))
+        text_1HT = _not_measured(1, n_models, len(self.texts))
         for outcomes in compute_everywhere(measure_own):
             for outcome in outcomes:
                 table = text_1HT if outcome.is_text else prompt_XHE
@@ -235,14 +260,14 @@ class AblationRun:
     ) -> HeadScores:
         """Return the scores; heads that were not measured get NaN."""
         differences = {
-            "accuracy": self.right_E - self.right_HE,
+            "accuracy": self.accuracy_E - self.accuracy_HE,
             "logprob": self.logprob_E - self.logprob_HE,
         }
         if self.texts:
             differences["control"] = self.loss_HT - self.loss_T
         baseline = {
             "chance": chance,
-            "accuracy": self.right_E.mean().item(),
+            "accuracy": self.accuracy_E.mean().item(),
             "answer_logprob": self.logprob_E.mean().item(),
             "control_loss": self.loss_T.mean().item() if self.texts else None,
         }
@@ -256,7 +281,7 @@ class AblationRun:
         )
 
         def by_layer(entry_H: Tensor) -> Tensor:
-            return spread(self.model, sites, self.heads, entry_H)
+            return head_table(self.model, sites, self.heads, entry_H)
 
         intervals = {}
         for name, difference_HE in differences.items():
@@ -265,18 +290,20 @@ class AblationRun:
         if len(self.order) > 1:
             ks = AGREEMENT_AT if self.race is None else (*AGREEMENT_AT, self.race.k)
             agreement = split_half(differences["accuracy"], differences["logprob"], ks)
-        n_tried_LH = by_layer((~self.right_HE.isnan()).sum(1)).nan_to_num(0).long()
+        n_examples_H = (~self.accuracy_HE.isnan()).sum(1)
         return replace(
             scores,
             accuracy_interval_LH2=intervals["accuracy"],
             logprob_interval_LH2=intervals["logprob"],
             control_interval_LH2=intervals.get("control"),
-            n_examples_LH=n_tried_LH,
+            # Heads that were not scored have no examples.
+            n_examples_LH=by_layer(n_examples_H).nan_to_num(0).long(),
             agreement=agreement,
         )
 
 
-def _untried(*shape: int) -> Tensor:
+def _not_measured(*shape: int) -> Tensor:
+    """Make a table of results before they are measured: all NaN."""
     return torch.full(shape, math.nan, dtype=torch.float64)
 
 
@@ -287,31 +314,32 @@ def _longest_first(row: ProbeRow) -> int:
 def _measure_batch(forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId]) -> Outcome:
     """Measure a batch with each of a layer's heads ablated, or once with none.
 
-    Average a row's questions.
+    Returns the means over each row's questions.
     """
     if heads:
         read_HQ = forwards.without(batch, heads[0].layer, [head.head for head in heads])
     else:
         read_HQ = forwards.whole(batch)
-    # E is the questions of a row here: each has its own margin before the mean.
+    # Here E is a row's questions: each has its own margin.
     outcome_XHBE = batch.outcome(read_HQ)
     _check_finite(outcome_XHBE[-1].sum(-1), batch, heads)
     if not batch.is_text:
         margin_HBE = outcome_XHBE[0]
         # A tie is wrong: the answer has to be above every other choice.
         outcome_XHBE[0] = margin_HBE > 0
-    return Outcome(batch.is_text, [row.number for row in batch.rows], outcome_XHBE.mean(-1))
+    numbers = [row.number for row in batch.rows]
+    return Outcome(batch.is_text, numbers, outcome_XHBE.mean(-1))
 
 
 def _check_finite(outcome_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:
     """Raise ValueError for a non-finite result, naming the head and the example."""
-    bad = (~outcome_HB.isfinite()).nonzero().tolist()
-    if not bad:
+    non_finite = (~outcome_HB.isfinite()).nonzero().tolist()
+    if not non_finite:
         return
-    index, row = bad[0]
+    index, row = non_finite[0]
     model = f"without {heads[index]}" if heads else "with all heads in place"
     raise ValueError(
-        f"{model} the logits of {batch.rows[row]} are not finite, nor are those of {len(bad) - 1} "
+        f"{model} the logits of {batch.rows[row]} are not finite, nor are those of {len(non_finite) - 1} "
         "more; load the model in float32 or bfloat16, check its weights, or leave the head out. "
         "Set resume_path to continue."
     )

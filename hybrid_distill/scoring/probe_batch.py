@@ -1,5 +1,4 @@
-"""Batches of probe rows. Rows of one batch are of one kind and equally long: no padding, and for
-prompts without a tree no mask.
+"""Batches of probe rows of one kind and length: no padding and, for prompts without a tree, no mask.
 
 Shapes: as in `probe_rows`.
 """
@@ -63,9 +62,9 @@ class ProbeBatch:
         mask_B1LL = torch.stack([row.sees_LL for row in questions])[:, None]
         # Only sdpa accepts a Boolean mask; other attentions add the mask to their scores.
         if model.config._attn_implementation != "sdpa":
-            unseen = torch.finfo(model.dtype).min
+            lowest = torch.finfo(model.dtype).min
             zeros_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype)
-            mask_B1LL = zeros_B1LL.masked_fill(~mask_B1LL, unseen)
+            mask_B1LL = zeros_B1LL.masked_fill(~mask_B1LL, lowest)
         position_BL = torch.stack([row.position_L for row in questions])
         return {
             "attention_mask": mask_B1LL.repeat(groups, 1, 1, 1),
@@ -73,8 +72,8 @@ class ProbeBatch:
         }
 
     def read(self, logits_GBSV: Tensor) -> Tensor:
-        """Return read_GQ, the values that determine each row's outcome, in float64 on the CPU."""
-        # Drops are small differences of sums: float64 from here on.
+        """Return read_GQ, the values from which each row's outcome is computed, in float64 on the CPU."""
+        # From here on in float64: drops are small differences of sums.
         return self.kind.read(self.rows, logits_GBSV).double().cpu()
 
     def read_plainly(self, model: PreTrainedModel) -> Tensor:
@@ -84,9 +83,9 @@ class ProbeBatch:
     def outcome(self, read_GQ: Tensor) -> Tensor:
         """Return outcome_XGBE; all rows must have the same number of questions."""
         sizes = [row.n_values for row in self.rows]
-        outcomes = [
-            row.outcome(own_GQ) for row, own_GQ in zip(self.rows, read_GQ.split(sizes, dim=1))
-        ]
+        outcomes = []
+        for row, own_GQ in zip(self.rows, read_GQ.split(sizes, dim=1)):
+            outcomes.append(row.outcome(own_GQ))
         return torch.stack(outcomes, dim=2)
 
 
@@ -100,7 +99,7 @@ def batches_of(rows: Iterable[ProbeRow]) -> list[ProbeBatch]:
 
 def own_batches(rows: Iterable[ProbeRow]) -> list[ProbeBatch]:
     """Batch this process's share of rows of one kind, longest first."""
-    # The longest batch meets the memory limit first, before much has been measured.
-    # Dealt out by turns, every process also gets rows of all lengths.
+    # The longest batch meets the memory limit first, before much has been measured. Rows are dealt
+    # out in turns, so every process gets rows of all lengths.
     longest_first = sorted(rows, key=lambda row: (-len(row.tokens), row.number))
     return batches_of(own_share(longest_first))

@@ -1,17 +1,17 @@
 """Racing: stop measuring heads that can no longer be among the top k.
 
 Heads race by accuracy drop over all N examples, measured in random order. After each round, the k
-heads that lose most so far lead. A head that does not lead belongs to the top k only if it
-overtakes a leader in the examples that are left. Both answer the same examples, so the difference
-of each pair is one sample per example, and Student's t bounds its sum over all N (corrected for the
-share that is measured already). An example counts once, however many questions it has: questions
-about one dictionary are not independent.
+heads whose ablation has cost most so far lead. A head that does not lead belongs to the top k only
+if it overtakes a leader in the remaining examples. Both are measured on the same examples, so the
+difference of each pair is one sample per example, and Student's t bounds its sum over all N
+(corrected for the share that is measured already). An example counts once, however many questions
+it has: questions about one dictionary are not independent.
 
-Heads drop out in the order of that risk, for as long as the sum of the risks stays within 1 - the
-confidence, shared evenly by the rounds. So all of the top k stay with about the stated confidence;
-heads that may still tie stay too. Bounds that hold for any data (hypergeometric, for every head and
-round at once) drop hardly any head of a real model, whose k-th head loses a few answers more than
-the next.
+The probability of overtaking is a head's risk. Heads drop out in ascending order of risk, as long
+as the sum of their risks stays within 1 - confidence, shared evenly by the rounds. So all of the
+top k stay with about the stated confidence; heads that may still tie stay too. Bounds that hold for
+any data (hypergeometric, for every head and round at once) drop hardly any head of a real model,
+whose k-th head costs only a few answers more than the next.
 
 Shapes: H head, K leader, E example.
 """
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from ..probes import check_counts
 
-# Close together at the end: the less is left, the more is certain, and control texts follow.
+# Close together at the end, where most heads are decided, and just before the control texts.
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1)
+"""Shares of the examples after which heads drop out."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """Race for the top ``k`` heads on ``n_examples`` examples, correct with probability
-    ``confidence``.
+    """Race for the top ``k`` heads on ``n_examples``, correct with probability ``confidence``.
 
     Raises ValueError for a ``k`` below 1.
     """
@@ -58,37 +58,38 @@ class Race:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randperm(self.n_examples, generator=generator, device="cpu").tolist()
 
-    def stay(self, right_HE: Tensor) -> list[bool]:
-        """Return for each head whether it may still be among the top k. At least k heads stay.
+    def stay(self, accuracy_HE: Tensor) -> list[bool]:
+        """Return for each head whether it may still be among the top k; at least k heads stay.
 
-        ``right_HE`` is the share of correct answers on the examples measured so far, in order, with
+        ``accuracy_HE`` is the share of correct answers on the examples measured so far, in order, with
         each head ablated.
         """
-        leaders_K = right_HE.sum(1).argsort(stable=True)[: self.k]
+        leaders_K = accuracy_HE.sum(1).argsort(stable=True)[: self.k]
         # A head of the top k that is not a leader overtakes at least one of them.
-        risk_H = self.overtaking(right_HE, leaders_K).sum(0)
+        risk_H = self.overtaking(accuracy_HE, leaders_K).sum(0)
         ascending = risk_H.sort(stable=True)
-        # The last round leaves nothing to decide.
-        allowed = (1 - self.confidence) / max(1, len(self.rounds) - 1)
-        n_out = int((ascending.values.cumsum(0) <= allowed).sum())
-        stays_H = torch.ones(len(right_HE), dtype=torch.bool)
-        stays_H[ascending.indices[:n_out]] = False
+        # Heads drop out after every round but the last.
+        n_decisions = max(1, len(self.rounds) - 1)
+        allowed_risk = (1 - self.confidence) / n_decisions
+        n_dropped = int((ascending.values.cumsum(0) <= allowed_risk).sum())
+        stays_H = torch.ones(len(accuracy_HE), dtype=torch.bool)
+        stays_H[ascending.indices[:n_dropped]] = False
         return stays_H.tolist()
 
-    def overtaking(self, right_HE: Tensor, leaders_K: Tensor) -> Tensor:
-        """Return the probability, [K, H], that a head loses as much as a leader on all examples."""
+    def overtaking(self, accuracy_HE: Tensor, leaders_K: Tensor) -> Tensor:
+        """Return the probability, [K, H], that a head's drop over all examples reaches a leader's."""
         from scipy.stats import t  # slow to import
 
-        n_measured = right_HE.shape[1]
+        n_measured = accuracy_HE.shape[1]
+        # One more, made-up example, in which the head gains one answer on the leader: where all
+        # measured examples agree, the variance would be 0 otherwise, and nothing in doubt.
         n = n_measured + 1
-        # A further example that speaks for the head, by one answer: examples that all agree would
-        # leave no doubt otherwise.
-        doubt = 1 / self.n_queries
-        ahead_KHE = right_HE - right_HE[leaders_K][:, None]
-        mean_KH = (ahead_KHE.sum(-1) - doubt) / n
-        squares_KH = ahead_KHE.square().sum(-1) + doubt**2
+        one_answer = 1 / self.n_queries
+        lead_KHE = accuracy_HE - accuracy_HE[leaders_K][:, None]
+        mean_KH = (lead_KHE.sum(-1) - one_answer) / n
+        squares_KH = lead_KHE.square().sum(-1) + one_answer**2
         variance_KH = (squares_KH / n - mean_KH.square()) * n / n_measured
-        # The share of examples that are not measured yet: all of them would leave no error.
+        # Finite population: once all examples are measured, the sum has no error.
         share_left = 1 - n_measured / self.n_examples
         error_KH = (variance_KH * share_left / n).sqrt()
         return torch.from_numpy(t.sf((mean_KH / error_KH).numpy(), df=n_measured))

@@ -1,11 +1,11 @@
 """Head ranking by restoration: the gain from adding one attention head to a student that has none.
 
 Single-head ablation misses redundant heads and overrates heads that a recurrent head imitates well.
-Restoration measures the gain of an aligned, fully recurrent student from each head (arXiv
+Restoration measures how much an aligned, fully recurrent student gains from each head (arXiv
 2504.18574, for whole layers). Heads that work in pairs show a gain only together, so
 `greedy_restoration` adds the best head, one at a time.
 
-Shapes: H query head, E example.
+Shapes: B batch, L length, H query head, P head dim, E example.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def restore_heads(
     with ExitStack() as hooks:
         hooks.enter_context(without_cache(student))
         for layer, restored in by_layer.items():
-            merge = partial(_swapped, restored)
+            merge = partial(_replace_heads, restored)
             hooks.enter_context(merged_heads(student_sites[layer], teacher_sites[layer], merge))
         yield
 
 
-def _swapped(heads: list[int], own_BLHP: Tensor, teacher_BLHP: Tensor) -> Tensor:
+def _replace_heads(heads: list[int], own_BLHP: Tensor, teacher_BLHP: Tensor) -> Tensor:
+    """Return the student's output with the teacher's in place of some heads'."""
     # A copy: the mixer may still hold its own output.
-    swapped_BLHP = own_BLHP.clone()
-    swapped_BLHP[:, :, heads] = teacher_BLHP[:, :, heads]
-    return swapped_BLHP
+    merged_BLHP = own_BLHP.clone()
+    merged_BLHP[:, :, heads] = teacher_BLHP[:, :, heads]
+    return merged_BLHP
 
 
 @contextmanager
@@ -72,13 +73,14 @@ def merged_heads(
 ) -> Iterator[None]:
     """Run the teacher's attention on the student's inputs before the student's mixer.
 
-    ``merge`` makes one output of both, [B, L, H, P], before the output projection. Raises ValueError for a forward
-    with a cache.
+    ``merge`` maps the heads' outputs of student and teacher, both [B, L, H, P], to those that the student's output
+    projection reads. Raises ValueError for a forward with a cache.
     """
-    teacher_heads: list[Tensor] = []
+    # The teacher's heads of the latest forward, alone.
+    recorded: list[Tensor] = []
 
     def record(o_proj: nn.Module, args: tuple[Tensor, ...]) -> None:
-        teacher_heads[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
+        recorded[:] = [args[0].unflatten(-1, (teacher.n_heads, teacher.head_dim))]
 
     def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         # Teacher and student would both write their keys and values to it.
@@ -87,11 +89,12 @@ def merged_heads(
                 "restored heads do not support a cache; call the student with use_cache=False."
             )
         with teacher.o_proj.register_forward_pre_hook(record):
-            teacher.module(*args, **_known_to_teachers(kwargs))
+            teacher.module(*args, **_teacher_arguments(kwargs))
 
     def merge_both(o_proj: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         own_BLHP = args[0].unflatten(-1, (student.n_heads, student.head_dim))
-        return (merge(own_BLHP, teacher_heads[0]).flatten(-2), *args[1:])
+        merged_BLHP = merge(own_BLHP, recorded[0])
+        return (merged_BLHP.flatten(-2), *args[1:])
 
     with (
         student.module.register_forward_pre_hook(run_teacher, with_kwargs=True),
@@ -104,8 +107,7 @@ def merged_heads(
 def restore_layers(
     student: HybridForCausalLM, teacher: PreTrainedModel, layers: Iterable[int]
 ) -> Iterator[None]:
-    """Run the teacher's attention, including its output projection, instead of these layers'
-    mixers.
+    """Run the teacher's attention, output projection included, instead of these layers' mixers.
 
     Supports a cache that is created and used inside the context.
     """
@@ -122,7 +124,7 @@ def restore_layers(
 def _teacher_forward(
     site: AttentionSite, hidden_states: Tensor, *args: object, **kwargs: object
 ) -> object:
-    output = site.module(hidden_states, *args, **_known_to_teachers(kwargs))
+    output = site.module(hidden_states, *args, **_teacher_arguments(kwargs))
     cache = given_cache(kwargs)
     if cache is not None:
         assert isinstance(cache, HybridCache)
@@ -131,7 +133,7 @@ def _teacher_forward(
     return output
 
 
-def _known_to_teachers(kwargs: dict[str, object]) -> dict[str, object]:
+def _teacher_arguments(kwargs: dict[str, object]) -> dict[str, object]:
     """Drop the arguments that only a student's mixer accepts."""
     return {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
 
@@ -146,12 +148,11 @@ def score_restoration(
     n_examples: int = 128,
     progress: bool = True,
 ) -> HeadScores:
-    """Score heads by the gain of an aligned, fully recurrent student that already has the
-    ``restored`` heads.
+    """Score heads by what an aligned, fully recurrent student gains from each.
 
-    ``accuracy_drop_LH`` is the gain in accuracy from the head, ``logprob_drop_LH`` the gain in the
-    answer's log-probability, each with paired standard errors; heads already restored get 0.
-    Control drops are not measured.
+    The student already has the ``restored`` heads, which get 0. ``accuracy_drop_LH`` is the gain in
+    accuracy from the head, ``logprob_drop_LH`` the gain in the answer's log-probability, each with
+    paired standard errors. Control drops are not measured.
     """
     examples = probe.examples(n_examples)
     sites = attention_sites(student)
@@ -220,6 +221,7 @@ def greedy_restoration(
         gain_LH = scores.logprob_drop_LH.clone()
         for head in chosen:
             gain_LH[head] = -torch.inf
-        layer, best = divmod(int(gain_LH.argmax()), scores.n_heads)
-        chosen.append(HeadId(layer, best))
+        best = int(gain_LH.argmax())
+        layer, head = divmod(best, scores.n_heads)
+        chosen.append(HeadId(layer, head))
     return chosen

@@ -1,4 +1,4 @@
-"""File of measurements from which a stopped call resumes."""
+"""Save measurements to a file, from which a stopped call resumes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Choice of the fastest forwards that are exact for a model: the shortcut, if it agrees with full
-forwards.
+"""Choose the fastest forwards that are exact for a model: the shortcut, if it agrees with full ones.
 
 Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X value that
 scores depend on (`ProbeBatch.outcome`).
@@ -69,25 +68,24 @@ def _first_difference(
 
 
 def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]) -> str | None:
-    """Return the reason not to use a shortcut, if any, from two heads of the first, a middle and
-    the last layer.
+    """Return the reason not to use a shortcut, if any, by two heads of the first, a middle and the last layer.
 
     Compares drops, because scores are drops. The shortcut may differ from full forwards about as
-    much as full forwards whose layers round differently do, or as much as the rounding error of
-    logits in the compute dtype.
+    much as they differ from full forwards whose layers round differently, or by the rounding error
+    of logits in the compute dtype.
     """
     layers = [site.layer for site in shortcut.sites]
-    # A batch each: samples differ in length.
+    # A batch for each row: they differ in length.
     batches = [ProbeBatch([row]) for row in rows]
     # Reading logits also rounds: it sums over the vocabulary in float32.
     reading = torch.finfo(torch.float32).eps * text_config(shortcut.model).vocab_size ** 0.5
-    rounding = torch.finfo(computed_in(shortcut.model)).eps
+    rounding = torch.finfo(compute_dtype(shortcut.model)).eps
     for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
         shortcut.begin(batches)
         last = shortcut.site_of[layer].n_heads - 1
         # Two heads: with one, a mistake in the order of heads would not show.
         heads = sorted({last // 3, last})
-        # An unknown family may fail inside the shortcut in any of these ways; it then runs in full.
+        # An unknown family may raise any of these inside the shortcut; it then runs in full.
         try:
             if layer > layers[0]:
                 # As in real scoring: every batch reaches a layer from the one below, after other
@@ -97,7 +95,7 @@ def _difference(shortcut: FromLayer, in_full: Forwards, rows: Sequence[ProbeRow]
                     shortcut.without(batch, layer_below, [0])
             short_XGBE = _drops(shortcut, batches, layer, heads)
             full_XGBE = _drops(in_full, batches, layer, heads)
-            with _rounded_otherwise(shortcut.blocks, rounding):
+            with _perturbed(shortcut.blocks, rounding):
                 rounded_XGBE = _drops(in_full, batches, layer, heads)
             magnitude = _magnitude(in_full, batches)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -131,33 +129,33 @@ def _drops(
 
 
 @contextmanager
-def _rounded_otherwise(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
+def _perturbed(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
     """Perturb each layer's output by up to one rounding error, the same with and without a head."""
     seed_of = {block: number for number, block in enumerate(blocks)}
 
-    def change(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
+    def perturb(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         hidden_BLD = output[0] if isinstance(output, tuple) else output
         # Drawn on the CPU: the same errors on every device.
         generator = torch.Generator().manual_seed(seed_of[module])
-        errors_BLD = rounding * (
-            2 * torch.rand(hidden_BLD.shape, generator=generator, device="cpu") - 1
-        )
-        changed_BLD = (hidden_BLD * (1 + errors_BLD.to(hidden_BLD.device))).to(hidden_BLD.dtype)
-        return (changed_BLD, *output[1:]) if isinstance(output, tuple) else changed_BLD
+        uniform_BLD = torch.rand(hidden_BLD.shape, generator=generator, device="cpu")
+        error_BLD = rounding * (2 * uniform_BLD - 1)
+        factor_BLD = 1 + error_BLD.to(hidden_BLD.device)
+        perturbed_BLD = (hidden_BLD * factor_BLD).to(hidden_BLD.dtype)
+        if isinstance(output, tuple):
+            return (perturbed_BLD, *output[1:])
+        return perturbed_BLD
 
     with ExitStack() as hooks:
         for block in blocks:
-            hooks.enter_context(block.register_forward_hook(change))
+            hooks.enter_context(block.register_forward_hook(perturb))
         yield
 
 
 def _magnitude(in_full: Forwards, batches: Sequence[ProbeBatch]) -> float:
-    """Return the magnitude of the logits and outcomes that rounding errors scale with."""
+    """Return the magnitude of logits and outcomes, with which rounding errors scale."""
     ids_1L = batches[0].rows[0].ids_L[None]
-    logits = forward(
-        in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1
-    ).logits.float()
-    magnitudes = [logits.abs().max().item()]
+    output = forward(in_full.model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1)
+    magnitudes = [output.logits.float().abs().max().item()]
     magnitudes += [_rms(batch.outcome(in_full.whole(batch))) for batch in batches]
     return max(magnitudes)
 
@@ -166,7 +164,9 @@ def _rms(numbers: Tensor) -> float:
     return numbers.square().mean().sqrt().item()
 
 
-def computed_in(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of forward passes, including autocast."""
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of forward passes: autocast's if it is on, else the model's."""
     device = model.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return model.dtype

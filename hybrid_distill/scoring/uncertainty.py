@@ -1,4 +1,4 @@
-"""Uncertainty of a head ranking: bootstrap intervals, and split-half agreement.
+"""Measure the uncertainty of a head ranking: bootstrap intervals, and split-half agreement.
 
 Shapes: H head (any number of them, in any order), E example.
 """
@@ -17,21 +17,22 @@ NUMBERS_AT_ONCE = 2**24  # resampled values in memory: 128 MiB
 def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
     """Return [H, 2]: the 95 % percentile-bootstrap interval of each head's mean over the examples.
 
-    NaN marks an example that a head was not tried on. Heads tried on equally many examples share
-    resamples.
+    NaN marks an example that a head was not measured on. Heads measured on equally many examples
+    share resamples.
     """
     from scipy.stats import bootstrap  # slow to import
 
     difference_HE = difference_HE.detach().cpu().double()
-    tried_HE = ~difference_HE.isnan()
-    n_tried_H = tried_HE.sum(1)
+    is_measured_HE = ~difference_HE.isnan()
+    n_examples_H = is_measured_HE.sum(1)
     interval_H2 = torch.full((len(difference_HE), 2), torch.nan, dtype=torch.float64)
-    for n_tried in set(n_tried_H.tolist()) - {0}:
+    for n_examples in set(n_examples_H.tolist()) - {0}:
         # scipy resamples whole tables, so heads with as many examples go together.
-        alike_H = n_tried_H == n_tried
-        sample_HE = difference_HE[alike_H][tried_HE[alike_H]].view(-1, n_tried)
-        if n_tried == 1:  # scipy rejects a single observation
-            interval_H2[alike_H] = sample_HE.expand(-1, 2)
+        in_table_H = n_examples_H == n_examples
+        measured = difference_HE[in_table_H][is_measured_HE[in_table_H]]
+        sample_HE = measured.view(-1, n_examples)
+        if n_examples == 1:  # scipy rejects a single observation
+            interval_H2[in_table_H] = sample_HE.expand(-1, 2)
             continue
         result = bootstrap(
             (sample_HE.numpy(),),
@@ -43,7 +44,8 @@ def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
             batch=max(1, NUMBERS_AT_ONCE // sample_HE.numel()),
             rng=np.random.default_rng(seed),
         )
-        interval_H2[alike_H] = torch.tensor(np.stack(result.confidence_interval, axis=1))
+        bounds_H2 = np.stack(result.confidence_interval, axis=1)
+        interval_H2[in_table_H] = torch.tensor(bounds_H2)
     return interval_H2
 
 
@@ -55,18 +57,21 @@ def split_half(
     n_splits: int = 20,
     seed: int = 0,
 ) -> dict[str, object]:
-    """Measure how well rankings from two disjoint random halves of the examples agree, averaged
-    over splits.
+    """Measure the agreement of rankings by two disjoint random halves of the examples, averaged over splits.
 
-    Both tensors hold differences on at least two examples, NaN where a head was not tried. Returns
-    ``overlap[str(k)]``, the share of heads common to both top-k lists (for each k of ``ks`` below
-    the number of heads); ``overlap_by_logprob``, the same for rankings by log-probability alone;
-    ``spearman``, the correlation of all ranks. All are lower bounds for the full set of examples,
-    which ranks heads better than a half.
+    Both tensors hold differences on at least two examples, NaN where a head was not measured.
+    Returns, with the settings:
+
+    - ``overlap[str(k)]``: the share of heads common to both top-k lists, for each k of ``ks`` below
+      the number of heads;
+    - ``overlap_by_logprob``: the same for rankings by log-probability alone;
+    - ``spearman``: the correlation of all ranks.
+
+    All are lower bounds for the full set of examples, which ranks heads better than a half.
     """
-    tried_H = ~accuracy_HE.isnan().all(dim=1)
-    accuracy_HE = accuracy_HE.double()[tried_H].cpu()
-    logprob_HE = logprob_HE.double()[tried_H].cpu()
+    is_measured_H = ~accuracy_HE.isnan().all(dim=1)
+    accuracy_HE = accuracy_HE.double()[is_measured_H].cpu()
+    logprob_HE = logprob_HE.double()[is_measured_H].cpu()
     n_heads, n_examples = accuracy_HE.shape
     ks = sorted({k for k in ks if 0 < k < n_heads})
     half = n_examples // 2
@@ -101,17 +106,22 @@ def split_half(
 
 
 def _ranks(*keys_H: Tensor) -> np.ndarray:
-    """Rank heads from the worst up by the first key, ties by the next; NaN (not tried) is worst."""
-    # unique sorts rows by their first column, then the next: the places are ranks.
+    """Rank heads from the worst up by the first key, ties by the next; NaN (not measured) is worst."""
     keys_HK = torch.stack(keys_H, dim=1).nan_to_num(nan=-torch.inf)
-    return keys_HK.unique(dim=0, return_inverse=True)[1].numpy()
+    # unique sorts rows by their first column, then the next, so indices of unique rows are ranks.
+    _, rank_H = keys_HK.unique(dim=0, return_inverse=True)
+    return rank_H.numpy()
 
 
 def _overlap(halves: Sequence[np.ndarray], k: int) -> float:
     """Return the share of heads common to the top k of two halves, given their ranks."""
-    # Stable: heads that tie stay in the order of their positions, as in `HeadScores.ranking`.
-    first_a, first_b = (np.argsort(-ranks_H, kind="stable")[:k] for ranks_H in halves)
-    return len({*first_a.tolist()} & {*first_b.tolist()}) / k
+    top_heads = []
+    for rank_H in halves:
+        # Stable: heads that tie stay in the order of their positions, as in `HeadScores.ranking`.
+        best_first_H = np.argsort(-rank_H, kind="stable")
+        top_heads.append(set(best_first_H[:k].tolist()))
+    common = set.intersection(*top_heads)
+    return len(common) / k
 
 
 def _spearman(halves: Sequence[np.ndarray]) -> float:

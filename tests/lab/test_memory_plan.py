@@ -23,8 +23,8 @@ from hybrid_distill.cli.dry_run import describe
 from hybrid_distill.cli.launch_plan import LAUNCH
 from hybrid_distill.config import PlanConfig
 from hybrid_distill.data import DataConfig
+from hybrid_distill.lab.memory.activations import KERNEL_CHUNK
 from hybrid_distill.lab.memory.plan import (
-    KERNEL_CHUNK,
     STRATEGIES,
     MemoryPlan,
     memory_plan,

@@ -1,4 +1,4 @@
-"""Common structure of experiments: measure variants of a model, write a table and a figure."""
+"""Structure that experiments share: measure variants of a model, write a table and a figure."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from .tasks import Questions, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(ABC):
-    """One subcommand of `hybrid-distill analyze`. Raises ValueError for bad options before it
-    writes anything."""
+    """One subcommand of `hybrid-distill analyze`.
+
+    Raises ValueError for bad options before it writes anything.
+    """
 
     NAME: ClassVar[str]
 
@@ -85,7 +87,7 @@ class Subject:
 
         Raises ValueError if the model cannot be a teacher.
         """
-        # Read first: a model that cannot be studied is refused before its weights are loaded.
+        # Before the weights, which take minutes: the model may be unsuitable.
         config, _ = read_teacher(self.model, flag=flag)
         check_teacher(config, name=self.model)
         model, tokenizer = load_on_own_device(

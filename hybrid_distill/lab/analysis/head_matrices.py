@@ -3,7 +3,7 @@
 Every kind of head computes ``matrix x values``, in the model's own numbers:
 
     kind        matrix                                          values
-    attention   softmax(q k^T)                                  of its KV group
+    attention   softmax(q k^T)                                  values of its KV group
     ssm         C_i . B_j dt_j prod_{j < s <= i} a_s            x after the convolution
     channel     sum_n C_in B_jn dt_j prod_{j < s <= i} a_sn     one channel of x
 
@@ -71,13 +71,17 @@ def read_mixes(site: HeadSite, heads: Sequence[HeadId], calls: Calls) -> Iterato
     for head in heads:
         kind = site.kind_of(head.head)
         if kind == "attention":
-            # Made lazily: the caller reads one matrix before the next is made.
-            yield HeadMix(head, kind, *_map_and_values(site, head.head, calls))
+            # Lazily: the caller reads one matrix before the next is computed.
+            map_TS, values_SP = _map_and_values(site, head.head, calls)
+            yield HeadMix(head, kind, map_TS, values_SP)
             continue
-        if scan is None:  # made once for a layer's heads, and only if one of them is recurrent
+        # Once for a layer's heads, and only if one of them is recurrent.
+        if scan is None:
             scan = SCANS[site.kind](mixer, calls)
+        # A student's recurrence has the replaced heads alone.
         index = mixer.replaced.index(head.head) if site.kind == "hybrid" else head.head
-        yield HeadMix(head, kind, *scan(index))
+        matrix_TS, values_SP, scale_TP = scan(index)
+        yield HeadMix(head, kind, matrix_TS, values_SP, scale_TP)
 
 
 def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Tensor]:
@@ -235,8 +239,9 @@ def _convolved(mixer: Mixer, x_LC: Tensor) -> Tensor:
     return mixer.act(mixer.conv1d(x_LC.mT.unsqueeze(0))[0, :, : len(x_LC)].mT)
 
 
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+def _wide(tensor: Tensor) -> Tensor:
+    """Convert half precision to float32; wider types stay."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 SCANS: dict[str, Callable[[Mixer, Calls], Scan]] = {

@@ -133,10 +133,12 @@ class ReplaceLayer(Experiment):
         table = bench.table(f"one {self.by} of the teacher put back", "put back", variants)
         rows = list(table.rows)
         if self.by == "head":
-            less_is_better = not bench.tasks[0].column.unit  # perplexity has no unit
-            rows[1:] = sorted(rows[1:], key=lambda row: row.values[0], reverse=not less_is_better)
-        of_teacher = bench._replace(model=teacher)
-        rows += of_teacher.table("", "teacher", [Variant("teacher", nullcontext(), "teacher")]).rows
+            # Perplexity, the only figure without a unit, is better if lower.
+            higher_is_better = bool(bench.tasks[0].column.unit)
+            rows[1:] = sorted(rows[1:], key=lambda row: row.values[0], reverse=higher_is_better)
+        variant = Variant("teacher", nullcontext(), "teacher")
+        teacher_table = bench._replace(model=teacher).table("", "teacher", [variant])
+        rows += teacher_table.rows
         return table._replace(rows=rows)
 
 
@@ -155,8 +157,7 @@ class ZeroedRecurrence(ModelExperiment):
         return self.save(self.table(self.load()), draw_bars)
 
     def table(self, bench: Bench) -> Table:
-        """Make a row for the model as it is, for each layer with recurrent heads, and for all
-        layers.
+        """Make a row for the model as it is, for each layer with recurrent heads, and for all layers.
 
         Raises ValueError for a model without recurrent heads.
         """
@@ -177,9 +178,8 @@ class ZeroedRecurrence(ModelExperiment):
         variants = [Variant("nothing", nullcontext())]
         for layer, own in sorted(layers.items()):
             n_heads = sum(len(_recurrent_heads(site)) for site in own)
-            variants.append(
-                Variant(f"layer {layer} ({n_heads} heads)", _without_recurrence(model, own))
-            )
+            label = f"layer {layer} ({n_heads} heads)"
+            variants.append(Variant(label, _without_recurrence(model, own)))
         variants.append(Variant("all layers", _without_recurrence(model, sites), "all layers"))
         return bench.table("recurrent heads zeroed, by layer", "zeroed", variants)
 

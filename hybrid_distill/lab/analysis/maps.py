@@ -1,5 +1,7 @@
-"""Gather and aggregate patterns of heads on a prompt (arXiv 2504.18574): `Maps` draws attention maps
-and mixing matrices side by side, and lists the heads that follow a pattern."""
+"""Gather and aggregate patterns of heads on a prompt (arXiv 2504.18574).
+
+`Maps` draws attention maps and mixing matrices side by side, and lists the heads that have a pattern.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ class Maps(Experiment):
         sharpness_of: Mapping[HeadId, Sharpness],
         ablation: Sequence[HeadId],
     ) -> str:
-        """Write the table of the heads that were found, with their places by ablation, if known."""
+        """Write the table of the search's heads, with their places by ablation, if known."""
         what = f"heads that gather or aggregate, means over {self.questions.examples} prompts"
         table = sharpness_table(
             f"{model.name_or_path}: {what}",
@@ -167,8 +169,9 @@ def sharpness_table(title: str, measured: Sequence[tuple[str, Sharpness]]) -> Ta
     columns = [Column("entropy", "bits", digits=2), *map(Column, Sharpness._fields[1:])]
     rows = []
     for label, measures in measured:
-        entropy, *shares = measures
-        rows.append(Row(label, (entropy, *(100 * share for share in shares))))
+        values = [measures.entropy]
+        values += [100 * share for share in measures[1:]]
+        rows.append(Row(label, tuple(values)))
     return Table(title, "head", columns, rows, compared=False)
 
 

@@ -87,7 +87,7 @@ class Mask(ModelExperiment):
             "gather": [parse_head(text) for text in self.gather],
             "aggregate": [parse_head(text) for text in self.aggregate],
         }
-        # Heads can look as if they gathered without mattering; scores tell which matter.
+        # A head may have the pattern and still not matter; scores tell which heads matter.
         among = None
         if self.scores is not None:
             among = HeadScores.load(self.scores).ranking()[: self.first]
@@ -128,15 +128,15 @@ class Mask(ModelExperiment):
         Raises ValueError for a head that does not exist, for no heads at all, and as `check_prompt`
         does.
         """
-        every_head: set[HeadId] = set()
+        all_heads: set[HeadId] = set()
         for heads in roles.values():
-            every_head.update(heads)
-        if not every_head:
+            all_heads.update(heads)
+        if not all_heads:
             raise ValueError("there are no heads to mask; pass some with --gather or --aggregate.")
-        # Checked for all tasks first: the refusal must not come after an hour.
+        # All tasks are checked first: an error must not come after an hour.
         for marked in tasks.values():
             longest = max((prompt.ids for _, prompt in marked), key=len)
-            check_prompt(model, longest, sorted(every_head), self.kind, self.max_gb)
+            check_prompt(model, longest, sorted(all_heads), self.kind, self.max_gb)
         rows = []
         with eval_mode(model):
             for variant in track(_variants(roles), "masking"):

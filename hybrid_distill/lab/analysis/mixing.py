@@ -1,4 +1,4 @@
-"""Heads of a model on one prompt: their matrices (`head_matrices`), and heads with masked matrices.
+"""Run a model on one prompt to read its heads' matrices (`head_matrices`), or with masked matrices.
 
 Shapes: T target token, S source token, D model width, H head, P head dim.
 """
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 MAX_GB = 4.0
 BYTES_PER_KEPT_ENTRY = 4
-# Of a mixing matrix while it is made: decays in float64, and the products in float32.
 BYTES_PER_MIXING_ENTRY = 28
+"""Bytes of a mixing matrix during its computation: decays in float64, products in float32."""
 
 
 def mix_heads(
@@ -100,7 +100,7 @@ def mask_heads(
             future_TS = ~torch.ones_like(mask_TS).tril()
             whole_T1 = (mask_TS | future_TS).all(-1, keepdim=True)
             heads_BTHP[0, :, mix.head.head] = torch.where(whole_T1, own_TP, masked_TP)
-        # Without the hooks of o_proj, which have seen this forward already.
+        # By its forward, not its call: the hooks of o_proj have run in this forward already.
         out_BTD = site.o_proj.forward(heads_BTHP.flatten(-2))
         output = calls[site.module].output
         return (out_BTD, *output[1:]) if isinstance(output, tuple) else out_BTD
@@ -237,10 +237,11 @@ def check_prompt(
         if context is not None:
             limit = f"1 to {context} tokens, the model's context"
         raise ValueError(f"the prompt has {len(ids)} tokens; it must have {limit}.")
-    # Only one matrix is being made at a time, in addition to those that are kept.
+    # One matrix at a time is computed, in addition to those that are kept.
     sites = sites_of(model, heads, kind)
-    making = max((_bytes_while_making(site) for site in sites), default=0)
-    needed = len(ids) ** 2 * (BYTES_PER_KEPT_ENTRY * len(heads) + making) / 2**30
+    largest = max((_bytes_in_computation(site) for site in sites), default=0)
+    bytes_per_entry = BYTES_PER_KEPT_ENTRY * len(heads) + largest
+    needed = len(ids) ** 2 * bytes_per_entry / 2**30
     if needed > max_gb:
         raise ValueError(
             f"the matrices of {len(heads)} heads on {len(ids)} tokens take about {needed:.1f} "
@@ -249,11 +250,11 @@ def check_prompt(
         )
 
 
-def _bytes_while_making(site: HeadSite) -> int:
-    """Return the bytes per entry of a matrix while it is made."""
+def _bytes_in_computation(site: HeadSite) -> int:
+    """Return the bytes per entry of a matrix during its computation."""
     mixer: Mixer = site.module
     # Every state of a Mamba-1 channel has its own matrix.
     n_matrices = mixer.A_log.shape[-1] if site.kind == "channel" else 1
-    # Eager attention makes the maps of all heads at once: scores and softmax in float32.
+    # Eager attention computes the maps of all heads at once: scores and softmax in float32.
     of_maps = 8 * site.n_heads if site.kind in ("attention", "hybrid") else 0
     return max(BYTES_PER_MIXING_ENTRY * n_matrices, of_maps)

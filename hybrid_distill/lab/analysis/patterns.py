@@ -1,5 +1,4 @@
-"""Gather and aggregate as patterns in a matrix (arXiv 2504.18574), and measures of how sharply a
-head follows them.
+"""Gather and aggregate patterns in a matrix (arXiv 2504.18574), and measures of how sharply a head has them.
 
 A prompt that contains its answer has *segments*: lines, one of which has the answer. A segment's
 last tokens are its *summary*. A gather head moves a segment's content to its summary; an aggregate
@@ -58,7 +57,10 @@ class MarkedPrompt:
     @property
     def summaries(self) -> list[int]:
         """Positions of all summaries."""
-        return [position for segment in self.segments for position in segment.summary]
+        positions: list[int] = []
+        for segment in self.segments:
+            positions += segment.summary
+        return positions
 
 
 def mark_prompt(
@@ -85,9 +87,10 @@ def mark_prompt(
         in_line = _find(choices, line[0])
         if choices and not in_line:
             continue
-        tokens = [
-            i for i, (start, end) in enumerate(spans) if start < line.end() and line.start() < end
-        ]
+        tokens = []
+        for i, (start, end) in enumerate(spans):
+            if start < line.end() and line.start() < end:
+                tokens.append(i)
         # A head may sum a line up at its answer, which for some tokenizers is several tokens.
         first = _first_of_summary(line, in_line, tokens, spans, texts)
         content = tuple(i for i in tokens if i < first)
@@ -143,7 +146,11 @@ def _find(choices: Sequence[str], text: str) -> list[re.Match[str]]:
 
 def _labels(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> tuple[str, ...]:
     """Return each token's text, with line breaks and a lone space made visible."""
-    return tuple(str(tokenizer.decode([token])).replace("\n", "↵").strip() or "␣" for token in ids)
+    labels = []
+    for token in ids:
+        text = str(tokenizer.decode([token])).replace("\n", "↵").strip()
+        labels.append(text or "␣")
+    return tuple(labels)
 
 
 def gather_mask(prompt: MarkedPrompt) -> Tensor:
@@ -225,35 +232,35 @@ def find_patterns(
     *,
     kind: HeadKind | None = None,
 ) -> dict[HeadId, Sharpness]:
-    """Average every head's sharpness over some questions: one forward each, and one matrix at a
-    time.
+    """Average every head's sharpness over some questions: one forward each, and one matrix at a time.
 
     Raises ValueError for Mamba-1, which has too many channels to search.
     """
-    every = find_heads(model, kind)
-    site = next(iter(every.values()))
+    site_of = find_heads(model, kind)
+    site = next(iter(site_of.values()))
     if site.kind == "channel":
         raise ValueError(
             f"this model has {site.n_heads} channels a layer, too many to look through; name some with --heads."
         )
-    total_HM = torch.zeros(len(every), len(Sharpness._fields), dtype=torch.float64)
-    # All are marked first: an unsuitable probe ends here, before any forward.
+    heads = list(site_of)
+    total_HM = torch.zeros(len(heads), len(Sharpness._fields), dtype=torch.float64)
+    # All prompts first: an unsuitable probe raises here, before any forward.
     prompts = [mark_example(tokenizer, example) for example in examples]
     for prompt in track(prompts, "matrices"):
         measure = partial(sharpness, prompt)
         measured = mix_heads(
             model,
             prompt.ids,
-            list(every),
+            heads,
             measure,
             kind=kind,
             max_gb=math.inf,
         )
         total_HM += torch.tensor(measured, dtype=torch.float64)
     mean_HM = total_HM / len(examples)
-    return {head: Sharpness(*means) for head, means in zip(every, mean_HM.tolist(), strict=True)}
+    return {head: Sharpness(*means) for head, means in zip(heads, mean_HM.tolist(), strict=True)}
 
 
-def rank_by(found: dict[HeadId, Sharpness], measure: str) -> list[HeadId]:
+def rank_by(sharpness_of: dict[HeadId, Sharpness], measure: str) -> list[HeadId]:
     """Rank heads by "gather" or "aggregate", most first."""
-    return sorted(found, key=lambda head: -getattr(found[head], measure))
+    return sorted(sharpness_of, key=lambda head: -getattr(sharpness_of[head], measure))

@@ -1,4 +1,4 @@
-"""Agreement of two rankings of the same model's heads; published rankings can be read too."""
+"""Measure the agreement of two rankings of the same model's heads; published rankings can be read too."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class CompareRankings:
 
 
 def compare_files(a: Path, b: Path) -> str:
-    """Return a table of the agreement of two files of head scores; one may be a published ranking
-    (`load_ranking`).
+    """Return a table of the agreement of two files of head scores.
 
-    Raises ValueError for a file that does not exist, and unless one of them holds head scores.
+    One may be a published ranking (`load_ranking`). Raises ValueError for a file that does not
+    exist, and unless one of them holds head scores.
     """
     scores: dict[Path, HeadScores] = {}
     for path in (a, b):

@@ -96,19 +96,18 @@ class HeadRemoval(Experiment):
         return self.table(bench._replace(resume_log=resume_log), ranking)
 
     def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
-        """Make a row per count of top heads, and one for as many random heads: the mean of several
-        draws.
+        """Make a row per count of top heads, and one for as many random heads: the mean of several draws.
 
         Random heads are drawn from all heads, including those of the ranking. Raises ValueError for
         a count or a head that the ranking or the model does not have.
         """
         model = bench.model
-        every_head = heads_of(head_sites(model, self.kind))
-        most = min(len(ranking), len(every_head))
+        all_heads = heads_of(head_sites(model, self.kind))
+        most = min(len(ranking), len(all_heads))
         for count in self.counts:
             if not 0 < count <= most:
                 raise ValueError(
-                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(every_head)}; ask for 1 "
+                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(all_heads)}; ask for 1 "
                     f"to {most}, of a ranking of this model (hybrid-distill score)."
                 )
 
@@ -123,11 +122,9 @@ class HeadRemoval(Experiment):
         for n in self.counts:
             for seed in range(self.random_draws):
                 # By count and draw: a row is the same whatever else is in the table.
-                drawn = random.Random(f"remove-heads {n} {seed}").sample(every_head, n)
+                drawn = random.Random(f"remove-heads {n} {seed}").sample(all_heads, n)
                 variants.append(without(f"random {n}{mean}", drawn, "random"))
-        return bench.table(
-            f"without some of its {len(every_head)} heads", "heads removed", variants
-        )
+        return bench.table(f"without some of its {len(all_heads)} heads", "heads removed", variants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,11 +283,11 @@ class KeepHeads(ModelExperiment):
     def table(
         self, bench: Bench, kept_by_label: Mapping[str, Mapping[int, Sequence[int]]]
     ) -> Table:
-        """Make a row for the whole model, then one for each choice of kept heads by layer; other
-        layers keep all.
+        """Make a row for the whole model, then one for each choice of kept heads by layer.
 
-        With a ``last_layer``, the layers above it are left out in the variants' rows, and in a
-        second row with no head removed. Raises ValueError for a layer or head that does not exist.
+        Other layers keep all heads. With a ``last_layer``, the layers above it are left out in the
+        variants' rows, and in a second row with no head removed. Raises ValueError for a layer or
+        head that does not exist.
         """
         model = bench.model
         above = layers_above(model, self.last_layer)
@@ -319,7 +316,9 @@ def parse_kept(text: str) -> dict[int, tuple[int, ...]]:
     kept: dict[int, tuple[int, ...]] = {}
     for part in text.split("/"):
         layer, colon, heads = part.strip().partition(":")
-        numbers = [] if heads.strip() == "none" else [number.strip() for number in heads.split(",")]
+        numbers = []
+        if heads.strip() != "none":
+            numbers = [number.strip() for number in heads.split(",")]
         if not colon or not all(number.isdigit() for number in [layer, *numbers]):
             raise ValueError(
                 f"--keep holds {part!r}; give a layer and the heads that stay, such as 5:0,5, or "
@@ -342,7 +341,7 @@ def layers_above(model: nn.Module, last_layer: int | None) -> range:
 
 @contextmanager
 def without_layers(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
-    """Make the named decoder layers pass their input through; the model itself is not modified."""
+    """Make these decoder layers return their input; the model itself is not modified."""
     blocks = decoder_blocks(model)
     with ExitStack() as hooks:
         for layer in layers:

@@ -30,15 +30,24 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-BLACK, GREY, PALE = "#000000", "#767676", "#C8C8C8"
-ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
-VERMILION, PURPLE = "#D55E00", "#CC79A7"
+BLACK = "#000000"
+GREY = "#767676"
+PALE = "#C8C8C8"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
 SVG = "http://www.w3.org/2000/svg"
 TITLE = "; title: "
 """Separator before each point's title in an artist's id, which matplotlib writes to the SVG."""
 DODGE = 0.04
 """Horizontal offset between the error bars of lines, in ticks."""
-DOTTED, DASHED, DASH_DOT = (0, (1, 1.4)), (0, (4, 1.5)), (0, (6, 1.5, 1, 1.5))
+# matplotlib's dashes: offset, then the lengths of strokes and gaps.
+DOTTED = (0, (1, 1.4))
+DASHED = (0, (4, 1.5))
+DASH_DOT = (0, (6, 1.5, 1, 1.5))
 
 STYLE: dict[Any, Any] = {
     "figure.dpi": 100,
@@ -108,7 +117,13 @@ def look(selection: str) -> Look:
 
 def shades_of(n: int) -> list[Look]:
     """Return the looks of lines that stand for layers, from black to copper."""
-    return [Look(f"#{255 * i // n:02x}{199 * i // n:02x}{127 * i // n:02x}", "") for i in range(n)]
+    looks = []
+    for i in range(n):
+        red = 255 * i // n
+        green = 199 * i // n
+        blue = 127 * i // n
+        looks.append(Look(f"#{red:02x}{green:02x}{blue:02x}", ""))
+    return looks
 
 
 def has_matplotlib() -> bool:

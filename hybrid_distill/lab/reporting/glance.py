@@ -1,4 +1,4 @@
-"""First picture of a run's report: the student against its teacher, at one look."""
+"""First figure of a run's report: the student against its teacher at a glance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_SHOWN = 1.3
 
 
 def draw_glance(record: RunRecord, path: Path) -> list[Figure]:
-    """Draw retrieval over cache, and by task what the student keeps of its teacher.
+    """Draw retrieval over cache, and by task the student's accuracy relative to its teacher's.
 
     Returns the figure, or nothing without both evaluations or without matplotlib.
     """
@@ -32,7 +32,7 @@ def draw_glance(record: RunRecord, path: Path) -> list[Figure]:
     kept = {task: score for task, score in record.kept.items() if score is not None}
     if not (kept and lengths and has_matplotlib()):
         return []
-    # The teacher's own score must be above guessing: of other sizes nobody can tell what was lost.
+    # Sizes at which the teacher itself is above guessing: at others no loss could be seen.
     answered = record.models.columns.intersection(list(kept))
     shown = record.models.loc[:, answered]
     if not sizes(shown, "kv_generation"):
@@ -67,7 +67,7 @@ def _draw_cache(axes: Any, record: RunRecord, n_pairs: int, length: int) -> None
         GUESSING, (1, chance), (-4, 3), ("axes fraction", "data"), "offset points",
         ha="right", color=GREY, fontsize=8,
     )  # fmt: skip
-    # From zero, so that distances are what is saved; the teacher's name needs room.
+    # From zero, so that lengths show the saving; beyond the teacher, for its name.
     axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
     axes.set_xlabel(f"cache at {length:,} tokens, MB", fontsize=9)
     axes.set_title(f"retrieval, {n_pairs} pairs")

@@ -20,13 +20,16 @@ from ...scoring import HeadScores
 from ...train.metrics import METRICS
 
 T = TypeVar("T")
-TEACHER, CONTROL, STUDENT, GUESSING = "teacher", "control", "student", "guessing"
+TEACHER = "teacher"
+CONTROL = "control"
+STUDENT = "student"
+GUESSING = "guessing"
 SHARED = "all heads, once for every student"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that the report of a run shows."""
+    """Contents of a run's report."""
 
     title: str
     models: pd.DataFrame
@@ -74,7 +77,7 @@ def read_run(folder: Path) -> RunRecord:
     scores = _load(HeadScores.load, paths.scores, "head scores", missing)
 
     speed = None
-    # Nobody misses what only a flag of `evaluate` measures.
+    # Never listed as missing: only a flag of `evaluate` measures it.
     if paths.speed.exists():
         speed = _load(lambda path: read_json(path)["rows"], paths.speed, "the speeds", missing)
 
@@ -111,14 +114,14 @@ def _text_length(settings: Record, student: EvalResult | None) -> float:
     return student.n_text_tokens / n_texts if student and n_texts else 0.0
 
 
-def _load(load: Callable[[Path], T], path: Path, what: str, missing: list[str]) -> T | None:
-    """Load a file, or note in ``missing`` why not."""
+def _load(load: Callable[[Path], T], path: Path, content: str, missing: list[str]) -> T | None:
+    """Load a file; if that fails, append its ``content`` and the reason to ``missing``, and return None."""
     try:
         return load(path)
     except ValueError as error:
         is_absent = isinstance(error.__cause__, FileNotFoundError)
         reason = "not there" if is_absent else error
-        missing.append(f"{what} (`{path.parent.name}/{path.name}`: {reason})")
+        missing.append(f"{content} (`{path.parent.name}/{path.name}`: {reason})")
         return None
 
 
@@ -172,7 +175,7 @@ def _losses(paths: RunPaths, panel: str) -> pd.DataFrame:
     frame = pd.DataFrame(points, columns=["panel", "stage", "x", "line", "y"]).dropna()
     frame = frame.drop_duplicates(["stage", "x", "line"], keep="last")
     frame = frame.sort_values(["stage", "x"], kind="stable")
-    # Only these have a place on a logarithmic axis.
+    # A logarithmic axis has no place for others.
     frame = frame.loc[(frame.y > 0) & (frame.y < math.inf)]
     smooth = frame.groupby(["stage", "line"]).y.transform(_running_mean)
     return frame.assign(y=smooth)

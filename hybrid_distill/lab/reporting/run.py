@@ -107,7 +107,7 @@ def _looks(record: RunRecord) -> dict[str, Look]:
 
 
 def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> list[Block]:
-    """Show the figures, and how those of the student differ from the teacher's."""
+    """Show the figures, and the student's changes relative to the teacher."""
     models = record.models
     blocks: list[Block] = [value_table(names, columns, models, record.errors)]
     if TEACHER in models.index:

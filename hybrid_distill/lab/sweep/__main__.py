@@ -1,5 +1,4 @@
-"""``python -m hybrid_distill.lab.sweep OUT TASK``: one task of a sweep, in one process or
-several."""
+"""``python -m hybrid_distill.lab.sweep OUT TASK``: one task of a sweep, in one process or several."""
 
 import logging
 import signal
@@ -24,7 +23,7 @@ def main(out: str, task: str) -> None:
         perform(sweep, sweep.tasks[task])
         disconnect()
     except (Interrupted, KeyboardInterrupt):
-        # It has saved; without an outcome, the next start of the sweep continues it.
+        # Its state is saved. Without an outcome, the next start of the sweep resumes it.
         return
 
 

@@ -1,9 +1,9 @@
-"""Execution of one sweep task in this process: a cell as an ordinary run, or work that cells share.
+"""Perform one sweep task in this process: a cell as an ordinary run, or work that cells share.
 
 One alignment of a student with no kept heads serves every plan. Its target is each head's own
 output on the teacher's own inputs (``align.target`` "head"), so a trained head does not depend
 on which other heads are kept, and a cell copies the heads that it needs. Only gradient clipping
-by the global norm couples heads; benchmarks/sweep_sharing.py measures how much that matters.
+by the global norm couples heads; benchmarks/sweep_sharing.py measures the effect.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from ...train.stop import Interrupted
 from .execution import PATIENCE
 from .folder import Sweep, with_student
 from .grid import Cell
-from .tasks import Task
+from .tasks import Task, TaskKind
 
 GRACE = 10.0
 """Seconds that another process waits before it ends the launch, so that the main one can record
@@ -72,28 +73,52 @@ def _record_failure(task: Task, error: Exception, seconds: float) -> None:
 
 
 def _work(sweep: Sweep, task: Task) -> None:
+    WORK[task.kind](sweep, task)
+
+
+def _evaluate_teacher(sweep: Sweep, task: Task) -> None:
+    run = _teacher_run(sweep, task.seed)
+    prepare(run)
+    # Grids of random or restored heads need no scores.
+    if run.paths.scores in task.leaves:
+        score(run)
+    evaluate_teacher(run)
+
+
+def _rank_for_window(sweep: Sweep, task: Task) -> None:
     seeded = _seeded(sweep, task.seed)
-    # Ablation serves every window that is not ranked for itself.
-    of_seed = RunInputs(_ablating(seeded), sweep.teacher, sweep.pins)
-    if task.cell is not None:
-        run_beside(of_seed, cell_config(sweep, task.cell))
-    elif task.d_state is not None:
-        align_all_heads(_alignment_run(sweep, task.seed, task.d_state, task.window))
-    elif task.window:
-        windowed = with_student(seeded, seeded.student.d_state, task.window)
-        ranking = RunInputs(replace(windowed, out=task.folder), sweep.teacher, sweep.pins)
-        prepare(ranking)
-        score(ranking)
-    else:
-        prepare(of_seed)
-        # Grids of random or restored heads need no scores.
-        if of_seed.paths.scores in task.leaves:
-            score(of_seed)
-        evaluate_teacher(of_seed)
+    windowed = with_student(seeded, seeded.student.d_state, task.window)
+    run = RunInputs(replace(windowed, out=task.folder), sweep.teacher, sweep.pins)
+    prepare(run)
+    score(run)
+
+
+def _align(sweep: Sweep, task: Task) -> None:
+    assert task.d_state is not None, "an alignment has a state size"
+    align_all_heads(_alignment_run(sweep, task.seed, task.d_state, task.window))
+
+
+def _make_student(sweep: Sweep, task: Task) -> None:
+    assert task.cell is not None, "a task of this kind has a cell"
+    run_beside(_teacher_run(sweep, task.seed), cell_config(sweep, task.cell))
+
+
+WORK: dict[TaskKind, Callable[[Sweep, Task], None]] = {
+    "teacher": _evaluate_teacher,
+    "ranking": _rank_for_window,
+    "alignment": _align,
+    "cell": _make_student,
+}
+
+
+def _teacher_run(sweep: Sweep, seed: int) -> RunInputs:
+    """Return the run of a seed with the teacher's evaluation, and its heads' scores by ablation."""
+    # By ablation, whatever the recipe says: these scores serve every window that is not ranked for itself.
+    return RunInputs(_ablating(_seeded(sweep, seed)), sweep.teacher, sweep.pins)
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
-    """Return the config of a cell's run; the tasks that it needs must be done."""
+    """Return the config of a cell's run, which reads the results of the tasks that it needs."""
     base = variant_config(
         _seeded(sweep, cell.seed),
         cell.name,
@@ -122,14 +147,13 @@ def variant_config(
 
 
 def restored_plan(inputs: RunInputs, k: int) -> PlanConfig:
-    """Choose heads by what they restore to the aligned student without attention; computed only
-    once."""
+    """Choose heads by what they restore to the aligned student without attention; computed once."""
     restoration_plan(inputs, k)
     return PlanConfig("file", k=k, file=inputs.paths.restoration_plan(k))
 
 
 def _alignment_run(sweep: Sweep, seed: int, d_state: int, window: int) -> RunInputs:
-    """Return the run in whose folder ``aligned`` is trained and restoration plans are made."""
+    """Return the run in whose folder the alignment is trained and restoration plans are made."""
     of_seed = _seeded(sweep, seed)
     out = sweep.paths.alignment(d_state, window, seed).out
     scores = sweep.paths.of_seed(seed).scores
@@ -140,10 +164,9 @@ def _alignment_run(sweep: Sweep, seed: int, d_state: int, window: int) -> RunInp
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:
-    """Return the recipe with another seed, for draws in training, prompts and the order of the
-    data."""
+    """Return the recipe with another seed, for draws in training, prompts and the order of the data."""
     base = sweep.base
-    # A shift, so that the seeds of data and stages keep their distance to the run's.
+    # Shifted, not set: the seeds of data and stages keep their differences from the run's.
     shift = seed - base.seed
     stages = []
     for stage in base.stages:
@@ -183,12 +206,13 @@ def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:
 
 
 def best_layers(scores: HeadScores, n: int) -> tuple[int, ...]:
-    """Return the ``n`` layers whose heads lose most accuracy together, ties by log-probability,
-    in ascending order."""
-    # A head that was not scored counts as nothing lost.
+    """Return, ascending, the ``n`` layers with the largest sums of drops in accuracy, ties by log-probability."""
+    # A head that was not scored counts as no drop.
     accuracy_L = scores.value_LH().nan_to_num(0.0).sum(1).tolist()
     logprob_L = scores.logprob_drop_LH.nan_to_num(0.0).sum(1).tolist()
-    by_loss = sorted(
-        range(scores.n_layers), key=lambda layer: (-accuracy_L[layer], -logprob_L[layer], layer)
-    )
-    return tuple(sorted(by_loss[:n]))
+
+    def best_first(layer: int) -> tuple[float, float, int]:
+        return -accuracy_L[layer], -logprob_L[layer], layer
+
+    ranking = sorted(range(scores.n_layers), key=best_first)
+    return tuple(sorted(ranking[:n]))

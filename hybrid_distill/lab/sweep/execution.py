@@ -1,4 +1,4 @@
-"""Execution of a sweep's tasks: in this process, or as submitit jobs on this machine or on SLURM.
+"""Run a sweep's tasks: in this process, or as submitit jobs on this machine or on SLURM.
 
 Imports nothing heavy: each submitit job loads a `Command` from here and starts a process.
 """
@@ -275,22 +275,22 @@ def _n_cores() -> int:
     return os.cpu_count() or 1
 
 
-def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None]) -> None:
-    """Run every task that is not done, including failed ones; call ``changed`` after each.
+def run_tasks(sweep: Sweep, workers: Here | Jobs, report: Callable[[Task], None]) -> None:
+    """Run every task that is not done, including failed ones; call ``report`` after each.
 
     Raises KeyboardInterrupt when asked to stop, after running tasks have saved (at most
     ``PATIENCE`` seconds later).
     """
     pending = {name: task for name, task in sweep.tasks.items() if task.outcome().state != "done"}
     for task in pending.values():
-        # Failed ones run again: their old outcome must not be taken for the new one.
+        # Failed tasks run again: an old outcome must not be taken for the new one.
         task.outcome_path.unlink(missing_ok=True)
     running: dict[str, Running] = {}
     try:
         while pending or running:
             ended = _collect(sweep, running)
             for task in ended:
-                changed(task)
+                report(task)
             task = _next_task(pending, running)
             if task is None or len(running) == workers.slots:
                 # A task that has just ended may have freed another.
@@ -300,11 +300,11 @@ def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None
             error = _error_of_needed(sweep, task)
             if error:
                 task.end(error)
-                changed(task)
+                report(task)
                 continue
-            taken = {each.slot for each in running.values()}
-            # A free share of the machine: two running jobs must not get the same GPUs.
-            slot = min(set(range(workers.slots)) - taken)
+            taken_slots = {each.slot for each in running.values()}
+            # A free slot: two running jobs must not get the same GPUs.
+            slot = min(set(range(workers.slots)) - taken_slots)
             with workers.starting():
                 running[task.name] = Running(workers.start(sweep, task, slot), slot)
     except KeyboardInterrupt:
@@ -313,7 +313,7 @@ def run_tasks(sweep: Sweep, workers: Here | Jobs, changed: Callable[[Task], None
 
 
 class Running(NamedTuple):
-    """Job of a task that has started, and its share of the machine."""
+    """Job of a task that has started, and its slot: its share of the machine."""
 
     job: Here | Job[int]
     slot: int
@@ -324,14 +324,14 @@ def _collect(sweep: Sweep, running: dict[str, Running]) -> list[Task]:
     ended = [sweep.tasks[name] for name, each in running.items() if each.job.done()]
     for task in ended:
         job = running.pop(task.name).job
-        # Also if somebody else has stopped it, or the machine has killed it.
+        # Such as a job that somebody else has canceled, or the machine has killed.
         if task.outcome().state not in ("done", "failed"):
             task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
     return ended
 
 
 def _next_task(pending: Mapping[str, Task], running: Mapping[str, Running]) -> Task | None:
-    """Return the first task that waits for no other one."""
+    """Return the first task whose predecessors are done."""
     unfinished = {*pending, *running}
     for task in pending.values():
         if unfinished.isdisjoint(task.after):

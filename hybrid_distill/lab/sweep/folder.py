@@ -26,7 +26,7 @@ FORMAT = "hybrid-distill/sweep/1"
 
 @dataclass(frozen=True)
 class Definition:
-    """Sweep that is asked for, in the folder ``base.out``."""
+    """Sweep that the command requests, in the folder ``base.out``."""
 
     base: RunConfig
     """Run that the recipe describes; cells change its student."""
@@ -38,8 +38,10 @@ class Definition:
     """Recipe and changes that the sweep was started with, for its report."""
 
     def check(self) -> None:
-        """Raise ValueError if the sweep cannot run, or if its folder holds one that this does not continue: a sweep
-        may grow, but not change."""
+        """Raise ValueError if the sweep cannot run, or if its folder holds another one.
+
+        A sweep in the folder may grow, but not change.
+        """
         out = self.base.out
         check_out(out)
         is_aligned = any(cell.d_state for cell in self.cells)
@@ -81,7 +83,7 @@ class Sweep:
             self.record = read_json(path)
             if self.record["format"] != FORMAT:
                 raise ValueError(f"its format is {self.record['format']!r}, expected {FORMAT!r}")
-            # Where it is, not where it was made: a folder may have moved.
+            # The folder may have moved since.
             self.base: RunConfig = replace(from_record(self.record["config"]), out=out)
             self.share: bool = self.record["share_alignment"]
             self.cells: list[Cell] = []
@@ -101,8 +103,10 @@ class Sweep:
         return cls(out)
 
     def check_grows(self, definition: Definition) -> None:
-        """Raise ValueError, naming the differences, unless a definition has all cells of this sweep and
-        the same settings, or nothing has run yet."""
+        """Raise ValueError, naming the differences, unless a definition continues this sweep.
+
+        It does if it has all cells and the same settings, or if nothing has run yet.
+        """
         if not any(has_result(task.folder) for task in self.tasks.values()):
             return
         changed = differences(
@@ -126,8 +130,7 @@ class Sweep:
 
     @cached_property
     def pins(self) -> Pins:
-        """Commits of the sources on the hub, which the command that started the sweep has asked
-        for."""
+        """Commits of the sources on the hub, as resolved by the command that started the sweep."""
         return read_pins(self.paths.sources)
 
     @cached_property
@@ -178,8 +181,7 @@ def with_student(run: RunConfig, d_state: int, window: int) -> RunConfig:
 
 
 def _settings(base: RunConfig, share: bool) -> Record:
-    """Return all settings of a sweep that may not change when it goes on, its evaluation
-    included."""
+    """Return all settings of a sweep, its evaluation included, that may not change when it resumes."""
     return {
         "share": share,
         "evaluation": fixed_fields(base.evaluation),

@@ -18,8 +18,11 @@ SELECTIONS: tuple[Selection, ...] = ("top", "random", "layers", "restoration")
 
 @dataclass(frozen=True)
 class Cell:
-    """One student. ``selection`` is "none" if it keeps no heads and "all" if it keeps all,
-    however they were requested; with all heads there is no state, and ``d_state`` is None."""
+    """One student.
+
+    ``selection`` is "none" if it keeps no heads and "all" if it keeps all, however they were
+    requested; with all heads there is no state, and ``d_state`` is None.
+    """
 
     selection: Selection
     heads: int
@@ -30,9 +33,10 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell's folder: ``top4-n16-s0``, ``top4-n8-w32-s0``, ``none-n16-s0``, ``all-s0``."""
-        parts = [
-            self.selection if self.selection in (NONE, ALL) else f"{self.selection}{self.heads}"
-        ]
+        first = self.selection
+        if self.selection not in (NONE, ALL):
+            first = f"{self.selection}{self.heads}"
+        parts = [first]
         if self.d_state is not None:
             parts.append(f"n{self.d_state}")
         if self.window:
@@ -88,20 +92,19 @@ class Grid:
     def cells(self, shape: HeadPlan) -> list[Cell]:
         """Return the students for a teacher of this shape, each once, seed by seed.
 
-        ``layers`` applies only to numbers of heads that fill whole layers. Raises ValueError for
-        more heads than the teacher has, and if no cell is left. A cell without state and window has
-        nothing in place of a head: it is left out.
+        Leaves out cells with neither state nor window, whose heads would have no replacement, and
+        cells of ``layers`` whose heads do not fill whole layers. Raises ValueError for more heads
+        than the teacher has, and if no cell is left.
         """
-        n_every_head = shape.n_layers * shape.n_heads
-        counts = [n_every_head if heads == ALL else heads for heads in self.heads]
+        n_all_heads = shape.n_layers * shape.n_heads
+        counts = [n_all_heads if heads == ALL else heads for heads in self.heads]
         for k in counts:
             HeadPlan.check_k(shape, k, "--heads")
-        # A dict keeps their order: without heads, all selections are the same student.
+        # Keys of a dict, which keeps their order: without heads, all selections are the same student.
         cells: dict[Cell, None] = {}
-        for seed, d_state, window, selection, k in product(
-            self.seeds, self.d_state, self.window, self.selection, counts
-        ):
-            if k == n_every_head:
+        axes = (self.seeds, self.d_state, self.window, self.selection, counts)
+        for seed, d_state, window, selection, k in product(*axes):
+            if k == n_all_heads:
                 cells[Cell(ALL, k, None, seed)] = None
             elif not d_state and not window:
                 continue
@@ -117,8 +120,7 @@ class Grid:
 
 
 def _selections(flag: str) -> tuple[Selection, ...]:
-    """Return the selections that a flag names, each once. Raises ValueError for another word,
-    and for none."""
+    """Return the selections that a flag names, each once. Raises ValueError for any other word, or none."""
     names = list(dict.fromkeys(words(flag)))
     known: dict[str, Selection] = {name: name for name in SELECTIONS}
     if not names or not known.keys() >= set(names):

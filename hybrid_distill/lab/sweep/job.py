@@ -56,7 +56,7 @@ DECIDED = {
     "out": "--out",
     "dry-run": "--dry-run",
 }
-"""Fields of a run that the sweep sets, by an axis of its grid or a flag of its own."""
+"""Fields of a run that the sweep sets itself, and the flag to use instead."""
 
 
 class SweepFailed(Exception):
@@ -64,7 +64,7 @@ class SweepFailed(Exception):
 
 
 class Request(NamedTuple):
-    """Sweep that was asked for, checked."""
+    """Requested sweep, checked."""
 
     definition: Definition
     inputs: RunInputs
@@ -115,8 +115,8 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
     # submitit makes its folder at once.
     with TemporaryDirectory() as folder:
         workers = request.workers.workers(Path(folder))
-    title = f"{request.definition.base.name}: {len(cells)} cells"
-    return f"{title}, into {job.out}: {names}\n{workers.described()}"
+    title = f"{request.definition.base.name}: {len(cells)} cells, into {job.out}: {names}"
+    return f"{title}\n{workers.described()}"
 
 
 def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
@@ -130,19 +130,19 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     workers = request.workers.workers(paths.jobs)
     with locked(job.out):
         this = Sweep.open(request.definition)
-        # All cells read the same commits of sources on the hub, and none of them asks.
+        # All cells read the same commits of sources on the hub, and none of them queries it.
         if request.inputs.pins:
             write_pins(paths.sources, request.inputs.pins)
 
-        def changed(task: Task) -> None:
-            # After every task: whoever looks in between finds a whole table.
+        def report(task: Task) -> None:
+            # After every task, for users who look while the sweep runs.
             write_results(this)
             outcome = task.outcome()
             print(f"{task.name}: {outcome.error or outcome.state}")
             print(f"  {progress(this, at_once=workers.slots)}", flush=True)
 
         try:
-            run_tasks(this, workers, changed)
+            run_tasks(this, workers, report)
         except (KeyboardInterrupt, Interrupted) as stop:
             raise Interrupted(
                 "the sweep stopped and has saved what ran; the same command continues it.",
@@ -156,7 +156,7 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
 
 
 def _raise_if_failed(sweep: Sweep) -> None:
-    """Raise SweepFailed with the commonest error of the cells, if any has failed."""
+    """Raise SweepFailed with the most common error of the cells, if any has failed."""
     outcomes = [sweep.tasks[cell.name].outcome() for cell in sweep.cells]
     errors = Counter(outcome.error for outcome in outcomes if outcome.error)
     if errors:
@@ -197,17 +197,17 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     )
 
 
-def _defaults(recipe: ModuleType, function: str, known: Collection[str]) -> dict[str, Any]:
-    """Return what a recipe's function sets, if it has one.
+def _defaults(recipe: ModuleType, function: str, names: Collection[str]) -> dict[str, Any]:
+    """Return the defaults that a recipe's function sets; none without the function.
 
-    Raises ValueError for a name that is not ``known``.
+    Raises ValueError for a name that is not in ``names``.
     """
     if not hasattr(recipe, function):
         return {}
     values = ask_recipe(recipe, function)
     for name in values:
-        if name not in known:
+        if name not in names:
             raise ValueError(
-                f"{function}() of {recipe.__file__} sets {name!r}; pass only {', '.join(known)}."
+                f"{function}() of {recipe.__file__} sets {name!r}; set only {', '.join(names)}."
             )
     return values

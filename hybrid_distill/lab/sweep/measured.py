@@ -1,7 +1,7 @@
-"""Data frames of a sweep's results.csv (docs/sweeps.md lists its columns), by setting.
+"""Read a sweep's results.csv (docs/sweeps.md lists its columns), and average it by setting.
 
-A setting is a selection, a number of heads, and what the other heads hold: a state size, a window or both.
-Its cells differ only in the seed.
+A setting is a selection, a number of heads, and the state size and window of the other heads. Its cells differ only in
+the seed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
 Estimate = tuple[pd.DataFrame, pd.DataFrame]
-"""Means over seeds, and half-widths of their 95 % intervals: one row per setting, one column per
-figure."""
+"""Means over seeds, and half-widths of their 95 % intervals: one row per setting, one column per figure."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ class SweepResults:
 
     @cached_property
     def settings(self) -> pd.DataFrame:
-        """Teacher and finished settings: numbers of finished and of all seeds, largest bytes
-        over seeds, label."""
+        """Teacher and finished settings: numbers of finished and of all seeds, largest bytes over seeds, label."""
         grouped = self.rows.groupby(SETTING, sort=False)
         table = grouped.agg(
             n_done=("state", lambda states: (states == "done").sum()),
@@ -104,12 +102,11 @@ class SweepResults:
         return _estimate(self.done, [name for name in numbers if name not in SETTING])
 
     def against_teacher(self, columns: Sequence[str]) -> Estimate:
-        """Compare students with the teacher of their seed: the ratio of every figure, and their
-        mean as ``all``."""
+        """Compare students with the teacher of their seed: the ratio of every figure, and their mean as ``all``."""
         names = list(columns)
         students = self.students
         teachers = self.done[self.done.selection == TEACHER].set_index("seed")[names]
-        # There is no ratio to a teacher that gets nothing right.
+        # NaN: there is no ratio to a teacher that answers nothing correctly.
         teachers = teachers.replace(0, math.nan)
         teacher_of_row = teachers.reindex(students.seed).set_axis(students.index)
         ratio = students[names] / teacher_of_row
@@ -166,9 +163,11 @@ class SweepResults:
         return column
 
     def compared(self, quality: Column) -> pd.DataFrame:
-        """Return the settings with ``mean``, ``margin`` and ``exceeds``: above guessing, by the
-        interval over seeds and by the binomial interval of the questions. If the accuracy of
-        guessing is unknown, all exceed it."""
+        """Return the settings with ``mean``, ``margin`` and ``exceeds``.
+
+        The last is true for accuracies above guessing by the interval over seeds and by the
+        binomial interval of the questions, and for all if the accuracy of guessing is unknown.
+        """
         means, margins = self.figures
         settings = self.settings.assign(mean=means[quality.name], margin=margins[quality.name])
         settings = settings.dropna(subset=["mean"])
@@ -187,8 +186,10 @@ class SweepResults:
         return settings.assign(exceeds=over_questions & over_seeds)
 
     def front(self, quality: Column) -> pd.DataFrame:
-        """Return the Pareto front of settings, by quality and bytes, smallest first. The teacher
-        takes part unless a student keeps all heads."""
+        """Return the Pareto front of settings, by quality and bytes, smallest first.
+
+        The teacher is one of them, unless a student keeps all heads.
+        """
         settings = self.compared(quality)
         if ALL in settings.index:
             settings = without(settings, TEACHER)
@@ -219,8 +220,7 @@ def _estimate(rows: pd.DataFrame, columns: list[str]) -> Estimate:
     """Return means and half-widths of the 95 % intervals by Student's t (NaN with one seed), by
     setting.
 
-    The margin of a share is limited to the range from 0 to 1, all of which two or three seeds
-    may leave open.
+    The interval of a share ends at 0 and 1: of two or three seeds, it may be wider.
     """
     grouped = rows.groupby(SETTING, sort=False)[columns]
     mean = pd.DataFrame(grouped.mean())
@@ -238,7 +238,7 @@ def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
 
 
 def _held(rows: pd.DataFrame) -> list[int] | list[str]:
-    """Return what a replaced head holds in each row: its state size or, if any has a window, a text."""
+    """Return each row's state size of replaced heads or, if any row has a window, a text with both."""
     if not rows.window.any():
         return rows.d_state.tolist()
     texts = []

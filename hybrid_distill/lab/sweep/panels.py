@@ -76,6 +76,10 @@ def draw_figures(
     selection = ""
     if TEACHER in results.settings.index and groups:
         selection, covered = _coverage(results, groups)
+    by_state: list[Row] = []
+    # With windows, states and windows are one text, which has no place on an axis.
+    if not results.rows.window.any():
+        by_state = _with_several(of_retrieval, "held")
     return SweepFigures(
         coverage=_panels(
             folder / "coverage.png",
@@ -96,8 +100,7 @@ def draw_figures(
         states=_panels(
             folder / "states.png",
             "Retrieval against state size, by heads kept",
-            # With windows, what a head holds is a text, which has no place on an axis.
-            [] if results.rows.window.any() else _with_several(of_retrieval, "held"),
+            by_state,
             panel="selection",
             line="heads",
             x="held",
@@ -151,8 +154,7 @@ def _coverage(results: SweepResults, groups: dict[str, list[str]]) -> tuple[str,
 
 
 def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float) -> pd.DataFrame:
-    """Return students with recurrent heads as points; those without kept heads belong to every
-    selection."""
+    """Return students with recurrent heads as points; those without kept heads belong to every selection."""
     rows = pd.DataFrame({"y": scale * means[name], "error": scale * margins[name]})
     rows = rows.dropna(subset=["y"]).reset_index()
     without_heads = rows[rows.selection == NONE]

@@ -54,10 +54,10 @@ def write_sweep_report(
     context: int = CONTEXT,
     to: str | Path | None = None,
 ) -> Path:
-    """Write report.md with its PNG figures, report.html and the table into ``to`` (by default the
-    sweep's folder).
+    """Write report.md with its PNG figures, report.html and the table into ``to``.
 
-    Returns the path of report.html. Raises as `SweepResults.read` does.
+    ``to`` is the sweep's folder by default. Returns the path of report.html. Raises as
+    `SweepResults.read` does.
     """
     results = SweepResults.read(out, context)
     source = SweepPaths(Path(out))
@@ -169,8 +169,9 @@ def _names(settings: pd.DataFrame) -> pd.DataFrame:
         )
     columns = pd.MultiIndex.from_product([[""], ["heads", "chosen", "state", "seeds"]])
     names = pd.DataFrame(rows, settings.index, columns, dtype=object)
-    if len(set(settings.n_done)) == 1 and (settings.n_done == settings.n).all():
-        # Said once, above the tables.
+    all_alike = len(set(settings.n_done)) == 1 and (settings.n_done == settings.n).all()
+    if all_alike:
+        # The same in every row: it stands above the tables.
         return names.drop(columns=[("", "seeds")])
     return names
 
@@ -205,12 +206,11 @@ def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) 
     compared = [column for column in compared if column.name != "top1_agreement"]
     table = without(names, TEACHER).iloc[:, :3]
     for group in (KNOWLEDGE, RETRIEVAL):
-        # Dictionaries count once, by generation.
-        own = [
-            column.name
-            for column in compared
-            if column.group == group and "choice" not in column.name
-        ]
+        own = []
+        for column in compared:
+            # Dictionaries count once, by generation.
+            if column.group == group and "choice" not in column.name:
+                own.append(column.name)
         if own:
             means, margins = results.against_teacher(own)
             header = Column("all", group, group="coverage, %")
@@ -234,10 +234,10 @@ def _needed(results: SweepResults) -> list[Block]:
         return []
     kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
     fewest = kept.groupby(["selection", "held"], sort=False).agg({"enough": "min", "heads": "max"})
-    # With none that are enough, it takes more than the most that were run.
-    texts = fewest.enough.map("{:.0f}".format).where(
-        fewest.enough.notna(), "> " + fewest.heads.astype(str)
-    )
+    counts = fewest.enough.map("{:.0f}".format)
+    # If no number was enough, more heads are needed than the most that were run.
+    more_than_most = "> " + fewest.heads.astype(str)
+    texts = counts.where(fewest.enough.notna(), more_than_most)
     table = texts.unstack().rename(columns=lambda held: f"state {held}")
     note = f"Fewest heads, of those that were run, that keep {100 * NEEDED:.0f} % of the teacher's retrieval"
     measure = quality.header.removesuffix(", %")

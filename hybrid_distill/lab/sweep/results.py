@@ -43,12 +43,15 @@ def write_results(sweep: Sweep) -> Path:
         place = {"dir": task.folder.relative_to(sweep.out).as_posix()}
         if task.cell is not None:
             students.append(_row(task.cell, task.run, task.outcome()) | place)
-        elif task.d_state is None and task.run.teacher_evaluation.exists():
+        elif task.kind == "teacher" and task.run.teacher_evaluation.exists():
             teachers.append(_row_of_teacher(task.name, task.seed, task.run) | place)
     rows = teachers + students
-    figures: dict[str, None] = {}  # a dict keeps their order
+    # A dict, not a set: it keeps their order.
+    figures: dict[str, None] = {}
     for row in rows:
-        figures.update(dict.fromkeys(name for name in row if name not in FIRST + LAST))
+        for name in row:
+            if name not in FIRST + LAST:
+                figures[name] = None
     path = sweep.paths.table
     with replacing(path) as temporary:
         # As objects: whole numbers stay whole even if a cell of their column is empty.

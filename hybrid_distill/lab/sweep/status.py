@@ -1,4 +1,4 @@
-"""State of a sweep in words: students and steps done, time left, failures."""
+"""Describe the state of a sweep: students and steps done, time left, failures."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def status(out: Path) -> str:
     for state in SHOWN:
         lines = []
         for task in tasks[tasks.state == state].itertuples():
-            lines.append(
-                f"  {task.task}: {task.error or f'{task.steps_done} of {task.steps} steps'}"
-            )
+            progress_text = f"{task.steps_done} of {task.steps} steps"
+            lines.append(f"  {task.task}: {task.error or progress_text}")
         if lines:
             blocks.append("\n".join([f"{state}:", *lines]))
     if not is_locked(sweep.out) and (tasks.state != "done").any():
@@ -64,8 +63,7 @@ def progress(sweep: Sweep, tasks: pd.DataFrame | None = None, *, at_once: int | 
 
 
 def _tasks(sweep: Sweep) -> pd.DataFrame:
-    """Return a row per task: its progress, and the student that it makes (empty for shared
-    work)."""
+    """Return a row per task: its progress, and the student that it makes (empty for shared work)."""
     rows = []
     for task in sweep.tasks.values():
         outcome = task.outcome()

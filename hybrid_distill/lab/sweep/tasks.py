@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...io import read_json, write_json
 from ...locking import is_locked
@@ -19,6 +19,10 @@ from .grid import ALL, Cell
 from .paths import SweepPaths
 
 NEEDS_SCORES = ("top", "layers")
+"""Selections that rank heads by their scores."""
+TaskKind = Literal["teacher", "ranking", "alignment", "cell"]
+"""Work of a task. ``teacher``: evaluate the teacher and, if cells need them, score its heads by ablation. ``ranking``:
+score its heads for a window. ``alignment``: align all heads of a state size and window. ``cell``: make a student."""
 
 
 class Outcome(NamedTuple):
@@ -35,10 +39,11 @@ class Task:
     """Piece of work for one process: a cell, or work that several cells share."""
 
     name: str
+    kind: TaskKind
     seed: int
     sweep: SweepPaths
     run: RunPaths
-    """Run that it fills."""
+    """Run whose folder it writes."""
     leaves: Sequence[Path]
     """Files that exist when it is done."""
     d_state: int | None = None
@@ -69,7 +74,7 @@ class Task:
         """Return its state; a task whose results were deleted is waiting again."""
         if self.outcome_path.exists():
             outcome = Outcome(**read_json(self.outcome_path))
-            # A user who deletes results wants them made again.
+            # A user deletes results to have them computed again.
             if outcome.state == "failed" or all(path.exists() for path in self.leaves):
                 return outcome
         if is_locked(self.folder):
@@ -97,56 +102,77 @@ def tasks_of(
     ``attributes``: heads of a cell with a window are ranked for this window. ``own_steps`` are the
     training steps of a cell, ``shared_steps`` those of an alignment.
     """
-    ablated = {
-        cell.seed
-        for cell in cells
-        if cell.selection in NEEDS_SCORES and not (attributes and cell.window)
-    }
+    ablated_seeds = set()
+    for cell in cells:
+        if cell.selection in NEEDS_SCORES and not (attributes and cell.window):
+            ablated_seeds.add(cell.seed)
     tasks: dict[str, Task] = {}
     for cell in cells:
-        of_seed = sweep.of_seed(cell.seed)
-        teacher = of_seed.out.name
-        if teacher not in tasks:
-            leaves = [of_seed.teacher_evaluation]
-            if cell.seed in ablated:
-                leaves.append(of_seed.scores)
-            tasks[teacher] = Task(teacher, cell.seed, sweep, of_seed, leaves)
-        after = [teacher]
+        teacher = _teacher_task(sweep, cell.seed, has_scores=cell.seed in ablated_seeds)
+        needed = [teacher]
         if cell.selection in NEEDS_SCORES and attributes and cell.window:
-            ranking = sweep.attribution(cell.window, cell.seed)
-            name = ranking.out.name
-            tasks[name] = Task(
-                name, cell.seed, sweep, ranking, leaves=[ranking.scores], window=cell.window
-            )
-            after.append(name)
+            needed.append(_ranking_task(sweep, cell))
         # A window alone has no recurrent heads to align.
         if cell.d_state and share:
-            alignment = sweep.alignment(cell.d_state, cell.window, cell.seed)
-            name = alignment.out.name
-            if name not in tasks:
-                tasks[name] = Task(
-                    name,
-                    cell.seed,
-                    sweep,
-                    alignment,
-                    leaves=[alignment.aligned.stages],
-                    d_state=cell.d_state,
-                    window=cell.window,
-                    after=[teacher],
-                    steps=shared_steps,
-                )
-            after.append(name)
-        run = sweep.cell(cell)
-        tasks[cell.name] = Task(
-            cell.name,
-            cell.seed,
-            sweep,
-            run,
-            leaves=[run.evaluation],
-            d_state=cell.d_state,
-            cell=cell,
-            after=after,
-            # A student that keeps all heads is the teacher, which needs no training.
-            steps=0 if cell.selection == ALL else own_steps,
-        )
+            needed.append(_alignment_task(sweep, cell, cell.d_state, shared_steps, [teacher.name]))
+        for task in needed:
+            tasks.setdefault(task.name, task)
+        names = [task.name for task in needed]
+        tasks[cell.name] = _cell_task(sweep, cell, own_steps, names)
     return tasks
+
+
+def _teacher_task(sweep: SweepPaths, seed: int, *, has_scores: bool) -> Task:
+    run = sweep.of_seed(seed)
+    leaves = [run.teacher_evaluation]
+    if has_scores:
+        leaves.append(run.scores)
+    return Task(run.out.name, "teacher", seed, sweep, run, leaves)
+
+
+def _ranking_task(sweep: SweepPaths, cell: Cell) -> Task:
+    run = sweep.attribution(cell.window, cell.seed)
+    return Task(
+        run.out.name,
+        "ranking",
+        cell.seed,
+        sweep,
+        run,
+        leaves=[run.scores],
+        window=cell.window,
+    )
+
+
+def _alignment_task(
+    sweep: SweepPaths, cell: Cell, d_state: int, steps: int, after: Sequence[str]
+) -> Task:
+    run = sweep.alignment(d_state, cell.window, cell.seed)
+    return Task(
+        run.out.name,
+        "alignment",
+        cell.seed,
+        sweep,
+        run,
+        leaves=[run.aligned.stages],
+        d_state=d_state,
+        window=cell.window,
+        after=after,
+        steps=steps,
+    )
+
+
+def _cell_task(sweep: SweepPaths, cell: Cell, steps: int, after: Sequence[str]) -> Task:
+    run = sweep.cell(cell)
+    return Task(
+        cell.name,
+        "cell",
+        cell.seed,
+        sweep,
+        run,
+        leaves=[run.evaluation],
+        d_state=cell.d_state,
+        cell=cell,
+        after=after,
+        # A student that keeps all heads is the teacher, which needs no training.
+        steps=0 if cell.selection == ALL else steps,
+    )

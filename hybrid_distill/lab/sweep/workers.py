@@ -1,5 +1,4 @@
-"""Options of a sweep's jobs: how many at a time, GPUs and time of each, from flags, recipe and
-machine."""
+"""Options of a sweep's jobs, from flags, recipe and machine: how many at a time, GPUs and time of each."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ choice."""
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Where cells run. ``cluster`` is None for cells in this process or for jobs on this
-    machine."""
+    """Where cells run. ``cluster`` is None for cells in this process and for jobs on this machine."""
 
     cluster: Literal["slurm", "local"] | None
     launcher: str
@@ -100,8 +98,10 @@ def _gpus_of_slurm_job(gpus: int | None, launcher: str) -> int:
 
 
 def _gpus_of_job_here(gpus: int | None, launcher: str, n_visible: int, *, is_flag: bool) -> int:
-    """Return the GPUs of a job on this machine. Without GPUs, jobs use the CPU, unless a flag
-    asks for some."""
+    """Return the GPUs of a job on this machine, where jobs use the CPU if there are none.
+
+    Raises ValueError for more than there are; without any, only if a flag requests some.
+    """
     if gpus is None:
         gpus = max(1, n_visible) if launcher else 1
     COUNT.check("--gpus", gpus)
