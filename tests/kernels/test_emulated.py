@@ -1,4 +1,4 @@
-"""Every kernel, compiled as the launcher compiles it and run in the emulator of `ptx_emulator`,
+"""Every kernel, compiled as the launcher compiles it and run in the emulator of `ptx`,
 equals float64.
 
 Values, gradients, bounds and races. A few tiles; with PROVE=1 (`make prove`) all of them, and the
@@ -181,7 +181,7 @@ def share_noticed(key: tuple[torch.dtype, int, int, int], one_by_one: bool) -> f
     import test_ssd_kernel as interpreted
     from emulated_device import Race, emulated, execute, instructions
     from hybrid_kernels.ssd import ssd
-    from ptx_emulator import Fault
+    from ptx import Fault
 
     dtype, capability, d_state, head_dim = key
     torch.manual_seed(0)
