@@ -1,4 +1,4 @@
-"""What the translated code calls, by name: instructions that are more than an operator of numpy."""
+"""Functions that the translated code calls: instructions that are more than an operator of numpy."""
 
 from __future__ import annotations
 
