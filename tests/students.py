@@ -1,6 +1,7 @@
 """Small random students, and what is asked of them in more than one test file."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_distill.export import GateReport
+from hybrid_distill.export.check import TOLERANCE as GATE_TOLERANCE
 from hybrid_distill.export.check import run_checks
-from hybrid_distill.model import HybridForCausalLM, HybridMixer, packed_inputs
+from hybrid_distill.model import HybridCache, HybridForCausalLM, HybridMixer, packed_inputs
 from hybrid_distill.model.field_rules import release
 from hybrid_distill.model.layout import CACHE_NAMES
 from hybrid_distill.plan import HeadPlan
@@ -125,13 +127,51 @@ def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), mask
 
 
+def positions_of(mask: Tensor) -> Tensor:
+    """Count the tokens of each row and not its padding, which gets any position."""
+    return (mask.cumsum(1) - 1).clamp_min(0)
+
+
 def close(actual: Tensor, expected: Tensor, precision: str = "fp32") -> None:
     torch.testing.assert_close(actual, expected, **TOLERANCE[precision])
+
+
+def same_logits(actual: Tensor, expected: Tensor) -> None:
+    """Allow for another order of sums, as the gate of an export does."""
+    error = (actual - expected).abs().max()
+    assert error < GATE_TOLERANCE[torch.float32] * expected.abs().max()
 
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
     return model(ids, **kwargs).logits
+
+
+def logits_in_pieces(
+    model: Any,
+    ids: Tensor,
+    lengths: Sequence[int],
+    *,
+    cache: HybridCache | None = None,
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Read rows piece by piece into a cache; return the logits of all pieces.
+
+    As in `generate`, the mask of a piece covers what was read before it; its positions do not."""
+    cache = model.new_cache() if cache is None else cache
+    outputs = []
+    end = 0
+    for length in lengths:
+        start = end
+        end += length
+        inputs: dict[str, Any] = {"cache": cache}
+        if mask is not None:
+            inputs["attention_mask"] = mask[:, :end]
+        if positions is not None:
+            inputs["position_ids"] = positions[:, start:end]
+        outputs.append(logits(model, ids[:, start:end], **inputs))
+    return torch.cat(outputs, dim=1)
 
 
 def packed_logits(model: PreTrainedModel, ids: Tensor, seq_idx: Tensor) -> Tensor:

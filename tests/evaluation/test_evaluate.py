@@ -41,16 +41,14 @@ def planted():
     return planted_teacher()
 
 
+# Memory of caches
+
+
 def megabytes(plan: HeadPlan, d_state: int) -> list[float]:
+    """Return the cache of a 1B model at 128, 2,048 and 4,096 tokens."""
     sizes = []
     for length in (128, 2048, 4096):
-        size = cache_bytes(
-            plan,
-            length=length,
-            head_dim=64,
-            d_state=d_state,
-            state_bytes=2,
-        )
+        size = cache_bytes(plan, length=length, head_dim=64, d_state=d_state, state_bytes=2)
         sizes.append(round(size.total / 1e6, 1))
     return sizes
 
@@ -58,8 +56,8 @@ def megabytes(plan: HeadPlan, d_state: int) -> list[float]:
 def test_the_published_table_of_cache_memory() -> None:
     """Llama-3.2-1B, and Hybrid-Llamba with twenty kept heads, each of a KV group of its own."""
     nothing = HeadPlan(n_layers=16, n_heads=32, n_kv_heads=8, kept=())
-    heads = itertools.product(range(5), (0, 8, 16, 24))
-    twenty = HeadPlan.from_pairs(nothing, list(heads))
+    a_head_of_each_group = itertools.product(range(5), (0, 8, 16, 24))
+    twenty = HeadPlan.from_pairs(nothing, list(a_head_of_each_group))
     assert megabytes(HeadPlan.all(nothing), d_state=0) == [4.2, 67.1, 134.2]
     assert megabytes(twenty, d_state=8) == [1.2, 11.0, 21.5]
 
@@ -80,68 +78,57 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(family: str, length: int
         windows=layer_windows(model.config),
     )
     ids = torch.randint(3, 100, (2, length))
-    for n_steps in (0, length - 1):
+    at_once = [length]
+    token_by_token = [1] * length
+    for lengths in (at_once, token_by_token):
         cache = DynamicCache(config=model.config)
-        for piece in ids.split([length - n_steps, *[1] * n_steps], dim=1):
+        for piece in ids.split(lengths, dim=1):
             model(piece, cache=cache, use_cache=True)
         n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        assert dataclasses.asdict(size) == {
-            "kv": n_bytes,
-            "window": 0,
-            "ssm": 0,
-            "conv": 0,
-        }
+        assert dataclasses.asdict(size) == {"kv": n_bytes, "window": 0, "ssm": 0, "conv": 0}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "kept",
-    [
-        [],
-        [(0, 0), (0, 1), (0, 6), (2, 3)],
-        "all",
-    ],
-)
+@pytest.mark.parametrize("kept", [[], [(0, 0), (0, 1), (0, 6), (2, 3)], "all"])
 @pytest.mark.parametrize(
     ("length", "family"),
-    [
-        (40, "llama"),
-        (40, "mistral"),
-        (40, "gemma3"),
-        (5, "gemma3"),
-    ],
+    [(40, "llama"), (40, "mistral"), (40, "gemma3"), (5, "gemma3")],
 )
 @pytest.mark.parametrize("head_window", [0, 4, 9])
 def test_cache_bytes_are_those_of_a_real_students_cache(
-    kept: Any,
-    family: str,
-    length: int,
-    head_window: int,
+    kept: Any, family: str, length: int, head_window: int
 ) -> None:
     teacher = make_family_model(family, **WINDOWS[family])
     plan = HeadPlan.all(teacher) if kept == "all" else HeadPlan.from_pairs(teacher, kept)
-    sizes = {"conv_width": 3, "window": head_window, "sinks": head_window // 2}
-    student, _ = build_student(teacher, plan, d_state=12, **sizes)
-    windows = [WINDOWS[family].get("sliding_window")]
-    if not head_window:
-        # A window of 1: transformers' own caches fail with it.
-        windows.append(1)
-    for window in windows:
+    sizes = {
+        "d_state": 12,
+        "conv_width": 3,
+        "window": head_window,
+        "sinks": head_window // 2,
+    }
+    student, _ = build_student(teacher, plan, **sizes)
+    student.eval()
+    layer_window = WINDOWS[family].get("sliding_window")
+    # A window of 1: transformers' own caches fail with it.
+    layers_windows = [layer_window] if head_window else [layer_window, 1]
+    for window in layers_windows:
         student.model.config.sliding_window = window
-        cache = student.eval().new_cache()
+        cache = student.new_cache()
         for n_tokens in (length - 1, 1):
             student(torch.randint(3, 100, (2, n_tokens)), cache=cache, use_cache=True)
         size = cache_bytes(
             plan,
             length=length,
             head_dim=attention_sites(teacher)[0].head_dim,
-            d_state=12,
             bytes_per_element=4,
             batch=2,
             windows=layer_windows(student.model.config),
             **sizes,
         )
         assert dataclasses.asdict(size) == cache.nbytes()
+
+
+# Text
 
 
 @torch.no_grad()
@@ -152,24 +139,29 @@ def test_perplexity_and_agreement_by_hand() -> None:
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
     model = make_family_model("llama", **sizes)
     teacher = make_family_model("llama", seed=1, **sizes)
-    batches = list(text_batches(model, tokenizer, texts, max_tokens=6, batch_size=2))
-    result = compare_on_text(model, teacher, batches)
+    max_tokens = 6
+    batches = list(text_batches(model, tokenizer, texts, max_tokens=max_tokens, batch_size=2))
+
     losses = []
     same = []
     divergences = []
     for text in texts:
-        ids = torch.tensor([tokenizer(text)["input_ids"][:6]])
-        ours_TV = model(ids).logits[0].double().log_softmax(-1)
-        theirs_TV = teacher(ids).logits[0].double().log_softmax(-1)
-        for t in range(ids.shape[1] - 1):
-            losses.append(-ours_TV[t, ids[0, t + 1]])
-            same.append(ours_TV[t].argmax() == theirs_TV[t].argmax())
-            divergences.append((theirs_TV[t].exp() * (theirs_TV[t] - ours_TV[t])).sum())
+        ids = torch.tensor(tokenizer(text)["input_ids"][:max_tokens])
+        ours_TV = model(ids[None]).logits[0].double().log_softmax(-1)
+        theirs_TV = teacher(ids[None]).logits[0].double().log_softmax(-1)
+        # The last token predicts none.
+        for ours_V, theirs_V, following in zip(ours_TV, theirs_TV, ids[1:]):
+            losses.append(-ours_V[following])
+            same.append(ours_V.argmax() == theirs_V.argmax())
+            divergences.append((theirs_V.exp() * (theirs_V - ours_V)).sum())
     perplexity = torch.stack(losses).mean().exp().item()
+    agreed = torch.stack(same).double().mean().item()
+    kl = torch.stack(divergences).mean().item()
+
+    result = compare_on_text(model, teacher, batches)
     assert result["n_text_tokens"] == len(losses) == 5 + 2 + 4
     assert result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
-    assert result["top1_agreement"] == pytest.approx(torch.stack(same).double().mean().item())
-    kl = torch.stack(divergences).mean().item()
+    assert result["top1_agreement"] == pytest.approx(agreed)
     assert result["kl_to_teacher"] == pytest.approx(kl, rel=1e-4)
 
 
@@ -187,11 +179,16 @@ def test_a_teacher_reads_the_texts_once_and_agrees_with_itself() -> None:
 
 def test_vocabularies_padded_differently_are_compared_on_what_they_share() -> None:
     short = torch.randn(2, 3, 10)
-    padded = torch.cat([short, torch.full((2, 3, 6), 50.0)], dim=-1)
+    # Logits that would win.
+    padding = torch.full((2, 3, 6), 50.0)
+    padded = torch.cat([short, padding], dim=-1)
     for ours, theirs in ((padded, short), (short, padded)):
         same_BT, kl_BT = agreement(ours, theirs)
         assert same_BT.all()
         torch.testing.assert_close(kl_BT, torch.zeros(2, 3))
+
+
+# Whole evaluations
 
 
 def test_teacher_and_student_are_measured_alike(planted, tmp_path) -> None:
@@ -199,12 +196,9 @@ def test_teacher_and_student_are_measured_alike(planted, tmp_path) -> None:
     teacher, tokenizer = planted
     student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
     student.train()
-    question = {
-        "prompt": f"{KEYS[0]} :",
-        "answer": " 7",
-        "choices": [" 7", " 8"],
-    }
-    (tmp_path / "facts.jsonl").write_text(json.dumps(question) + "\n")
+    question = {"prompt": f"{KEYS[0]} :", "answer": " 7", "choices": [" 7", " 8"]}
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text(json.dumps(question) + "\n")
 
     def measured(model: Any) -> EvalResult:
         return evaluate(
@@ -215,7 +209,7 @@ def test_teacher_and_student_are_measured_alike(planted, tmp_path) -> None:
             n_examples=8,
             keys=KEYS,
             held_out_texts=[" ".join(KEYS[:6])],
-            knowledge=Knowledge(tmp_path / "facts.jsonl"),
+            knowledge=Knowledge(facts),
             batch_size=5,
         )
 
@@ -228,7 +222,9 @@ def test_teacher_and_student_are_measured_alike(planted, tmp_path) -> None:
     assert result.recurrent_heads_zeroed is None
     assert set(result.kv_choice) == set(result.kv_generation) == {2, 6}
     assert result.kv_choice[6] > 0.8
-    assert (result.n_examples, result.n_knowledge, result.knowledge_chance) == (8, 1, 0.5)
+    assert result.n_examples == 8
+    assert result.n_knowledge == 1
+    assert result.knowledge_chance == 0.5
     result.save(tmp_path / "evaluation.json")
     assert EvalResult.load(tmp_path / "evaluation.json") == result
 
@@ -248,21 +244,25 @@ def test_losing_the_circuit_shows_in_retrieval_and_in_memory(planted) -> None:
 
 
 def test_a_file_that_is_not_an_evaluation_is_refused(planted, tmp_path) -> None:
-    record = evaluate(*planted, n_pairs=(), held_out_texts=["apple anchor arrow"]).to_dict()
+    result = evaluate(*planted, n_pairs=(), held_out_texts=["apple anchor arrow"])
+    record = result.to_dict()
     assert EvalResult.from_dict(record).to_dict() == record
     for change in ({"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}):
         with pytest.raises(ValueError, match="not an evaluation"):
             EvalResult.from_dict({**record, **change})
-    (tmp_path / "torn.json").write_text(json.dumps(record)[:-5])
+    torn = tmp_path / "torn.json"
+    torn.write_text(json.dumps(record)[:-5])
     with pytest.raises(ValueError, match=r"torn\.json"):
-        EvalResult.load(tmp_path / "torn.json")
+        EvalResult.load(torn)
 
 
 def test_a_student_is_measured_without_its_recurrence(planted, tmp_path) -> None:
     """A student whose recurrent heads are zeroed already is flagged: nothing changes."""
     teacher, tokenizer = planted
-    kept = [head for head in HeadPlan.all(teacher).kept if head.layer]
-    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=8)
+    above_layer_0 = [head for head in HeadPlan.all(teacher).kept if head.layer > 0]
+    student, _ = build_student(teacher, HeadPlan.from_pairs(teacher, above_layer_0), d_state=8)
+    n_heads = attention_sites(student)[0].n_heads
+    of_layer_0 = [HeadId(0, head) for head in range(n_heads)]
 
     def measured() -> EvalResult:
         return evaluate(
@@ -276,63 +276,77 @@ def test_a_student_is_measured_without_its_recurrence(planted, tmp_path) -> None
         )
 
     result = measured()
-    n_heads = attention_sites(student)[0].n_heads
-    with ablate_heads(student, [HeadId(0, head) for head in range(n_heads)]):
+    with ablate_heads(student, of_layer_0):
         ablated = measured()
     zeroed = result.recurrent_heads_zeroed
     assert zeroed is not None
-    assert ablated.recurrent_heads_zeroed is not None
     assert set(zeroed) == {"n_examples", "figures", "unused"}
     assert zeroed["n_examples"] == 4
     figures = zeroed["figures"]
-    assert list(figures) == [
-        "kv_choice_8",
-        "kv_generation_8",
-        "perplexity",
-        "top1_agreement",
-    ]
-    assert figures["perplexity"]["whole"] == pytest.approx(result.perplexity, rel=1e-6)
-    assert figures["perplexity"]["zeroed"] == pytest.approx(ablated.perplexity, rel=1e-6)
+    assert list(figures) == ["kv_choice_8", "kv_generation_8", "perplexity", "top1_agreement"]
+    perplexity = figures["perplexity"]
+    assert perplexity["whole"] == pytest.approx(result.perplexity, rel=1e-6)
+    assert perplexity["zeroed"] == pytest.approx(ablated.perplexity, rel=1e-6)
     assert not zeroed["unused"]
+    assert ablated.recurrent_heads_zeroed is not None
     assert ablated.recurrent_heads_zeroed["unused"]
     result.save(tmp_path / "evaluation.json")
     assert EvalResult.load(tmp_path / "evaluation.json") == result
 
 
+# Scores relative to the teacher's, and speed
+
+
 @pytest.mark.parametrize(
-    ("student", "kept"),
+    ("student", "share"),
     [(0.9, 1.0), (0.25, 0.0), (0.575, 0.5), (0.1, -3 / 13)],
+    ids=["the teacher's", "guessing", "half way", "below guessing"],
 )
-def test_a_relative_score_is_the_share_above_guessing(student: float, kept: float) -> None:
-    value, error = relative_score((student, 0.01), (0.9, 0.02), 0.25) or (0.0, 0.0)
-    assert value == pytest.approx(kept)
-    # Errors as of a quotient of independent numbers.
-    assert error == pytest.approx(math.hypot(0.01, 0.02 * kept) / 0.65)
+def test_a_relative_score_is_the_share_above_guessing(student: float, share: float) -> None:
+    teacher = 0.9
+    chance = 0.25
+    relative = relative_score((student, 0.01), (teacher, 0.02), chance)
+    assert relative is not None
+    value, error = relative
+    assert value == pytest.approx(share)
+    # As of a quotient of independent numbers.
+    expected_error = math.hypot(0.01, 0.02 * share) / (teacher - chance)
+    assert error == pytest.approx(expected_error)
 
 
 def test_nothing_is_relative_to_a_teacher_that_guesses() -> None:
     assert relative_score((0.5, 0.01), (0.28, 0.02), 0.25) is None
 
 
-@pytest.mark.parametrize("options", [None, {"d_state": 4}, {"d_state": 0, "window": 8, "sinks": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [None, {"d_state": 4}, {"d_state": 0, "window": 8, "sinks": 2}],
+    ids=["teacher", "states", "windows"],
+)
 def test_speed_is_measured_up_to_the_context_in_one_cache(options, monkeypatch) -> None:
     model = make_family_model("llama")
     if options is not None:
         plan = HeadPlan.from_pairs(model, [(0, 0), (1, 3)])
         model, _ = build_student(model, plan, init="random", **options)
-    read = []
+    lengths_read = []
     forward = model.model.forward
 
-    def note(*args: Any, **kwargs: Any) -> Any:
-        read.append(kwargs["input_ids"].shape[1])
+    def note_length(*args: Any, **kwargs: Any) -> Any:
+        lengths_read.append(kwargs["input_ids"].shape[1])
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(model.model, "forward", note)
+    monkeypatch.setattr(model.model, "forward", note_length)
     monkeypatch.setattr("hybrid_distill.evaluation.speed.PIECE", 48)
+    # The model has 256 positions.
     speeds = list(measure_speed(model, [100, 64, 5000], n_new=3))
     assert [speed.length for speed in speeds] == [64, 100]
-    # A first call of each shape, the context in pieces, then the new tokens.
-    assert read == [48, 1, 48, 16, 1, 1, 1, 48, 1, 48, 48, 4, 1, 1, 1]
+
+    first_calls = [48, 1]
+    new_tokens = [1, 1, 1]
+    of_64 = [*first_calls, 48, 16, *new_tokens]
+    of_100 = [*first_calls, 48, 48, 4, *new_tokens]
+    assert lengths_read == of_64 + of_100
     for speed in speeds:
-        assert speed.prefill > 0 and speed.decode > 0
+        assert speed.prefill > 0
+        assert speed.decode > 0
         assert speed.peak_bytes is None or speed.peak_bytes >= 0

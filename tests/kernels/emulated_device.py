@@ -21,9 +21,12 @@ import numpy as np
 import torch
 import triton
 from hybrid_kernels import ssd
-from ptx_emulator import Memory, Program
+from ptx import Memory, Program
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+
+MAX_SHARED_BYTES = 227 * 1024
+"""Shared memory of an H100's program; an A100's is smaller, which `test_compiled` looks at."""
 
 
 class Race(AssertionError):
@@ -53,14 +56,15 @@ class Launch(NamedTuple):
         """Translate the kernel; leave out the instructions that begin with ``without``, or the
         ``nth`` of them."""
         ptx = self.files["ptx"].read_text()
-        place = itertools.count()
+        if without:
+            place = itertools.count()
 
-        def replacement(found: re.Match[str]) -> str:
-            return ";" if nth in (None, next(place)) else found[0]
+            def replacement(statement: re.Match[str]) -> str:
+                is_left_out = nth is None or nth == next(place)
+                return ";" if is_left_out else statement[0]
 
-        return Program(
-            instructions(without).sub(replacement, ptx) if without else ptx, self.n_threads
-        )
+            ptx = instructions(without).sub(replacement, ptx)
+        return Program(ptx, self.n_threads)
 
     def run(self, program: Program) -> None:
         """Execute on the tensors' memory, programs in a random order. Raises Race or Fault."""
@@ -68,22 +72,30 @@ class Launch(NamedTuple):
         np.random.default_rng(len(order)).shuffle(order)
         bits = [_bits(kind, value) for kind, value in self.arguments]
         buffers = [_memory(tensor) for tensor in self.tensors]
-        found = program.run(self.grid, bits, self.shared_bytes, buffers, order)
-        if found:
-            raise Race("\n".join(f"{count} x {what}" for what, count in found.most_common(8)))
+        findings = program.run(self.grid, bits, self.shared_bytes, buffers, order)
+        if findings:
+            lines = [f"{count} x {what}" for what, count in findings.most_common(8)]
+            raise Race("\n".join(lines))
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, Memory]:
     """Address and bytes of a tensor, from its first element to its last."""
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
-    view = (ctypes.c_uint8 * (extent * tensor.element_size())).from_address(tensor.data_ptr())
-    return tensor.data_ptr(), Memory(np.frombuffer(view, np.uint8), "global")
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    n_bytes = (last + 1) * tensor.element_size()
+    address = tensor.data_ptr()
+    # Not tensor.numpy(): numpy has no bf16, and a view would be copied.
+    view = (ctypes.c_uint8 * n_bytes).from_address(address)
+    return address, Memory(np.frombuffer(view, np.uint8), "global")
 
 
 def _bits(kind: str, value: Any) -> int:
+    """Return the bits of an argument."""
     if kind.startswith("*"):
         return value.data_ptr()
-    return struct.unpack("I", struct.pack("f", value))[0] if kind == "fp32" else int(value)
+    if kind == "fp32":
+        (bits,) = struct.unpack("I", struct.pack("f", value))
+        return bits
+    return int(value)
 
 
 _translated: dict[Path, Program] = {}
@@ -104,41 +116,35 @@ class Driver:
         self.capability = capability
         self.launch = launch
         self.utils = types.SimpleNamespace(
-            load_binary=lambda name, code, shared, device: (
-                object(),
-                dict(name=name, shared_bytes=shared),
-                0,
-                0,
-                1024,
-            ),
+            load_binary=_load_binary,
             unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+            get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED_BYTES},
         )
 
     def launcher_cls(self, source, metadata) -> Callable[..., None]:
-        """Return what triton calls with a grid and all arguments; ``function`` is the second of
-        `load_binary`."""
+        """Return what triton calls with a grid and all arguments; ``function`` is the second value
+        of `_load_binary`."""
         kinds = list(source.signature.values())
 
         def launcher(
             x, y, z, stream, function, packed, launch_metadata, enter, leave, *values
         ) -> None:
-            arguments = [(kind, value) for kind, value in zip(kinds, values) if kind != "constexpr"]
-            # Of now: a compiled kernel outlives a driver
-            launch = triton.runtime.driver.active.launch
-            launch(
-                Launch(
-                    **function,
-                    n_threads=metadata.num_warps * 32,
-                    grid=(x, y, z),
-                    arguments=arguments,
-                )
+            launch = Launch(
+                **function,
+                n_threads=metadata.num_warps * 32,
+                grid=(x, y, z),
+                arguments=[
+                    (kind, value) for kind, value in zip(kinds, values) if kind != "constexpr"
+                ],
             )
+            # The driver of now, not `self`: a compiled kernel outlives a driver.
+            triton.runtime.driver.active.launch(launch)
 
         return launcher
 
     def get_current_device(self) -> int:
-        return self.capability  # compiled kernels are kept by device
+        # Triton keeps compiled kernels by device.
+        return self.capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -147,12 +153,20 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
+def _load_binary(name: str, code: bytes, shared_bytes: int, device: int) -> tuple[object, ...]:
+    """Return a module, a function, and its registers, spills and most threads."""
+    module = object()
+    # `_note_files` adds to it.
+    function = {"name": name, "shared_bytes": shared_bytes}
+    return module, function, 0, 0, 1024
+
+
 def _note_files(module, function: dict, name: str, files: dict[str, str], digest: str) -> None:
     function["files"] = {Path(file).suffix[1:]: Path(path) for file, path in files.items()}
 
 
-def _poisoned(plain):
-    def poisoned(*arguments, **options):
+def _poisoned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor = plain(*arguments, **options)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
@@ -177,8 +191,9 @@ def emulated(
         replace(ssd, "_capability", lambda device: capability)
         if not machine_code:
             replace(CUDABackend, "make_cubin", lambda *arguments: b"")
-        for found in pkgutil.iter_modules(hybrid_kernels.__path__):
-            module = importlib.import_module(f"hybrid_kernels.{found.name}")
+        # They refuse tensors of the CPU; each module imports the function by name.
+        for entry in pkgutil.iter_modules(hybrid_kernels.__path__):
+            module = importlib.import_module(f"hybrid_kernels.{entry.name}")
             if hasattr(module, "check_device"):
                 replace(module, "check_device", lambda *arguments: None)
         for name in ("empty", "empty_like"):

@@ -22,7 +22,7 @@ class Access(AssertionError):
 
 
 class View:
-    """The elements of one tensor argument, and which programs of this launch have read and written
+    """The elements of one tensor argument, and which program of this launch has read and written
     each."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -31,9 +31,12 @@ class View:
         offsets = np.zeros(1, np.int64)
         for size, stride in zip(tensor.shape, tensor.stride()):
             offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
-        self.mine = np.zeros(offsets.max(initial=0) + 1, bool)
+        extent = offsets.max(initial=0) + 1
+        # What lies between the elements of a view with strides belongs to another tensor.
+        self.mine = np.zeros(extent, bool)
         self.mine[offsets] = True
-        self.reader, self.writer = np.full((2, len(self.mine)), NOBODY)
+        self.reader = np.full(extent, NOBODY)
+        self.writer = np.full(extent, NOBODY)
 
 
 class Watch:
@@ -42,13 +45,15 @@ class Watch:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.views: list[View] = []
+        self.grid: tuple[int, ...] = ()
         self.order: list[tuple[int, ...]] = []
         self.program = 0
 
     def launch(self, arguments: list[object]) -> None:
-        self.views = [
-            View(one) for one in arguments if isinstance(one, torch.Tensor) and one.numel()
-        ]
+        self.views = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.numel():
+                self.views.append(View(argument))
 
     def shuffle(self, *grid: int) -> None:
         self.order = list(itertools.product(*map(range, grid)))
@@ -70,20 +75,22 @@ class Watch:
             self._note(view, place[inside], store)
             left = left[~inside]
         if len(left):
-            raise Access(
-                f"{len(left)} elements {'stored' if store else 'loaded'} outside every argument"
-            )
+            verb = "stored" if store else "loaded"
+            raise Access(f"{len(left)} elements {verb} outside every argument")
 
     def _note(self, view: View, place: np.ndarray, store: bool) -> None:
         me = self.program
-        if (~np.isin(view.writer[place], (NOBODY, me))).any():
-            raise Access(f"{'stores' if store else 'loads'} what another program has stored")
-        if store and (~np.isin(view.reader[place], (NOBODY, me))).any():
+        stored_by_others = ~np.isin(view.writer[place], (NOBODY, me))
+        loaded_by_others = ~np.isin(view.reader[place], (NOBODY, me))
+        if stored_by_others.any():
+            verb = "stores" if store else "loads"
+            raise Access(f"{verb} what another program has stored")
+        if not store:
+            view.reader[place] = np.where(loaded_by_others, SEVERAL, me)
+            return
+        if loaded_by_others.any():
             raise Access("stores what another program has loaded")
-        if store:
-            view.writer[place] = me
-        else:
-            view.reader[place] = np.where(np.isin(view.reader[place], (NOBODY, me)), me, SEVERAL)
+        view.writer[place] = me
 
 
 @contextlib.contextmanager
@@ -98,8 +105,16 @@ def watched(seed: int = 0) -> Iterator[Watch]:
 
     def note_arguments(executor, arguments, options):
         on_host = to_host(executor, arguments, options)
-        watch.launch([*on_host[0], *on_host[1].values()])
+        positional, by_name = on_host
+        watch.launch([*positional, *by_name.values()])
         return on_host
+
+    def set_shuffled_dim(*grid: int) -> None:
+        watch.shuffle(*grid)
+        set_dim(*grid)
+
+    def set_shuffled_index(*index: int) -> None:
+        set_index(*watch.place(*index))
 
     class Memory:
         def __getattr__(self, name: str) -> object:
@@ -113,12 +128,10 @@ def watched(seed: int = 0) -> Iterator[Watch]:
             watch.touch(pointers, mask, store=True)
             return plain.store(pointers, value, mask)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (interpreter, "_interpreter", Memory()),
-            (interpreter.GridExecutor, "_init_args_hst", note_arguments),
-            (builder, "set_grid_dim", lambda *grid: (watch.shuffle(*grid), set_dim(*grid))),
-            (builder, "set_grid_idx", lambda *index: set_index(*watch.place(*index))),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    with (
+        mock.patch.object(interpreter, "_interpreter", Memory()),
+        mock.patch.object(interpreter.GridExecutor, "_init_args_hst", note_arguments),
+        mock.patch.object(builder, "set_grid_dim", set_shuffled_dim),
+        mock.patch.object(builder, "set_grid_idx", set_shuffled_index),
+    ):
         yield watch

@@ -48,23 +48,25 @@ def problem(
 
     tokens = (batch, length, heads)
     return Problem(
-        draw(*tokens, head_dim),
-        (2 * draw(*tokens)).detach().requires_grad_(),
-        draw(*tokens, d_state),
-        draw(*tokens, d_state),
-        draw(heads) if gated else None,
-        draw(*tokens, head_dim) if gated else None,
-        draw(batch, heads, head_dim, d_state) if state else None,
+        x=draw(*tokens, head_dim),
+        a=(2 * draw(*tokens)).detach().requires_grad_(),
+        b=draw(*tokens, d_state),
+        c=draw(*tokens, d_state),
+        D=draw(heads) if gated else None,
+        z=draw(*tokens, head_dim) if gated else None,
+        state=draw(batch, heads, head_dim, d_state) if state else None,
     )
 
 
 def documents(batch: int, length: int) -> Tensor:
+    """Return documents of 20 tokens on average."""
     return (torch.rand(batch, length) < 0.05).long().cumsum(-1)
 
 
 def reference(
     given: Problem, seq_idx: Tensor | None, softplus: bool = True
 ) -> tuple[Tensor, Tensor]:
+    """Return outputs and final state of the recurrence."""
     log_a = log_decay(given.a) if softplus else given.a
     y, state = ssd_scan(
         given.x,
@@ -77,7 +79,9 @@ def reference(
     )
     if given.D is not None:
         y = y + given.D.unsqueeze(-1) * given.x
-    return (y if given.z is None else y * F.silu(given.z)), state
+    if given.z is not None:
+        y = y * F.silu(given.z)
+    return y, state
 
 
 def in_dtype(given: Problem, dtype: torch.dtype) -> Problem:
@@ -136,25 +140,29 @@ def compare(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return outputs, final state and every gradient, of the kernels and of the recurrence."""
     y, state = reference(given, seq_idx, softplus)
-    # Or dD may be small by chance
+    # Signs of x: with random ones, the terms of dD may cancel out.
     to_y = (torch.randn(y.shape).abs() * given.x.sign()).detach().to(dtype).double()
     to_state = torch.randn(state.shape).float().double()
-    expected = torch.autograd.grad((y * to_y).sum() + (state * to_state).sum(), given.leaves())
+    loss = (y * to_y).sum() + (state * to_state).sum()
+    gradients = torch.autograd.grad(loss, given.leaves())
 
     narrow = in_dtype(given, dtype)
     if in_row:
         narrow = in_one_row(narrow)
-    actual_y, actual_state = run_kernels(
+    kernel_y, kernel_state = run_kernels(
         narrow, seq_idx_BL=seq_idx, softplus=softplus, n_segments=n_segments
     )
-    loss = (actual_y * to_y.to(dtype)).sum() + (actual_state * to_state.float()).sum()
-    actual = torch.autograd.grad(loss, narrow.leaves())
-    assert (actual_y.dtype, actual_state.dtype) == (dtype, FP32)
-    assert [g.dtype for g in actual] == [t.dtype for t in narrow.leaves()]
+    kernel_loss = (kernel_y * to_y.to(dtype)).sum() + (kernel_state * to_state.float()).sum()
+    kernel_gradients = torch.autograd.grad(kernel_loss, narrow.leaves())
+    assert kernel_y.dtype == dtype
+    assert kernel_state.dtype == FP32
+    for gradient, leaf in zip(kernel_gradients, narrow.leaves(), strict=True):
+        assert gradient.dtype == leaf.dtype
+
     names = ["y", "final"]
     for name, tensor in given._asdict().items():
         if tensor is not None:
             names.append(f"d{name}")
-    by_kernels = dict(zip(names, [actual_y, actual_state, *actual]))
-    by_recurrence = dict(zip(names, [y, state, *expected]))
+    by_kernels = dict(zip(names, [kernel_y, kernel_state, *kernel_gradients]))
+    by_recurrence = dict(zip(names, [y, state, *gradients]))
     return by_kernels, by_recurrence

@@ -41,7 +41,8 @@ def documents(length: int) -> Tensor:
     return (torch.rand(BATCH, length) < 0.3).long().cumsum(-1)
 
 
-def gradients(run, inputs: list[Tensor | None], weighting: Tensor) -> list[Tensor]:
+def values_and_gradients(run, inputs: list[Tensor | None], to_y: Tensor) -> list[Tensor]:
+    """Return outputs, the last inputs, and the gradient of every input."""
     arguments = []
     leaves = []
     for tensor in inputs:
@@ -50,7 +51,7 @@ def gradients(run, inputs: list[Tensor | None], weighting: Tensor) -> list[Tenso
             leaves.append(tensor)
         arguments.append(tensor)
     y, last = run(*arguments)
-    loss = (y * weighting.to(y.dtype)).sum() + last.square().sum()
+    loss = (y * to_y.to(y.dtype)).sum() + last.square().sum()
     return [y.detach(), last.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -67,7 +68,7 @@ def check(
     """Return the largest error of values and gradients, after asserting that it is small."""
     x = inputs[0]
     assert x is not None
-    weighting = torch.randn(x.shape)
+    to_y = torch.randn(x.shape)
 
     def kernels(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return causal_conv(x, weight, activation=activation, state_BCK=state, seq_idx_BL=seq_idx)
@@ -75,14 +76,15 @@ def check(
     def torch_alone(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return reference(x, weight, state, seq_idx, activation)
 
-    ours = gradients(kernels, inputs, weighting)
+    ours = values_and_gradients(kernels, inputs, to_y)
     wide = [None if tensor is None else tensor.double() for tensor in inputs]
-    expected = gradients(torch_alone, wide, weighting.double())
+    expected = values_and_gradients(torch_alone, wide, to_y.double())
     errors = []
     for actual, right in zip(ours, expected):
         assert actual.dtype == x.dtype
         largest = right.abs().max().clamp_min(1e-30)
-        errors.append(((actual.double() - right).abs().max() / largest).item())
+        difference = (actual.double() - right).abs().max()
+        errors.append((difference / largest).item())
     assert all(error <= TOLERANCE[x.dtype] for error in errors), errors
     return max(errors)
 
@@ -107,15 +109,17 @@ def test_short_rows_and_odd_channels(length, channels, stateful, poison):
 
 def test_two_halves_with_the_state_between_are_the_whole():
     x, weight, _ = draw(25, 12, 4, torch.float32, False)
+    border = 11
     whole, last = causal_conv(x, weight)
-    first, state = causal_conv(x[:, :11], weight)
-    second, last_of_halves = causal_conv(x[:, 11:], weight, state_BCK=state)
+    first, state = causal_conv(x[:, :border], weight)
+    second, last_of_halves = causal_conv(x[:, border:], weight, state_BCK=state)
     assert torch.equal(whole, torch.cat([first, second], 1))
     assert torch.equal(last, last_of_halves)
 
 
 def test_packed_documents_are_the_documents_alone():
     x, weight, _ = draw(22, 8, 4, torch.float32, False)
+    # Numbers of documents need not follow one another.
     seq_idx = torch.tensor([0] * 2 + [3] * 9 + [4] * 11).expand(BATCH, -1)
     packed, _ = causal_conv(x, weight, seq_idx_BL=seq_idx)
     alone = []
@@ -130,21 +134,23 @@ def test_any_strides():
     expected, _ = causal_conv(x, weight)
     wide = torch.randn(BATCH, 20, 24)
     wide[..., 8:16] = x
+    slice_of_a_row = wide[..., 8:16]
+    channels_first = x.transpose(0, 2).contiguous().transpose(0, 2)
     columns = weight.mT.contiguous().mT
-    for same in (wide[..., 8:16], x.transpose(0, 2).contiguous().transpose(0, 2)):
+    for same in (slice_of_a_row, channels_first):
         y, _ = causal_conv(same, columns)
         assert torch.equal(y, expected)
 
 
 def test_gradients_are_the_same_bits_every_time():
     inputs = draw(40, 20, 4, torch.float32, True)
-    weighting = torch.randn(BATCH, 40, 20)
+    to_y = torch.randn(BATCH, 40, 20)
 
     def kernels(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return causal_conv(x, weight, state_BCK=state)
 
-    once = gradients(kernels, inputs, weighting)
-    again = gradients(kernels, inputs, weighting)
+    once = values_and_gradients(kernels, inputs, to_y)
+    again = values_and_gradients(kernels, inputs, to_y)
     for one, other in zip(once, again):
         assert torch.equal(one, other)
 

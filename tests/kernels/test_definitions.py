@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import hybrid_kernels
 import triton
 import triton.language as tl
+from choices import choice_on_gpu, forget_choices
 from hybrid_kernels import common, conv, definitions, loss, loss_triton, selftest, step
 from hybrid_kernels import ssd as kernels
 from hybrid_kernels.loss import KINDS
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 FP32 = torch.float32
+# Sizes and options, all of them on.
 CALLS = {
     "recurrence": ((16, 4), {"gated": True, "packed": True}),
     "convolution": ((4,), {"packed": True}),
@@ -59,26 +61,26 @@ def nothing_known(monkeypatch):
 def mistake(
     kernel: str, dtype: torch.dtype = FP32, training: bool = True, **options: bool
 ) -> str | None:
-    sizes, usual = CALLS[kernel]
-    return definitions.difference(
-        kernel, CPU, dtype, *sizes, training=training, **{**usual, **options}
-    )
+    """Return what is wrong with a kernel; None if it is right."""
+    sizes, all_on = CALLS[kernel]
+    options = {**all_on, **options}
+    return definitions.difference(kernel, CPU, dtype, *sizes, training=training, **options)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("kernel", CALLS)
 def test_right_kernels_pass(kernel: str, dtype: torch.dtype) -> None:
     """In training, then without options."""
+    _, all_on = CALLS[kernel]
+    all_off = dict.fromkeys(all_on, False)
     assert mistake(kernel, dtype) is None
-    assert mistake(kernel, dtype, training=False, **dict.fromkeys(CALLS[kernel][1], False)) is None
+    assert mistake(kernel, dtype, training=False, **all_off) is None
 
 
 @pytest.mark.parametrize("kind, from_head", LOSSES)
 def test_the_right_loss_passes(kind: str, from_head: bool) -> None:
-    assert (
-        definitions.difference("distillation loss", CPU, BF16, kind=kind, from_head=from_head)
-        is None
-    )
+    options = {"kind": kind, "from_head": from_head}
+    assert definitions.difference("distillation loss", CPU, BF16, **options) is None
 
 
 @triton.jit
@@ -98,12 +100,10 @@ def test_a_mistake_in_the_loss_takes_it_to_torch(
 @triton.jit
 def too_small(y, z, out, n, BLOCK: tl.constexpr, MODE: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(z + place, mask=place < n, other=0.0)
-    tl.store(
-        out + place,
-        0.9 * tl.load(y + place, mask=place < n, other=0.0) * tl.sigmoid(gate) * gate,
-        mask=place < n,
-    )
+    inside = place < n
+    value = tl.load(y + place, mask=inside, other=0.0)
+    gate = tl.load(z + place, mask=inside, other=0.0)
+    tl.store(out + place, 0.9 * value * tl.sigmoid(gate) * gate, mask=inside)
 
 
 @triton.jit
@@ -126,52 +126,69 @@ def does_not_launch(y, z, dout, dy, dz, n, BLOCK: tl.constexpr, MODE: tl.constex
     return y.no_such_thing
 
 
-PLANTED = [
-    ("recurrence", kernels, "_gate", too_small, "output is off by"),
-    ("recurrence", kernels, "_gate_gradients", writes_nothing, "gradient of x is off by"),
-    ("recurrence", kernels, "_gate_gradients", does_not_launch, "fails with"),
-    ("convolution", conv, "_weight", mirrored, "output is off by"),
-    ("decoding step", step, "_push", keeps_the_past, "new inputs is off by"),
-]
+# The kernel, a part of it, what stands in for the part, and the verdict.
+PLANTED = {
+    "a gate too small": (
+        "recurrence",
+        (kernels, "_gate"),
+        too_small,
+        "output is off by",
+    ),
+    "gradients not written": (
+        "recurrence",
+        (kernels, "_gate_gradients"),
+        writes_nothing,
+        "gradient of x is off by",
+    ),
+    "does not compile": (
+        "recurrence",
+        (kernels, "_gate_gradients"),
+        does_not_launch,
+        "fails with",
+    ),
+    "taps mirrored": (
+        "convolution",
+        (conv, "_weight"),
+        mirrored,
+        "output is off by",
+    ),
+    "state not moved": (
+        "decoding step",
+        (step, "_push"),
+        keeps_the_past,
+        "new inputs is off by",
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    "kernel, module, name, wrong, found", PLANTED, ids=lambda value: str(value)[:20]
+    ("kernel", "part", "wrong", "verdict"), PLANTED.values(), ids=PLANTED.keys()
 )
-def test_a_planted_mistake_is_found(
-    kernel, module, name, wrong, found, monkeypatch, poison
-) -> None:
-    monkeypatch.setattr(module, name, wrong)
-    assert found in mistake(kernel)
+def test_a_planted_mistake_is_found(kernel, part, wrong, verdict, monkeypatch, poison) -> None:
+    monkeypatch.setattr(*part, wrong)
+    assert verdict in mistake(kernel)
 
 
 def test_a_test_leaves_no_trace_in_the_caller(monkeypatch) -> None:
     """Inside a checkpointed, autocast, seeded region: neither hooks, nor modes, nor the random
     numbers see it."""
-    packed = []
+    saved = []
     state = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
             assert mistake("recurrence") is None
-    assert not packed
+    assert not saved
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def best(
-    kernel: str = "recurrence", dtype: torch.dtype = FP32, sizes: tuple[int, ...] = (16, 4)
-) -> str:
-    return kernel_choice._best_on_gpu(
-        kernel, CPU, dtype, sizes, True, (("gated", True), ("packed", True))
-    )
+def best(dtype: torch.dtype = FP32, sizes: tuple[int, ...] = (16, 4)) -> str:
+    """Return what "auto" stands for in the recurrence."""
+    return choice_on_gpu("recurrence", dtype, sizes, gated=True, packed=True)
 
 
 @pytest.fixture
 def fresh_choice(monkeypatch) -> None:
-    """`_best_on_gpu` and what it asks, without what they remember."""
-    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(
-            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
-        )
+    forget_choices(monkeypatch)
 
 
 def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
@@ -179,24 +196,29 @@ def test_auto_takes_right_kernels_in_silence(fresh_choice, caplog) -> None:
     assert not caplog.records
 
 
+OLD_TRITON = types.SimpleNamespace(__version__="3.2.0")
+
+
 @pytest.mark.parametrize("case", ["mistake", "float16", "N=256", "triton 3.2", "no triton"])
 def test_auto_falls_back_to_torch_with_one_warning(
     case: str, fresh_choice, monkeypatch, caplog
 ) -> None:
-    arguments = {
-        "float16": ("recurrence", torch.float16),
-        "N=256": ("recurrence", BF16, (64, 256)),
-    }.get(case, ())
-    if case == "mistake":
+    dtype = torch.float16 if case == "float16" else FP32
+    sizes = (16, 4)
+    if case == "N=256":
+        dtype = BF16
+        sizes = (64, 256)
+    elif case == "mistake":
         monkeypatch.setattr(kernels, "_gate", too_small)
-    elif "triton" in case:
-        monkeypatch.setitem(
-            sys.modules,
-            "triton",
-            types.SimpleNamespace(__version__="3.2.0") if "3" in case else None,
-        )
+    elif case == "triton 3.2":
+        monkeypatch.setitem(sys.modules, "triton", OLD_TRITON)
+    elif case == "no triton":
+        # An import of it fails.
+        monkeypatch.setitem(sys.modules, "triton", None)
+
     with caplog.at_level(logging.WARNING):
-        assert [best(*arguments) for _ in range(3)] == ["torch"] * 3
+        choices = [best(dtype, sizes) for _ in range(3)]
+    assert choices == ["torch"] * 3
     (record,) = caplog.records
     assert "runs on torch" in record.message
     assert "\n" not in record.message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import sys
 import types
 from pathlib import Path
@@ -19,6 +18,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 if importlib.util.find_spec("fla") is None:
     pytest.skip("flash-linear-attention is not installed", allow_module_level=True)
 
+from children import plant
+from choices import choice_on_gpu, forget_choices
 from hybrid_kernels import common, definitions, delta_rule, known_bad, selftest
 from interpreted_fla import interpret, spoil_gradients
 
@@ -35,6 +36,13 @@ FP16 = torch.float16
 FP32 = torch.float32
 # Head dim and state size.
 SIZES = (16, 4)
+PLANTED = {
+    "nothing": "pass",
+    "wrong gradients": "interpreted_fla.spoil_gradients()",
+    # At the first call, when the child has reported that its device works.
+    "crash": "import hybrid_kernels.delta_rule as r; r.delta_rule = lambda *_, **__: os.abort()",
+}
+"""Faults of the package in a child process."""
 CHILD = """
 import os, sys
 if "hybrid_kernels.selftest" in sys.orig_argv:
@@ -53,10 +61,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definitions, "N_HEADS", 2)
     monkeypatch.setattr(selftest, "_known", {})
     definitions.difference.cache_clear()
-    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(
-            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
-        )
+    forget_choices(monkeypatch)
 
 
 @pytest.fixture
@@ -70,10 +75,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose as for a tensor on a GPU."""
 
     def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
-        grad = torch.is_grad_enabled()
-        return kernel_choice._best_on_gpu(
-            kernel, x.device, x.dtype, sizes, grad, tuple(options.items())
-        )
+        return choice_on_gpu(kernel, x.dtype, sizes, **options)
 
     monkeypatch.setattr(gated_delta, "choose", choose)
 
@@ -84,11 +86,14 @@ def mistake(dtype: torch.dtype = FP32, *, training: bool = True, packed: bool = 
 
 def draw(dtype: torch.dtype) -> list[Tensor]:
     """Draw x, log a, write gates, keys and C of two rows."""
+    head_dim, d_state = SIZES
     tokens = (2, 70, 3)
-    x = torch.randn(*tokens, SIZES[0]).to(dtype)
-    keys = F.normalize(torch.randn(*tokens, SIZES[1]), dim=-1).to(dtype)
-    c = torch.randn(*tokens, SIZES[1]).to(dtype)
-    return [x, -torch.rand(tokens), torch.rand(tokens), keys, c]
+    x = torch.randn(*tokens, head_dim).to(dtype)
+    keys = F.normalize(torch.randn(*tokens, d_state), dim=-1).to(dtype)
+    c = torch.randn(*tokens, d_state).to(dtype)
+    log_a = -torch.rand(tokens)
+    write = torch.rand(tokens)
+    return [x, log_a, write, keys, c]
 
 
 @pytest.mark.parametrize("training, packed", [(True, True), (False, False)])
@@ -117,17 +122,17 @@ def test_what_another_version_raises_is_a_verdict(monkeypatch: pytest.MonkeyPatc
 
 def test_values_and_gradients_are_those_of_torch() -> None:
     """Packed documents after a state; float32, which the interpreter multiplies as it is."""
-    state = torch.randn(2, 3, *SIZES)
-    leaves = [t.requires_grad_() for t in (*draw(FP32), state)]
+    inputs = [t.requires_grad_() for t in draw(FP32)]
+    state = torch.randn(2, 3, *SIZES, requires_grad=True)
     seq_idx = (torch.arange(70) > 40).long().expand(2, -1)
 
     def with_gradients(y: Tensor, last: Tensor) -> list[Tensor]:
         loss = y.sin().sum() + last.cos().sum()
-        return [y, last, *torch.autograd.grad(loss, leaves)]
+        return [y, last, *torch.autograd.grad(loss, [*inputs, state])]
 
-    options: dict[str, Any] = {"state_BHPN": leaves[5], "seq_idx_BL": seq_idx}
-    on_kernel = with_gradients(*delta_rule.delta_rule(*leaves[:5], **options))
-    on_torch = with_gradients(*delta_scan(*leaves[:5], **options, impl="torch"))
+    options: dict[str, Any] = {"state_BHPN": state, "seq_idx_BL": seq_idx}
+    on_kernel = with_gradients(*delta_rule.delta_rule(*inputs, **options))
+    on_torch = with_gradients(*delta_scan(*inputs, **options, impl="torch"))
     for actual, expected in zip(on_kernel, on_torch, strict=True):
         assert (actual - expected).norm() < 1e-5 * expected.norm()
 
@@ -170,32 +175,27 @@ def test_torch_takes_over_with_one_warning(
 
 @pytest.mark.launched
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize("planted", ["pass", "interpreted_fla.spoil_gradients()", "os.abort()"])
+@pytest.mark.parametrize("planted", PLANTED)
 def test_it_is_tried_in_a_child_process(
     planted: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if planted.startswith("os."):
-        # At the first call, when the child has reported that its device works.
-        planted = (
-            "import hybrid_kernels.delta_rule as r; r.delta_rule = lambda *_, **__: os.abort()"
-        )
-    text = CHILD.format(folder=str(Path(__file__).parent), planted=planted)
-    (tmp_path / "sitecustomize.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
+    code = CHILD.format(folder=str(Path(__file__).parent), planted=PLANTED[planted])
+    plant(code, tmp_path, monkeypatch)
     inputs = draw(FP16)
     on_torch, _ = delta_scan(*inputs, impl="torch")
     on_kernel, _ = delta_rule.delta_rule(*inputs)
-    found = [delta_scan(*inputs)[0] for _ in range(2)]
-    is_right = planted == "pass"
-    for y in found:
-        assert torch.equal(y, on_kernel if is_right else on_torch)
+    assert not torch.equal(on_kernel, on_torch), "no test could tell which of them ran"
+
+    is_right = planted == "nothing"
+    expected = on_kernel if is_right else on_torch
+    for _ in range(2):
+        y, _ = delta_scan(*inputs)
+        assert torch.equal(y, expected)
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == (0 if is_right else 1)
-    assert not torch.equal(on_kernel, on_torch)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import hybrid_kernels.loss as loss_module
 import pytest
 import torch
+import torch.nn.functional as F
 from hybrid_kernels.loss import IGNORE, KINDS, TeacherHead, TeacherTopK, distillation_loss
 from torch import Tensor
 
@@ -26,6 +27,7 @@ TOLERANCE = {
     ("triton", torch.bfloat16): 3e-2,
 }
 KERNELS = Path(__file__).parents[2] / "kernels"
+# Rows, tokens, widths of student and teacher, rows of their heads.
 B = 2
 L = 5
 D = 8
@@ -33,7 +35,7 @@ E = 6
 V = 37
 W = 41
 REAL = 35
-"""Fewer words than either head has rows."""
+"""Words of the vocabulary, fewer than either head has rows."""
 
 
 @pytest.fixture
@@ -107,7 +109,8 @@ def close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> flo
     errors = []
     for ours, theirs in zip(actual, expected, strict=True):
         largest = theirs.abs().max().clamp_min(1e-30)
-        errors.append(((ours.double() - theirs).abs().max() / largest).item())
+        difference = (ours.double() - theirs).abs().max()
+        errors.append((difference / largest).item())
     assert all(error <= tolerance for error in errors), errors
     return max(errors)
 
@@ -155,10 +158,10 @@ def test_weights_are_the_weights_of_a_mean(impl):
         soft = []
         hard = []
         for row, place in itertools.product(range(B), range(L)):
-            at = (slice(row, row + 1), slice(place, place + 1))
-            logits = hidden[at] @ head.mT
-            target = teacher.hidden_BLE[at] @ teacher.head_WE.mT
-            labels = {"labels_BL": case.labels[at], "hard_weight": 1.0}
+            token = (slice(row, row + 1), slice(place, place + 1))
+            logits = hidden[token] @ head.mT
+            target = teacher.hidden_BLE[token] @ teacher.head_WE.mT
+            labels = {"labels_BL": case.labels[token], "hard_weight": 1.0}
             soft.append(losses.distillation_loss(logits, target, vocab_size=REAL))
             hard.append(losses.distillation_loss(logits, target, vocab_size=REAL, **labels))
         has_label = case.labels != IGNORE
@@ -183,13 +186,13 @@ def test_parts_of_a_batch_add_up_to_its_loss(impl):
     }
 
     def in_parts(hidden: Tensor, head: Tensor, teacher: TeacherHead) -> Tensor:
-        parts = []
+        loss = torch.zeros(())
         for row in (slice(0, 1), slice(1, 2)):
             of_row = TeacherHead(teacher.hidden_BLE[row], teacher.head_WE)
             tokens = {"weight_BL": case.mask[row], "labels_BL": case.labels[row]}
             part = distillation_loss(hidden[row], head, of_row, **tokens, **totals, **options)
-            parts.append(part)
-        return torch.stack(parts).sum()
+            loss = loss + part
+        return loss
 
     whole = [tensor.double() for tensor in case.ours(**options)]
     close(case.run(in_parts), whole, 1e-6)
@@ -229,17 +232,20 @@ def coarse_loss(
         logits = (hidden @ head.mT)[..., :REAL]
         q = (logits / temperature).softmax(-1)
         q_top = q.gather(-1, top.ids_BLK)
-        others = torch.ones_like(q).scatter(-1, top.ids_BLK, 0.0)
-        q_all = torch.cat([q_top, (q * others).sum(-1, keepdim=True)], -1).log()
+        is_other = torch.ones_like(q).scatter(-1, top.ids_BLK, 0.0)
+        q_others = (q * is_other).sum(-1, keepdim=True)
+        log_q = torch.cat([q_top, q_others], -1).log()
+
         p_top = top.log_probs_BLK.exp()
-        p_all = torch.cat([p_top, 1 - p_top.sum(-1, keepdim=True)], -1).log()
+        p_others = 1 - p_top.sum(-1, keepdim=True)
+        log_p = torch.cat([p_top, p_others], -1).log()
+
         options = {"beta": 0.3} if kind == "jsd" else {}
-        divergence = getattr(losses, kind)(q_all, p_all, **options)[case.mask].mean()
+        divergence_BL = getattr(losses, kind)(log_q, log_p, **options)
+        soft = temperature**2 * divergence_BL[case.mask].mean()
         labels = case.labels.where(case.mask, IGNORE)
-        hard = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE
-        )
-        return (1 - hard_weight) * temperature**2 * divergence + hard_weight * hard
+        hard = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        return (1 - hard_weight) * soft + hard_weight * hard
 
     return case.run(loss, torch.float64)
 
@@ -254,7 +260,8 @@ def test_a_teacher_of_top_k_and_a_tail(kind, temperature, hard_weight, dtype, im
     top = stored(case, 5, temperature)
     options = {"kind": kind, "beta": 0.3, "temperature": temperature, "hard_weight": hard_weight}
     ours = case.ours(top, chunk_size=4, impl=impl, **options)
-    close(ours, coarse_loss(case, top, kind, temperature, hard_weight), TOLERANCE[impl, dtype])
+    expected = coarse_loss(case, top, kind, temperature, hard_weight)
+    close(ours, expected, TOLERANCE[impl, dtype])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,9 +281,12 @@ def test_the_backward_scales_and_frozen_parts_get_nothing():
     thrice = torch.autograd.grad(3 * loss, (hidden, head), retain_graph=True)
     for one, three in zip(once, thrice):
         assert torch.allclose(3 * one, three)
-    alone = distillation_loss(hidden, head.detach(), case.teacher)
-    assert torch.equal(torch.autograd.grad(alone, hidden)[0], once[0])
-    assert not distillation_loss(hidden.detach(), head.detach(), case.teacher).requires_grad
+
+    with_frozen_head = distillation_loss(hidden, head.detach(), case.teacher)
+    (of_hidden,) = torch.autograd.grad(with_frozen_head, hidden)
+    assert torch.equal(of_hidden, once[0])
+    frozen = distillation_loss(hidden.detach(), head.detach(), case.teacher)
+    assert not frozen.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,14 +295,15 @@ def test_the_backward_overwrites_what_nobody_needs(dtype):
     hidden = case.hidden.requires_grad_()
     head = case.head.requires_grad_()
     loss = distillation_loss(hidden, head, case.teacher)
-    saved: Any = loss.grad_fn
-    addresses = [gradient.data_ptr() for gradient in saved.saved_tensors]
+    backward: Any = loss.grad_fn
+    address_of_hidden, address_of_head = [t.data_ptr() for t in backward.saved_tensors]
     loss.backward()
     assert hidden.grad is not None
     assert head.grad is not None
-    assert hidden.grad.data_ptr() == addresses[0]
-    # For bf16, the fp32 sum is rounded
-    assert (head.grad.data_ptr() == addresses[1]) == (dtype == torch.float32)
+    assert hidden.grad.data_ptr() == address_of_hidden
+    # In bf16 it is a copy: the saved one is a sum in fp32.
+    is_in_place = head.grad.data_ptr() == address_of_head
+    assert is_in_place == (dtype == torch.float32)
     assert head.grad.dtype == dtype
 
 
@@ -317,28 +328,32 @@ def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
     def absent(*args: Any, **kwargs: Any) -> Tensor:
         raise TypeError("no out_dtype")
 
+    has_none = version == "neither"
     monkeypatch.setattr(torch, "addmm", wide_addmm if version == "2.10" else absent)
-    monkeypatch.setattr(torch, "mm", absent if version == "neither" else wide_mm)
+    monkeypatch.setattr(torch, "mm", absent if has_none else wide_mm)
     add = loss_module._narrow_adder.__wrapped__(torch.bfloat16, torch.device("cpu"))
     total = torch.randn(5, 6)
     a = torch.randn(5, 7).bfloat16()
     b = torch.randn(7, 6).bfloat16()
     expected = total.double() + a.double() @ b.double()
+
     add(total, a, b)
-    close([total], [expected], 1e-2 if version == "neither" else 1e-6)
-    assert set(multiplied) == (set() if version == "neither" else {torch.bfloat16})
+    # Without either, a product is rounded to bf16 before it is added.
+    close([total], [expected], 1e-2 if has_none else 1e-6)
+    assert set(multiplied) == (set() if has_none else {torch.bfloat16})
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
 def test_torch_compiles_it_in_one_graph_to_the_same_bits(kind, impl, monkeypatch):
     case = Case()
     options = {"kind": kind, "hard_weight": 0.25, "chunk_size": 4, "impl": impl}
+    # The whole head, and its top 5.
     teachers = (None, stored(case, 5, 1.0))
-    expected = [case.ours(teacher, **options) for teacher in teachers]
-    whole = torch.compile(distillation_loss, fullgraph=True, backend="aot_eager")
-    monkeypatch.setitem(globals(), "distillation_loss", whole)
-    for teacher, eager in zip(teachers, expected):
-        for one, other in zip(case.ours(teacher, **options), eager):
+    eager = [case.ours(teacher, **options) for teacher in teachers]
+    compiled = torch.compile(distillation_loss, fullgraph=True, backend="aot_eager")
+    monkeypatch.setitem(globals(), "distillation_loss", compiled)
+    for teacher, expected in zip(teachers, eager):
+        for one, other in zip(case.ours(teacher, **options), expected):
             assert torch.equal(one, other)
 
 
@@ -346,16 +361,20 @@ def test_torch_compiles_it_in_one_graph_to_the_same_bits(kind, impl, monkeypatch
 def test_the_operator_keeps_what_torch_asks_of_it(frozen, monkeypatch):
     """Schema, fake kernel and autograd. The traced program is tested above: this one asks for
     second derivatives."""
-    called = []
+    calls = []
     op = loss_module._loss_op
-    monkeypatch.setattr(loss_module, "_loss_op", lambda *given: called.append(given) or op(*given))
+
+    def note_call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return op(*arguments)
+
+    monkeypatch.setattr(loss_module, "_loss_op", note_call)
     case = Case()
+    hidden = case.hidden.requires_grad_()
     head = case.head.requires_grad_(not frozen)
-    distillation_loss(
-        case.hidden.requires_grad_(), head, case.teacher, case.mask, chunk_size=4, vocab_size=REAL
-    )
-    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(op, called[0], test_utils=asked)
+    distillation_loss(hidden, head, case.teacher, case.mask, chunk_size=4, vocab_size=REAL)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op, calls[0], test_utils=checks)
 
 
 def test_a_second_derivative_is_refused_in_words():

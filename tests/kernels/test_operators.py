@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
 )
 
+# Rows, tokens, heads, head dim, state size, taps.
 B = 2
 L = 21
 H = 1
@@ -69,15 +70,18 @@ def test_operators_keep_what_torch_asks_of_them(full: bool) -> None:
     options = (D, state, documents()) if full else (None, None, None)
     torch.library.opcheck(ssd._forward_op, (x, a, b, c, *options, True, None, True))
     torch.library.opcheck(ssd.gate, (x, z))
+
     x_BLC = torch.randn(B, L, 12, requires_grad=True)
     weight_CK = torch.randn(12, K, requires_grad=True)
     state_BCK = torch.randn(B, 12, K - 1, requires_grad=True) if full else None
     torch.library.opcheck(conv._forward_op, (x_BLC, weight_CK, state_BCK, None, full))
+
     token_mask_B = torch.tensor([1, 0]) if full else None
     torch.library.opcheck(step._op, (*step_arguments(), token_mask_B))
 
 
 def layer(given: list[Tensor], weight_CK: Tensor, seq_idx_BL: Tensor) -> Tensor:
+    """Run every kernel of training one after another; return a loss."""
     x_BLHP, raw_BLH, b_BLHN, c_BLHN, D_H, z_BLHP = given
     options = {"seq_idx_BL": seq_idx_BL, "impl": "triton"}
     x_BLC, _ = causal_conv(x_BLHP.flatten(2), weight_CK, **options)
@@ -88,13 +92,13 @@ def layer(given: list[Tensor], weight_CK: Tensor, seq_idx_BL: Tensor) -> Tensor:
 
 
 def test_a_layer_compiles_without_a_graph_break_and_once_for_all_lengths() -> None:
-    compiled_for = []
+    graphs = []
 
-    def count(graph, inputs):
-        compiled_for.append(inputs)
+    def record(graph, inputs):
+        graphs.append(graph)
         return graph.forward
 
-    whole = torch.compile(layer, fullgraph=True, backend=count, dynamic=True)
+    whole = torch.compile(layer, fullgraph=True, backend=record, dynamic=True)
     weight_CK = torch.randn(H * P, K, requires_grad=True)
     for length in (L, 7):
         given = scan_arguments(length)[:6]
@@ -104,16 +108,19 @@ def test_a_layer_compiles_without_a_graph_break_and_once_for_all_lengths() -> No
         actual = torch.autograd.grad(whole(given, weight_CK, seq_idx_BL), leaves)
         for compiled, eager in zip(actual, expected, strict=True):
             torch.testing.assert_close(compiled, eager)
-    assert len(compiled_for) == 1
+    assert len(graphs) == 1
 
 
 @torch.no_grad()
 def test_a_decoding_step_compiles_without_a_graph_break() -> None:
     whole = torch.compile(step_in_place, fullgraph=True, backend="aot_eager")
-    given = step_arguments()
-    again = [t.clone() for t in given]
-    torch.testing.assert_close(whole(*given, impl="triton"), step_in_place(*again, impl="triton"))
-    for written, expected in zip(given[-2:], again[-2:], strict=True):
+    arguments = step_arguments()
+    same_arguments = [t.clone() for t in arguments]
+    compiled = whole(*arguments, impl="triton")
+    eager = step_in_place(*same_arguments, impl="triton")
+    torch.testing.assert_close(compiled, eager)
+    # The last two are states, which a step writes.
+    for written, expected in zip(arguments[-2:], same_arguments[-2:], strict=True):
         assert torch.equal(written, expected)
 
 
@@ -121,12 +128,13 @@ def test_a_decoding_step_compiles_without_a_graph_break() -> None:
 def test_a_fake_gpu_needs_no_gpu() -> None:
     """A plan of memory traces the kernels on a machine that has none."""
     with FakeTensorMode():
-        given = [torch.empty(t.shape, device="cuda") for t in scan_arguments()]
-        assert choose("auto", "recurrence", given[0], P, N, gated=True, packed=False) == "triton"
-        y, final = gated_ssd_scan(*given[:-1], state_BHPN=given[-1])
+        *inputs, state = [torch.empty(t.shape, device="cuda") for t in scan_arguments()]
+        x = inputs[0]
+        assert choose("auto", "recurrence", x, P, N, gated=True, packed=False) == "triton"
+        y, final = gated_ssd_scan(*inputs, state_BHPN=state)
         assert y.is_cuda
-        assert y.shape == given[0].shape
-        assert final.shape == given[-1].shape
+        assert y.shape == x.shape
+        assert final.shape == state.shape
 
 
 def test_second_derivatives_are_refused_in_words() -> None:
@@ -148,8 +156,10 @@ def test_no_kernel_is_compiled_anew_for_each_length() -> None:
         ssd_triton._backward,
         ssd_triton._segment_states,
         ssd_triton._carry_over,
+        conv._forward,
+        conv._through_silu,
+        conv._backward,
     ]
-    kernels += [conv._forward, conv._through_silu, conv._backward]
     for kernel in kernels:
         lengths = {"L", "chunks_per_segment", "n_segments"} & set(kernel.arg_names)
         assert lengths

@@ -1,5 +1,5 @@
-"""The interpreter that `conftest` puts under every test of a kernel notices what it is there
-for."""
+"""The interpreter that `conftest` puts under every test of a kernel shuffles programs and finds
+races."""
 
 from __future__ import annotations
 
@@ -20,30 +20,40 @@ pytestmark = pytest.mark.skipif(not common.INTERPRETED, reason="triton compiles 
 
 @triton.jit
 def _copy(source, target, step, shift):
+    """Program i writes target[i * step] = source[i + shift]."""
     program = tl.program_id(0)
     tl.store(target + program * step, tl.load(source + program + shift))
 
 
 def test_correct_programs_run_in_any_order(watch: Watch) -> None:
-    given = torch.arange(40.0)
-    out = torch.empty(40)
-    _copy[(40,)](given, out, 1, 0)
-    assert torch.equal(out, given)
+    source = torch.arange(40.0)
+    target = torch.empty(40)
+    _copy[(40,)](source, target, 1, 0)
+    assert torch.equal(target, source)
     assert watch.order != sorted(watch.order)
 
 
+FOUR = torch.zeros(4)
 BOTH = torch.zeros(9)
+"""Source and target in one."""
 
 
 @pytest.mark.parametrize(
     ("source", "target", "step", "shift", "message"),
     [
-        (torch.zeros(4), torch.zeros(5), 1, 1, "1 elements loaded outside every argument"),
-        (torch.zeros(4), torch.zeros(5), 2, 0, "stored outside every argument"),
-        (torch.zeros(4), torch.zeros(5), 0, 0, "stores what another program has stored"),
-        # Between the rows of a view
-        (torch.zeros(4), torch.zeros(4, 8)[:, :4], 5, 0, "stored outside"),
-        (BOTH, BOTH, 1, 1, "another program has"),
+        pytest.param(
+            FOUR, torch.zeros(5), 1, 1, "1 elements loaded outside every argument", id="load-beyond"
+        ),
+        pytest.param(
+            FOUR, torch.zeros(5), 2, 0, "stored outside every argument", id="store-beyond"
+        ),
+        pytest.param(
+            FOUR, torch.zeros(5), 0, 0, "stores what another program has stored", id="two-stores"
+        ),
+        pytest.param(
+            FOUR, torch.zeros(4, 8)[:, :4], 5, 0, "stored outside", id="between-rows-of-a-view"
+        ),
+        pytest.param(BOTH, BOTH, 1, 1, "another program has", id="load-and-store"),
     ],
 )
 def test_what_a_kernel_must_not_do_is_reported(

@@ -19,10 +19,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from children import plant
+from choices import choice_on_gpu, forget_choices
 from hybrid_kernels import common, known_bad, selftest
 from hybrid_kernels.definitions import TESTS
-
-from hybrid_distill.model import kernel_choice
 
 pytestmark = pytest.mark.skipif(
     not common.INTERPRETED, reason="triton was imported before TRITON_INTERPRET=1 was set"
@@ -55,13 +55,36 @@ if "hybrid_kernels.selftest" in sys.orig_argv:
 """
 
 
+# A process that asks for the right kernel in several sizes.
+ASKING = """
+import sys, torch
+from hybrid_kernels import selftest
+
+trials = []
+for size in sys.argv[1:]:
+    device = torch.device("cpu")
+    trials.append(selftest.trial_of("distillation loss", device, torch.float32, int(size)))
+assert selftest.check_kernels(trials) == [None] * len(trials)
+"""
+# A student's step on a CPU.
+ON_CPU = """
+import sys, torch
+from hybrid_distill.model import SSMHeads
+
+heads = SSMHeads(8, 2, 4, 4, 4)
+heads.reset_parameters()
+heads(torch.zeros(1, 5, 8)).sum().backward()
+import hybrid_kernels.loss
+
+assert not {"hybrid_kernels.selftest", "hybrid_kernels.definitions"} & set(sys.modules)
+"""
+
+
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Kernels' tests that crash, hang, find a mistake and find none, in child processes only; a
     file of the latter."""
-    (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
+    plant(PLANTED, tmp_path, monkeypatch)
     monkeypatch.setenv("TRIALS", str(tmp_path / "trials"))
     monkeypatch.setattr(selftest, "_known", {})
     return tmp_path / "trials"
@@ -71,30 +94,40 @@ def asked(kernel: str) -> selftest.Trial:
     return selftest.trial_of(kernel, CPU, torch.float32, 16, 4, training=True)
 
 
+def n_tried(trials: Path) -> int:
+    """Count the right kernel's tests: each writes its process to the file."""
+    return len(trials.read_text().split())
+
+
 @pytest.mark.launched
 def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_all_the_same(
     planted: Path,
 ) -> None:
-    right, crash, wrong = (
-        asked(name) for name in ("distillation loss", "recurrence", "decoding step")
-    )
-    found = selftest.check_kernels([right, crash, wrong, right])
-    assert found[0] is None
-    assert found[3] is None
-    assert found[1]
-    assert "SIGSEGV" in found[1]
-    assert found[2]
-    assert "output" in found[2]
-    assert len(planted.read_text().split()) == 1
+    right = asked("distillation loss")
+    crash = asked("recurrence")
+    wrong = asked("decoding step")
 
-    # Another process of the machine: nothing is tried again; later, a verdict against a kernel
-    # ends.
+    of_right, of_crash, of_wrong, of_right_again = selftest.check_kernels(
+        [right, crash, wrong, right]
+    )
+    assert of_right is None
+    assert of_right_again is None
+    assert of_crash
+    assert "SIGSEGV" in of_crash
+    assert of_wrong
+    assert "output" in of_wrong
+    assert n_tried(planted) == 1
+
+    # Another process of the machine tries nothing again.
     selftest._known.clear()
-    assert selftest.check_kernels([right, crash, wrong]) == found[:3]
-    assert len(planted.read_text().split()) == 1
+    assert selftest.check_kernels([right, crash, wrong]) == [of_right, of_crash, of_wrong]
+    assert n_tried(planted) == 1
+
+    # After some time, only a verdict against a kernel is forgotten.
     for file in (planted.parent / "verdicts").glob("*.json"):
         record = json.loads(file.read_text())
-        file.write_text(json.dumps({**record, "time": record["time"] - selftest.RETRY_AFTER}))
+        record["time"] -= selftest.RETRY_AFTER
+        file.write_text(json.dumps(record))
     folder = selftest._shared_folder()
     assert selftest._read(folder, right) == (None,)
     assert selftest._read(folder, crash) is None
@@ -129,6 +162,7 @@ def test_a_child_logs_its_begin_and_its_end_and_known_verdicts_log_nothing(
         for line in (begin, end):
             assert "recurrence, convolution on cpu" in line
             assert "\n" not in line
+        # By this process, then by a new one.
         selftest.check_kernels(trials)
         selftest._known.clear()
         selftest.check_kernels(trials[::-1])
@@ -146,7 +180,9 @@ def held(trial: selftest.Trial) -> selftest._Lock:
 def test_a_kernel_that_another_process_tests_stops_no_other_one(
     tried: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    slow, other, third = map(asked, ("gated delta rule", "recurrence", "convolution"))
+    slow = asked("gated delta rule")
+    other = asked("recurrence")
+    third = asked("convolution")
     lock = held(slow)
     assert selftest.check_kernels([other]) == [None]
     assert tried == [["recurrence"]]
@@ -184,20 +220,12 @@ def test_a_process_that_ends_without_a_verdict_leaves_the_test_to_the_next_one(
 @pytest.mark.launched
 def test_processes_with_overlapping_kernels_in_any_order_share_verdicts(planted: Path) -> None:
     """None waits for another one forever, and no verdict is made twice."""
-    code = (
-        "import sys, torch\n"
-        "from hybrid_kernels import selftest\n"
-        "trials = []\n"
-        "for size in map(int, sys.argv[1:]):\n"
-        "    device, dtype = torch.device('cpu'), torch.float32\n"
-        "    trials.append(selftest.trial_of('distillation loss', device, dtype, size))\n"
-        "assert selftest.check_kernels(trials) == [None] * len(trials)\n"
-    )
     processes = []
     for sizes in ("123", "321", "231"):
-        processes.append(subprocess.Popen([sys.executable, "-c", code, *sizes], cwd=KERNELS))
+        command = [sys.executable, "-c", ASKING, *sizes]
+        processes.append(subprocess.Popen(command, cwd=KERNELS))
     assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
-    assert len(planted.read_text().split()) == 3
+    assert n_tried(planted) == 3
 
 
 @pytest.mark.parametrize("case", ["no folder", "no lock files", "no locks"])
@@ -235,14 +263,9 @@ def test_devices_of_one_kind_share_a_verdict(
 def test_a_hang_ends_and_torch_takes_over_with_one_line(planted: Path, monkeypatch, caplog) -> None:
     assert selftest.TIME_LIMIT > 60, "triton compiles under it"
     monkeypatch.setattr(selftest, "TIME_LIMIT", 0.5)
-    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(
-            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
-        )
-    assert [
-        kernel_choice._best_on_gpu("convolution", CPU, torch.float32, (4,), True, ())
-        for _ in range(2)
-    ] == ["torch"] * 2
+    forget_choices(monkeypatch)
+    for _ in range(2):
+        assert choice_on_gpu("convolution", torch.float32, (4,)) == "torch"
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "0.5 s" in record.message
     assert "\n" not in record.message
@@ -254,12 +277,9 @@ def test_the_right_kernel_is_right_in_a_child_too(tmp_path: Path, monkeypatch) -
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(selftest, "_known", {})
-    assert (
-        selftest.check_kernel(
-            "decoding step", CPU, torch.float32, 16, 4, 4, masked=True, training=False
-        )
-        is None
-    )
+    options = {"masked": True, "training": False}
+    verdict = selftest.check_kernel("decoding step", CPU, torch.float32, 16, 4, 4, **options)
+    assert verdict is None
 
 
 def test_without_a_second_process_the_test_runs_in_this_one(
@@ -269,28 +289,22 @@ def test_without_a_second_process_the_test_runs_in_this_one(
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", "/dev/null/nowhere")
     monkeypatch.setattr(selftest, "_known", {})
     monkeypatch.setattr(selftest.sys, "executable", str(tmp_path / "no-python"))
-    monkeypatch.setitem(
-        TESTS, "convolution", lambda draw, *sizes, **options: iter([("y", draw(2), draw(2) * 0)])
-    )
-    found = selftest.check_kernel("convolution", CPU, torch.float32, 3, training=False)
-    assert found
-    assert "its y is off" in found
+
+    def is_wrong(draw, *sizes, **options):
+        yield "y", draw(2), draw(2) * 0
+
+    monkeypatch.setitem(TESTS, "convolution", is_wrong)
+    verdict = selftest.check_kernel("convolution", CPU, torch.float32, 3, training=False)
+    assert verdict
+    assert "its y is off" in verdict
     assert "no-python" in caplog.text
 
 
 def test_no_child_is_started_where_there_is_no_gpu() -> None:
     """Importing the package and a step of a student on a CPU import neither triton's kernels nor
     their trials."""
-    code = (
-        "import sys, torch; from hybrid_distill.model import SSMHeads\n"
-        "heads = SSMHeads(8, 2, 4, 4, 4); heads.reset_parameters()\n"
-        "heads(torch.zeros(1, 5, 8)).sum().backward()\n"
-        "import hybrid_kernels.loss\n"
-        "assert not {'hybrid_kernels.selftest', 'hybrid_kernels.definitions'} & set(sys.modules)"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "0"}
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", ON_CPU], check=True, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -330,11 +344,6 @@ def test_every_row_names_kernels_that_exist() -> None:
 def test_auto_reads_the_table(monkeypatch, caplog) -> None:
     monkeypatch.setattr(known_bad, "known_bad", lambda kernel, device: f"{kernel} is known to fail")
     monkeypatch.setattr(selftest, "check_kernel", lambda *_, **__: pytest.fail("it was tried"))
-    for name in ("_unusable", "_reason_against", "_best_on_gpu"):
-        monkeypatch.setattr(
-            kernel_choice, name, kernel_choice.once(getattr(kernel_choice, name).__wrapped__)
-        )
-    assert (
-        kernel_choice._best_on_gpu("recurrence", CPU, torch.bfloat16, (64, 16), True, ()) == "torch"
-    )
+    forget_choices(monkeypatch)
+    assert choice_on_gpu("recurrence", torch.bfloat16, (64, 16)) == "torch"
     assert "recurrence is known to fail" in caplog.text

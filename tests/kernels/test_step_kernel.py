@@ -23,9 +23,10 @@ pytestmark = pytest.mark.skipif(not common.RUNS_HERE, reason="needs TRITON_INTER
 def draw(
     heads: int, head_dim: int, d_state: int, width: int = 4, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Draw the arguments of a step, of two sequences."""
+    """Draw the arguments of a step, `NAMES`, of two sequences."""
     channels = heads * (head_dim + 2 * d_state)
-    state = torch.randn(2, heads, head_dim, d_state)
+    # In fp32 always.
+    ssm_state = torch.randn(2, heads, head_dim, d_state)
     return [
         torch.randn(2, channels).to(dtype),
         torch.randn(2, heads).to(dtype),
@@ -33,7 +34,7 @@ def draw(
         torch.randn(channels, width).to(dtype),
         torch.randn(heads).to(dtype),
         torch.randn(2, channels, width - 1).to(dtype),
-        state,
+        ssm_state,
     ]
 
 
@@ -52,11 +53,12 @@ def reference(xbc, a, z, conv_weight, D, conv_state, ssm_state) -> tuple[Tensor,
 def check(inputs: list[Tensor], dtype: torch.dtype = torch.float32) -> float:
     """Return the error of the output, after asserting that it and the states are right."""
     y_expected, conv_expected, ssm_expected = reference(*(t.double() for t in inputs))
-    y = ssd_step(*inputs)
+    *_, conv_state, ssm_state = inputs
+    y = ssd_step(*inputs)  # which writes the states
     assert y.dtype == dtype
-    assert torch.equal(inputs[5].double(), conv_expected)
+    assert torch.equal(conv_state.double(), conv_expected)
     error_of_y = relative_error(y, y_expected)
-    error_of_state = relative_error(inputs[6], ssm_expected)
+    error_of_state = relative_error(ssm_state, ssm_expected)
     assert error_of_y <= TOLERANCE[dtype]
     assert error_of_state <= 1e-5
     return error_of_y
@@ -88,25 +90,28 @@ def test_many_steps_are_the_scan():
     heads = 2
     head_dim = 16
     d_state = 4
-    fixed = draw(heads, head_dim, d_state)
+    _, _, _, weight, D, conv_state, ssm_state = draw(heads, head_dim, d_state)
     steps = [draw(heads, head_dim, d_state)[:3] for _ in range(5)]
-    wide = [t.double() for t in fixed]
+    conv_reference = conv_state.double()
+    ssm_reference = ssm_state.double()
     for xbc, a, z in steps:
-        y = ssd_step(xbc, a, z, *fixed[3:])
-        expected, wide[5], wide[6] = reference(xbc.double(), a.double(), z.double(), *wide[3:])
+        y = ssd_step(xbc, a, z, weight, D, conv_state, ssm_state)
+        wide = [t.double() for t in (xbc, a, z, weight, D)]
+        expected, conv_reference, ssm_reference = reference(*wide, conv_reference, ssm_reference)
         torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def check_padding(inputs: list[Tensor]) -> None:
-    """One token of the first sequence alone."""
+    """Read a token of the first sequence alone; what stands at padding does not matter."""
     padded = [t.clone() for t in inputs]
-    padded[0][1] = float("nan")
+    xbc, *_, conv_state, ssm_state = padded
+    *_, conv_before, ssm_before = inputs
+    xbc[1] = float("nan")
     y = ssd_step(*padded, token_mask_B=torch.tensor([1, 0]))
+
     y_expected, conv_expected, ssm_expected = reference(*(t.double() for t in inputs))
     tolerance = 1e-4 if y.dtype == torch.float32 else 1e-2
     torch.testing.assert_close(y[0].double(), y_expected[0], rtol=tolerance, atol=tolerance)
-    conv_state, ssm_state = padded[5:]
-    conv_before, ssm_before = inputs[5:]
     torch.testing.assert_close(ssm_state[0].double(), ssm_expected[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(conv_state[0].double(), conv_expected[0])
     assert torch.equal(ssm_state[1], ssm_before[1])
@@ -119,11 +124,13 @@ def test_padding_leaves_both_states_alone(poison):
 
 def test_inputs_of_any_strides():
     inputs = draw(2, 16, 4)
-    again = [t.clone() for t in inputs]
+    strided = [t.clone() for t in inputs]
     for place in (0, 1, 2, 3):
-        again[place] = again[place].unsqueeze(-1).expand(*again[place].shape, 2)[..., 0]
-    again[0] = torch.stack([again[0]] * 3, 1)[:, 1]  # the last token of a longer row
-    assert torch.equal(ssd_step(*inputs), ssd_step(*again))
+        tensor = strided[place]
+        strided[place] = tensor.unsqueeze(-1).expand(*tensor.shape, 2)[..., 0]
+    # A token of a longer row.
+    strided[0] = torch.stack([strided[0]] * 3, 1)[:, 1]
+    assert torch.equal(ssd_step(*inputs), ssd_step(*strided))
 
 
 @pytest.mark.parametrize(

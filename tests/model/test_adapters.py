@@ -55,10 +55,9 @@ def test_a_merged_adapter_computes_what_the_adapter_does(
         if parameter.requires_grad:
             parameter.add_(0.05 * torch.randn_like(parameter))
     unmerged = logits(adapted, ids)
-    assert (unmerged - before).abs().max() > 0.1
-    torch.testing.assert_close(
-        logits(adapted.merge_and_unload(), ids), unmerged, rtol=1e-4, atol=1e-5
-    )
+    assert (unmerged - before).abs().max() > 0.1, "the adapter changes nothing"
+    merged = logits(adapted.merge_and_unload(), ids)
+    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -117,10 +116,12 @@ def test_prompts_are_learned_before_the_embeddings(method: str) -> None:
     prompts = prompted.get_prompt(2)
     embeddings = torch.cat([prompts, student.get_input_embeddings()(ids)], dim=1)
     close(output.logits, student(inputs_embeds=embeddings).logits)
+
     output.loss.backward()
     learned = [parameter for parameter in prompted.parameters() if parameter.requires_grad]
     assert learned
     assert all(parameter.grad is not None for parameter in learned)
+
     options = {"max_new_tokens": 3, "eos_token_id": None}
     # PEFT 0.21 looks for a cache by its name before transformers 5.24; without one, it reads all
     # tokens anew.
@@ -168,7 +169,8 @@ def test_trl_computes_the_students_own_loss(family: str, tmp_path: Path) -> None
     """Its default loss multiplies hidden states by the output embedding, in pieces."""
     trl = pytest.importorskip("trl")
     student: HybridForCausalLM = mixed_student(scaled_teacher(family))
-    rows = Dataset.from_list([{"input_ids": tokens(length).tolist()} for length in (12, 7)])
+    texts = [tokens(12), tokens(7)]
+    rows = Dataset.from_list([{"input_ids": ids.tolist()} for ids in texts])
     arguments = trl.SFTConfig(
         str(tmp_path),
         disable_tqdm=True,

@@ -15,6 +15,8 @@ from hybrid_distill.model import (
     self_check,
 )
 
+AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
+
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def student(request: pytest.FixtureRequest) -> HybridForCausalLM:
@@ -31,10 +33,8 @@ def test_auto_model_is_the_decoder_alone(student: HybridForCausalLM, tmp_path: P
     expected = student.model(ids, mask).last_hidden_state
     close(model(ids, mask).last_hidden_state, expected)
     model.save_pretrained(tmp_path / "decoder")
-    close(
-        AutoModel.from_pretrained(tmp_path / "decoder")(ids, mask).last_hidden_state,
-        expected,
-    )
+    again = AutoModel.from_pretrained(tmp_path / "decoder")
+    close(again(ids, mask).last_hidden_state, expected)
 
 
 def test_every_class_checks_itself_under_an_unknown_transformers(
@@ -43,12 +43,12 @@ def test_every_class_checks_itself_under_an_unknown_transformers(
     student.config.checked_transformers = ["5.2.0"]
     student.save_pretrained(tmp_path)
     monkeypatch.setattr(self_check, "__version__", "5.99.0")
-    for auto_class in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+    for auto_class in AUTO_CLASSES:
         for flags in ({}, {"return_dict": False}, {"use_cache": False}):
             assert auto_class.from_pretrained(tmp_path, **flags) in self_check._checked
     # A decoder that computes something else with a cache.
     monkeypatch.setattr(self_check, "cache_of", lambda output: None)
-    for auto_class in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+    for auto_class in AUTO_CLASSES:
         with pytest.raises(ValueError, match="from a cache"):
             auto_class.from_pretrained(tmp_path)
 
@@ -62,11 +62,12 @@ def test_a_classifier_reads_the_last_token_and_is_saved(
     ids, mask = left_padded([tokens(9), tokens(4)])
     labels = torch.tensor([2, 0])
     output = model(ids, attention_mask=mask, labels=labels)
-    last = student.model(ids, mask).last_hidden_state[:, -1]
-    close(output.logits, model.score(last))
+    last_hidden = student.model(ids, mask).last_hidden_state[:, -1]
+    close(output.logits, model.score(last_hidden))
     close(output.loss, torch.nn.functional.cross_entropy(output.logits, labels))
     output.loss.backward()
     assert all(heads.D.grad is not None for heads in model.recurrent_heads())
+
     model.save_pretrained(tmp_path / "classifier")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
     close(again(ids, attention_mask=mask).logits, output.logits)

@@ -65,16 +65,19 @@ def test_a_field_that_is_written_reaches_the_decoder_and_the_file(
 
 
 def test_a_keyword_of_the_backbone_is_taken(student: HybridForCausalLM, tmp_path: Path) -> None:
-    backbone = student.config.backbone
-    kept = student.config.kept
-    config = HybridConfig(backbone, kept, d_state=5, max_position_embeddings=1024)
+    def with_keyword(**keyword: Any) -> HybridConfig:
+        return HybridConfig(student.config.backbone, student.config.kept, d_state=5, **keyword)
+
+    config = with_keyword(max_position_embeddings=1024)
     assert config.max_position_embeddings == 1024
     assert config.backbone["max_position_embeddings"] == 1024
+
     rope = {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
-    config = HybridConfig(backbone, kept, d_state=5, rope_parameters=rope)
-    assert config.backbone_config().rope_parameters == rope
+    assert with_keyword(rope_parameters=rope).backbone_config().rope_parameters == rope
+    # It would contradict the backbone's `rope_parameters`.
     with pytest.raises(ValueError, match=r"3\.0"):
-        HybridConfig(backbone, kept, d_state=5, rope_theta=3.0)
+        with_keyword(rope_theta=3.0)
+
     student.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, max_position_embeddings=1024)
     assert loaded.model.config.max_position_embeddings == 1024
@@ -96,14 +99,13 @@ def test_a_value_that_means_nothing_is_refused(
     name: str, value: Any, student: HybridForCausalLM
 ) -> None:
     before = student.config.to_dict()
-    with pytest.raises(ValueError, match="kept" if name.startswith("num_") else name):
+    named = "kept" if name.startswith("num_") else name
+    with pytest.raises(ValueError, match=named):
         setattr(student.config, name, value)
     assert student.config.to_dict() == before
 
 
-def test_the_attention_implementation_is_that_of_the_decoder(
-    student: HybridForCausalLM,
-) -> None:
+def test_the_attention_implementation_is_that_of_the_decoder(student: HybridForCausalLM) -> None:
     fields = student.config.to_dict()
     config = HybridConfig(**fields, attn_implementation="eager")
     assert config.shared_backbone()._attn_implementation == "eager"
@@ -119,8 +121,9 @@ def test_resized_embeddings_are_saved_and_loaded(
     student.resize_token_embeddings(105)
     assert student.config.vocab_size == student.model.config.vocab_size == 105
     student.save_pretrained(tmp_path)
+    loaded = HybridForCausalLM.from_pretrained(tmp_path)
     ids = tokens(1, 9)
-    close(logits(HybridForCausalLM.from_pretrained(tmp_path), ids), logits(student, ids))
+    close(logits(loaded, ids), logits(student, ids))
 
 
 @torch.no_grad()
@@ -149,10 +152,11 @@ def test_flags_of_the_config_are_followed(
     assert cache_of(model(ids, use_cache=True)) is not None
 
     model = with_flag("return_dict", False)
-    expected = logits(student, ids)
     for output in (model(ids), model.model(ids)):
         assert type(output) is tuple
-    close(model(ids)[0], expected)
+    expected = logits(student, ids)
+    logits_BLV, *_ = model(ids)
+    close(logits_BLV, expected)
     close(model(ids, return_dict=True).logits, expected)
     text = model.generate(ids, max_new_tokens=3)
     assert torch.equal(text, student.generate(ids, max_new_tokens=3))
@@ -163,12 +167,10 @@ def test_attentions_are_those_of_the_kept_heads(student: HybridForCausalLM) -> N
     student.set_attn_implementation("eager")
     student.config.output_attentions = True
     ids = tokens(2, 9)
+    # Its layers keep three heads, none and seven.
+    expected = [(2, 3, 9, 9), (2, 0, 9, 9), (2, 7, 9, 9)]
     for output in (student(ids), student.model(ids)):
-        assert [tuple(maps.shape) for maps in output.attentions] == [
-            (2, 3, 9, 9),
-            (2, 0, 9, 9),
-            (2, 7, 9, 9),
-        ]
+        assert [tuple(maps.shape) for maps in output.attentions] == expected
 
 
 @torch.no_grad()
@@ -217,12 +219,13 @@ def test_rope_settings_are_written_in_both_spellings_and_each_familys_words() ->
     llama = backbone_of(make_family_model("llama"), rope_parameters=scaling)
     assert llama["rope_theta"] == 5000.0
     assert llama["rope_scaling"].items() <= scaling.items()
-    assert (llama["rope_scaling"]["factor"], llama["rope_scaling"]["rope_type"]) == (
-        8.0,
-        "llama3",
-    )
+    assert llama["rope_scaling"]["factor"] == 8.0
+    assert llama["rope_scaling"]["rope_type"] == "llama3"
+
     neox = backbone_of(make_family_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=500.0))
-    assert (neox["rotary_pct"], neox["rotary_emb_base"]) == (0.5, 500.0)
+    assert neox["rotary_pct"] == 0.5
+    assert neox["rotary_emb_base"] == 500.0
+
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     longrope = {"rope_type": "longrope", "rope_theta": 500.0, **factors}
     phi3 = backbone_of(make_family_model("phi3", rope_parameters=longrope))
@@ -246,7 +249,9 @@ def test_a_rope_for_each_type_of_layer_is_kept_or_refused(monkeypatch) -> None:
     # Those versions would take it for all layers.
     assert "rope_theta" not in config.backbone
     assert config.backbone_config().rope_parameters == config.backbone["rope_parameters"]
-    flat = make_family_model("olmo2").config
-    monkeypatch.setattr(AutoConfig, "for_model", lambda *args, **kwargs: flat)
+
+    # A version that reads one RoPE for all layers.
+    one_rope = make_family_model("olmo2").config
+    monkeypatch.setattr(AutoConfig, "for_model", lambda *args, **kwargs: one_rope)
     with pytest.raises(ValueError, match="olmo3"):
         backbone_of(teacher)

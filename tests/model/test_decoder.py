@@ -44,10 +44,13 @@ def test_a_decoder_reads_padding_and_documents_itself(student: HybridForCausalLM
     assert student.base_model is student.get_decoder() is decoder
     prompts = [tokens(5), tokens(11)]
     alone = [decoder(prompt[None]).last_hidden_state[0] for prompt in prompts]
+
     ids, mask = left_padded(prompts)
+    n_pads = 11 - 5
     padded = decoder(ids, mask).last_hidden_state
-    close(padded[0, 6:], alone[0])
+    close(padded[0, n_pads:], alone[0])
     close(padded[1], alone[1])
+
     packed = torch.cat(prompts)[None]
     positions = torch.cat([torch.arange(5), torch.arange(11)])[None]
     for documents in (
@@ -102,10 +105,12 @@ def test_a_copy_is_the_same_model(way: str, recurrence: str) -> None:
     student.generate(ids, attention_mask=mask, **static)
     copied = COPIES[way](student)
     assert not hasattr(copied, "_static_cache")
-    assert list(map(type, copied.modules())) == list(map(type, student.modules()))
+    classes = [type(module) for module in student.modules()]
+    assert [type(module) for module in copied.modules()] == classes
     close(logits(copied, ids, attention_mask=mask), logits(student, ids, attention_mask=mask))
     seq_idx = torch.tensor([[0] * 4 + [1] * 5] * 2)
     close(packed_logits(copied, ids, seq_idx), packed_logits(student, ids, seq_idx))
+
     # A copy has its own config, which still reaches its own decoder.
     copied.config.output_hidden_states = True
     assert copied.model(ids).hidden_states is not None
@@ -119,25 +124,31 @@ def test_threads_read_their_own_padding(student: HybridForCausalLM) -> None:
     expected = logits(student, ids, use_cache=False)
     is_inside = threading.Event()
     is_done = threading.Event()
+    limit_s = 20
     other = threading.Thread(
         target=lambda: logits(student, padded, attention_mask=mask, use_cache=False)
     )
 
+    # The first thread stops here until the other one has come, which stays until the first has
+    # been through the mixer.
     def before_mixer(*_: object) -> None:
         if threading.current_thread() is other:
             is_inside.set()
-            is_done.wait(20)
+            is_done.wait(limit_s)
         elif other.ident is None:
             other.start()
-            is_inside.wait(20)
+            is_inside.wait(limit_s)
 
     def after_mixer(*_: object) -> None:
         if threading.current_thread() is not other:
             is_done.set()
 
     layer = student.model.layers[0]
-    hooks = [layer.input_layernorm.register_forward_hook(before_mixer)]
-    hooks.append(student.mixers()[0].register_forward_hook(after_mixer))
+    mixer = student.mixers()[0]
+    hooks = [
+        layer.input_layernorm.register_forward_hook(before_mixer),
+        mixer.register_forward_hook(after_mixer),
+    ]
     actual = logits(student, ids, use_cache=False)
     other.join()
     for hook in hooks:
@@ -149,18 +160,25 @@ def test_threads_read_their_own_padding(student: HybridForCausalLM) -> None:
 def test_a_mask_that_replaced_heads_cannot_follow_is_refused(student: HybridForCausalLM) -> None:
     ids, mask = left_padded([tokens(5), tokens(11)])
     causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, -1, -1)
-    hides = causal & mask[:, None, None, :].bool()
-    additive = torch.zeros(hides.shape).masked_fill(~hides, torch.finfo(torch.float32).min)
-    for hiding in (hides, additive):
+    hides_padding = causal & mask[:, None, None, :].bool()
+    lowest = torch.finfo(torch.float32).min
+    additive = torch.zeros(hides_padding.shape).masked_fill(~hides_padding, lowest)
+    for hiding in (hides_padding, additive):
         with pytest.raises(ValueError, match="2-D"):
             student(ids, attention_mask=hiding, use_cache=False)
-    # Where nothing is hidden, or the documents are known, it is read; by layers with windows, as it is.
+
+
+@torch.no_grad()
+def test_a_mask_that_hides_nothing_or_known_documents_is_read(student: HybridForCausalLM) -> None:
+    ids = tokens(2, 11)
+    causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, -1, -1)
     causally = logits(student, ids, attention_mask=causal, use_cache=False)
+    # Layers with windows read it as it is: it does not have their windows.
     if not any(layer_windows(student.model.config)):
         close(causally, logits(student, ids, use_cache=False))
     seq_idx = torch.tensor([[0] * 4 + [1] * 7] * 2)
-    of_documents = causal & (seq_idx[:, None, :, None] == seq_idx[:, None, None, :])
-    student(ids, attention_mask=of_documents, seq_idx=seq_idx)
+    is_same_document = seq_idx[:, None, :, None] == seq_idx[:, None, None, :]
+    student(ids, attention_mask=causal & is_same_document, seq_idx=seq_idx)
 
 
 def test_attention_to_later_tokens_is_refused(student: HybridForCausalLM) -> None:

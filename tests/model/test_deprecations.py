@@ -16,14 +16,7 @@ from hybrid_distill.model.layout import attention_name, cache_argument, decoder_
 from hybrid_distill.student.family_check import check_family
 from hybrid_distill.train.end_to_end import checkpoint_activations
 
-FAMILIES = (
-    *SUPPORTED,
-    "gemma2",
-    "gemma3",
-    "nemotron",
-    "llama4",
-    "stablelm",
-)
+FAMILIES = (*SUPPORTED, "gemma2", "gemma3", "nemotron", "llama4", "stablelm")
 # Arguments that this package passes to some forward by name, beside a cache.
 PASSED = {
     "input_ids",
@@ -85,7 +78,8 @@ def deprecations(caplog) -> Iterator[Callable[[], list[str]]]:
     logger.propagate = True
 
     def collected() -> list[str]:
-        texts = [*(str(warning.message) for warning in caught), *caplog.messages]
+        warned = [str(warning.message) for warning in caught]
+        texts = [*warned, *caplog.messages]
         return [text for text in texts if "deprecated" in text and "torch" not in text]
 
     with warnings.catch_warnings(record=True) as caught:
@@ -100,7 +94,8 @@ def test_no_family_logs_that_something_is_deprecated(family: str, deprecations) 
     check_family(teacher)
     student = mixed_student(teacher)
     ids = tokens(2, 12)
-    packed_logits(student, ids, torch.tensor([[0] * 5 + [1] * 7]).expand(2, -1))
+    seq_idx = torch.tensor([[0] * 5 + [1] * 7]).expand(2, -1)
+    packed_logits(student, ids, seq_idx)
     student.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
     student.train()
     checkpoint_activations(student)

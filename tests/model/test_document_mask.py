@@ -5,6 +5,7 @@ FlashAttention needs a GPU: `flash` computes what its documentation says, docume
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_family_model
+from memory_use import allocations
 from students import mixed_student
-from test_segments import allocations
 from torch import Tensor
 from torch.nn.attention import flex_attention
 from training import small_config, small_models
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybrid_distill.data import Batch, cu_seqlens, pick_rows
 from hybrid_distill.model import (
@@ -67,20 +68,21 @@ def flash(
     assert causal
     assert not dropout_p
     assert window_size[1] in (-1, 0)
-    documents = []
+    attended = []
     for begin, end in pairwise(borders):
-        assert 0 <= end - begin <= max_seqlen_q
+        length = end - begin
+        assert 0 <= length <= max_seqlen_q
         heads = [t[begin:end].transpose(0, 1) for t in (q, k, v)]
         seen: dict[str, Any] = {"is_causal": True}
         if window_size[0] >= 0:
-            place = torch.arange(end - begin)
-            reach = place[:, None] - place
-            seen = {"attn_mask": (reach >= 0) & (reach <= window_size[0])}
-        attended = F.scaled_dot_product_attention(
+            place = torch.arange(length)
+            distance = place[:, None] - place
+            seen = {"attn_mask": (distance >= 0) & (distance <= window_size[0])}
+        document = F.scaled_dot_product_attention(
             *heads, scale=softmax_scale, enable_gqa=True, **seen
         )
-        documents.append(attended.transpose(0, 1))
-    return torch.cat(documents)
+        attended.append(document.transpose(0, 1))
+    return torch.cat(attended)
 
 
 @pytest.fixture
@@ -118,6 +120,11 @@ def packed_rows(length: int = LENGTH, mean: int = 20) -> Batch:
     }
 
 
+def teacher_config() -> PretrainedConfig:
+    _, teacher = small_models()
+    return teacher.config
+
+
 def logits(model: PreTrainedModel, batch: Batch, borders: Tensor | None = None) -> Tensor:
     ids = batch["input_ids"]
     seq_idx = batch["seq_idx"]
@@ -127,8 +134,9 @@ def logits(model: PreTrainedModel, batch: Batch, borders: Tensor | None = None) 
     return model(ids, use_cache=False, **packed).logits
 
 
-def masks_by_kind(masks: Any) -> dict[str, Any]:
+def masks_of_rows(seq_idx: Tensor, **options: Any) -> dict[str, Any]:
     """Return masks by the kind of layer that reads them, of which most families have one."""
+    masks = packed_inputs(seq_idx, **options)["attention_mask"]
     return masks if isinstance(masks, dict) else {"all": masks}
 
 
@@ -150,18 +158,19 @@ def test_documents_and_windows_without_their_mask(family, kernel, as_on_a_gpu):
     teacher = make_family_model(family, **FAMILIES[family], head_dim=16).to(dtype)
     models = [teacher, mixed_student(teacher).to(dtype)]
     q, k, v = torch.randn(3, 2, 4, LENGTH, 16).to(dtype)
+
+    def attend(mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
     expected = [logits(model, batch) for model in models]
-    packed = packed_inputs(batch["seq_idx"], config=teacher.config)
-    plain = masks_by_kind(packed["attention_mask"])
+    plain = masks_of_rows(batch["seq_idx"], config=teacher.config)
     as_on_a_gpu(kernel)
     for borders in (None, cu_seqlens(batch)):
-        packed = packed_inputs(batch["seq_idx"], config=teacher.config, cu_seqlens=borders)
-        for kind, mask in masks_by_kind(packed["attention_mask"]).items():
+        masks = masks_of_rows(batch["seq_idx"], config=teacher.config, cu_seqlens=borders)
+        for kind, mask in masks.items():
             assert isinstance(mask, DocumentMask)
             assert torch.equal(mask + 0, plain[kind] + 0)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
-            exact = F.scaled_dot_product_attention(q, k, v, attn_mask=plain[kind], scale=0.3)
-            close(attended, exact)
+            close(attend(mask), attend(plain[kind]))
         for model, logits_BLV in zip(models, expected):
             # Three layers have rounded.
             close(logits(model, batch, borders), logits_BLV, 2e-2)
@@ -188,17 +197,17 @@ def test_a_stage_trains_the_same_without_the_mask(settings, as_on_a_gpu):
         gradients = [p.grad.flatten() for p in stage.parameters() if p.grad is not None]
         return loss.item(), torch.cat(gradients)
 
-    masked_loss, masked_gradient = step()
+    loss, gradient = step()
     as_on_a_gpu(counting)
     repeated = step()
-    assert n_heads.count((4, 4)) == 2
+    assert n_heads.count((4, 4)) == 2, "both layers of the teacher repeat keys"
     n_heads.clear()
     with grouped_attention():
         grouped = step()
-    assert n_heads.count((4, 2)) == 2
-    for loss, gradient in (repeated, grouped):
-        assert loss == pytest.approx(masked_loss, rel=1e-3)
-        close(gradient, masked_gradient, 3e-2)
+    assert n_heads.count((4, 2)) == 2, "both layers of the teacher do not"
+    for loss_without_mask, gradient_without_mask in (repeated, grouped):
+        assert loss_without_mask == pytest.approx(loss, rel=1e-3)
+        close(gradient_without_mask, gradient, 3e-2)
 
 
 def test_a_row_of_8192_tokens_costs_no_mask(as_on_a_gpu):
@@ -208,12 +217,17 @@ def test_a_row_of_8192_tokens_costs_no_mask(as_on_a_gpu):
     stage = make_stage(config, *small_models(num_hidden_layers=1)).train()
 
     def peak() -> int:
-        return allocations(lambda: stage(batch).total.backward())[1]
+        _, most_bytes = allocations(lambda: stage(batch).total.backward())
+        return most_bytes
 
     with_mask = peak()
     as_on_a_gpu(flash)
     without = peak()
-    assert without < MANY**2 < with_mask - without
+    bytes_of_mask = MANY**2
+    assert without < bytes_of_mask < with_mask - without
+
+
+# FlexAttention: its masks of blocks, its values and its compilation
 
 
 BLOCK = document_kernels.FLEX_BLOCK
@@ -232,10 +246,26 @@ def masks_of(
     family, settings = REACHES[reach]
     config = make_family_model(family, **settings).config
     seq_idx = packed_rows(length, mean)["seq_idx"]
-    numbers = masks_by_kind(packed_inputs(seq_idx, config=config)["attention_mask"])
+    numbers = masks_of_rows(seq_idx, config=config)
     as_on_a_gpu(None)
-    masks = masks_by_kind(packed_inputs(seq_idx, config=config)["attention_mask"])
+    masks = masks_of_rows(seq_idx, config=config)
     return [(mask, numbers[kind]) for kind, mask in masks.items()]
+
+
+WITH_WHOLE_BLOCKS = [("documents", 1000), ("long windows", 1024), ("documents", 257)]
+
+
+def blocks_of(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Mark the blocks of a mask in which some pair is seen, and those that are seen whole."""
+    length = numbers.shape[-1]
+    beyond = -length % BLOCK
+    padded = F.pad(numbers[:, 0], (0, beyond, 0, beyond))
+    by_block = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    # Queries beyond the end see nothing that counts; keys beyond it are never read whole.
+    is_query = (torch.arange(length + beyond) < length).view(-1, BLOCK, 1, 1)
+    some = by_block.any(4).any(2)
+    whole = (by_block | ~is_query).all(4).all(2)
+    return some, whole
 
 
 def listed(counts: Tensor, indices: Tensor) -> Tensor:
@@ -255,34 +285,27 @@ def test_blocks_of_documents_are_those_of_their_mask(reach, length, mean, as_on_
     A CPU runs no backward kernel that would read the lists by key.
     """
     for mask, numbers in masks_of(reach, length, mean, as_on_a_gpu):
-        beyond = -length % BLOCK
-        padded = F.pad(numbers[:, 0], (0, beyond, 0, beyond))
-        by_block = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-        # Queries beyond the end see nothing that counts; keys beyond it are never read whole.
-        is_query = (torch.arange(length + beyond) < length).view(-1, BLOCK, 1, 1)
-        some = by_block.any(4).any(2)
-        whole = (by_block | ~is_query).all(4).all(2)
+        some, whole = blocks_of(numbers)
         blocks = mask.blocks
         partial_kv = listed(blocks.kv_num_blocks, blocks.kv_indices)
         whole_kv = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
         assert torch.equal(partial_kv, (some & ~whole).int())
         assert torch.equal(whole_kv, whole.int())
         # The backward reads the same blocks by key.
-        assert torch.equal(listed(blocks.q_num_blocks, blocks.q_indices), partial_kv.mT)
-        assert torch.equal(listed(blocks.full_q_num_blocks, blocks.full_q_indices), whole_kv.mT)
-        if (reach, length) in (
-            ("documents", 1000),
-            ("long windows", 1024),
-            ("documents", 257),
-        ):
+        partial_q = listed(blocks.q_num_blocks, blocks.q_indices)
+        whole_q = listed(blocks.full_q_num_blocks, blocks.full_q_indices)
+        assert torch.equal(partial_q, partial_kv.mT)
+        assert torch.equal(whole_q, whole_kv.mT)
+        if (reach, length) in WITH_WHOLE_BLOCKS:
             assert whole.any(), "whole blocks were not tested"
 
 
 def test_blocks_of_a_long_row_are_small(as_on_a_gpu):
     as_on_a_gpu(None)
-    config = small_models()[1].config
-    mask = packed_inputs(packed_rows(MANY, mean=250)["seq_idx"], config=config)["attention_mask"]
-    assert mask.blocks.kv_indices.nbytes < MANY**2 / 500
+    seq_idx = packed_rows(MANY, mean=250)["seq_idx"]
+    mask = packed_inputs(seq_idx, config=teacher_config())["attention_mask"]
+    bytes_of_mask = MANY**2
+    assert mask.blocks.kv_indices.nbytes < bytes_of_mask / 500
 
 
 @pytest.mark.usefixtures("flex_is_not_compiled")
@@ -293,17 +316,19 @@ def test_blocks_of_a_long_row_are_small(as_on_a_gpu):
 @pytest.mark.parametrize("reach", REACHES)
 def test_flex_attention_and_its_backward(reach, length, n_heads, n_kv_heads, as_on_a_gpu):
     """Values and gradients are those of the additive mask."""
-    shapes = [(2, n, length, 16) for n in (n_heads, n_kv_heads, n_kv_heads)]
     options: dict[str, Any] = {"scale": 0.3, "enable_gqa": True}
+    lowest = torch.finfo(torch.float32).min
     for mask, numbers in masks_of(reach, length, 150, as_on_a_gpu):
-        heads = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        weights = torch.randn(2, n_heads, length, 16)
-        lowest = torch.finfo(torch.float32).min
         additive = torch.zeros(numbers.shape).masked_fill_(~numbers, lowest)
+        heads = []
+        for n in (n_heads, n_kv_heads, n_kv_heads):
+            heads.append(torch.randn(2, n, length, 16, requires_grad=True))
+        upstream = torch.randn(2, n_heads, length, 16)
+
         results = []
         for attn_mask in (mask, additive):
             out = F.scaled_dot_product_attention(*heads, attn_mask=attn_mask, **options)
-            results.append([out, *torch.autograd.grad((out * weights).sum(), heads)])
+            results.append([out, *torch.autograd.grad(out, heads, upstream)])
         for actual, expected in zip(*results):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -319,24 +344,23 @@ def test_flex_attention_compiles_each_shape_once_and_static(
         return graph.forward
 
     compile_with = torch.compile
+    compile_and_record = partial(compile_with, backend=record)
     document_kernels.compiled_flex_attention.cache_clear()
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, **options: compile_with(function, backend=record, **options),
-    )
-    config = small_models()[1].config
+    monkeypatch.setattr(torch, "compile", compile_and_record)
+    config = teacher_config()
     as_on_a_gpu(None)
-    counts = []
-    for length, mean in (
-        (16, 5),
-        (256, 60),
-        (256, 30),
-        (384, 60),
-        (384, 200),
-        (256, 100),
-        (16, 4),
-    ):
+
+    # Length, mean length of a document, graphs that were compiled until then.
+    rows = [
+        (16, 5, 0),
+        (256, 60, 1),
+        (256, 30, 1),
+        (384, 60, 2),
+        (384, 200, 2),
+        (256, 100, 2),
+        (16, 4, 2),
+    ]
+    for length, mean, n_graphs in rows:
         seq_idx = packed_rows(length, mean)["seq_idx"]
         mask = packed_inputs(seq_idx, config=config)["attention_mask"]
         assert isinstance(mask, DocumentMask)
@@ -345,9 +369,8 @@ def test_flex_attention_compiles_each_shape_once_and_static(
         attended = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         exact = F.scaled_dot_product_attention(q, q, q, attn_mask=numbers)
         torch.testing.assert_close(attended, exact)
-        counts.append(len(graphs))
+        assert len(graphs) == n_graphs
     document_kernels.compiled_flex_attention.cache_clear()
-    assert counts == [0, 1, 1, 2, 2, 2, 2]
     for inputs in graphs:
         for value in inputs:
             assert not isinstance(value, torch.SymInt)
@@ -381,21 +404,25 @@ def test_other_attention_is_refused_by_name(implementation: str) -> None:
 
 def test_a_mask_of_documents_has_its_numbers_for_any_other_function(as_on_a_gpu):
     seq_idx = packed_rows()["seq_idx"]
-    config = small_models()[1].config
+    config = teacher_config()
     plain = packed_inputs(seq_idx, config=config)["attention_mask"]
     as_on_a_gpu(None)
     mask = packed_inputs(seq_idx, config=config)["attention_mask"]
+
+    # Attention cuts a mask to its keys: here nothing is cut off.
     assert isinstance(mask[:, :, :, :LENGTH], DocumentMask)
     assert (mask.dtype, mask.dim()) == (torch.bool, 4)
-    for change in (
+    functions = (
         lambda m: m[..., :5],
         lambda m: torch.where(m, 0.0, -1.0),
         lambda m: torch.cat([m, m]),
         torch.sum,
-    ):
-        assert torch.equal(change(mask), change(plain))
-        assert not isinstance(change(mask), DocumentMask)
-    # Too narrow for FlexAttention.
-    q = torch.randn(2, 2, LENGTH, 8)
-    attended = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    assert torch.equal(attended, F.scaled_dot_product_attention(q, q, q, attn_mask=plain))
+    )
+    for function in functions:
+        numbers = function(mask)
+        assert torch.equal(numbers, function(plain))
+        assert not isinstance(numbers, DocumentMask)
+    too_narrow_for_flex = torch.randn(3, 2, 2, LENGTH, 8)
+    attended = F.scaled_dot_product_attention(*too_narrow_for_flex, attn_mask=mask)
+    exact = F.scaled_dot_product_attention(*too_narrow_for_flex, attn_mask=plain)
+    assert torch.equal(attended, exact)

@@ -10,7 +10,8 @@ from torch import Tensor
 from hybrid_distill.model import document_kernels
 from hybrid_distill.model.document_mask import DocumentMask, visible
 
-LENGTHS = ((5, 1, 30), (12, 24))  # documents of each of two rows
+LENGTHS = ((5, 1, 30), (12, 24))
+"""Documents of each of two rows."""
 LENGTH = 36
 
 
@@ -42,7 +43,9 @@ def varlen_reference(
     left, right = window_size
     if causal:
         right = 0
-    n_repeats = q.shape[1] // k.shape[1]
+    n_heads = q.shape[1]
+    n_repeats = n_heads // k.shape[1]
+    # What belongs to no sequence stays NaN.
     out = torch.full(q.shape, math.nan, dtype=torch.float64)
     for row in range(len(cu_seqlens_q) - 1):
         queries = slice(int(cu_seqlens_q[row]), int(cu_seqlens_q[row + 1]))
@@ -51,22 +54,32 @@ def varlen_reference(
         n_keys = keys.stop - keys.start
         assert n_queries <= max_seqlen_q
         assert n_keys <= max_seqlen_k
-        last_key = torch.arange(n_queries)[:, None] + n_keys - n_queries
-        key = torch.arange(n_keys)
-        is_seen = torch.ones(n_queries, n_keys, dtype=torch.bool)
-        if left >= 0:
-            is_seen &= key >= last_key - left
-        if right >= 0:
-            is_seen &= key <= last_key + right
-        for head in range(q.shape[1]):
+        is_seen = visible_keys(n_queries, n_keys, left, right)
+        for head in range(n_heads):
             kv_head = head // n_repeats
-            scores = q[queries, head].double() @ k[keys, kv_head].double().T * scale
+            query = q[queries, head].double()
+            key = k[keys, kv_head].double()
+            value = v[keys, kv_head].double()
+            scores = query @ key.T * scale
             weights = scores.masked_fill(~is_seen, -math.inf).softmax(dim=-1)
-            out[queries, head] = weights @ v[keys, kv_head].double()
+            out[queries, head] = weights @ value
     return out.to(q.dtype)
 
 
+def visible_keys(n_queries: int, n_keys: int, left: int, right: int) -> Tensor:
+    """Return which keys each query of a sequence sees; see `varlen_reference`."""
+    own_key = torch.arange(n_queries)[:, None] + n_keys - n_queries
+    key = torch.arange(n_keys)
+    is_seen = torch.ones(n_queries, n_keys, dtype=torch.bool)
+    if left >= 0:
+        is_seen &= key >= own_key - left
+    if right >= 0:
+        is_seen &= key <= own_key + right
+    return is_seen
+
+
 def first_tokens(window: int | None) -> Tensor:
+    """Return the first token that each token sees."""
     rows = []
     for lengths in LENGTHS:
         begins = []
@@ -95,6 +108,7 @@ def test_flash_attention_is_called_by_its_definition(
     key = torch.randn(2, n_kv_heads, LENGTH, 16, dtype=dtype)
     value = torch.randn(2, n_kv_heads, LENGTH, 16, dtype=dtype)
     first_BL = first_tokens(window)
+    # Of both rows, one after the other.
     borders = torch.tensor([0, 5, 6, 36, 48, 72])
     mask = DocumentMask.of(first_BL, borders, window)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": True}

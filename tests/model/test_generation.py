@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_family_model
+from memory_use import LargestTensor
 from students import (
     ALL_BUT_ONE,
     BF16_RELATIVE_ERROR,
@@ -14,18 +15,18 @@ from students import (
     keep,
     left_padded,
     logits,
+    logits_in_pieces,
     mixed_student,
+    positions_of,
+    same_logits,
     since,
     student_of,
     tokens,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
-from hybrid_distill.export.check import TOLERANCE
-from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model import HybridCache, HybridForCausalLM
 from hybrid_distill.model.layout import cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.teacher import TINY, load_teacher
@@ -71,22 +72,23 @@ def test_generation_over_the_longrope_switch(family: str) -> None:
     """Llama goes on from its cache; Phi-3 reads all anew, for the short factors turned its keys."""
     settings = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
     teacher = make_family_model(family, rope_parameters=LONGROPE, **settings)
-    prompt = tokens(1, 17)
+    length = 17
+    prompt = tokens(1, length)
 
     def generate(model: Any) -> Any:
         options = {"output_logits": True, "return_dict_in_generate": True}
+        # The switch comes at 20 tokens.
         return model.generate(prompt, **{**GREEDY, "max_new_tokens": 8}, **options)
 
-    students = [student_of(teacher, HeadPlan.all(teacher)), mixed_student(teacher)]
-    by_student = generate(students[0]).logits
-    for ours, theirs in zip(by_student, generate(teacher).logits, strict=True):
+    all_kept = student_of(teacher, HeadPlan.all(teacher))
+    for ours, theirs in zip(generate(all_kept).logits, generate(teacher).logits, strict=True):
         assert torch.equal(ours, theirs)
     if family != "phi3":
         return
-    for student in students:
+    for student in (all_kept, mixed_student(teacher)):
         output = generate(student)
         for step, step_logits in enumerate(output.logits):
-            ids = output.sequences[:, : 17 + step]
+            ids = output.sequences[:, : length + step]
             whole = logits(student, ids, use_cache=False)[:, -1]
             torch.testing.assert_close(step_logits, whole, rtol=1e-4, atol=1e-4)
 
@@ -120,12 +122,6 @@ def greedy_without_cache(student: HybridForCausalLM, prompt_L: Tensor) -> Tensor
     return ids[0, len(prompt_L) :]
 
 
-def same_logits(actual: Tensor, expected: Tensor) -> None:
-    """Allow for another order of sums, as the gate of an export does."""
-    error = (actual - expected).abs().max()
-    assert error < TOLERANCE[torch.float32] * expected.abs().max()
-
-
 def generated(student: HybridForCausalLM, ids: Tensor, **options: Any) -> Tensor:
     """Return the new tokens [B, T], greedily."""
     return student.generate(ids, **{**GREEDY, **options})[:, ids.shape[1] :]
@@ -152,20 +148,14 @@ def test_positions_count_tokens_and_not_padding(llama_student, prefill_chunk_siz
 
     llama_student.model.rotary_emb.register_forward_pre_hook(note, with_kwargs=True)
     ids, mask = left_padded([tokens(5), tokens(11)])
-    generated(
-        llama_student,
-        ids,
-        attention_mask=mask,
-        prefill_chunk_size=prefill_chunk_size,
-    )
+    generated(llama_student, ids, attention_mask=mask, prefill_chunk_size=prefill_chunk_size)
     positions = torch.cat(pieces, dim=1)
+    # No step reads the last new token. The short row has 6 pads.
     assert positions[0, 6:].tolist() == list(range(5 + NEW - 1))
     assert positions[1].tolist() == list(range(11 + NEW - 1))
 
 
-def test_sampling_draws_from_the_distribution_of_the_whole_forward_pass(
-    student,
-) -> None:
+def test_sampling_draws_from_the_distribution_of_the_whole_forward_pass(student) -> None:
     ids, mask = left_padded([tokens(11), tokens(5)])
     outputs = {"return_dict_in_generate": True, "output_logits": True}
 
@@ -173,16 +163,18 @@ def test_sampling_draws_from_the_distribution_of_the_whole_forward_pass(
         torch.manual_seed(seed)
         return student.generate(ids, attention_mask=mask, **SAMPLE, **outputs, **options)
 
-    first = sampled(1)
-    without = sampled(1, use_cache=False)
-    assert torch.equal(first.sequences, sampled(1).sequences)
-    assert not torch.equal(first.sequences, sampled(2).sequences)
-    assert torch.equal(first.sequences, without.sequences)
-    alone = first.sequences[1, -5 - NEW :].unsqueeze(0)
-    whole = logits(student, alone, use_cache=False)[0, 4:-1]
-    same_logits(torch.stack(first.logits, dim=1)[1], whole)
-    for cached, recomputed in zip(first.logits, without.logits):
-        same_logits(cached, recomputed)
+    cached = sampled(1)
+    recomputed = sampled(1, use_cache=False)
+    assert torch.equal(cached.sequences, sampled(1).sequences)
+    assert not torch.equal(cached.sequences, sampled(2).sequences)
+    assert torch.equal(cached.sequences, recomputed.sequences)
+    for ours, theirs in zip(cached.logits, recomputed.logits):
+        same_logits(ours, theirs)
+
+    # The second row without its padding: the 5 tokens of its prompt, and the new ones.
+    alone = cached.sequences[1, -5 - NEW :].unsqueeze(0)
+    expected = logits(student, alone, use_cache=False)[0, 4:-1]
+    same_logits(torch.stack(cached.logits, dim=1)[1], expected)
 
 
 def test_beams_are_those_without_a_cache_and_have_their_own_scores(student) -> None:
@@ -195,12 +187,16 @@ def test_beams_are_those_without_a_cache_and_have_their_own_scores(student) -> N
     cached = student.generate(ids, **BEAM, **options)
     recomputed = student.generate(ids, **BEAM, **options, use_cache=False)
     assert torch.equal(cached.sequences, recomputed.sequences)
-    for beam, length, score in zip(cached.sequences, (11, 11, 5, 5), cached.sequences_scores):
+
+    # Two beams of each prompt.
+    lengths = (11, 11, 5, 5)
+    for beam, length, score in zip(cached.sequences, lengths, cached.sequences_scores):
         row = beam[-length - NEW :].unsqueeze(0)
         logits_LV = logits(student, row, use_cache=False)[0, length - 1 : -1]
-        chosen = row[0, length:].unsqueeze(1)
-        total = logits_LV.log_softmax(-1).gather(1, chosen).sum()
-        same_logits(score * NEW, total)
+        new_tokens = row[0, length:].unsqueeze(1)
+        log_prob = logits_LV.log_softmax(-1).gather(1, new_tokens).sum()
+        # A beam's score is a mean over its new tokens.
+        same_logits(score * NEW, log_prob)
 
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
@@ -209,12 +205,14 @@ def test_a_cache_is_continued_by_more_than_one_token(kept: tuple[int, ...]) -> N
     teacher = make_family_model("qwen2")
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     ids, mask = left_padded([tokens(9), tokens(6)])
-    first = student.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
-    ids = torch.cat([first.sequences, tokens(2, 7)], dim=1)
+    first_turn = student.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+    question = tokens(2, 7)
+    ids = torch.cat([first_turn.sequences, question], dim=1)
     mask = torch.cat([mask, torch.ones(2, NEW + 7, dtype=torch.long)], dim=1)
-    continued = generated(student, ids, attention_mask=mask, cache=cache_of(first))
-    assert torch.equal(continued, generated(student, ids, attention_mask=mask))
-    assert torch.equal(continued[0], greedy_without_cache(student, ids[0]))
+
+    answer = generated(student, ids, attention_mask=mask, cache=cache_of(first_turn))
+    assert torch.equal(answer, generated(student, ids, attention_mask=mask))
+    assert torch.equal(answer[0], greedy_without_cache(student, ids[0]))
 
 
 @since("5.5.0")
@@ -233,12 +231,8 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     ids, mask = left_padded([tokens(5), tokens(3)])
     with pytest.raises(ValueError, match="padded rows"):
         generated(llama_student, ids, attention_mask=mask, prefill_chunk_size=2)
-    generated(
-        llama_student,
-        ids,
-        attention_mask=torch.ones_like(mask),
-        prefill_chunk_size=2,
-    )
+    without_padding = torch.ones_like(mask)
+    generated(llama_student, ids, attention_mask=without_padding, prefill_chunk_size=2)
 
 
 @pytest.mark.parametrize("kind", ["offloaded", "quantized", "paged"])
@@ -259,28 +253,28 @@ def test_a_static_cache_gives_the_same_text(student, way: dict[str, Any]) -> Non
     assert torch.equal(*texts)
 
 
-def test_a_static_cache_moves_nothing_and_its_step_compiles_once(
-    llama_student,
-) -> None:
+def addresses_of(cache: HybridCache) -> list[int]:
+    addresses = []
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            if isinstance(value, Tensor):
+                addresses.append(value.data_ptr())
+    return addresses
+
+
+def test_a_static_cache_moves_nothing_and_its_step_compiles_once(llama_student) -> None:
     graphs, config = counting_compile_config()
     ids = tokens(2, 6)
     cache = llama_student.new_cache(max_length=20)
-
-    def addresses() -> list[int]:
-        places = []
-        for layer in cache.layers:
-            tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
-            places += [tensor.data_ptr() for tensor in tensors]
-        return places
-
     expected = generated(llama_student, ids)
     llama_student(ids[:, :-1], cache=cache)
-    before = addresses()
+    before = addresses_of(cache)
     assert len(before) == 13, "keys, values, states and counts of three layers"
+
     output = generated(llama_student, ids, cache=cache, compile_config=config)
     assert torch.equal(output, expected)
     assert len(graphs) == 1
-    assert addresses() == before
+    assert addresses_of(cache) == before
 
 
 def test_generate_compiles_a_static_step_as_rarely_as_a_teachers() -> None:
@@ -299,28 +293,29 @@ def test_generate_compiles_a_static_step_as_rarely_as_a_teachers() -> None:
         assert counts in ([1, 1, 1, 1, 1], [1, 1, 1, 2, 2])
 
 
-def test_a_static_cache_that_generate_returned_is_not_used_again(
-    llama_student,
-) -> None:
+def test_a_static_cache_that_generate_returned_is_not_used_again(llama_student) -> None:
     ids = tokens(2, 9)
     others = tokens(2, 9)
     expected = generated(llama_student, others)
 
-    def static(ids: Tensor, **options: Any) -> Tensor:
-        return generated(llama_student, ids, cache_implementation="static", **options)
+    def static(**options: Any) -> Tensor:
+        return generated(llama_student, others, cache_implementation="static", **options)
 
     # All later caches are as long.
-    static(others, max_new_tokens=NEW + 5)
+    static(max_new_tokens=NEW + 5)
     for _ in range(2):
-        assert torch.equal(static(others), expected)
+        assert torch.equal(static(), expected)
     options = {"cache_implementation": "static", "return_dict_in_generate": True}
-    first = llama_student.generate(ids, **options, **GREEDY)
+    returned = llama_student.generate(ids, **options, **GREEDY)
     with torch.inference_mode():
-        assert torch.equal(static(others), expected)
+        assert torch.equal(static(), expected)
     for _ in range(2):
-        assert torch.equal(static(others), expected)
-    step = logits(llama_student, first.sequences[:, -1:], cache=cache_of(first))[:, -1]
-    same_logits(step, logits(llama_student, first.sequences, use_cache=False)[:, -1])
+        assert torch.equal(static(), expected)
+
+    text = returned.sequences
+    step = logits(llama_student, text[:, -1:], cache=cache_of(returned))
+    whole = logits(llama_student, text, use_cache=False)
+    same_logits(step[:, -1], whole[:, -1])
 
 
 @torch.no_grad()
@@ -344,11 +339,12 @@ def test_decoding_compiles_into_one_graph_for_all_steps(window: int) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("max_length", [None, 16], ids=["dynamic", "static"])
 def test_padded_rows_after_a_cache_compile_without_a_break(max_length: int | None) -> None:
-    """Several tokens at once, with a 2-D mask: their number before them is on the device if the cache is static."""
+    """Several tokens at once, with a 2-D mask: how many are before them is on the device if the
+    cache is static."""
     teacher = make_family_model("llama", num_hidden_layers=1)
     student = student_of(teacher, keep(teacher, KEPT["mixed"]), window=5)
     ids, mask = left_padded([tokens(12), tokens(7)])
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    positions = positions_of(mask)
     expected = logits(student, ids, attention_mask=mask, position_ids=positions)
     cache = student.new_cache(max_length=max_length)
     student(ids[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], cache=cache)
@@ -364,50 +360,41 @@ def test_embeddings_in_pieces_are_refused(llama_student) -> None:
         llama_student.generate(inputs_embeds=prompt, prefill_chunk_size=4, **GREEDY)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32, None])
 def test_keys_are_stored_in_the_dtype_asked_for_and_states_in_fp32(student, kv_dtype) -> None:
-    ids = tokens(2, 19)
     cache = student.new_cache(kv_dtype)
-    whole = logits(student, ids, cache=cache)
-    by_step = student.new_cache(kv_dtype)
-    pieces = ids.split([9, *[1] * 10], dim=1)
-    steps = torch.cat([logits(student, piece, cache=by_step) for piece in pieces], dim=1)
-    expected = logits(student, ids, use_cache=False)
-    if kv_dtype is torch.bfloat16:
-        bound = BF16_RELATIVE_ERROR * expected.norm()
-        assert 0 < (whole - expected).norm() < bound
-        assert (steps - whole).norm() < bound
-    else:
-        assert torch.equal(whole, expected)
-        same_logits(steps, expected)
+    logits(student, tokens(2, 19), cache=cache)
     for layer in cache.layers:
         if layer.keys is not None:
             assert layer.keys.dtype == layer.values.dtype == (kv_dtype or torch.float32)
         if layer.ssm_state is not None:
             assert layer.ssm_state.dtype == torch.float32
-    full = cache_of(student(ids, use_cache=True)).nbytes()
-    sizes = cache.nbytes()
-    assert full["kv"] == sizes["kv"] * (2 if kv_dtype is torch.bfloat16 else 1)
-    assert full["ssm"] == sizes["ssm"]
     cache.reset()
     assert cache.layers[0].kv_dtype == kv_dtype
 
 
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
+@torch.no_grad()
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32, None])
+def test_keys_of_16_bits_round_the_logits_and_take_half_the_memory(student, kv_dtype) -> None:
+    ids = tokens(2, 19)
+    cache = student.new_cache(kv_dtype)
+    whole = logits(student, ids, cache=cache)
+    prefill_and_tokens = (9, *[1] * 10)
+    steps = logits_in_pieces(student, ids, prefill_and_tokens, cache=student.new_cache(kv_dtype))
+    expected = logits(student, ids, use_cache=False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                size = leaf.untyped_storage().size() // leaf.element_size()
-                self.n_elements = max(self.n_elements, size)
-        return output
+    n_bytes = cache.nbytes()
+    n_bytes_by_default = cache_of(student(ids, use_cache=True)).nbytes()
+    assert n_bytes["ssm"] == n_bytes_by_default["ssm"]
+    if kv_dtype is torch.bfloat16:
+        bound = BF16_RELATIVE_ERROR * expected.norm()
+        assert 0 < (whole - expected).norm() < bound
+        assert (steps - whole).norm() < bound
+        assert 2 * n_bytes["kv"] == n_bytes_by_default["kv"]
+    else:
+        assert torch.equal(whole, expected)
+        same_logits(steps, expected)
+        assert n_bytes["kv"] == n_bytes_by_default["kv"]
 
 
 @torch.no_grad()
@@ -426,12 +413,12 @@ def test_memory_of_a_long_prefill_grows_with_its_length(kept, chunk, n_pads: int
     teacher = make_family_model("llama")
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     options = {"max_new_tokens": 1, "prefill_chunk_size": chunk}
-    largest = []
+    n_elements = []
     for length in (1024, 2048):
         mask = torch.ones(1, length, dtype=torch.long)
         mask[:, :n_pads] = 0
-        with LargestTensor() as watch:
+        with LargestTensor() as largest:
             generated(student, tokens(1, length), attention_mask=mask, **options)
-        assert watch.n_elements < length**2
-        largest.append(watch.n_elements)
-    assert largest[1] <= 2.05 * largest[0]
+        assert largest.n_elements < length**2
+        n_elements.append(largest.n_elements)
+    assert n_elements[1] <= 2.05 * n_elements[0]

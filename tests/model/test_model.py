@@ -14,6 +14,7 @@ from students import (
     close,
     keep,
     logits,
+    logits_in_pieces,
     mixed_student,
     packed_logits,
     student_of,
@@ -72,6 +73,7 @@ def test_kept_heads_do_what_they_did(teacher, kept: tuple[int, ...]) -> None:
     with trace_mixers(teacher) as calls:
         teacher(tokens(2, 19), use_cache=False)
     for call, mixer in zip(calls.values(), student.mixers(), strict=True):
+        # Hidden states come by position in some families, by name in others.
         options = dict(call.kwargs)
         options.pop("hidden_states", None)
         heads_BLHP = mixer.heads(call.hidden_BLD, *call.args[1:], **options)
@@ -99,12 +101,13 @@ def test_one_kept_head_contributes_what_it_did(teacher) -> None:
 def test_prefill_and_steps_are_the_training_forward(teacher) -> None:
     """A prompt, a second chunk, one token at a time, a chunk again."""
     student = mixed_student(teacher)
-    ids = tokens(2, 23)
+    length = 23
+    ids = tokens(2, length)
     cache = student.new_cache()
-    pieces = [logits(student, piece, cache=cache) for piece in ids.split([7, 5, 1, 1, 1, 8], dim=1)]
-    close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
-    assert cache.get_seq_length() == 23
-    assert all(layer.get_seq_length() == 23 for layer in cache.layers)
+    in_pieces = logits_in_pieces(student, ids, (7, 5, 1, 1, 1, 8), cache=cache)
+    close(in_pieces, logits(student, ids, use_cache=False))
+    assert cache.get_seq_length() == length
+    assert all(layer.get_seq_length() == length for layer in cache.layers)
 
 
 @FEW
@@ -119,6 +122,7 @@ def test_the_training_forward_is_the_mixing_matrix(teacher) -> None:
     values_BSHP, *_, gate_BLHP = mixer.ssm.scan_inputs(hidden, seq_idx)
     mixed_BLHP = torch.einsum("bhls,bshp->blhp", mixing_BHLS, values_BSHP)
     close(mixer.heads(hidden, seq_idx=seq_idx), mixed_BLHP * gate_BLHP)
+    # Token 6 is of the second document, token 4 of the first.
     assert mixing_BHLS[0, :, 6, 4].abs().max() == 0
 
 
@@ -138,23 +142,26 @@ def test_gradients_reach_every_recurrent_parameter(teacher) -> None:
 @torch.no_grad()
 def test_a_cache_can_be_copied_repeated_selected_and_reordered(teacher) -> None:
     student = mixed_student(teacher)
-    prompt = tokens(2, 9)
+    length = 9
+    prompts = tokens(2, length)
     more = tokens(4, 5)
     cache = student.new_cache()
-    student(prompt, cache=cache)
+    student(prompts, cache=cache)
     repeated = copy.deepcopy(cache)
     repeated.batch_repeat_interleave(2)
     selected = copy.deepcopy(cache)
     selected.batch_select_indices(torch.tensor([1]))
     reordered = copy.deepcopy(cache)
     reordered.reorder_cache(torch.tensor([1, 0]))
-    for changed, prompts in (
-        (repeated, prompt.repeat_interleave(2, dim=0)),
-        (selected, prompt[1:]),
-        (reordered, prompt.flip(0)),
+
+    for changed, prompts_of_cache in (
+        (repeated, prompts.repeat_interleave(2, dim=0)),
+        (selected, prompts[1:]),
+        (reordered, prompts.flip(0)),
     ):
-        continuation = more[: len(prompts)]
-        expected = logits(student, torch.cat([prompts, continuation], dim=1))[:, 9:]
+        continuation = more[: len(prompts_of_cache)]
+        whole = torch.cat([prompts_of_cache, continuation], dim=1)
+        expected = logits(student, whole)[:, length:]
         close(logits(student, continuation, cache=changed), expected)
 
 
@@ -209,9 +216,11 @@ def test_saved_with_its_code_it_loads_as_the_same_model(teacher, tmp_path: Any) 
     for trust in (False, True):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, trust_remote_code=trust
-        ).eval()
+        )
+        loaded.eval()
         stored = loaded.state_dict()
-        assert all(torch.equal(stored[name], tensor) for name, tensor in weights.items())
+        for name, tensor in weights.items():
+            assert torch.equal(stored[name], tensor), name
         # Same tensors at other addresses: a matrix product may round its last bit differently.
         close(logits(loaded, ids), logits(student, ids))
     assert {path.stem for path in tmp_path.glob("*.py")} == CODE

@@ -15,6 +15,7 @@ IN_MEMORY = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
 def on_disk(folder: Path) -> HybridForCausalLM:
+    """Load a student whose layers stay on disk."""
     places = {**dict.fromkeys(IN_MEMORY, "cpu"), "model.layers": "disk"}
     return HybridForCausalLM.from_pretrained(
         folder, device_map=places, offload_folder=folder / "offload"
@@ -22,9 +23,9 @@ def on_disk(folder: Path) -> HybridForCausalLM:
 
 
 def in_memory(folder: Path) -> HybridForCausalLM:
-    return cpu_offload(
-        HybridForCausalLM.from_pretrained(folder), execution_device=torch.device("cpu")
-    )
+    """Load a student whose weights stay in memory; the device is the CPU too."""
+    student = HybridForCausalLM.from_pretrained(folder)
+    return cpu_offload(student, execution_device=torch.device("cpu"))
 
 
 @torch.no_grad()
@@ -47,7 +48,6 @@ def test_offloaded_weights_give_the_same_logits_and_tokens(
     model.set_ssm_implementation(impl)
     assert model.recurrent_heads()[0].x_proj.weight.is_meta
     close(logits(model, ids), logits(student, ids))
-    assert torch.equal(
-        model.generate(ids[:, :9], max_new_tokens=2),
-        student.generate(ids[:, :9], max_new_tokens=2),
-    )
+    prompt = ids[:, :9]
+    text = student.generate(prompt, max_new_tokens=2)
+    assert torch.equal(model.generate(prompt, max_new_tokens=2), text)

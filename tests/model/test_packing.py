@@ -12,8 +12,10 @@ from students import (
     close,
     keep,
     logits,
+    logits_in_pieces,
     mixed_student,
     packed_logits,
+    positions_of,
     student_of,
     tokens,
 )
@@ -68,9 +70,12 @@ def test_rows_of_transformers_own_collator_are_the_documents_alone(
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
     batch = collator([{"input_ids": ids.tolist()} for ids in documents])
     del batch["labels"]
+    # Positions or borders alone tell where documents begin.
     batch.pop("attention_mask", None)
+
     for training in (False, True):
-        output = student.train(training)(**batch)
+        student.train(training)
+        output = student(**batch)
         assert cache_of(output) is None
         alone = [logits(student, document[None]) for document in documents]
         close(output.logits, torch.cat(alone, dim=1))
@@ -85,15 +90,19 @@ def test_positions_that_restart_are_those_of_documents(masked: bool, kept: tuple
     student = student_of(teacher, keep(teacher, kept, kept, kept))
     ids = tokens(2, 20)
     seq_idx = torch.tensor([[0] * 8 + [1] * 12, [0] * 3 + [1] * 16 + [2]])
-    positions = packed_inputs(seq_idx)["position_ids"] + torch.tensor([[5], [0]])
+    offsets = torch.tensor([[5], [0]])
+    positions = packed_inputs(seq_idx)["position_ids"] + offsets
     mask = None
     if masked:
         mask = torch.ones_like(ids)
         mask[:, :2] = 0
         mask[:, 10:12] = 0
-        positions = torch.where(mask.bool(), positions, torch.tensor([[1], [0]]))
-    # Positions of each row, or one row of them for all.
-    for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        at_padding = torch.tensor([[1], [0]])
+        positions = torch.where(mask.bool(), positions, at_padding)
+
+    both = slice(0, 2)
+    one_row_for_all = (slice(0, 1), slice(1, 2))
+    for rows in (both, *one_row_for_all):
         inputs = {"position_ids": positions[rows], "attention_mask": mask}
         numbers = seq_idx[rows].expand(2, -1)
         by_number = logits(student, ids, seq_idx=numbers, **inputs)
@@ -102,67 +111,90 @@ def test_positions_that_restart_are_those_of_documents(masked: bool, kept: tuple
         close(by_position[:, 2:10], by_number[:, 2:10])
 
 
+PADDED_TWICE = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [0, 1, -1, None])
 def test_positions_that_only_rise_are_of_one_document(padding: int | None) -> None:
     """Whatever `generate` gives to padding, in all its versions; at once and in pieces."""
     student = mixed_student(make_family_model("llama"))
     ids = tokens(1, 12)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
-    real = mask.bool()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    mask = PADDED_TWICE
+    is_token = mask.bool()
+    positions = positions_of(mask)
     if padding is not None:
-        positions = positions.masked_fill(~real, padding)
-    alone = logits(student, ids[real][None])[0]
+        positions = positions.masked_fill(~is_token, padding)
+    alone = logits(student, ids[is_token][None])[0]
+
     output = student(ids, attention_mask=mask, position_ids=positions)
     assert cache_of(output) is not None
-    close(output.logits[real], alone)
-    cache = student.new_cache()
-    pieces = []
-    for piece in torch.arange(12).split([5, 1, 4, 2]):
-        inputs = {
-            "attention_mask": mask[:, : piece[-1] + 1],
-            "position_ids": positions[:, piece],
-        }
-        pieces.append(logits(student, ids[:, piece], cache=cache, **inputs))
-    close(torch.cat(pieces, dim=1)[real], alone)
+    close(output.logits[is_token], alone)
+    in_pieces = logits_in_pieces(student, ids, (5, 1, 4, 2), mask=mask, positions=positions)
+    close(in_pieces[is_token], alone)
 
 
 @torch.no_grad()
 def test_positions_from_an_offset_or_that_leap_over_padding_make_a_cache() -> None:
     student = mixed_student(make_family_model("llama"))
     ids = tokens(1, 12)
-    assert cache_of(student(ids, position_ids=torch.arange(7, 19)[None])) is not None
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
-    output = student(ids, attention_mask=mask, position_ids=torch.arange(12)[None])
-    assert cache_of(output) is not None
+    from_an_offset = student(ids, position_ids=torch.arange(7, 19)[None])
+    leaping = student(ids, attention_mask=PADDED_TWICE, position_ids=torch.arange(12)[None])
+    assert cache_of(from_an_offset) is not None
+    assert cache_of(leaping) is not None
+
+
+RISING = torch.arange(6)[None]
+"""Positions of one document of 6 tokens."""
 
 
 @torch.no_grad()
-def test_what_no_cache_continues_and_wrong_caches_are_refused() -> None:
-    student = mixed_student(make_family_model("llama"))
-    ids = tokens(2, 6)
-    rising = torch.arange(6)[None]
-    cache = cache_of(student(ids))
-    for options in (
-        {"position_ids": torch.tensor([[6, 7, 8, 0, 1, 2]]), "cache": cache},
-        {"position_ids": rising, "cache": cache},
-        {
-            "position_ids": rising,
-            "cache": cache,
-            "attention_mask": torch.ones(2, 12),
-        },
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position_ids": torch.tensor([[6, 7, 8, 0, 1, 2]]), "cache": "filled"},
+        {"position_ids": RISING, "cache": "filled"},
+        {"position_ids": RISING, "cache": "filled", "attention_mask": torch.ones(2, 12)},
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": True},
         {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "use_cache": True},
-        {"seq_idx": torch.zeros_like(ids), "cache": student.new_cache()},
-    ):
-        with pytest.raises(ValueError, match="packed documents"):
-            student(ids, **options)
-    n_cached = cache.get_seq_length()
-    student(ids, position_ids=rising + 6, cache=cache)
-    assert cache.get_seq_length() == n_cached + 6
+        {"seq_idx": torch.zeros(2, 6, dtype=torch.long), "cache": "empty"},
+    ],
+    ids=[
+        "restart after a cache",
+        "start anew after a cache",
+        "start anew after a cache, masked",
+        "restart into a cache",
+        "borders into a cache",
+        "numbers into a cache",
+    ],
+)
+def test_documents_beside_a_cache_are_refused(options: dict[str, Any]) -> None:
+    student = mixed_student(make_family_model("llama"))
+    ids = tokens(2, 6)
+    caches = {"empty": student.new_cache(), "filled": cache_of(student(ids))}
+    if "cache" in options:
+        options = {**options, "cache": caches[options["cache"]]}
+    with pytest.raises(ValueError, match="packed documents"):
+        student(ids, **options)
+
+
+@torch.no_grad()
+def test_positions_that_go_on_from_a_cache_continue_it() -> None:
+    student = mixed_student(make_family_model("llama"))
+    ids = tokens(2, 6)
+    cache = cache_of(student(ids))
+    # A call that is refused leaves the cache as it is.
+    with pytest.raises(ValueError, match="packed documents"):
+        student(ids, position_ids=RISING, cache=cache)
+    assert cache.get_seq_length() == 6
+    student(ids, position_ids=RISING + 6, cache=cache)
+    assert cache.get_seq_length() == 12
+
+
+def test_a_cache_without_states_and_no_input_are_refused() -> None:
+    student = mixed_student(make_family_model("llama"))
     with pytest.raises(ValueError, match="DynamicCache"):
-        student(ids, cache=transformers.DynamicCache())
+        student(tokens(2, 6), cache=transformers.DynamicCache())
     with pytest.raises(ValueError, match="inputs_embeds"):
         student()
 
@@ -174,11 +206,14 @@ def test_packed_rows_compile_into_one_graph() -> None:
     ids = tokens(2, 12)
     rising = torch.arange(12)[None]
     torch.compiler.reset()
+    restarting = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]])
     forward = torch.compile(student.forward, backend="eager", fullgraph=True)
-    for positions in (torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]]), rising):
+    for positions in (restarting, rising):
         output = forward(ids, position_ids=positions)
         close(output.logits, student(ids, position_ids=positions).logits)
-    prefill = torch.compile(student.eval().forward, backend="eager", fullgraph=True)
+
+    student.eval()
+    prefill = torch.compile(student.forward, backend="eager", fullgraph=True)
     with torch.no_grad():
         output = prefill(ids, position_ids=rising)
         assert cache_of(output).get_seq_length() == 12
@@ -202,14 +237,20 @@ def test_padding_inside_a_packed_row_is_not_seen(family: str) -> None:
     close(packed[:, 8:17], logits(student, ids[:, 8:17]))
 
 
+TURN = 8
+"""Tokens of a turn, with its padding."""
+N_TOKENS = [(5, 8), (8, 2), (3, 6)]
+"""Tokens of the two turns of each row."""
+
+
 def two_turns(sides: str) -> torch.Tensor:
-    """Mark the tokens [3, 16] of turns that are padded to 8 tokens each, on these sides."""
-    is_token = torch.zeros(3, 16, dtype=torch.bool)
-    for row, lengths in enumerate([(5, 8), (8, 2), (3, 6)]):
+    """Mark the tokens [3, 16] of turns that are padded on these sides."""
+    is_token = torch.zeros(len(N_TOKENS), 2 * TURN, dtype=torch.bool)
+    for row, lengths in enumerate(N_TOKENS):
         for turn, (side, length) in enumerate(zip(sides.split(), lengths)):
-            start = 8 * turn
+            start = turn * TURN
             if side == "left":
-                start += 8 - length
+                start += TURN - length
             is_token[row, start : start + length] = True
     return is_token
 
@@ -223,27 +264,21 @@ def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
     """Two turns of a batched conversation, through a cache or at once."""
     student = mixed_student(make_family_model("llama")).double()
     is_token = two_turns(sides)
-    ids = tokens(3, 16)
+    ids = tokens(*is_token.shape)
     mask = is_token.long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = student.new_cache()
-    outputs = []
-    for piece in torch.arange(16).split(pieces):
-        inputs = {
-            "attention_mask": mask[:, : piece[-1] + 1],
-            "position_ids": positions[:, piece],
-        }
-        outputs.append(logits(student, ids[:, piece], cache=cache, **inputs))
-    logits_BLV = torch.cat(outputs, dim=1)
+    logits_BLV = logits_in_pieces(
+        student, ids, pieces, cache=cache, mask=mask, positions=positions_of(mask)
+    )
+
     exact = {"rtol": 1e-9, "atol": 1e-9}
-    for row in range(3):
-        alone = student.new_cache()
-        expected = logits(student, ids[row, is_token[row]][None], cache=alone)
+    for row in range(len(ids)):
+        of_row = student.new_cache()
+        expected = logits(student, ids[row, is_token[row]][None], cache=of_row)
         torch.testing.assert_close(logits_BLV[row, is_token[row]], expected[0], **exact)
-        for ours, theirs in zip(cache.layers, alone.layers):
-            for name in ("ssm_state", "conv_state"):
-                state = getattr(ours, name)[row]
-                torch.testing.assert_close(state, getattr(theirs, name)[0], **exact)
+        for ours, theirs in zip(cache.layers, of_row.layers):
+            torch.testing.assert_close(ours.ssm_state[row], theirs.ssm_state[0], **exact)
+            torch.testing.assert_close(ours.conv_state[row], theirs.conv_state[0], **exact)
 
 
 @pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
@@ -255,15 +290,17 @@ def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> 
             parameter.normal_(std=0.5)
     is_token = torch.rand(2, 40) < 0.6
     hidden = torch.randn(2, 40, 12, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(2, 40, 3, 4, dtype=torch.float64)
+    upstream = torch.randn(2, 40, 3, 4, dtype=torch.float64)
     leaves = [hidden, *heads.parameters()]
-    padded = (heads(hidden, is_token) * weights)[is_token].sum()
+
+    padded = (heads(hidden, is_token) * upstream)[is_token].sum()
     alone = torch.zeros((), dtype=torch.float64)
     for row in range(2):
         output = heads(hidden[row : row + 1, is_token[row]])
-        alone = alone + (output * weights[row, is_token[row]]).sum()
-    gradients = torch.autograd.grad(padded, leaves)
-    for gradient, expected in zip(gradients, torch.autograd.grad(alone, leaves)):
+        alone = alone + (output * upstream[row, is_token[row]]).sum()
+    of_padded = torch.autograd.grad(padded, leaves)
+    of_alone = torch.autograd.grad(alone, leaves)
+    for gradient, expected in zip(of_padded, of_alone):
         torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -275,20 +312,18 @@ def test_padding_inside_a_row_that_is_longer_than_a_window_is_refused() -> None:
     ids = tokens(1, 16)
     mask = torch.ones_like(ids)
     mask[:, 5:8] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = positions_of(mask)
     whole = {"attention_mask": mask, "position_ids": positions}
+    first = {"attention_mask": mask[:, :8], "position_ids": positions[:, :8]}
+    second = {"attention_mask": mask, "position_ids": positions[:, 8:]}
+
     with pytest.raises(ValueError, match="padding"):
         student(ids, **whole)
     cache = student.new_cache()
-    first = {"attention_mask": mask[:, :8], "position_ids": positions[:, :8]}
     student(ids[:, :8], cache=cache, **first)
     with pytest.raises(ValueError, match="padding"):
-        student(
-            ids[:, 8:],
-            attention_mask=mask,
-            position_ids=positions[:, 8:],
-            cache=cache,
-        )
+        student(ids[:, 8:], cache=cache, **second)
+    # Without a kept head, nothing has the teacher's windows.
     student_of(teacher, HeadPlan.none(teacher))(ids, **whole)
 
 
@@ -303,8 +338,9 @@ def test_windows_of_packed_rows_count_tokens_and_not_padding() -> None:
     mask[:, 6:9] = 0
     inputs = {
         "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "position_ids": positions_of(mask),
         "seq_idx": torch.zeros_like(ids),
     }
+    padded = logits(student, ids, **inputs)[mask.bool()]
     expected = logits(student, alone, use_cache=False)[0]
-    torch.testing.assert_close(logits(student, ids, **inputs)[mask.bool()], expected)
+    torch.testing.assert_close(padded, expected)

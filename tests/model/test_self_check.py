@@ -10,9 +10,11 @@ from students import (
     close,
     left_padded,
     logits,
+    logits_in_pieces,
     lose_caches,
     mixed_student,
     packed_logits,
+    positions_of,
     tokens,
 )
 from torch import Tensor
@@ -27,6 +29,7 @@ from hybrid_distill.model import (
     self_check,
     ssd,
 )
+from hybrid_distill.model.kernel_choice import KernelCall
 from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, check_teacher_rows
@@ -47,10 +50,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4", {"attention_chunk_size": 6}),
     "window of two": ("mistral", {"sliding_window": 2}),
     "long window": ("mistral", {"sliding_window": 4096}),
-    "window that is off": (
-        "qwen2",
-        {"use_sliding_window": False, "sliding_window": 6},
-    ),
+    "window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 6}),
     "yarn": ("llama", {"rope_parameters": YARN}),
 }
 
@@ -62,28 +62,28 @@ def test_a_document_is_the_same_in_every_way(shape: str) -> None:
     teacher = make_family_model(family, **settings)
     prompts = [tokens(length) for length in (3, 17, 8)]
     ids, mask = left_padded(prompts)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    padded = {"attention_mask": mask, "position_ids": positions}
+    positions = positions_of(mask)
     row = torch.cat(prompts).unsqueeze(0)
     seq_idx = torch.tensor([[0] * 3 + [1] * 17 + [2] * 8])
     for model in (teacher, mixed_student(teacher)):
         alone = [logits(model, prompt[None], use_cache=False)[0] for prompt in prompts]
         close(packed_logits(model, row, seq_idx)[0], torch.cat(alone))
-        padded_logits = logits(model, ids, use_cache=False, **padded)
+
+        padded = logits(model, ids, use_cache=False, attention_mask=mask, position_ids=positions)
         for number, prompt in enumerate(prompts):
-            close(padded_logits[number, -len(prompt) :], alone[number])
+            close(padded[number, -len(prompt) :], alone[number])
+
+        # As `logits_in_pieces`, with a teacher's own cache.
         cache = None
-        pieces = []
+        outputs = []
         for piece in prompts[1].unsqueeze(0).split([7, 4, 1, 1, 4], dim=1):
             output = model(piece, use_cache=True, **{cache_argument(model.forward): cache})
             cache = cache_of(output)
-            pieces.append(output.logits[0])
-        close(torch.cat(pieces), alone[1])
+            outputs.append(output.logits[0])
+        close(torch.cat(outputs), alone[1])
 
 
-@torch.no_grad()
-def test_a_window_that_the_attention_does_not_have() -> None:
-    """It cuts neither packed rows nor a student's cache, but the teacher's own: it is refused."""
+def test_a_window_that_the_attention_does_not_have_cuts_nothing() -> None:
     teacher = make_family_model("llama")
     student = mixed_student(teacher)
     ids = tokens(1, 28)
@@ -95,27 +95,27 @@ def test_a_window_that_the_attention_does_not_have() -> None:
         config.sliding_window = 6
         alone = logits(model, ids[:, 8:], use_cache=False)
         close(packed_logits(model, ids, seq_idx)[:, 8:], alone)
-    cache = student.new_cache()
-    pieces = [logits(student, piece, cache=cache) for piece in ids.split([9, 1, 18], dim=1)]
-    close(torch.cat(pieces, dim=1), logits(student, ids, use_cache=False))
-    other = make_family_model("llama", sliding_window=6)
+    whole = logits(student, ids, use_cache=False)
+    close(logits_in_pieces(student, ids, (9, 1, 18)), whole)
+
+
+def test_a_teacher_whose_cache_has_a_window_and_its_attention_none_is_refused() -> None:
+    teacher = make_family_model("llama", sliding_window=6)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .* cache .*sliding_window"):
-        build_student(other, HeadPlan.none(other), d_state=4)
+        build_student(teacher, HeadPlan.none(teacher), d_state=4)
+
+
+LAYERS_OF_TWO_KINDS = ["full_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"sliding_window": 1},
-        {
-            "sliding_window": 6,
-            "layer_types": [
-                "full_attention",
-                "sliding_attention",
-                "full_attention",
-            ],
-        },
+        # Mistral's attention takes no notice of them, its cache does.
+        {"sliding_window": 6, "layer_types": LAYERS_OF_TWO_KINDS},
     ],
+    ids=["window of one", "layers of two kinds"],
 )
 def test_a_teacher_that_fails_is_refused_by_name(settings: Any) -> None:
     teacher = make_family_model("mistral", **settings)
@@ -126,8 +126,8 @@ def test_a_teacher_that_fails_is_refused_by_name(settings: Any) -> None:
 
 @pytest.mark.parametrize(("lost", "way"), [("token_mask", "padded"), ("seq_idx", "packed")])
 def test_a_layer_that_drops_arguments_is_found(lost: str, way: str, monkeypatch) -> None:
-    left = tuple({"token_mask", "seq_idx"} - {lost})
-    monkeypatch.setattr(decoder, "ROW_ARGUMENTS", left)
+    (passed,) = {"token_mask", "seq_idx"} - {lost}
+    monkeypatch.setattr(decoder, "ROW_ARGUMENTS", (passed,))
     teacher = make_family_model("nemotron").to(torch.bfloat16)
     with pytest.raises(ValueError, match=f"NemotronModel .* {way}"):
         build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=4)
@@ -135,15 +135,13 @@ def test_a_layer_that_drops_arguments_is_found(lost: str, way: str, monkeypatch)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_teacher_whose_documents_leak_is_found(dtype: Any, monkeypatch) -> None:
-    def without(seq_idx: Tensor, *args: Any) -> dict[str, Any]:
-        return {
-            **packed_inputs(seq_idx, *args),
-            "attention_mask": torch.ones_like(seq_idx),
-        }
+    def without_mask(seq_idx: Tensor, *args: Any) -> dict[str, Any]:
+        inputs = packed_inputs(seq_idx, *args)
+        return {**inputs, "attention_mask": torch.ones_like(seq_idx)}
 
     teacher = make_family_model("llama").to(dtype)
     check_teacher_rows(teacher)
-    monkeypatch.setattr(self_check, "packed_inputs", without)
+    monkeypatch.setattr(self_check, "packed_inputs", without_mask)
     monkeypatch.setattr(self_check, "_checked", {})
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .* packed"):
         check_teacher_rows(teacher)
@@ -185,26 +183,27 @@ def test_the_teacher_is_checked_once_and_nothing_is_drawn(monkeypatch) -> None:
         student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=4)
         assert student.training
         assert student.model.config.sliding_window == 6
-    assert checked == [
-        "MistralForCausalLM",
-        "HybridForCausalLM",
-        "HybridForCausalLM",
-    ]
+    assert checked == ["MistralForCausalLM", "HybridForCausalLM", "HybridForCausalLM"]
 
 
 @pytest.mark.parametrize("family", ["llama", "nemotron"])
 def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     """Two forwards before two backwards; Nemotron's layers drop what its mixers need."""
     student = mixed_student(make_family_model(family)).train()
-    ids = tokens(2, 2, 19)
-    borders = [torch.tensor([[0] * n + [1] * (19 - n)]).expand(2, -1) for n in (8, 13)]
+    length = 19
+    batches = []
+    for border in (8, 13):
+        seq_idx = torch.tensor([[0] * border + [1] * (length - border)])
+        batches.append((tokens(2, length), seq_idx.expand(2, -1)))
 
     def gradients() -> list[Tensor]:
         student.zero_grad()
-        losses = [student(row, labels=row, seq_idx=n).loss for row, n in zip(ids, borders)]
+        losses = []
+        for ids, seq_idx in batches:
+            losses.append(student(ids, labels=ids, seq_idx=seq_idx).loss)
         for loss in losses:
             loss.backward()
-        return [p.grad.clone() for p in student.parameters()]
+        return [parameter.grad.clone() for parameter in student.parameters()]
 
     plain = gradients()
     checkpoint_activations(student)
@@ -217,25 +216,26 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
 def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, monkeypatch) -> None:
     """A child process for each of them would take long to start."""
     student = mixed_student(make_family_model("llama"), recurrence=recurrence).to(dtype)
-    together: list[tuple[Any, ...]] = []
-    called: list[tuple[Any, ...]] = []
+    together: list[KernelCall] = []
+    called: list[KernelCall] = []
     choose = kernel_choice.choose
 
-    def note(device: torch.device, calls: list[kernel_choice.KernelCall]) -> None:
-        for call in calls:
-            together.append((call.kernel, call.dtype, call.sizes, call.options))
+    def note_trials(device: torch.device, calls: list[KernelCall]) -> None:
+        together.extend(calls)
 
     def note_choice(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
         # Torch's own path asks once more, without the gate.
         if impl == "auto" and options.get("gated", True):
-            training = torch.is_grad_enabled()
-            called.append((kernel, x.dtype, sizes, {"training": training, **options}))
+            options_of_call = {"training": torch.is_grad_enabled(), **options}
+            called.append(KernelCall(kernel, x.dtype, sizes, options_of_call))
         return choose(impl, kernel, x, *sizes, **options)
 
-    monkeypatch.setattr(self_check, "try_together", note)
+    monkeypatch.setattr(self_check, "try_together", note_trials)
     for asking in (ssd, convolution, gated_delta):
         monkeypatch.setattr(asking, "choose", note_choice)
     self_check._checked.pop(student, None)
     self_check.check_rows(student, "")
-    assert [call for call in called if call not in together] == []
-    assert [call for call in together if call not in called] == []
+    not_tried = [call for call in called if call not in together]
+    not_called = [call for call in together if call not in called]
+    assert not_tried == []
+    assert not_called == []

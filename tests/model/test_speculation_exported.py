@@ -8,8 +8,9 @@ from pathlib import Path
 
 from conftest import make_family_model
 from students import ALL_BUT_ONE, THREE, keep
-from test_windows import opened, windowed_student
+from windows import opened, windowed_student
 
+# None in sys.modules: an import of this package fails.
 PROGRAM = """
 import sys
 sys.modules.update(hybrid_distill=None, hybrid_kernels=None)
@@ -27,8 +28,9 @@ looked_up = student.generate(prompt, prompt_lookup_num_tokens=4, **options)
 assert torch.equal(looked_up[:, : plain.shape[1]], plain)
 cache = student.prefill(prompt[:, :20])
 cache.save(f"{folder}/prefix.safetensors")
-for known in (cache.copy(), student.load_cache(f"{folder}/prefix.safetensors", prompt[:, :20])):
-    assert torch.equal(student.generate(prompt, cache=known, **options), plain)
+loaded = student.load_cache(f"{folder}/prefix.safetensors", prompt[:, :20])
+for prefix in (cache.copy(), loaded):
+    assert torch.equal(student.generate(prompt, cache=prefix, **options), plain)
 """
 
 
@@ -37,7 +39,6 @@ def test_prefixes_and_speculation_travel_with_the_student(tmp_path: Path) -> Non
     plan = keep(teacher, THREE, (), ALL_BUT_ONE)
     student = opened(windowed_student(teacher, plan, recurrence="gdn"))
     student.save_pretrained(tmp_path)
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

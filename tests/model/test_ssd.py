@@ -45,18 +45,15 @@ def inputs(
     x = torch.randn(BATCH, length, HEADS, HEAD_DIM, dtype=dtype)
     b = torch.randn(BATCH, length, HEADS, STATE, dtype=dtype)
     c = torch.randn(BATCH, length, HEADS, STATE, dtype=dtype)
-    return x, log_decay(2 * torch.randn(BATCH, length, HEADS, dtype=dtype)), b, c
+    log_a = log_decay(2 * torch.randn(BATCH, length, HEADS, dtype=dtype))
+    return x, log_a, b, c
 
 
 def delta_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     """Return x, log a, the write gate, keys and C of the gated delta rule."""
     x, _, b, c = inputs(length, dtype)
-    return (
-        x,
-        *gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype)),
-        unit_keys(b),
-        c,
-    )
+    log_a, write = gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype))
+    return x, log_a, write, unit_keys(b), c
 
 
 def delta_steps(
@@ -74,7 +71,8 @@ def delta_steps(
     state = state_BHPN
     for t in range(x.shape[1]):
         if seq_idx_BL is not None and t > 0:
-            state = state * (seq_idx_BL[:, t] == seq_idx_BL[:, t - 1])[:, None, None, None]
+            goes_on = seq_idx_BL[:, t] == seq_idx_BL[:, t - 1]
+            state = state * goes_on[:, None, None, None]
         y, state = delta_step(x[:, t], log_a[:, t], write[:, t], k[:, t], c[:, t], state)
         ys.append(y)
     return torch.stack(ys, dim=1), state
@@ -129,13 +127,14 @@ def values_and_gradients(
     if start is not None:
         before = start.detach().requires_grad_()
     y, state = scan(*leaves, state_BHPN=before, seq_idx_BL=seq_idx, **options)
-    loss = 0
-    for output in (y, state):
-        weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).cos()
-        loss = loss + (output * weight.view_as(output)).sum()
     if before is not None:
         leaves.append(before)
-    return [y.detach(), state.detach(), *torch.autograd.grad(loss, leaves)]
+    upstream = []
+    for output in (y, state):
+        weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).cos()
+        upstream.append(weight.view_as(output))
+    gradients = torch.autograd.grad((y, state), leaves, upstream)
+    return [y.detach(), state.detach(), *gradients]
 
 
 @pytest.mark.parametrize(
@@ -231,8 +230,10 @@ def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packe
         log_a = -per_token * (0.9 + 0.1 * share)
     args = [x, log_a, b, c]
     seq_idx = documents(200) if packed else None
-    exact = values_and_gradients([t.double() for t in args], seq_idx, ssd_steps)
-    for actual, expected in zip(values_and_gradients(args, seq_idx), exact):
+    wide = [t.double() for t in args]
+    by_chunk = values_and_gradients(args, seq_idx)
+    by_step = values_and_gradients(wide, seq_idx, ssd_steps)
+    for actual, expected in zip(by_chunk, by_step):
         # 1e-15: the rounding of sums around 1 in float64, beside which the gradients of the
         # strongest decays are 1e-12.
         assert (actual - expected).abs().max() < 1e-6 * expected.abs().max() + 1e-15
@@ -242,19 +243,24 @@ def test_decays_of_any_strength_lose_no_precision(per_token: float | None, packe
 def test_another_document_changes_no_bit(changed: slice, monkeypatch) -> None:
     """Neither of values nor of gradients, whatever the decays; borders lie inside chunks."""
     monkeypatch.setattr(chunked_scan, "CHUNKS_PER_BLOCK", 3)
+    length = 200
     seq_idx = torch.tensor([0] * 75 + [1] * 65 + [2] * 60).expand(BATCH, -1)
-    x, _, b, c = inputs(200, torch.float32)
-    args = [x, -30 * torch.rand(BATCH, 200, HEADS) ** 8, b, c]
+    x, _, b, c = inputs(length, torch.float32)
+    log_a = -30 * torch.rand(BATCH, length, HEADS) ** 8
+    args = [x, log_a, b, c]
     others = [t.clone() for t in args]
     for t in others:
         t[:, changed] *= 7 * torch.rand_like(t[:, changed])
     kept = seq_idx[0] != seq_idx[0, changed.start]
+
     y, state, *gradients = values_and_gradients(args, seq_idx)
     other_y, other_state, *other_gradients = values_and_gradients(others, seq_idx)
     for one, other in zip([y, *gradients], [other_y, *other_gradients]):
         assert torch.equal(one[:, kept], other[:, kept])
         assert not torch.equal(one[:, changed], other[:, changed])
-    assert torch.equal(state, other_state) == (changed.stop != 200)
+    # The final state is the last document's alone.
+    is_last = changed.stop == length
+    assert torch.equal(state, other_state) == (not is_last)
     mixing_BHLS = mixing_matrix(*args[1:], seq_idx)
     other_BHLS = mixing_matrix(*others[1:], seq_idx)
     assert torch.equal(mixing_BHLS[:, :, kept], other_BHLS[:, :, kept])
@@ -299,7 +305,8 @@ def test_convolution_is_a_depthwise_conv1d(length: int, width: int) -> None:
     close(y, F.conv1d(all_inputs, weight.unsqueeze(1), groups=6).mT)
     assert torch.equal(state, all_inputs[..., length:])
     from_nothing, _ = causal_conv(x, weight)
-    close(from_nothing, causal_conv(x, weight, state_BCK=torch.zeros_like(past))[0])
+    from_zeros, _ = causal_conv(x, weight, state_BCK=torch.zeros_like(past))
+    close(from_nothing, from_zeros)
 
 
 def test_convolution_does_not_cross_documents() -> None:
@@ -319,15 +326,16 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
     past = torch.randn(1, 6, 3)
     seq_idx = torch.tensor([[3, 3, 4, 4, 4, 4]])
     y, _ = causal_conv(x, weight, state_BCK=past, seq_idx_BL=seq_idx)
-    assert torch.equal(y[:, :2], causal_conv(x[:, :2], weight, state_BCK=past)[0])
-    assert torch.equal(y[:, 2:], causal_conv(x[:, 2:], weight)[0])
+    first, _ = causal_conv(x[:, :2], weight, state_BCK=past)
+    second, _ = causal_conv(x[:, 2:], weight)
+    assert torch.equal(y[:, :2], first)
+    assert torch.equal(y[:, 2:], second)
 
 
 def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
-    monkeypatch.setattr(
-        kernel_choice, "_unusable", lambda impl: "missing" if impl == "mamba_ssm" else None
-    )
+    reasons = {"mamba_ssm": "missing"}
+    monkeypatch.setattr(kernel_choice, "_unusable", reasons.get)
     with pytest.raises(ValueError, match=r"'cuda'.*auto, torch"):
         ssd_scan(*args, impl="cuda")
     with pytest.raises(RuntimeError, match="missing"):
@@ -336,12 +344,11 @@ def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ssd_scan(*args, chunk_size=0)
 
 
-def test_an_installed_package_that_is_broken_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: None)
-    for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in list(sys.modules):
+        if name.startswith("mamba_ssm."):
+            monkeypatch.delitem(sys.modules, name)
     without_parts = types.ModuleType("mamba_ssm")
     monkeypatch.setitem(sys.modules, "mamba_ssm", without_parts)
     with pytest.raises(ModuleNotFoundError, match="mamba_ssm"):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import make_family_model
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from students import ALL_BUT_ONE, THREE, close, keep, logits, tokens
+from students import ALL_BUT_ONE, THREE, close, keep, logits, logits_in_pieces, tokens
 from test_offload import in_memory, on_disk
-from test_windows import opened, windowed_student
+from windows import opened, windowed_student
 
 from hybrid_distill.model import HybridForCausalLM
 
@@ -21,6 +21,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "window and gdn": {"recurrence": "gdn"},
 }
 TARGETS = [f"{part}_proj" for part in "xbcaqvo"]
+"""Linears that adapters change, where a student has them."""
+LENGTHS = (11, 1, 7)
+"""Pieces of a row of 19 tokens."""
 
 
 @pytest.fixture(params=KINDS)
@@ -39,11 +42,10 @@ def test_a_merged_adapter_computes_what_the_adapter_does_also_from_a_cache(stude
     targets = [target for target in TARGETS if target in names]
     lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     adapted: Any = get_peft_model(student, lora).eval()
+
     unmerged = logits(adapted, ids)
-    assert (unmerged - before).abs().max() > 0.1
-    cache = student.new_cache()
-    pieces = [logits(adapted, piece, cache=cache) for piece in ids.split([11, 1, 7], dim=1)]
-    close(torch.cat(pieces, dim=1), unmerged)
+    assert (unmerged - before).abs().max() > 0.1, "the adapter changes nothing"
+    close(logits_in_pieces(adapted, ids, LENGTHS, cache=student.new_cache()), unmerged)
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(logits(merged, ids), unmerged, rtol=1e-4, atol=1e-5)
 
@@ -52,12 +54,16 @@ def test_prompts_that_are_learned_get_gradients_and_come_first(student) -> None:
     method = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     prompted: Any = get_peft_model(student, method).eval()
     ids = tokens(2, 15)
+
     output = prompted(ids, attention_mask=torch.ones_like(ids), labels=ids)
-    embeddings = torch.cat([prompted.get_prompt(2), student.get_input_embeddings()(ids)], dim=1)
+    prompts = prompted.get_prompt(2)
+    embeddings = torch.cat([prompts, student.get_input_embeddings()(ids)], dim=1)
     close(output.logits, student(inputs_embeds=embeddings).logits)
+
     output.loss.backward()
     learned = [parameter for parameter in prompted.parameters() if parameter.requires_grad]
-    assert learned and all(parameter.grad.abs().sum() > 0 for parameter in learned)
+    assert learned
+    assert all(parameter.grad.abs().sum() > 0 for parameter in learned)
 
 
 @torch.no_grad()
@@ -66,10 +72,13 @@ def test_compiled_it_computes_the_same(student) -> None:
     expected = logits(student, ids)
     compiled: Any = torch.compile(student, backend="eager")
     close(compiled(ids).logits, expected)
+
+    n_pads = 5
     mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    padded = student(ids, attention_mask=mask).logits
-    close(compiled(ids, attention_mask=mask).logits[:, 5:], padded[:, 5:])
+    mask[0, :n_pads] = 0
+    padded = logits(student, ids, attention_mask=mask)
+    padded_compiled = compiled(ids, attention_mask=mask).logits
+    close(padded_compiled[:, n_pads:], padded[:, n_pads:])
 
 
 @torch.no_grad()
@@ -91,7 +100,6 @@ def test_with_weights_of_8_bits_a_cache_changes_nothing(student) -> None:
     exact = logits(student, ids)
     quantize_(student, Int8WeightOnlyConfig())
     whole = logits(student, ids)
-    assert 0 < (whole - exact).abs().max() < 0.2 * exact.abs().max()
-    cache = student.new_cache()
-    pieces = [logits(student, piece, cache=cache) for piece in ids.split([11, 1, 7], dim=1)]
-    close(torch.cat(pieces, dim=1), whole)
+    error = (whole - exact).abs().max()
+    assert 0 < error < 0.2 * exact.abs().max()
+    close(logits_in_pieces(student, ids, LENGTHS), whole)

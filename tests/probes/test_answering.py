@@ -50,12 +50,13 @@ def brute_force(
     for ids in rows:
         logits_LV = model(torch.tensor([ids])).logits[0].double()
         logprob_LV = logits_LV.log_softmax(-1)
-        total = sum(logprob_LV[t - 1, ids[t]] for t in range(n_prompt, len(ids)))
-        longer = {row[len(ids)] for row in rows if row[: len(ids)] == ids and row != ids}
-        probability = torch.zeros((), dtype=torch.double)
-        for token in longer:
-            probability += logprob_LV[-1, token].exp()
-        logprobs.append(float(total + torch.log1p(-probability)))
+        of_choice = sum(logprob_LV[t - 1, ids[t]] for t in range(n_prompt, len(ids)))
+        # Tokens by which other choices go on from this one.
+        following = {row[len(ids)] for row in rows if row[: len(ids)] == ids and row != ids}
+        goes_on = torch.zeros((), dtype=torch.double)
+        for token in following:
+            goes_on += logprob_LV[-1, token].exp()
+        logprobs.append(float(of_choice + torch.log1p(-goes_on)))
     return logprobs
 
 
@@ -68,10 +69,10 @@ def test_choices_equal_brute_force(family: str) -> None:
     result = answer_choices(model, tokenizer, examples, batch_size=4)
     for index, example in enumerate(examples):
         expected = brute_force(model, tokenizer, example)
-        answer = example.choices.index(example.answer)
+        of_answer = expected[example.choices.index(example.answer)]
         assert result.logprob_EC[index] == pytest.approx(expected, abs=2e-4)
-        assert float(result.answer_logprob_E[index]) == pytest.approx(expected[answer], abs=2e-4)
-        assert bool(result.correct_E[index]) == (expected[answer] == max(expected))
+        assert float(result.answer_logprob_E[index]) == pytest.approx(of_answer, abs=2e-4)
+        assert bool(result.correct_E[index]) == (of_answer == max(expected))
 
 
 def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
@@ -80,20 +81,12 @@ def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
     four = 4
     two = 2
     choices = ((eight,), (eight, four), (two,))
-    example = EncodedExample(
-        (1,),
-        choices,
-        n_shared=0,
-        stops=((four,), (), ()),
-        answer=1,
-    )
-    probability = {
-        ((), eight): 0.9,
-        ((eight,), four): 0.95,
-        ((), two): 0.05,
-    }
+    stops = ((four,), (), ())
+    example = EncodedExample((1,), choices, n_shared=0, stops=stops, answer=1)
+    # Of a token after others.
+    probability = {((), eight): 0.9, ((eight,), four): 0.95, ((), two): 0.05}
     read_1Q = torch.tensor([[probability[read] for read in example.reads]]).log()
-    logprob_C = example.choice_logprobs(read_1Q)[0]
+    (logprob_C,) = example.choice_logprobs(read_1Q)
     assert logprob_C.exp().tolist() == pytest.approx([0.9 * 0.05, 0.9 * 0.95, 0.05])
 
 
@@ -122,12 +115,12 @@ def test_without_a_cache_the_answers_are_the_same(family: str) -> None:
     model = sharp(make_family_model(family, vocab_size=len(tokenizer)))
     examples = KVRetrieval((1, 12), keys=KEYS).examples(6)
     cached = answer_choices(model, tokenizer, examples, batch_size=4)
-    written = generate_greedily(model, tokenizer, examples)
+    texts = generate_greedily(model, tokenizer, examples)
     with without_cache(model):
         uncached = answer_choices(model, tokenizer, examples, batch_size=4)
-        assert generate_greedily(model, tokenizer, examples) == written
+        assert generate_greedily(model, tokenizer, examples) == texts
     torch.testing.assert_close(uncached.answer_logprob_E, cached.answer_logprob_E)
-    assert model.generation_config.use_cache
+    assert model.generation_config.use_cache, "the setting was not put back"
 
 
 def test_models_that_compute_all_logits_give_the_same(planted, monkeypatch) -> None:
@@ -135,7 +128,8 @@ def test_models_that_compute_all_logits_give_the_same(planted, monkeypatch) -> N
     examples = KVRetrieval(6, keys=KEYS).examples(4)
     expected = answer_choices(*planted, examples).answer_logprob_E
     monkeypatch.setattr("hybrid_distill.probes.answering.accepts", lambda model, name: False)
-    torch.testing.assert_close(answer_choices(*planted, examples).answer_logprob_E, expected)
+    actual = answer_choices(*planted, examples).answer_logprob_E
+    torch.testing.assert_close(actual, expected)
 
 
 @torch.no_grad()
@@ -145,19 +139,17 @@ def test_generation_is_greedy_whatever_the_model_is_set_to(pattern: str, n_steps
     tokenizer = word_tokenizer(probe_texts(), pattern)
     model = make_family_model("llama", vocab_size=len(tokenizer))
     model.generation_config.update(
-        do_sample=True,
-        temperature=5.0,
-        top_k=3,
-        num_beams=2,
-        eos_token_id=None,
+        do_sample=True, temperature=5.0, top_k=3, num_beams=2, eos_token_id=None
     )
-    two_digits = [e for e in KVRetrieval(6, keys=KEYS).examples(20) if len(e.answer) == 3]
+    two_digits = [e for e in KVRetrieval(6, keys=KEYS).examples(20) if len(e.answer) == len(" 84")]
     examples = two_digits[:4]
+
     expected = []
     for example in examples:
         ids = tokenizer(example.prompt, return_tensors="pt")["input_ids"]
         for _ in range(n_steps):
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+            likeliest = model(ids).logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, likeliest], dim=1)
         expected.append(tokenizer.decode(ids[0, -n_steps:]))
     with eval_mode(model):
         assert generate_greedily(model, tokenizer, examples) == expected
@@ -180,9 +172,11 @@ def test_both_readings_find_a_known_circuits_answers_and_change_nothing(planted)
     padding_side = tokenizer.padding_side
     assert tokenizer.pad_token is None
     assert model.generation_config.pad_token_id is None
+
     examples = KVRetrieval(8, keys=KEYS).examples(24)
     assert answer_choices(model, tokenizer, examples).accuracy > 0.9
     assert answer_generation(model, tokenizer, examples).double().mean() > 0.9
+
     assert tokenizer.padding_side == padding_side
     assert dict(tokenizer.special_tokens_map) == special_tokens
     assert model.generation_config.to_dict() == settings

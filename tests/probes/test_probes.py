@@ -19,15 +19,12 @@ from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
 from hybrid_distill.probes.registry import PROBES, make_probe
 
-COLOR_OF = {
-    "snow": "white",
-    "coal": "black",
-    "grass": "green",
-    "blood": "red",
-    "the sky": "blue",
-}
-COLORS = tuple(
-    Fact(f"The color of {thing} is", color, kind="color") for thing, color in COLOR_OF.items()
+COLORS = (
+    Fact("The color of snow is", "white", kind="color"),
+    Fact("The color of coal is", "black", kind="color"),
+    Fact("The color of grass is", "green", kind="color"),
+    Fact("The color of blood is", "red", kind="color"),
+    Fact("The color of the sky is", "blue", kind="color"),
 )
 CITIES = (
     Fact("Rome lies in", "Italy", kind="land"),
@@ -36,7 +33,9 @@ CITIES = (
 
 
 def small_probe(name: str, seed: int = 0) -> Probe:
-    return KVRetrieval((2, 5, 9), seed) if name == "kv" else LetterChoice(COLORS, 3, seed)
+    if name == "kv":
+        return KVRetrieval((2, 5, 9), seed)
+    return LetterChoice(COLORS, 3, seed)
 
 
 # All probes
@@ -54,24 +53,28 @@ def test_a_seed_goes_on_meaning_the_same_prompts(name: str, options: dict, expec
     """Published scores name a probe and its seed."""
     examples = make_probe(name, **options).examples(60)
     text = json.dumps([[e.prompt, e.answer, e.choices] for e in examples])
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == expected
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest[:16] == expected
 
 
 @pytest.mark.parametrize("name", PROBES)
 def test_examples_follow_from_the_seed_alone(name: str) -> None:
     probe = small_probe(name)
-    other = small_probe(name, seed=1)
     examples = probe.examples(40)
     assert examples == small_probe(name).examples(40)
     assert examples[:7] == probe.examples(7)
-    n_same = sum(a == b for a, b in zip(examples, other.examples(40), strict=True))
-    assert n_same < 5
-    settings = probe.describe()
-    others = other.describe()
-    assert json.loads(json.dumps(settings)) == settings
-    assert {key for key in settings if settings[key] != others[key]} == {"seed"}
     with pytest.raises(ValueError, match="n is 0"):
         probe.examples(0)
+
+    other = small_probe(name, seed=1)
+    n_same = 0
+    for example, of_other in zip(examples, other.examples(40), strict=True):
+        n_same += example == of_other
+    assert n_same < 5
+
+    settings = probe.describe()
+    assert json.loads(json.dumps(settings)) == settings
+    assert other.describe() == {**settings, "seed": 1}
 
 
 @pytest.mark.parametrize("name", PROBES)
@@ -87,10 +90,13 @@ def test_guessing_and_places_give_nothing_away(name: str) -> None:
         if name != "kv":
             assert HEADER not in example.prompt
             assert "value of the key" not in example.prompt
+
+    # The answer's place, from 0 for the first choice to 1 for the last.
     places: Counter[float] = Counter()
     for example in examples:
-        if len(example.choices) > 2:
-            place = example.choices.index(example.answer) / (len(example.choices) - 1)
+        n_choices = len(example.choices)
+        if n_choices > 2:
+            place = example.choices.index(example.answer) / (n_choices - 1)
             places[place] += 1
     assert max(places.values()) < 0.5 * places.total()
     assert len(places) >= 3
@@ -122,11 +128,7 @@ def test_impossible_settings_are_refused(name: str, settings: dict, message: str
     [
         (KVRetrieval, {"n_pairs": (2, 3), "keys": ("dog", "cat")}, "2 keys are too few, 3"),
         (LetterChoice, {"facts": COLORS, "n_options": 27}, "n_options is 27"),
-        (
-            LetterChoice,
-            {"facts": (*COLORS, *CITIES), "n_options": 3},
-            "'Rome lies in' has 1",
-        ),
+        (LetterChoice, {"facts": (*COLORS, *CITIES), "n_options": 3}, "'Rome lies in' has 1"),
     ],
 )
 def test_too_few_words_or_facts_are_refused(make: Any, settings: dict, message: str) -> None:
@@ -138,9 +140,7 @@ def test_too_few_words_or_facts_are_refused(make: Any, settings: dict, message: 
 
 
 @pytest.mark.parametrize("n_pairs", [1, 100])
-def test_keys_and_values_are_distinct_and_the_answer_stands_beside_its_key(
-    n_pairs: int,
-) -> None:
+def test_keys_and_values_are_distinct_and_the_answer_stands_beside_its_key(n_pairs: int) -> None:
     for example in KVRetrieval(n_pairs, seed=3).examples(20):
         header, *lines, question = example.prompt.split("\n")
         key = re.fullmatch(r"The value of the key '([a-z]+)' is", question)
@@ -170,34 +170,40 @@ def read_options(example: Example) -> tuple[str, dict[str, str]]:
 
 
 def test_the_letter_is_that_of_the_facts_answer() -> None:
-    probe = LetterChoice((*COLORS, *CITIES), n_options=2)
-    examples = probe.examples(28)
-    fact_of = {fact.question: fact for fact in probe.facts}
-    kind_of = {fact.answer: fact.kind for fact in probe.facts}
+    facts = (*COLORS, *CITIES)
+    n_facts = len(facts)
+    fact_of = {fact.question: fact for fact in facts}
+    kind_of = {fact.answer: fact.kind for fact in facts}
+    examples = LetterChoice(facts, n_options=2).examples(4 * n_facts)
     questions = []
     for example in examples:
         question, options = read_options(example)
         questions.append(question)
+        fact = fact_of[question]
         assert list(options) == list(example.choices)
-        assert options[example.answer] == fact_of[question].answer
+        assert options[example.answer] == fact.answer
         assert len(set(options.values())) == 2
-        assert {kind_of[option] for option in options.values()} == {fact_of[question].kind}
+        assert {kind_of[option] for option in options.values()} == {fact.kind}
+
     # Every fact is asked before one comes again, and then with other options.
-    assert len(set(questions[:7])) == 7
-    assert questions[:7] == questions[7:14]
-    assert len({example.prompt for example in examples}) > 14
+    first_round = questions[:n_facts]
+    second_round = questions[n_facts : 2 * n_facts]
+    assert len(set(first_round)) == n_facts
+    assert first_round == second_round
+    assert len({example.prompt for example in examples}) > 2 * n_facts
 
 
 def test_a_facts_own_distractors_come_first_and_once() -> None:
     milk = Fact("The color of milk is", "white", ("black", "green"), "color")
-    seen: set[str] = set()
+    options_of_milk: set[str] = set()
     for example in LetterChoice((milk, *COLORS[1:]), 4).examples(50):
         question, options = read_options(example)
         if question == milk.question:
-            assert len(set(options.values())) == 4
-            assert {"white", "black", "green"} < set(options.values())
-            seen.update(options.values())
-    assert seen == {"white", "black", "green", "red", "blue"}
+            words = set(options.values())
+            assert len(words) == 4
+            assert {"white", "black", "green"} < words
+            options_of_milk |= words
+    assert options_of_milk == {"white", "black", "green", "red", "blue"}
 
 
 def test_facts_are_those_of_the_knowledge_questions() -> None:
@@ -210,25 +216,20 @@ def test_facts_are_those_of_the_knowledge_questions() -> None:
         assert {f" {option}" for option in options.values()} == set(record["choices"])
 
 
-def test_questions_are_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "facts.jsonl"
+def test_facts_are_read_from_a_file_with_empty_lines(tmp_path: Path) -> None:
     lines = []
     for fact in COLORS:
-        record = {
-            "prompt": fact.question,
-            "answer": fact.answer,
-            "kind": fact.kind,
-        }
+        record = {"prompt": fact.question, "answer": fact.answer, "kind": fact.kind}
         lines.append(json.dumps(record))
+    path = tmp_path / "facts.jsonl"
     path.write_text("\n\n".join(lines))
     assert LetterChoice.from_file(path, 5, 2) == LetterChoice(COLORS, 5, 2)
-    line = json.dumps(
-        {
-            "prompt": "Rome is in",
-            "answer": " Italy",
-            "choices": [" Italy", " Spain"],
-        }
-    )
+
+
+def test_questions_are_read_from_a_file_with_empty_lines(tmp_path: Path) -> None:
+    record = {"prompt": "Rome is in", "answer": " Italy", "choices": [" Italy", " Spain"]}
+    line = json.dumps(record)
+    path = tmp_path / "facts.jsonl"
     path.write_text(f"{line}\n\n{line}\n")
     example = Example("Rome is in", " Italy", (" Italy", " Spain"))
     assert Knowledge(path).examples() == [example, example]
@@ -236,7 +237,13 @@ def test_questions_are_read_from_a_file(tmp_path: Path) -> None:
     assert Knowledge(path).chance == 0.5
 
 
-@pytest.mark.parametrize("read", [lambda path: Knowledge(path).examples(), LetterChoice.from_file])
+def read_questions(path: Path) -> list[Example]:
+    return Knowledge(path).examples()
+
+
+@pytest.mark.parametrize(
+    "read", [read_questions, LetterChoice.from_file], ids=["questions", "facts"]
+)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -247,12 +254,10 @@ def test_questions_are_read_from_a_file(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": "b", "choices": ["c", "c"]}', "line 1 .*choices"),
         (None, "facts.jsonl"),
     ],
+    ids=["empty", "not JSON", "no answer", "not an object", "equal choices", "no file"],
 )
 def test_a_bad_file_of_questions_is_named(
-    tmp_path: Path,
-    read: Any,
-    text: str | None,
-    message: str,
+    tmp_path: Path, read: Any, text: str | None, message: str
 ) -> None:
     path = tmp_path / "facts.jsonl"
     if text is not None:
@@ -266,26 +271,20 @@ def test_a_bad_file_of_questions_is_named(
 
 def test_words_without_a_token_are_named() -> None:
     tokenizer = word_tokenizer([*probe_texts(), "In this list"])
-    check_answerable(KVRetrieval(8, keys=KEYS).examples(20), tokenizer, 512)
+    of_its_words = KVRetrieval(8, keys=KEYS).examples(20)
+    check_answerable(of_its_words, tokenizer, 512)
+    with_two_others = KVRetrieval(2, keys=("zebra", "wolf")).examples(1)
     with pytest.raises(ValueError, match="'wolf', 'zebra'"):
-        check_answerable(KVRetrieval(2, keys=("zebra", "wolf")).examples(1), tokenizer, 512)
+        check_answerable(with_two_others, tokenizer, 512)
+    with_many_others = LetterChoice(COLORS, 3).examples(1)
     with pytest.raises(ValueError, match=r"and \d+ more"):
-        check_answerable(LetterChoice(COLORS, 3).examples(1), tokenizer, 512)
+        check_answerable(with_many_others, tokenizer, 512)
 
 
 def test_words_of_a_tokenizer_that_splits_at_spaces_alone_are_named() -> None:
     """To it, a pair is one word; the pair's parts are known on their own."""
-    backend = Tokenizer(
-        models.WordLevel(
-            {
-                "<unk>": 0,
-                "lamp": 1,
-                ":": 2,
-                "42": 3,
-            },
-            "<unk>",
-        )
-    )
+    vocabulary = {"<unk>": 0, "lamp": 1, ":": 2, "42": 3}
+    backend = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     assert missing_words(tokenizer, ["lamp : 42"]) == []
@@ -307,6 +306,7 @@ def test_a_prompt_beyond_the_context_is_named() -> None:
     examples = KVRetrieval((3, 12), keys=KEYS).examples(6)
     longest = max(len(tokenizer(e.prompt + e.answer)["input_ids"]) for e in examples)
     check_answerable(examples, tokenizer, longest)
+    # Every other example has twelve pairs.
     with pytest.raises(ValueError, match=f"3 of 6 .*{longest - 1}"):
         check_answerable(examples, tokenizer, longest - 1)
 

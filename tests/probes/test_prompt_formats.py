@@ -29,18 +29,25 @@ from hybrid_distill.probes.prompt_formats import (
 @pytest.mark.parametrize("style", STYLES)
 def test_values_are_scored_right_whatever_their_tokens(style: str) -> None:
     tokenizer = family_tokenizer(style)
-    (example,) = KVRetrieval(1, seed=2).examples(1)
-    n_tokens = len(encode_example(tokenizer, example).choices[0])
-    assert tokenizer.decode(tokenizer("The value is 84\n")["input_ids"]) == "The value is 84\n"
-    has_single_digits = style in ("qwen", "smollm2", "gemma")  # behind a blank
-    assert (n_tokens > 2) == has_single_digits
     model = sharp(make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2))
     probe = KVRetrieval((1, 12), keys=KEYS)
     for prompt_format in ("plain", "shots=1", "chat"):
         examples = with_prompt_format(probe, prompt_format, tokenizer).examples(4)
         result = answer_choices(model, tokenizer, examples, batch_size=3)
         for logprobs, example in zip(result.logprob_EC, examples, strict=True):
-            assert logprobs == pytest.approx(brute_force(model, tokenizer, example), abs=3e-4)
+            expected = brute_force(model, tokenizer, example)
+            assert logprobs == pytest.approx(expected, abs=3e-4)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_tokenizers_of_these_tests_are_unlike(style: str) -> None:
+    tokenizer = family_tokenizer(style)
+    text = "The value is 84\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    (example,) = KVRetrieval(1, seed=2).examples(1)
+    n_tokens = len(encode_example(tokenizer, example).choices[0])
+    has_single_digits = style in ("qwen", "smollm2", "gemma")  # behind a blank
+    assert (n_tokens > 2) == has_single_digits
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -55,7 +62,7 @@ def test_a_generated_number_is_read_back(style: str, monkeypatch: pytest.MonkeyP
         " no": False,
     }
     for text, is_right in expected.items():
-        row = tokenize(tokenizer, [example.prompt + text])[0]
+        (row,) = tokenize(tokenizer, [example.prompt + text])
         monkeypatch.setattr(model, "generate", lambda row=row, **_: torch.tensor([row]))
         assert answer_generation(model, tokenizer, [example]).tolist() == [is_right]
 
@@ -70,11 +77,15 @@ def test_the_template_is_the_tokenizers_and_its_beginning_stands_once() -> None:
     assert chat.prompt == expected
     assert chat.answer == plain.answer
     assert chat.choices == plain.choices
+
+    # A tokenizer that adds the beginning itself.
+    bos = 0
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
+        single="<s> $A", special_tokens=[("<s>", bos)]
     )
-    rows = tokenize(tokenizer, [plain.prompt, chat.prompt])
-    assert [row.count(0) for row in rows] == [1, 1]
+    of_plain, of_chat = tokenize(tokenizer, [plain.prompt, chat.prompt])
+    assert of_plain.count(bos) == 1
+    assert of_chat.count(bos) == 1
 
 
 PROBES = (
@@ -85,7 +96,9 @@ PROBES = (
 )
 
 
-@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize(
+    "probe", PROBES, ids=["kv", "kv, several questions", "letters", "knowledge"]
+)
 def test_solved_examples_are_others_than_the_one_asked(probe: Probe) -> None:
     formatted = FormattedProbe(probe, "shots=2", family_tokenizer("qwen"))
     examples = formatted.examples(30)
@@ -104,14 +117,17 @@ def test_accuracy_in_each_format_that_fits(monkeypatch: pytest.MonkeyPatch) -> N
     model, tokenizer = planted_teacher()
     probe = KVRetrieval(8, keys=KEYS)
     accuracies = accuracy_by_prompt_format(model, tokenizer, probe)
+    # The tokenizer has no chat template.
     assert list(accuracies) == ["plain", "shots=1", "shots=3"]
     assert accuracies["plain"] > 0.9
+
     model.lm_head.weight.data.zero_()
     model.config.max_position_embeddings = 100  # too few for three shots
     accuracies = accuracy_by_prompt_format(model, tokenizer, probe)
     assert list(accuracies) == ["plain", "shots=1"]
     assert accuracies["plain"] == 0
-    assert accuracy_by_prompt_format(model, tokenizer, KVRetrieval(30, keys=KEYS)) == {}
+    too_long = KVRetrieval(30, keys=KEYS)
+    assert accuracy_by_prompt_format(model, tokenizer, too_long) == {}
 
 
 @pytest.mark.parametrize("prompt_format", ["shots", "shots=0", "shots=-1", "Chat", "auto", ""])
@@ -127,11 +143,12 @@ def test_chats_that_cannot_be_written_are_refused(template: str | None) -> None:
 
 
 def test_a_comparison_names_prompt_formats_that_differ(tmp_path: Path) -> None:
+    tokenizer = family_tokenizer("qwen")
     paths = []
     for prompt_format in ("plain", "shots=1"):
-        tokenizer = family_tokenizer("qwen")
         probe = with_prompt_format(KVRetrieval(4, keys=KEYS), prompt_format, tokenizer)
         scores = some_scores([[0.5, 0.1]], provenance={"probe": probe.describe()})
-        paths.append(tmp_path / f"{prompt_format}.json")
-        scores.save(paths[-1])
+        path = tmp_path / f"{prompt_format}.json"
+        scores.save(path)
+        paths.append(path)
     assert "plain and shots=1" in compare_files(*paths)

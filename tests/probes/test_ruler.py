@@ -23,21 +23,19 @@ pytest.importorskip("wonderwords", reason="the extra ruler of lm-eval is not ins
 TOKENIZER = family_tokenizer("smollm2")
 
 
-def test_needles_are_asked_for_with_lm_evals_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_needles_are_asked_for_with_lm_evals_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     load_generators()
     from lm_eval.tasks.ruler import niah_utils
 
     options_of_task: dict[str, Any] = {}
 
-    def note(haystack: object, **options: object) -> list[dict[str, int]]:
+    def note_options(haystack: object, **options: object) -> list[dict[str, int]]:
         options_of_task.update(options)
         return [{"x": 1}]
 
     monkeypatch.setattr(niah_utils, "get_tokenizer", lambda name: None)
     monkeypatch.setattr(niah_utils, "get_haystack", lambda type_haystack: type_haystack)
-    monkeypatch.setattr(niah_utils, "generate_samples", note)
+    monkeypatch.setattr(niah_utils, "generate_samples", note_options)
     for task, needles in NEEDLES.items():
         options_of_task.clear()
         getattr(niah_utils, task)(max_seq_lengths=[512])
@@ -53,26 +51,20 @@ def wording(prompt: str) -> set[str]:
     return {needle.sub(r" for X \1", line) for line in prompt.split("\n")}
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        "niah_single_1",
-        "niah_multikey_2",
-        "niah_multikey_3",
-    ],
-)
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
 def test_prompts_are_worded_as_lm_evals(task: str) -> None:
+    length = 2000
     generators = load_generators()
     options = NEEDLES[task]._asdict()
     (row,) = generators.niah.generate_samples(
         generators.niah.get_haystack(options["type_haystack"]),
         TOKENIZER=TOKENIZER,
         template=generators.niah_template,
-        max_seq_length=2000,
+        max_seq_length=length,
         num_samples=1,
         **options,
     )
-    (question,) = ruler_questions(task, 2000, TOKENIZER, 1, 1)
+    (question,) = ruler_questions(task, length, TOKENIZER, 1, 1)
     assert wording(question.prompt) == wording(f"{row['input']} {row['gen_prefix']}")
 
 
@@ -82,43 +74,44 @@ def test_questions_fill_a_length_and_follow_from_the_seed(task: str) -> None:
     np.random.seed(7)
     state = random.getstate()
     next_number = np.random.RandomState(7).random()
-    questions = list(ruler_questions(task, 2000, TOKENIZER, 1, 3))
+    length = 2000
+    questions = list(ruler_questions(task, length, TOKENIZER, seed=1, n=3))
     # The program's own random state is left alone.
     assert random.getstate() == state
     assert np.random.random() == next_number
-    assert questions[:2] == list(ruler_questions(task, 2000, TOKENIZER, 1, 2))
-    assert questions[0] != next(ruler_questions(task, 2000, TOKENIZER, 2, 1))
+
+    first_two = list(ruler_questions(task, length, TOKENIZER, seed=1, n=2))
+    of_another_seed = next(ruler_questions(task, length, TOKENIZER, seed=2, n=1))
+    assert questions[:2] == first_two
+    assert questions[0] != of_another_seed
     assert questions[0] != questions[1]
+
     for question in questions:
         n_tokens = len(TOKENIZER(question.prompt)["input_ids"])
-        assert 1700 < n_tokens + tokens_to_generate(task, 2000) <= 2000
+        assert 1700 < n_tokens + tokens_to_generate(task, length) <= length
         assert all(answer in question.prompt for answer in question.answers)
 
 
 @pytest.mark.parametrize(
-    "task",
-    [
-        "niah_single_3",
-        "niah_multikey_2",
-        "niah_multivalue",
-        *TASKS[-3:],
-    ],
+    "task", ["niah_single_3", "niah_multikey_2", "niah_multivalue", *TASKS[-3:]]
 )
 def test_a_probe_asks_for_one_answer(task: str) -> None:
-    probe = make_probe(task, n_tokens=1500, tokenizer=TOKENIZER)
+    length = 1500
+    probe = make_probe(task, n_tokens=length, tokenizer=TOKENIZER)
     examples = probe.examples(3)
-    questions = ruler_questions(task, 1500, TOKENIZER, 0, 3)
+    questions = ruler_questions(task, length, TOKENIZER, 0, 3)
     assert examples[:2] == probe.examples(2)
     for example, question in zip(examples, questions, strict=True):
+        # The prompt gives all answers but the last.
         *others, answer = question.answers
-        wrong = {choice.strip() for choice in example.choices} - {*question.answers}
         assert example.prompt == " ".join([question.prompt, *others])
         assert example.answer == f" {answer}"
         assert len(example.choices) == 10 == 1 / probe.chance
+        wrong = {choice.strip() for choice in example.choices} - {*question.answers}
         assert len(wrong) == 9
         if task in ("niah_multikey_2", "ruler_cwe"):
             assert all(word in example.prompt for word in wrong)
-    assert probe.describe()["length"] == 1500
+    assert probe.describe()["length"] == length
 
 
 def test_a_length_that_is_too_short_is_refused() -> None:

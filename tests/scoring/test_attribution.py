@@ -1,7 +1,10 @@
 """Shares of what windows lose: they add up to the loss, and go to the heads that read far."""
 
+import itertools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +12,6 @@ from conftest import make_family_model
 from planted import AGGREGATE, GATHER_ASKED_KEY, KEYS, PLANTED, planted_teacher
 
 from hybrid_distill.lab.reporting.heads import score_map, score_table
-from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -23,20 +25,22 @@ PROBE = KVRetrieval(8, seed=3, keys=KEYS)
 IDS = torch.arange(2, 40).view(2, 19)
 
 
-def attributed(**options: object) -> HeadScores:
+attribute = partial(attribute_heads, progress=False)
+
+
+def attributed(n_examples: int = 12, **options: Any) -> HeadScores:
+    """Attribute what a window loses of the planted circuit."""
     teacher, tokenizer = planted_teacher()
     student = confined(teacher, WINDOW, 0)
-    return attribute_heads(
-        student, teacher, tokenizer, PROBE, **{"n_examples": 12, "progress": False, **options}
-    )  # type: ignore[arg-type]
+    return attribute(student, teacher, tokenizer, PROBE, n_examples=n_examples, **options)
 
 
 def test_the_head_that_reads_far_gets_the_loss_and_those_that_read_near_nothing() -> None:
     scores = attributed()
     assert scores.ranking()[0] == AGGREGATE
     assert scores.logprob_drop_LH[AGGREGATE] > 0.95 * scores.baseline["attributed"] > 1
-    nearby = PLANTED - {AGGREGATE}
-    assert all(scores.logprob_drop_LH[head].abs() < 0.02 for head in nearby)
+    for head in PLANTED - {AGGREGATE}:
+        assert scores.logprob_drop_LH[head].abs() < 0.02
     # Ablation cannot tell: all three are needed.
     ablated = score_heads(*planted_teacher(), PROBE, n_examples=12, progress=False)
     assert set(ablated.ranking()[:3]) == PLANTED
@@ -53,9 +57,9 @@ def test_the_gain_is_from_the_student_to_the_teacher() -> None:
     teacher, tokenizer = planted_teacher()
     student = confined(teacher, WINDOW, 0)
     examples = PROBE.examples(12)
-    with_all = answer_choices(teacher, tokenizer, examples).answer_logprob_E
-    confined_alone = answer_choices(student, tokenizer, examples).answer_logprob_E
-    gain = (with_all - confined_alone).mean().item()
+    of_teacher_E = answer_choices(teacher, tokenizer, examples).answer_logprob_E
+    of_student_E = answer_choices(student, tokenizer, examples).answer_logprob_E
+    gain = (of_teacher_E - of_student_E).mean().item()
     assert attributed().baseline["gain"] == pytest.approx(gain, abs=1e-4)
 
 
@@ -68,7 +72,8 @@ def test_gates_lead_from_the_student_to_the_teacher(family: str) -> None:
         closed = student(IDS, use_cache=False).logits
         gates.value_BLH = gates.constant(2, 1)
         opened = student(IDS, use_cache=False).logits
-    assert torch.allclose(closed, student(IDS, use_cache=False).logits, atol=1e-5)
+    of_student = student(IDS, use_cache=False).logits
+    assert torch.allclose(closed, of_student, atol=1e-5)
     assert torch.allclose(opened, teacher(IDS).logits, atol=1e-5)
     assert not torch.allclose(closed, opened, atol=1e-3)
 
@@ -78,13 +83,9 @@ def test_rows_of_a_batch_are_attributed_apart() -> None:
     teacher, tokenizer = planted_teacher()
     student = confined(teacher, WINDOW, 0)
 
-    def scores(batch_size: int) -> HeadScores:
-        return attribute_heads(
-            student, teacher, tokenizer, probe, n_examples=5, batch_size=batch_size, progress=False
-        )
-
-    alone = scores(1)
-    together = scores(3)
+    options = {"n_examples": 5}
+    alone = attribute(student, teacher, tokenizer, probe, batch_size=1, **options)
+    together = attribute(student, teacher, tokenizer, probe, batch_size=3, **options)
     assert torch.allclose(alone.logprob_drop_LH, together.logprob_drop_LH, atol=1e-5)
     assert torch.allclose(alone.logprob_se_LH, together.logprob_se_LH, atol=1e-5)
 
@@ -93,18 +94,19 @@ def test_weights_get_no_gradient_and_are_trained_as_before() -> None:
     teacher, tokenizer = planted_teacher()
     student = confined(teacher, WINDOW, 0)
     teacher.lm_head.requires_grad_(False)
-    before = [parameter.requires_grad for parameter in teacher.parameters()]
-    attribute_heads(student, teacher, tokenizer, PROBE, n_examples=2, progress=False)
-    assert [parameter.requires_grad for parameter in teacher.parameters()] == before
-    assert not all(before)
-    assert all(parameter.grad is None for parameter in teacher.parameters())
-    assert all(parameter.grad is None for parameter in student.parameters())
+    are_trained = [parameter.requires_grad for parameter in teacher.parameters()]
+    attribute(student, teacher, tokenizer, PROBE, n_examples=2)
+    assert [parameter.requires_grad for parameter in teacher.parameters()] == are_trained
+    assert not all(are_trained)
+    for parameter in (*teacher.parameters(), *student.parameters()):
+        assert parameter.grad is None
 
 
 def test_units_rank_by_the_sum_of_their_shares() -> None:
     scores = attributed()
     share_LH = torch.zeros_like(scores.logprob_drop_LH)
-    share_LH[0, 0] = 0.5  # the best head of all
+    # The best head, and the best pair.
+    share_LH[0, 0] = 0.5
     share_LH[1, 2:] = 0.3
     scores = replace(scores, logprob_drop_LH=share_LH)
     assert scores.ranking()[0] == HeadId(0, 0)
@@ -134,19 +136,19 @@ def test_a_stopped_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "partial.json"
     whole = attributed(n_examples=12)
     original = attribution._attribute
-    measured: list[int] = []
+    n_calls = itertools.count(1)
 
-    def stop_at_tenth(*args: object) -> object:
-        measured.append(1)
-        if len(measured) == 10:
+    def stop_at_tenth(*args: Any) -> Any:
+        if next(n_calls) == 10:
             raise KeyboardInterrupt
-        return original(*args)  # type: ignore[arg-type]
+        return original(*args)
 
     monkeypatch.setattr(attribution, "_attribute", stop_at_tenth)
     with pytest.raises(KeyboardInterrupt):
-        attributed(resume_path=path)
-    resumed = attributed(resume_path=path)
-    assert len(measured) == 14, "eight of twelve examples are read from the file"
+        attributed(n_examples=12, resume_path=path)
+    resumed = attributed(n_examples=12, resume_path=path)
+    # Eight of twelve examples are read from the file: a round is eight.
+    assert next(n_calls) == 10 + 4 + 1
     assert torch.equal(resumed.logprob_drop_LH, whole.logprob_drop_LH)
 
 
@@ -154,15 +156,14 @@ def test_questions_within_the_window_are_refused() -> None:
     teacher, tokenizer = planted_teacher()
     student = confined(teacher, 200, 0)
     with pytest.raises(ValueError, match="window of 200"):
-        attribute_heads(student, teacher, tokenizer, PROBE, n_examples=2, progress=False)
+        attribute(student, teacher, tokenizer, PROBE, n_examples=2)
 
 
 def test_a_student_that_loses_nothing_is_refused() -> None:
     teacher, tokenizer = planted_teacher()
-    kept = HeadPlan.all(teacher)
-    student: HybridForCausalLM = build_student(teacher, kept, d_state=0, window=WINDOW)[0]
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=0, window=WINDOW)
     with pytest.raises(ValueError, match="loses nothing"):
-        attribute_heads(student, teacher, tokenizer, PROBE, n_examples=2, progress=False)
+        attribute(student, teacher, tokenizer, PROBE, n_examples=2)
 
 
 def test_a_teacher_that_guesses_is_refused() -> None:
@@ -171,16 +172,16 @@ def test_a_teacher_that_guesses_is_refused() -> None:
     with torch.no_grad():
         teacher.model.layers[AGGREGATE.layer].self_attn.o_proj.weight.zero_()
     with pytest.raises(ValueError, match="too low"):
-        attribute_heads(student, teacher, tokenizer, PROBE, n_examples=8, progress=False)
+        attribute(student, teacher, tokenizer, PROBE, n_examples=8)
 
 
 def test_gather_heads_matter_for_ablation() -> None:
     """The other half of the first test: what attribution leaves out is needed, but not from afar."""
     teacher, tokenizer = planted_teacher()
     student = confined(teacher, WINDOW, 0)
-    with_aggregate = HeadPlan.from_pairs(teacher, [AGGREGATE])
-    kept = build_student(teacher, with_aggregate, d_state=0, window=WINDOW)[0].eval()
+    plan = HeadPlan.from_pairs(teacher, [AGGREGATE])
+    assert GATHER_ASKED_KEY not in plan.kept
+    with_aggregate, _ = build_student(teacher, plan, d_state=0, window=WINDOW)
     examples = PROBE.examples(16)
     assert answer_choices(student, tokenizer, examples).accuracy < 0.5
-    assert answer_choices(kept, tokenizer, examples).accuracy > 0.9
-    assert GATHER_ASKED_KEY not in with_aggregate.kept
+    assert answer_choices(with_aggregate.eval(), tokenizer, examples).accuracy > 0.9

@@ -31,6 +31,7 @@ def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
         before = getattr(scores, name)
         after = getattr(loaded, name)
         assert before.dtype == after.dtype, name
+        # A NaN is not equal to itself.
         assert torch.equal(before.isnan(), after.isnan()), name
         assert torch.equal(before.nan_to_num(123), after.nan_to_num(123)), name
     for name in ("agreement", "baseline", "provenance", "n_kv_heads"):
@@ -101,8 +102,7 @@ def test_an_interval_is_that_of_the_examples_a_head_was_tried_on() -> None:
 
 
 def test_halves_agree_as_much_as_the_noise_allows() -> None:
-    """A head's own spread is 1, the noise of 100 examples too, so means of halves correlate by 1 /
-    2.
+    """A head's own spread is 1, the noise of 100 examples too: means of halves correlate by 1 / 2.
 
     Their ranks then correlate by 6 / pi asin(1 / 4).
     """
@@ -116,9 +116,11 @@ def test_halves_agree_as_much_as_the_noise_allows() -> None:
     assert agreement["n_splits"] == 5
     assert agreement["examples_per_half"] == 100
     assert agreement["seed"] == 0
+
     of_noise = split_half(noise_HE, nothing_HE, [50], n_splits=5)
     assert of_noise["spearman"] == pytest.approx(0, abs=0.05), "shared examples would agree"
-    assert of_noise["overlap"]["50"] == pytest.approx(0.05, abs=0.05)
+    by_chance = 50 / 1000
+    assert of_noise["overlap"]["50"] == pytest.approx(by_chance, abs=0.05)
     assert of_noise == split_half(noise_HE, nothing_HE, [50], n_splits=5)
 
 
@@ -127,11 +129,7 @@ def test_halves_agree_wholly_without_noise() -> None:
     accuracy_HE = table([1.0], [0.0], [0.0], [0.0]).expand(-1, 7)
     logprob_HE = table([0.0], [0.1], [0.3], [0.2]).expand(-1, 7)
     agreement = split_half(accuracy_HE, logprob_HE, [1, 2, 3, 4, 100])
-    assert agreement["overlap"] == {
-        "1": 1.0,
-        "2": 1.0,
-        "3": 1.0,
-    }
+    assert agreement["overlap"] == {"1": 1.0, "2": 1.0, "3": 1.0}
     assert agreement["overlap_by_logprob"] == agreement["overlap"]
     assert agreement["spearman"] == pytest.approx(1)
     assert agreement["examples_per_half"] == 3
@@ -164,7 +162,8 @@ def with_intervals(half_width: float) -> HeadScores:
 
 def test_a_cut_between_heads_whose_intervals_overlap() -> None:
     scores = with_intervals(0.06)
-    for k in (0, 1, 4, 5, 9):  # 1: accuracy tells them apart
+    # After the first head, which accuracy tells apart; before the last, which is far off; nowhere.
+    for k in (0, 1, 4, 5, 9):
         assert scores.tie_warning(k) is None
     assert "L0H1 is kept, L0H2 is not" in str(scores.tie_warning(2))
     assert "L0H2 is kept, L0H3 is not" in str(scores.tie_warning(3)), "L0H1 and L0H3 are apart"
@@ -204,8 +203,9 @@ def test_heads_that_matter_for_everything_can_be_put_back() -> None:
     assert ranked("retrieval_minus_control") == [1, 2, 0, 3]
     assert ranked("ratio") == [2, 3, 1, 0]
     margin_LH = scores.value_LH("retrieval_minus_control")
-    ratio_LH = scores.value_LH("ratio")  # a control drop below 0.01 counts as 0.01
     assert margin_LH.tolist() == [pytest.approx([0.5, 3.5, 1.02, 0.099])]
+    # A control drop below 0.01 counts as 0.01.
+    ratio_LH = scores.value_LH("ratio")
     assert ratio_LH.tolist() == [pytest.approx([4 / 3.5, 8, 100, 10])]
     assert HeadPlan.top_k(scores, 1, by="retrieval_minus_control").kept == (HeadId(0, 1),)
 

@@ -26,76 +26,82 @@ def run(race: Race, right_HE: Tensor) -> tuple[set[int], int]:
     return set(racing), n_answers
 
 
-def table(
-    chances: list[float],
-    n_examples: int,
-    baseline: float,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    """Draw (right_E, right_HE): without a head, its share of the right answers is lost."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(chances), n_examples)
-    right_E = (torch.rand(n_examples, generator=generator) < baseline).double()
-    lost_HE = torch.rand(shape, generator=generator) < torch.tensor(chances)[:, None]
-    flip_HE = torch.rand(shape, generator=generator) < 0.02
-    without_HE = torch.where(lost_HE, 0.0, right_E)
-    return right_E, torch.where(flip_HE, 1 - right_E, without_HE).double()
+def answers_without(
+    shares: list[float], n_examples: int, baseline: float, n_queries: int, seed: int
+) -> Tensor:
+    """Draw right_HE: without a head, its share of the right answers is lost.
+
+    An example with several queries counts as their mean."""
+    by_query = []
+    for query in range(n_queries):
+        generator = torch.Generator().manual_seed(seed + query)
+        shape = (len(shares), n_examples)
+        right_E = (torch.rand(n_examples, generator=generator) < baseline).double()
+        lost_HE = torch.rand(shape, generator=generator) < torch.tensor(shares)[:, None]
+        # Whatever the head, some answers change.
+        flip_HE = torch.rand(shape, generator=generator) < 0.02
+        without_HE = torch.where(lost_HE, 0.0, right_E)
+        by_query.append(torch.where(flip_HE, 1 - right_E, without_HE).double())
+    return torch.stack(by_query).mean(0)
 
 
 def first(right_HE: Tensor, k: int) -> set[int]:
     """Return the heads that are among the first k by answers lost, or tied with the k-th."""
     n_right_H = right_HE.sum(1)
     at_cut = n_right_H.sort().values[k - 1]
-    return set((n_right_H <= at_cut).nonzero().flatten().tolist())
+    is_first_H = n_right_H <= at_cut
+    return set(is_first_H.nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize("n_queries", [1, 3])
-@pytest.mark.parametrize(("baseline", "share"), [(1.0, 0.25), (0.7, 0.6)])
+@pytest.mark.parametrize(("baseline", "most_answers"), [(1.0, 0.25), (0.7, 0.6)])
 def test_the_first_k_always_reach_the_end_and_most_others_do_not(
-    baseline: float, share: float, n_queries: int
+    baseline: float, most_answers: float, n_queries: int
 ) -> None:
-    chances = [0.95, 0.9, 0.85, *[0.0] * 61]
+    k = 3
+    shares = [0.95, 0.9, 0.85, *[0.0] * 61]
+    n_examples = 256
+    n_answers_of_all = len(shares) * n_examples
     for seed in range(50):
-        right_E = torch.zeros(256, dtype=torch.double)
-        right_HE = torch.zeros(64, 256, dtype=torch.double)
-        for query in range(n_queries):
-            of_query_E, of_query_HE = table(chances, 256, baseline, 100 * seed + query)
-            right_E += of_query_E / n_queries
-            right_HE += of_query_HE / n_queries
-        race = Race(3, 256, seed=seed, n_queries=n_queries)
+        right_HE = answers_without(shares, n_examples, baseline, n_queries, 100 * seed)
+        race = Race(k, n_examples, seed=seed, n_queries=n_queries)
         survivors, n_answers = run(race, right_HE)
-        assert first(right_HE, 3) <= survivors
+        assert first(right_HE, k) <= survivors
         assert len(survivors) < 10
-        assert n_answers < share * 64 * 256
+        assert n_answers < most_answers * n_answers_of_all
 
 
 @pytest.mark.parametrize("n_queries", [1, 8])
 def test_the_first_k_stay_with_the_stated_confidence_where_heads_lie_close(n_queries: int) -> None:
     """The k-th head loses 12 points, the next 11; still, heads that do nothing drop out."""
-    chances = torch.cat([torch.linspace(0.3, 0.12, 14), torch.linspace(0.11, 0, 46)]).tolist()
+    k = 14
+    of_first = torch.linspace(0.3, 0.12, k).tolist()
+    of_others = torch.linspace(0.11, 0, 46).tolist()
+    shares = of_first + of_others
     n_examples = 256 // n_queries
+    n_races = 0
     n_lost = 0
     n_survivors = 0
     for seed in range(10):
-        asked = [
-            table(chances, n_examples, 0.7, 10 * seed + query)[1] for query in range(n_queries)
-        ]
-        right_HE = torch.stack(asked).mean(0)
+        right_HE = answers_without(shares, n_examples, 0.7, n_queries, 10 * seed)
         # In the same examples: their order is the only thing that is random.
         for order in range(20):
-            race = Race(14, n_examples, seed=order, n_queries=n_queries)
+            race = Race(k, n_examples, seed=order, n_queries=n_queries)
             survivors, _ = run(race, right_HE)
-            n_lost += not first(right_HE, 14) <= survivors
+            n_races += 1
             n_survivors += len(survivors)
-    assert n_lost <= 0.01 * 200
-    assert n_survivors < 0.75 * 60 * 200
+            if not first(right_HE, k) <= survivors:
+                n_lost += 1
+    assert n_races == 200
+    assert n_lost <= 0.01 * n_races
+    assert n_survivors < 0.75 * len(shares) * n_races
 
 
 def test_few_examples_that_agree_are_no_proof() -> None:
     race = Race(1, 64)
-    right_HE = torch.tensor([[0.0], [1.0], [1.0]]).expand(3, 4).double()
-    assert race.stay(right_HE) == [True, True, True]
-    assert race.stay(right_HE[:, :1].expand(3, 32)) == [True, False, False]
+    right_H1 = torch.tensor([[0.0], [1.0], [1.0]]).double()
+    assert race.stay(right_H1.expand(3, 4)) == [True, True, True]
+    assert race.stay(right_H1.expand(3, 32)) == [True, False, False]
 
 
 def test_rounds_end_with_all_examples() -> None:
@@ -110,28 +116,21 @@ def test_a_race_gives_the_first_heads_of_exhaustive_scoring() -> None:
     model, tokenizer = planted_teacher(0.008)
     probe = KVRetrieval(8, keys=KEYS)
     texts = [f"{KEYS[1]} : 5"]
-    full = score_heads(model, tokenizer, probe, n_examples=64, progress=False)
-    race = score_heads(
-        model,
-        tokenizer,
-        probe,
-        n_examples=64,
-        race_k=3,
-        control_texts=texts,
-        progress=False,
-    )
+    options = {"n_examples": 64, "progress": False}
+    full = score_heads(model, tokenizer, probe, **options)
+    race = score_heads(model, tokenizer, probe, race_k=3, control_texts=texts, **options)
     assert race.ranking()[:3] == full.ranking()[:3]
     assert set(race.ranking()[:3]) == PLANTED
     for head in full.ranking():
-        n_tried = int(race.n_examples_LH[head])
-        assert (n_tried == 64) == (head in PLANTED)
+        reached_the_end = int(race.n_examples_LH[head]) == 64
+        assert reached_the_end == (head in PLANTED)
         # The control loss is measured only for heads that reach the end.
-        assert race.control_drop_LH[head].isnan() == (n_tried < 64)
-        if n_tried == 64:
-            logprob = full.logprob_drop_LH[head].item()
+        assert race.control_drop_LH[head].isnan() == (not reached_the_end)
+        if reached_the_end:
+            logprob_drop = full.logprob_drop_LH[head].item()
             error = full.accuracy_se_LH[head].item()
             assert race.accuracy_drop_LH[head] == full.accuracy_drop_LH[head]
-            assert race.logprob_drop_LH[head] == pytest.approx(logprob, abs=1e-4)
+            assert race.logprob_drop_LH[head] == pytest.approx(logprob_drop, abs=1e-4)
             assert race.accuracy_se_LH[head] == pytest.approx(error)
     assert race.provenance["race"]["confidence"] == 0.99
     assert full.provenance["race"] is None

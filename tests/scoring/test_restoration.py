@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from planted import AGGREGATE, KEYS, PLANTED, planted_teacher, probe_texts, word_tokenizer
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
@@ -25,8 +26,18 @@ EVERY_HEAD = [HeadId(*pair) for pair in itertools.product(range(3), range(8))]
 PROBE = KVRetrieval(4, seed=3, keys=KEYS)
 
 
+def student_that_keeps(teacher: PreTrainedModel, plan: HeadPlan) -> HybridForCausalLM:
+    student, _ = build_student(teacher, plan, d_state=4)
+    return student.eval()
+
+
 def recurrent_student(teacher: PreTrainedModel) -> HybridForCausalLM:
-    return build_student(teacher, HeadPlan.none(teacher), d_state=4)[0].eval()
+    return student_that_keeps(teacher, HeadPlan.none(teacher))
+
+
+def logits_of(student: HybridForCausalLM) -> Tensor:
+    """Return logits without a cache, which restored heads do not have."""
+    return student(IDS, use_cache=False).logits
 
 
 @torch.no_grad()
@@ -34,10 +45,10 @@ def test_with_every_head_restored_the_student_is_the_teacher(family: str) -> Non
     teacher = make_family_model(family)
     student = recurrent_student(teacher)
     expected = teacher(IDS).logits
-    before = student(IDS, use_cache=False).logits
+    before = logits_of(student)
     with restore_heads(student, teacher, EVERY_HEAD):
-        restored = student(IDS, use_cache=False).logits
-    after = student(IDS, use_cache=False).logits
+        restored = logits_of(student)
+    after = logits_of(student)
     assert torch.allclose(restored, expected, atol=1e-5)
     assert not torch.allclose(before, expected, atol=1e-2)
     assert torch.equal(before, after), "restored heads were not taken out again"
@@ -46,13 +57,13 @@ def test_with_every_head_restored_the_student_is_the_teacher(family: str) -> Non
 @torch.no_grad()
 def test_a_restored_head_is_a_kept_head() -> None:
     teacher = make_family_model("llama")
-    kept = [HeadId(0, 3), HeadId(2, 5)]
-    bare = recurrent_student(teacher)
-    student = build_student(teacher, HeadPlan.from_pairs(teacher, kept), d_state=4)[0].eval()
-    graft_recurrent_heads(student, bare)
-    expected = student(IDS, use_cache=False).logits
-    with restore_heads(bare, teacher, kept):
-        assert torch.allclose(bare(IDS, use_cache=False).logits, expected, atol=1e-5)
+    heads = [HeadId(0, 3), HeadId(2, 5)]
+    keeps_none = recurrent_student(teacher)
+    keeps_heads = student_that_keeps(teacher, HeadPlan.from_pairs(teacher, heads))
+    graft_recurrent_heads(keeps_heads, keeps_none)
+    expected = logits_of(keeps_heads)
+    with restore_heads(keeps_none, teacher, heads):
+        assert torch.allclose(logits_of(keeps_none), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("missing", sorted(PLANTED))
@@ -69,11 +80,13 @@ def test_the_missing_head_of_the_planted_circuit_comes_first(missing: HeadId) ->
         progress=False,
     )
     assert scores.ranking()[0] == missing
-    assert all(scores.accuracy_drop_LH[head] == 0 for head in others)
+    for head in others:
+        assert scores.accuracy_drop_LH[head] == 0
 
 
 def test_choices_of_several_tokens_are_answered_by_a_student_with_restored_heads() -> None:
-    """Numbers are one token a digit, as in most tokenizers; a cache would answer their second digits."""
+    """Numbers are one token a digit, as in most tokenizers; a cache would answer their second
+    digits."""
     tokenizer = word_tokenizer(probe_texts(), r"\n|:|'|\p{N}", "isolated")
     teacher = make_family_model("llama", vocab_size=len(tokenizer))
     student = recurrent_student(teacher)
@@ -89,29 +102,25 @@ def test_choices_of_several_tokens_are_answered_by_a_student_with_restored_heads
 def test_greedy_restoration_takes_each_head_once_and_finds_the_aggregate_head() -> None:
     teacher, tokenizer = planted_teacher()
     student = recurrent_student(teacher)
+    n_heads = 3
     chosen = greedy_restoration(
-        student,
-        teacher,
-        tokenizer,
-        PROBE,
-        3,
-        n_examples=6,
-        progress=False,
+        student, teacher, tokenizer, PROBE, n_heads, n_examples=6, progress=False
     )
-    assert len(set(chosen)) == 3
+    assert len(set(chosen)) == n_heads
     assert AGGREGATE in chosen
 
 
 def test_what_cannot_be_restored_is_named() -> None:
     teacher = make_family_model("llama")
     student = recurrent_student(teacher)
-    with (
-        pytest.raises(ValueError, match="L9H0"),
-        restore_heads(student, teacher, [HeadId(9, 0)]),
-    ):
-        pass
-    with (
-        pytest.raises(ValueError, match="cache"),
-        restore_heads(student, teacher, [HeadId(0, 0)]),
-    ):
-        student(IDS, use_cache=True)
+    with pytest.raises(ValueError, match="L9H0"):
+        with restore_heads(student, teacher, [HeadId(9, 0)]):
+            pass
+
+
+def test_a_cache_beside_restored_heads_is_refused() -> None:
+    teacher = make_family_model("llama")
+    student = recurrent_student(teacher)
+    with pytest.raises(ValueError, match="cache"):
+        with restore_heads(student, teacher, [HeadId(0, 0)]):
+            student(IDS, use_cache=True)

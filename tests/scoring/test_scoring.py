@@ -75,14 +75,18 @@ def test_scores_are_those_of_ablating_each_head_by_hand(teacher, scores) -> None
     for head in [AGGREGATE, HeadId(0, 0), HeadId(1, 0), HeadId(3, 3)]:
         with ablate_heads(model, [head]):
             without = answer_choices(model, tokenizer, examples)
-        drop_E = whole.correct_E.double() - without.correct_E.double()
-        error = drop_E.std() / math.sqrt(32)
-        assert scores.accuracy_drop_LH[head] == pytest.approx(drop_E.mean().item())
-        assert scores.accuracy_se_LH[head] == pytest.approx(error.item())
-        drop_E = whole.answer_logprob_E - without.answer_logprob_E
-        error = drop_E.std() / math.sqrt(32)
-        assert scores.logprob_drop_LH[head] == pytest.approx(drop_E.mean().item(), abs=1e-3)
-        assert scores.logprob_se_LH[head] == pytest.approx(error.item(), abs=1e-3)
+        drop, error = mean_and_error(whole.correct_E.double() - without.correct_E.double())
+        assert scores.accuracy_drop_LH[head] == pytest.approx(drop)
+        assert scores.accuracy_se_LH[head] == pytest.approx(error)
+        drop, error = mean_and_error(whole.answer_logprob_E - without.answer_logprob_E)
+        assert scores.logprob_drop_LH[head] == pytest.approx(drop, abs=1e-3)
+        assert scores.logprob_se_LH[head] == pytest.approx(error, abs=1e-3)
+
+
+def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
+    """Return the mean and its standard error."""
+    error = values.std() / math.sqrt(len(values))
+    return values.mean().item(), error.item()
 
 
 @torch.no_grad()
@@ -95,33 +99,30 @@ def test_control_is_the_loss_of_each_text(teacher, scores) -> None:
 
     whole = losses()
     with ablate_heads(model, [AGGREGATE]):
-        rise = losses() - whole
-    error = rise.std() / math.sqrt(len(TEXTS))
+        without = losses()
+    rise, error = mean_and_error(without - whole)
     assert scores.baseline["control_loss"] == pytest.approx(whole.mean().item(), rel=1e-5)
-    assert scores.control_drop_LH[AGGREGATE] == pytest.approx(rise.mean().item(), rel=1e-4)
-    assert scores.control_se_LH[AGGREGATE] == pytest.approx(error.item(), rel=1e-4)
+    assert scores.control_drop_LH[AGGREGATE] == pytest.approx(rise, rel=1e-4)
+    assert scores.control_se_LH[AGGREGATE] == pytest.approx(error, rel=1e-4)
 
 
 def assert_one_by_one(
-    scores: HeadScores,
-    model: Any,
-    tokenizer: Any,
-    probe: Any,
-    n: int,
+    scores: HeadScores, model: Any, tokenizer: Any, probe: Any, n_examples: int
 ) -> None:
     """Compare with the slow way: each head switched off, every forward in full."""
-    examples = probe.examples(n)
+    examples = probe.examples(n_examples)
     whole = answer_choices(model, tokenizer, examples)
     n_lost_LH = torch.zeros(scores.accuracy_drop_LH.shape, dtype=torch.long)
-    logprob_LH = torch.zeros(scores.accuracy_drop_LH.shape, dtype=torch.double)
+    logprob_drop_LH = torch.zeros(scores.accuracy_drop_LH.shape, dtype=torch.double)
     for head in heads_of(head_sites(model)):
         with ablate_heads(model, [head]):
             without = answer_choices(model, tokenizer, examples)
         n_lost_LH[head] = whole.correct_E.sum() - without.correct_E.sum()
-        logprob_LH[head] = (whole.answer_logprob_E - without.answer_logprob_E).mean()
-    assert torch.equal((n * scores.accuracy_drop_LH).round().long(), n_lost_LH)
-    torch.testing.assert_close(scores.logprob_drop_LH, logprob_LH, rtol=1e-4, atol=2e-5)
-    assert logprob_LH.abs().median() > 1e-3, "heads have to matter, or nothing is compared"
+        logprob_drop_LH[head] = (whole.answer_logprob_E - without.answer_logprob_E).mean()
+    assert logprob_drop_LH.abs().median() > 1e-3, "heads have to matter, or nothing is compared"
+    n_scored_LH = (n_examples * scores.accuracy_drop_LH).round().long()
+    assert torch.equal(n_scored_LH, n_lost_LH)
+    torch.testing.assert_close(scores.logprob_drop_LH, logprob_drop_LH, rtol=1e-4, atol=2e-5)
 
 
 PROMPT = KVRetrieval(3, keys=KEYS[:16]).examples(1)[0].prompt
@@ -181,34 +182,26 @@ def test_scores_are_those_of_full_forwards_head_by_head(
 @by_tokenizer
 @pytest.mark.parametrize(("n_pairs", "n_queries"), [(6, 3), (3, 2)])
 def test_questions_about_one_prompt_share_its_tokens(
-    n_pairs: int,
-    n_queries: int,
-    tokenizer: Any,
-    caplog,
+    n_pairs: int, n_queries: int, tokenizer: Any, caplog
 ) -> None:
     """The scores are those of asking each question by itself; a prompt is one sample of them."""
     model = random_model("llama")
     probe = KVRetrieval(n_pairs, keys=KEYS[:16], n_queries=n_queries)
     lengths: list[int] = []
 
-    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def note_length(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         lengths.append(kwargs["input_ids"].shape[1])
 
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    scores = score(
-        model,
-        tokenizer,
-        probe,
-        n_examples=3,
-        min_accuracy=0.0,
-        batch_size=1,
-    )
-    longest = max(lengths)
+    model.register_forward_pre_hook(note_length, with_kwargs=True)
+    n_prompts = 3
+    scores = score(model, tokenizer, probe, n_examples=n_prompts, min_accuracy=0.0, batch_size=1)
+    longest_shared = max(lengths)
     lengths.clear()
-    assert_one_by_one(scores, model, tokenizer, probe, 3 * n_queries)
-    assert scores.provenance["n_examples"] == 3
+    assert_one_by_one(scores, model, tokenizer, probe, n_prompts * n_queries)
+    longest_alone = max(lengths)
+    assert scores.provenance["n_examples"] == n_prompts
     assert "run in full" not in caplog.text
-    assert longest < 1.7 * max(lengths), "less than two prompts"
+    assert longest_shared < 1.7 * longest_alone, "less than two prompts"
 
 
 def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
@@ -219,21 +212,19 @@ def test_equal_drops_are_ordered_by_logprob_then_by_position() -> None:
 
 def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
-    with (
-        ablate_heads(model, [AGGREGATE]),
-        pytest.raises(ValueError, match=r"12\.5%.* 41\.7%"),
-    ):
-        score(model, tokenizer, PROBE, n_examples=16)
+    with ablate_heads(model, [AGGREGATE]):
+        # What it scores, and the least that is asked for.
+        with pytest.raises(ValueError, match=r"12\.5%.* 41\.7%"):
+            score(model, tokenizer, PROBE, n_examples=16)
 
 
 def test_scores_record_what_they_were_made_of(scores, teacher) -> None:
     provenance = scores.provenance
-    assert (scores.n_layers, scores.n_heads, scores.n_kv_heads) == (
-        N_LAYERS,
-        N_HEADS,
-        N_KV_HEADS,
-    )
-    assert provenance["fingerprint"] == fingerprint(teacher[0]) == scores.fingerprint
+    model, _ = teacher
+    assert scores.n_layers == N_LAYERS
+    assert scores.n_heads == N_HEADS
+    assert scores.n_kv_heads == N_KV_HEADS
+    assert provenance["fingerprint"] == fingerprint(model) == scores.fingerprint
     assert provenance["probe"] == PROBE.describe()
     assert provenance["n_examples"] == 32
     assert provenance["dtype"] == "float32"
@@ -258,7 +249,8 @@ def test_choices_of_many_tokens_and_of_different_numbers() -> None:
 def random_student() -> Any:
     teacher = random_model("llama")
     plan = HeadPlan.random(teacher.config, 5, seed=1)
-    return build_student(teacher, plan, d_state=4)[0].eval()
+    student, _ = build_student(teacher, plan, d_state=4)
+    return student.eval()
 
 
 def random_mamba() -> Any:
@@ -288,11 +280,13 @@ def test_recurrent_heads_are_scored_in_full_forwards(make: Any, tokenizer: Any, 
 def test_nothing_is_computed_that_is_not_needed(teacher) -> None:
     """Tokens that pass each layer's MLP: none below the ablated layer, never pads."""
     model, tokenizer = teacher
+    n_rows = 6
     rows = []
-    for number, example in enumerate(PROBE.examples(6)):
+    for number, example in enumerate(PROBE.examples(n_rows)):
         encoded = encode_example(tokenizer, example)
         rows.append(QuestionRow(number, [example], [encoded], torch.device("cpu")))
     (batch,) = batches_of(rows)
+    n_tokens_of_batch = n_rows * batch.length
     n_tokens: Counter[torch.nn.Module] = Counter()
 
     def count(mlp: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -305,40 +299,46 @@ def test_nothing_is_computed_that_is_not_needed(teacher) -> None:
     for layer in range(N_LAYERS):
         n_tokens.clear()
         forwards.without(batch, layer, range(N_HEADS))
-        expected = [0] * layer + [6 * N_HEADS * batch.length] * (N_LAYERS - layer)
+        below = [0] * layer
+        from_here = [N_HEADS * n_tokens_of_batch] * (N_LAYERS - layer)
         # Once for all heads: what the layers above begin with.
-        expected[layer] += 6 * batch.length
-        assert [n_tokens[mlp] for mlp in mlps] == expected
+        from_here[0] += n_tokens_of_batch
+        assert [n_tokens[mlp] for mlp in mlps] == below + from_here
     for hook in hooks:
         hook.remove()
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog) -> None:
     model, tokenizer = teacher
-    options = {
-        "n_examples": 5,
-        "batch_size": 20,
-        "control_texts": TEXTS,
-    }
+    options = {"n_examples": 5, "batch_size": 20, "control_texts": TEXTS}
     scores = score(model, tokenizer, PROBE, **options)
     original = model.forward
+    most_rows = 5
     sizes: list[int] = []
 
     def small_memory(*args, **kwargs):
-        sizes.append(len(kwargs["input_ids"]))
-        if sizes[-1] > 5:
+        n_rows = len(kwargs["input_ids"])
+        sizes.append(n_rows)
+        if n_rows > most_rows:
             raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return original(*args, **kwargs)
 
     monkeypatch.setattr(model, "forward", small_memory)
     again = score(model, tokenizer, PROBE, **options)
     assert "with 20 rows" in caplog.text
-    last_failure = max(index for index, size in enumerate(sizes) if size > 5)
-    assert max(sizes[last_failure + 1 :]) == 5, "nothing larger is tried again"
+    last_failure = max(index for index, size in enumerate(sizes) if size > most_rows)
+    assert max(sizes[last_failure + 1 :]) == most_rows, "nothing larger is tried again"
     assert torch.equal(again.accuracy_drop_LH, scores.accuracy_drop_LH)
     torch.testing.assert_close(again.logprob_drop_LH, scores.logprob_drop_LH, rtol=1e-4, atol=1e-4)
 
-    monkeypatch.setattr(model, "forward", lambda **_: small_memory(input_ids=range(9)))
+
+def test_memory_for_not_even_one_row_is_an_error(teacher, monkeypatch) -> None:
+    model, tokenizer = teacher
+
+    def no_memory(*args, **kwargs):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(model, "forward", no_memory)
     with pytest.raises(MemoryError):
         score(model, tokenizer, PROBE, n_examples=2)
 
@@ -348,14 +348,7 @@ def test_removed_heads_are_off_in_the_baseline_too(teacher) -> None:
     removed = HeadId(1, 1)
     head = HeadId(1, 2)
     examples = PROBE.examples(9)
-    scores = score(
-        model,
-        tokenizer,
-        PROBE,
-        n_examples=9,
-        removed=[removed],
-        min_accuracy=0.0,
-    )
+    scores = score(model, tokenizer, PROBE, n_examples=9, removed=[removed], min_accuracy=0.0)
     with ablate_heads(model, [removed]):
         whole = answer_choices(model, tokenizer, examples)
     with ablate_heads(model, [removed, head]):
@@ -369,12 +362,13 @@ def test_removed_heads_are_off_in_the_baseline_too(teacher) -> None:
 
 def test_scoring_can_be_limited_to_some_heads(teacher, scores) -> None:
     heads = {AGGREGATE, HeadId(0, 2)}
-    some = score(*teacher, PROBE, n_examples=32, batch_size=20, heads=heads)
-    assert some.ranking()[0] == AGGREGATE
-    assert set(some.ranking()) == heads
+    of_some = score(*teacher, PROBE, n_examples=32, batch_size=20, heads=heads)
+    assert of_some.ranking()[0] == AGGREGATE
+    assert set(of_some.ranking()) == heads
     for head in heads:
         expected = scores.logprob_drop_LH[head].item()
-        assert some.logprob_drop_LH[head] == pytest.approx(expected, abs=1e-4)
+        assert of_some.logprob_drop_LH[head] == pytest.approx(expected, abs=1e-4)
+
     with pytest.raises(ValueError, match="L9H0"):
         score(*teacher, PROBE, heads=[HeadId(9, 0)])
     with pytest.raises(ValueError, match="removed"):
@@ -403,28 +397,19 @@ def watch(monkeypatch, interrupt_at: int | None = None) -> list[HeadId]:
 
 
 @pytest.mark.parametrize("race", [{}, {"race_k": 3}], ids=["exhaustive", "race"])
-def test_an_interrupted_scoring_resumes(
-    teacher,
-    tmp_path,
-    monkeypatch,
-    caplog,
-    race,
-) -> None:
-    options = {
-        "n_examples": 16,
-        "batch_size": 20,
-        "control_texts": TEXTS,
-        **race,
-    }
+def test_an_interrupted_scoring_resumes(teacher, tmp_path, monkeypatch, caplog, race) -> None:
+    options = {"n_examples": 16, "batch_size": 20, "control_texts": TEXTS, **race}
     path = tmp_path / "partial.json"
     uninterrupted = score(*teacher, PROBE, **options)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         watch(patch, interrupt_at=2)
         score(*teacher, PROBE, resume_path=path, **options)
     assert str(path) in caplog.text
+
     with monkeypatch.context() as patch:
         ablated = watch(patch)
         resumed = score(*teacher, PROBE, resume_path=path, **options)
+    # A race goes through all layers in each of its rounds.
     if not race:
         assert {head.layer for head in ablated} == {2, 3}
     for name in TABLES:
@@ -436,19 +421,17 @@ def test_an_interrupted_scoring_resumes(
 
 @pytest.mark.parametrize("damage", ["other probe", "torn file"])
 def test_partial_scores_of_other_things_are_not_used(
-    teacher,
-    tmp_path,
-    monkeypatch,
-    caplog,
-    damage,
+    teacher, tmp_path, monkeypatch, caplog, damage
 ) -> None:
     path = tmp_path / "partial.json"
-    score(*teacher, KVRetrieval(2, keys=KEYS), n_examples=2, resume_path=path)
-    seed = 1 if damage == "other probe" else 0
-    if damage == "torn file":
+    probe = KVRetrieval(2, keys=KEYS)
+    score(*teacher, probe, n_examples=2, resume_path=path)
+    if damage == "other probe":
+        probe = KVRetrieval(2, seed=1, keys=KEYS)
+    else:
         path.write_text(path.read_text()[:-20])
     ablated = watch(monkeypatch)
-    score(*teacher, KVRetrieval(2, seed, keys=KEYS), n_examples=2, resume_path=path)
+    score(*teacher, probe, n_examples=2, resume_path=path)
     assert len(ablated) == N_LAYERS * N_HEADS
     assert str(path) in caplog.text
 
@@ -463,15 +446,14 @@ def test_logits_that_are_not_finite_are_named_and_the_rest_is_kept(
         read_HQ = original(self, batch, layer, heads)
         if layer == 2 and len(heads) == N_HEADS:
             row = [row.number for row in batch.rows].index(5)
-            read_HQ[3, row * 8] = math.nan  # 8 choices of one token
+            first_read = row * 8  # 8 choices of one token
+            read_HQ[3, first_read] = math.nan
         return read_HQ
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ValueError, match=r"L2H3 .* prompt 5 "),
-    ):
+    with monkeypatch.context() as patch:
         patch.setattr(Forwards, "without", broken)
-        score(*teacher, PROBE, n_examples=8, resume_path=path)
+        with pytest.raises(ValueError, match=r"L2H3 .* prompt 5 "):
+            score(*teacher, PROBE, n_examples=8, resume_path=path)
     ablated = watch(monkeypatch)
     score(*teacher, PROBE, n_examples=8, resume_path=path)
     assert {head.layer for head in ablated} == {2, 3}

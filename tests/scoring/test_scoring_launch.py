@@ -56,10 +56,9 @@ def attributed() -> HeadScores:
 def main() -> None:
     """Score twice: once well, once with a second process that fails."""
     out = Path(sys.argv[1])
-    state = connect()
-    scores = race(out / "partial.json")
-    scores.save(out / f"scores-{state.process_index}.json")
-    attributed().save(out / f"attributed-{state.process_index}.json")
+    rank = connect().process_index
+    race(out / "partial.json").save(out / f"scores-{rank}.json")
+    attributed().save(out / f"attributed-{rank}.json")
     original = Forwards.without
 
     def failing(self, batch, layer, heads):
@@ -71,7 +70,7 @@ def main() -> None:
     try:
         score_heads(*planted_teacher(0.008), PROBE, n_examples=4, progress=False)
     except (OtherProcessError, ValueError) as error:
-        (out / f"error-{state.process_index}.txt").write_text(f"{type(error).__name__}: {error}")
+        (out / f"error-{rank}.txt").write_text(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
@@ -86,6 +85,7 @@ def test_two_processes_give_the_scores_of_one(tmp_path) -> None:
     done = launch(DDP, tmp_path, program=Path(__file__))
     assert done.returncode == 0, done.stderr
     alone = race()
+    attributed_alone = attributed()
     for rank in (0, 1):
         scores = HeadScores.load(tmp_path / f"scores-{rank}.json")
         assert torch.equal(scores.n_examples_LH, alone.n_examples_LH)
@@ -93,24 +93,21 @@ def test_two_processes_give_the_scores_of_one(tmp_path) -> None:
         for name in TABLES:
             table = getattr(scores, name)
             expected = getattr(alone, name)
-            torch.testing.assert_close(
-                table,
-                expected,
-                rtol=1e-4,
-                atol=1e-4,
-                equal_nan=True,
-                msg=name,
-            )
+            close = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
+            torch.testing.assert_close(table, expected, msg=name, **close)
         assert set(scores.ranking()[:3]) == PLANTED
-        shares = HeadScores.load(tmp_path / f"attributed-{rank}.json").logprob_drop_LH
-        torch.testing.assert_close(shares, attributed().logprob_drop_LH, rtol=1e-4, atol=1e-5)
+
+        shares_LH = HeadScores.load(tmp_path / f"attributed-{rank}.json").logprob_drop_LH
+        expected_LH = attributed_alone.logprob_drop_LH
+        torch.testing.assert_close(shares_LH, expected_LH, rtol=1e-4, atol=1e-5)
     assert (tmp_path / "error-0.txt").read_text().startswith("OtherProcessError: process 1 of 2")
     assert (tmp_path / "error-1.txt").read_text() == "ValueError: the second process is broken"
 
     # One process resumes from what two have measured.
     path = tmp_path / "partial.json"
     record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "steps": record["steps"][:5]}))
+    all_steps = record["steps"]
+    path.write_text(json.dumps({**record, "steps": all_steps[:5]}))
     resumed = race(path)
     assert torch.equal(resumed.accuracy_drop_LH, alone.accuracy_drop_LH)
-    assert len(json.loads(path.read_text())["steps"]) == len(record["steps"])
+    assert len(json.loads(path.read_text())["steps"]) == len(all_steps)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,23 +91,25 @@ def test_copied_and_sliced_tensors_hold_the_teachers_values(family: str, teacher
     for record in report.tensors:
         if record.action == "copied":
             assert torch.equal(ours[record.name], theirs[record.source[0]])
-    here = attention_sites(student)[0]
-    site = attention_sites(teacher)[0]
+    our_site = attention_sites(student)[0]
+    their_site = attention_sites(teacher)[0]
+    names = their_site.module.state_dict().keys()
     for linear, blocks in BLOCKS.get(family, SEPARATE).items():
-        for name in {f"{linear}.weight", f"{linear}.bias"} & {*site.module.state_dict()}:
-            by_head = theirs[f"{site.name}.{name}"].unflatten(0, (-1, site.head_dim))
+        for name in {f"{linear}.weight", f"{linear}.bias"} & names:
+            whole = theirs[f"{their_site.name}.{name}"]
+            by_head = whole.unflatten(0, (-1, their_site.head_dim))
             rows = by_head[blocks].flatten(0, 1)
-            assert torch.equal(ours[f"{here.name}.attention.{name}"], rows)
+            assert torch.equal(ours[f"{our_site.name}.attention.{name}"], rows)
 
 
 def test_unused_tensors_are_dropped() -> None:
     teacher = make_family_model("qwen2")
     _, report = build_student(teacher, HeadPlan.none(teacher), d_state=8, init="random")
     dropped = {record.name for record in report.tensors if record.action == "dropped"}
-    expected = set()
+    projections = set()
     for layer, part, kind in itertools.product(range(3), "qkv", ("weight", "bias")):
-        expected.add(f"model.layers.{layer}.self_attn.{part}_proj.{kind}")
-    assert dropped == expected
+        projections.add(f"model.layers.{layer}.self_attn.{part}_proj.{kind}")
+    assert dropped == projections
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
@@ -114,7 +117,9 @@ def test_tied_embeddings_stay_tied(family: str) -> None:
     teacher = make_family_model(family, tie_word_embeddings=True)
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     assert student.lm_head.weight is student.get_input_embeddings().weight
-    untied, _ = build_student(make_family_model(family), some_heads(teacher), d_state=8)
+
+    untied_teacher = make_family_model(family)
+    untied, _ = build_student(untied_teacher, some_heads(teacher), d_state=8)
     assert untied.lm_head.weight is not untied.get_input_embeddings().weight
 
 
@@ -125,6 +130,8 @@ def test_the_teacher_is_left_alone(teacher) -> None:
     assert student.training
     assert {tensor.dtype for tensor in student.state_dict().values()} == {torch.bfloat16}
     assert not any(tensor.is_meta for tensor in (*student.parameters(), *student.buffers()))
+
+    # No tensor is shared.
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(1.0)
@@ -148,19 +155,22 @@ def test_the_seed_covers_everything_drawn() -> None:
 
 
 @torch.no_grad()
-def test_recurrent_heads_start_as_averages_over_distinct_spans(
-    teacher: PreTrainedModel,
-) -> None:
+def test_recurrent_heads_start_as_averages_over_distinct_spans(teacher: PreTrainedModel) -> None:
     """With scores of zero a head starts as an average: rows of its mixing matrix sum to 1."""
     for site in attention_sites(teacher):
         for parameter in getattr(site.module, site.layout.query).parameters():
             parameter.zero_()
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
     ssm = student.mixers()[0].ssm
-    assert len(log_decay(ssm.a_proj.bias).unique()) == 8
-    _, raw, b, c, _ = ssm.scan_inputs(torch.randn(1, 2000, 64))
-    row_sums, _ = ssd_scan(torch.ones(1, 2000, 8, 1), log_decay(raw), b, c)
-    torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(8), rtol=0.02, atol=0)
+    n_heads = 8
+    assert len(log_decay(ssm.a_proj.bias).unique()) == n_heads
+
+    # Long enough for the slowest head.
+    length = 2000
+    _, raw, b, c, _ = ssm.scan_inputs(torch.randn(1, length, 64))
+    ones = torch.ones(1, length, n_heads, 1)
+    row_sums, _ = ssd_scan(ones, log_decay(raw), b, c)
+    torch.testing.assert_close(row_sums[0, -1, :, 0], torch.ones(n_heads), rtol=0.02, atol=0)
 
 
 def head_errors(
@@ -209,18 +219,21 @@ def test_fitted_heads_start_nearest_to_the_teacher(
 def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
     teacher, tokenizer = load_teacher("tiny")
     rows = open_rows(DataConfig(sources=("tiny",), seq_len=128), tokenizer)
-    errors = {}
-    for name in ("discrete", "gdn"):
-        options: dict[str, Any] = {
-            "d_state": 16,
-            "init": "fitted",
-            "recurrence": name,
-        }
+    fitted_on = rows.batch(0, 4)
+    not_seen = rows.batch(1, 4)
+
+    def error_of(recurrence: str) -> float:
         student, _ = build_student(
-            teacher, HeadPlan.none(teacher), calibration=rows.batch(0, 4), **options
+            teacher,
+            HeadPlan.none(teacher),
+            d_state=16,
+            init="fitted",
+            recurrence=recurrence,
+            calibration=fitted_on,
         )
-        errors[name] = head_errors(student, teacher, rows.batch(1, 4))
-    assert errors["gdn"] < errors["discrete"]
+        return head_errors(student, teacher, not_seen)
+
+    assert error_of("gdn") < error_of("discrete")
 
 
 @torch.no_grad()
@@ -230,11 +243,10 @@ def test_heads_of_the_delta_rule_start_as_near_as_discrete_ones() -> None:
 )
 def test_gains_of_norms_that_add_one_to_their_weight(family: str, offset: int) -> None:
     site = attention_sites(make_family_model(family))[0]
-    before_attention = site.block.input_layernorm
-    for norm in (
-        before_attention,
-        getattr(site.module, "q_norm", before_attention),
-    ):
+    norms = [site.block.input_layernorm]
+    if hasattr(site.module, "q_norm"):
+        norms.append(site.module.q_norm)
+    for norm in norms:
         assert torch.equal(norm_gains(norm), norm.weight + offset)
 
 
@@ -245,29 +257,37 @@ def test_the_fit_finds_what_heads_do() -> None:
     site = attention_sites(teacher)[0]
     seq_idx = calibration()["seq_idx"]
     hidden = torch.randn(2, 96, 64)
-    values_BLHP = site.module.v_proj(hidden).unflatten(-1, (4, 8)).repeat_interleave(2, dim=2)
+    values_BLGP = site.module.v_proj(hidden).unflatten(-1, (4, 8))
+    values_BLHP = values_BLGP.repeat_interleave(2, dim=2)
+
     one_token_back = torch.tensor([0.0, 0.0, 1.0, 0.0]).repeat(64, 1)
-    moved, _ = causal_conv(values_BLHP.flatten(-2), one_token_back, seq_idx_BL=seq_idx)
-    a = 0.5 ** (1 / 8)
+    moved_BLC, _ = causal_conv(values_BLHP.flatten(-2), one_token_back, seq_idx_BL=seq_idx)
+    moved_BLHP = moved_BLC.view_as(values_BLHP)
+
+    half_life = 8.0
+    a = 0.5 ** (1 / half_life)
     ones = torch.ones(2, 96, 8, 1)
-    decay = math.log(a) * ones[..., 0]
-    average, _ = ssd_scan(values_BLHP, decay, (1 - a) * ones, ones, seq_idx_BL=seq_idx)
+    log_a = math.log(a) * ones[..., 0]
+    average_BLHP, _ = ssd_scan(values_BLHP, log_a, (1 - a) * ones, ones, seq_idx_BL=seq_idx)
+
     heads_BLHP = torch.empty_like(values_BLHP)
-    heads_BLHP[:, :, :3] = moved.view_as(values_BLHP)[:, :, :3]
-    heads_BLHP[:, :, 3:6] = 0.7 * average[:, :, 3:6]
-    heads_BLHP[:, :, 6:] = 0.5 * average[:, :, 6:] + 0.4 * values_BLHP[:, :, 6:]
+    heads_BLHP[:, :, :3] = moved_BLHP[:, :, :3]
+    heads_BLHP[:, :, 3:6] = 0.7 * average_BLHP[:, :, 3:6]
+    heads_BLHP[:, :, 6:] = 0.5 * average_BLHP[:, :, 6:] + 0.4 * values_BLHP[:, :, 6:]
 
     student, _ = build_student(teacher, HeadPlan.none(teacher), d_state=8)
     trace = LayerTrace(hidden, heads_BLHP, seq_idx)
-    heads = tuple(range(8))
-    started = init_ssm("fitted", site, heads, student.config, torch.Generator(), trace)
+    every_head = tuple(range(8))
+    fitted = init_ssm("fitted", site, every_head, student.config, torch.Generator(), trace)
     ssm = student.mixers()[0].ssm
-    ssm.load_state_dict({name: tensor for name, (tensor, _) in started.items()})
-    difference_BLHP = ssm(hidden, None, seq_idx) - heads_BLHP
-    error_H = difference_BLHP.square().sum((0, 1, 3)) / heads_BLHP.square().sum((0, 1, 3))
-    assert error_H.max() < 0.01
+    ssm.load_state_dict({name: tensor for name, (tensor, _) in fitted.items()})
+
+    error_BLHP = ssm(hidden, None, seq_idx) - heads_BLHP
+    error_H = error_BLHP.square().sum((0, 1, 3))
+    silence_H = heads_BLHP.square().sum((0, 1, 3))
+    assert (error_H / silence_H).max() < 0.01
     half_lives = -math.log(2) / log_decay(ssm.a_proj.bias)
-    torch.testing.assert_close(half_lives[3:], torch.full((5,), 8.0))
+    torch.testing.assert_close(half_lives[3:], torch.full((5,), half_life))
 
 
 def identities(model: nn.Module) -> set[int]:
@@ -280,11 +300,12 @@ def test_sharing_frees_the_copy_and_unsharing_makes_one(family: str) -> None:
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     ids = torch.randint(0, 101, (2, 9))
     expected = student(ids).logits
+
     share_frozen_weights(student, teacher)
-    outside = identities(teacher)
+    outside_attention = identities(teacher)
     for site in attention_sites(teacher):
-        outside -= identities(site.module)
-    assert identities(student) & identities(teacher) == outside
+        outside_attention -= identities(site.module)
+    assert identities(student) & identities(teacher) == outside_attention
     assert torch.equal(student(ids).logits, expected)
 
     unshare_weights(student)
@@ -297,18 +318,13 @@ def test_a_plan_for_another_teacher_is_refused() -> None:
     teacher = make_family_model("llama")
     other = make_family_model("llama", seed=1)
     plan = some_heads(teacher)
-    made_for_teacher = HeadPlan(
-        plan.n_layers,
-        plan.n_heads,
-        plan.n_kv_heads,
-        plan.kept,
-        fingerprint(teacher),
-    )
+    made_for_teacher = replace(plan, teacher=fingerprint(teacher))
     build_student(teacher, made_for_teacher, d_state=8)
     with pytest.raises(ValueError, match=fingerprint(other)):
         build_student(other, made_for_teacher, d_state=8)
+    shallow = make_family_model("llama", num_hidden_layers=2)
     with pytest.raises(ValueError, match="3 layers"):
-        build_student(make_family_model("llama", num_hidden_layers=2), plan, d_state=8)
+        build_student(shallow, plan, d_state=8)
 
 
 @pytest.mark.parametrize(
@@ -362,13 +378,15 @@ TINY_SHAPE = {
 
 def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
     """Make a tiny model; skip where this transformers is older than the family, or its students."""
-    kind = getattr(transformers, f"{prefix}Config", None)
-    if kind is None or release(oldest_transformers(kind.model_type)) > release(
-        transformers.__version__
-    ):
+    config_class = getattr(transformers, f"{prefix}Config", None)
+    if config_class is None:
         pytest.skip(f"{prefix} needs a newer transformers")
-    config = kind(**TINY_SHAPE, **fields)
-    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    oldest = oldest_transformers(config_class.model_type)
+    if release(oldest) > release(transformers.__version__):
+        pytest.skip(f"{prefix} needs transformers {oldest}")
+    config = config_class(**TINY_SHAPE, **fields)
+    model_class = getattr(transformers, f"{prefix}ForCausalLM")
+    return model_class(config).eval()
 
 
 @torch.no_grad()
@@ -389,34 +407,30 @@ def teacher_of_class(prefix: str, **fields: object) -> PreTrainedModel:
 def test_relatives_become_students_too(prefix: str, fields: dict[str, object]) -> None:
     teacher = teacher_of_class(prefix, **fields)
     ids = torch.randint(3, 101, (2, 15))
-    everything, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
-    assert torch.equal(everything(ids).logits, teacher(ids).logits)
+    all_kept, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
+    assert torch.equal(all_kept(ids).logits, teacher(ids).logits)
 
     plan = HeadPlan.from_pairs(teacher, [(0, 0), (0, 1), (0, 2), (1, 5)])
     student, _ = build_student(teacher, plan, d_state=8)
     seq_idx = torch.tensor([[0] * 6 + [1] * 9]).expand(2, -1)
-    alone = torch.cat([student(document).logits for document in ids.split([6, 9], dim=1)], dim=1)
-    torch.testing.assert_close(student(ids, seq_idx=seq_idx).logits, alone)
+    alone = [student(document).logits for document in ids.split([6, 9], dim=1)]
+    packed = student(ids, seq_idx=seq_idx).logits
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1))
+
+    # With silent recurrent heads, silu(0) = 0, it is the teacher without the others.
     for mixer in student.mixers():
         mixer.ssm.z_proj.weight.zero_()
         mixer.ssm.z_proj.bias.zero_()
-    with ablate_heads(teacher, set(HeadPlan.all(teacher).kept) - set(plan.kept)):
+    others = set(HeadPlan.all(teacher).kept) - set(plan.kept)
+    with ablate_heads(teacher, others):
         torch.testing.assert_close(student(ids).logits, teacher(ids).logits)
 
 
 @pytest.mark.parametrize(
     ("prefix", "fields", "named"),
     [
-        (
-            "BitNet",
-            {},
-            r"model\.layers\.0\.self_attn .*attn_sub_norm\.weight \[64\]",
-        ),
-        (
-            "StableLm",
-            {"qk_layernorm": True},
-            r"q_layernorm\.norms\.0\.weight \[8\]",
-        ),
+        ("BitNet", {}, r"model\.layers\.0\.self_attn .*attn_sub_norm\.weight \[64\]"),
+        ("StableLm", {"qk_layernorm": True}, r"q_layernorm\.norms\.0\.weight \[8\]"),
     ],
 )
 def test_what_cannot_become_a_student_is_refused_in_a_line(prefix, fields, named) -> None:
@@ -429,12 +443,13 @@ def test_what_cannot_become_a_student_is_refused_in_a_line(prefix, fields, named
 def test_a_layer_with_one_recurrent_head_can_be_saved(tmp_path) -> None:
     teacher = make_family_model("llama")
     plan = HeadPlan.from_pairs(teacher, [(0, head) for head in range(7)])
-    ids = {"input_ids": torch.randint(3, 97, (2, 32))}
-    student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=ids)
+    rows = {"input_ids": torch.randint(3, 97, (2, 32))}
+    student, _ = build_student(teacher, plan, d_state=8, init="fitted", calibration=rows)
     # One element of stride 8: contiguous to torch, and not a view of bytes.
     odd = torch.empty(8)[::8]
-    save_tensors(tmp_path / "weights.safetensors", {**student.state_dict(), "odd": odd})
-    assert torch.equal(load_file(tmp_path / "weights.safetensors")["odd"], odd)
+    path = tmp_path / "weights.safetensors"
+    save_tensors(path, {**student.state_dict(), "odd": odd})
+    assert torch.equal(load_file(path)["odd"], odd)
 
 
 def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope() -> None:
@@ -445,4 +460,5 @@ def test_a_teacher_that_has_read_a_long_row_gives_the_student_its_rope() -> None
         teacher(ids)
         student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=8)
         for length in (20, 60, 20):
-            assert torch.equal(student(ids[:, :length]).logits, teacher(ids[:, :length]).logits)
+            beginning = ids[:, :length]
+            assert torch.equal(student(beginning).logits, teacher(beginning).logits)

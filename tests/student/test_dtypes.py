@@ -58,9 +58,8 @@ def is_possible(dtype: str, stages: str, trained: str, selection: str) -> bool:
     return selection == "random" or stages == "align distill"
 
 
-CASES = [
-    case for case in itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS) if is_possible(*case)
-]
+EVERY_CASE = itertools.product(DTYPES, STAGES, TRAINED, SELECTIONS)
+CASES = [case for case in EVERY_CASE if is_possible(*case)]
 
 
 @pytest.fixture(scope="module")
@@ -84,41 +83,51 @@ def two_steps(
 ) -> RunConfig:
     """A run of two steps a stage, with evaluation and export."""
     base = small_run(out)
+    names = STAGES[stages]
     text = str(teacher / "text.txt")
-    precision = "fp32" if dtype == "float32" else "bf16"
-    shared: dict[str, Any] = {
-        "steps": 2,
-        "batch_size": 2,
-        "micro_batch_size": 2,
-        "precision": precision,
-    }
-    in_alignment = trained == "mixer" and "align" in STAGES[stages]
-    aligned, target = ("mixer", "mixer") if in_alignment else ("ssm", "head")
     data = DataConfig(sources=(text,), seq_len=64)
-    every_stage: dict[str, StageConfig] = {
-        "matrix": AlignMatrix(**shared),
-        "align": Align(**shared, train=aligned, target=target),
-        "distill": Distill(**shared, train=trained),
-        "on_policy": DistillOnPolicy(
-            **shared, train=trained, prompt_tokens=4, new_tokens=2, share=1.0
-        ),
-        "long": Distill(name="long", **shared, train=trained, seq_len=64, segment_len=32),
-        "post": Distill(name="post", **shared, train=trained, data=data),
-    }
+    # Attention that returns its matrices.
+    implementation = "eager" if "matrix" in names else None
     return replace(
         base,
         teacher=TeacherConfig(
             str(teacher),
             dtype=dtype,  # pyright: ignore[reportArgumentType]
-            attn_implementation="eager" if "matrix" in STAGES[stages] else None,
+            attn_implementation=implementation,
         ),
         data=data,
         plan=PlanConfig(selection, k=1),  # pyright: ignore[reportArgumentType]
         scoring=replace(base.scoring, n_examples=1, restoration_examples=1),
-        stages=tuple(every_stage[name] for name in STAGES[stages]),
+        stages=tuple(stage_config(name, dtype, trained, data) for name in names),
         evaluation=EvaluationConfig(n_pairs=(4,), n_examples=1, n_texts=1, texts=text),
         export=True,
     )
+
+
+def stage_config(name: str, dtype: str, trained: str, data: DataConfig) -> StageConfig:
+    shared: dict[str, Any] = {
+        "steps": 2,
+        "batch_size": 2,
+        "micro_batch_size": 2,
+        "precision": "fp32" if dtype == "float32" else "bf16",
+    }
+    end_to_end = {**shared, "train": trained}
+    match name:
+        case "matrix":
+            return AlignMatrix(**shared)
+        case "align" if trained == "mixer":
+            return Align(**shared, train="mixer", target="mixer")
+        case "align":
+            return Align(**shared, train="ssm", target="head")
+        case "distill":
+            return Distill(**end_to_end)
+        case "on_policy":
+            return DistillOnPolicy(**end_to_end, prompt_tokens=4, new_tokens=2, share=1.0)
+        case "long":
+            return Distill(name="long", **end_to_end, seq_len=64, segment_len=32)
+        case "post":
+            return Distill(name="post", **end_to_end, data=data)
+    raise ValueError(name)
 
 
 @pytest.mark.parametrize(("dtype", "stages", "trained", "selection"), CASES)
@@ -134,17 +143,15 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
     if (stages, trained, selection) == GATED:
         gate_in_this_process(monkeypatch, tmp_path / "modules")
     else:
-        monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
-        monkeypatch.setattr(
-            "hybrid_distill.export.checkpoint.write_record",
-            lambda *_, **__: {"kernels": None},
-        )
-        monkeypatch.setattr("hybrid_distill.export.checkpoint.write_json", lambda *_, **__: None)
-    out = run(two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection))
+        skip_gate(monkeypatch)
+    config = two_steps(tmp_path / "run", teacher_folder, dtype, stages, trained, selection)
+
+    out = run(config)
     exported = load_file(out / "export" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {DTYPES[dtype]}
-    measured = json.loads((out / "evaluation.json").read_text())
-    assert math.isfinite(measured["perplexity"])
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert math.isfinite(evaluation["perplexity"])
+
     finished = finished_run(out)
     student, plan = trained_student(finished)
     if plan.keeps_all:
@@ -159,6 +166,15 @@ def test_a_run_ends_in_an_export_of_the_teachers_dtype(
         assert tensor.dtype == DTYPES[dtype], name
         # The command exports what the run exports.
         assert torch.equal(tensor, exported.get(name, tensor)), name
+
+
+def skip_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export weights and code alone: no record is computed, and none is checked."""
+    export = "hybrid_distill.export"
+    no_kernels = {"kernels": None}
+    monkeypatch.setattr(f"{export}.gate.run_gate", lambda *_, **__: GateReport())
+    monkeypatch.setattr(f"{export}.checkpoint.write_record", lambda *_, **__: no_kernels)
+    monkeypatch.setattr(f"{export}.checkpoint.write_json", lambda *_, **__: None)
 
 
 def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> None:

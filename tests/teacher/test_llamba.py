@@ -153,7 +153,8 @@ class Naive:
                 normed_t = self._norm(h, f"{layer}post_attention_layernorm")
                 hidden[t] = h + self._mlp(f"{layer}mlp.", normed_t)
         head = self.tensors.get("lm_head.weight", embedding)
-        return torch.stack([head @ self._norm(h, "backbone.final_layernorm") for h in hidden])
+        logits = [head @ self._norm(h, "backbone.final_layernorm") for h in hidden]
+        return torch.stack(logits)
 
     def _norm(self, h: Tensor, name: str) -> Tensor:
         return h / (h.square().mean() + 1e-5).sqrt() * self.tensors[f"{name}.weight"]
@@ -173,17 +174,18 @@ class Naive:
         n_states = ssm["d_state"]
         inner = ssm["expand"] * self.config["d_model"]
         size = inner // n_heads
+        n_keys = n_groups * n_states
+        n_channels = inner + 2 * n_keys
         D = self.tensors[f"{name}D"]
+        z_bias = self.tensors.get(f"{name}z_bias", 0)
         projected = [self._linear(f"{name}in_proj", h) for h in hidden]
         states = torch.zeros(n_heads, size, n_states, dtype=torch.float64)
         heads = []
         outputs = []
         for t, projected_t in enumerate(projected):
-            sizes = [inner + 2 * n_groups * n_states, inner, n_heads]
-            _, z, a = projected_t.split(sizes)
-            z = z + self.tensors.get(f"{name}z_bias", 0)
-            channels = self._convolved(name, projected[: t + 1], sizes[0])
-            x, b, c = channels.split([inner, n_groups * n_states, n_groups * n_states])
+            _, z, a = projected_t.split([n_channels, inner, n_heads])
+            channels = self._convolved(name, projected[: t + 1], n_channels)
+            x, b, c = channels.split([inner, n_keys, n_keys])
             x = x.view(n_heads, size)
             b = b.view(n_groups, n_states)
             c = c.view(n_groups, n_states)
@@ -193,7 +195,7 @@ class Naive:
                 decay = 1 / (1 + a[h].exp())  # exp(-softplus)
                 states[h] = decay * states[h] + torch.outer(x[h], b[group])
                 y[h] = states[h] @ c[group] + D[h] * x[h]
-            gated = y * silu(z).view(n_heads, size)
+            gated = y * silu(z + z_bias).view(n_heads, size)
             heads.append(gated)
             outputs.append(self._linear(f"{name}out_proj", gated.flatten()))
         self.heads.append(torch.stack(heads))
@@ -216,7 +218,8 @@ def silu(x: Tensor) -> Tensor:
 def make(folder: Path, **changes: Any) -> tuple[PreTrainedModel, Naive]:
     config = published(**changes)
     tensors = tensors_of(config)
-    return load_llamba(write(folder, config, tensors)), Naive(config, tensors)
+    write(folder, config, tensors)
+    return load_llamba(folder), Naive(config, tensors)
 
 
 @torch.no_grad()
@@ -224,12 +227,14 @@ def make(folder: Path, **changes: Any) -> tuple[PreTrainedModel, Naive]:
 def test_it_computes_what_the_format_means(variant: str, tmp_path: Path) -> None:
     model, naive = make(tmp_path, **VARIANTS[variant])
     expected = naive.logits(IDS)
-    with record_heads(model, 0) as first, record_heads(model, 1) as second:
+    with record_heads(model, 0) as of_layer_0, record_heads(model, 1) as of_layer_1:
         logits = model(torch.tensor([IDS])).logits[0]
+
     close = {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(logits.double(), expected, **close)
-    torch.testing.assert_close(first[0][0].double(), naive.heads[0], **close)
-    torch.testing.assert_close(second[0][0].double(), naive.heads[1], **close)
+    for recorded, heads in zip((of_layer_0, of_layer_1), naive.heads, strict=True):
+        (heads_BLHP,) = recorded
+        torch.testing.assert_close(heads_BLHP[0].double(), heads, **close)
 
 
 def test_pickled_weights_and_other_dtypes(tmp_path: Path) -> None:
@@ -241,8 +246,15 @@ def test_pickled_weights_and_other_dtypes(tmp_path: Path) -> None:
     assert len(tokenizer) <= model.config.vocab_size == 2048
     half, _ = load_teacher(tmp_path, dtype="bfloat16", allow_bin=True)
     assert half.dtype == torch.bfloat16
-    assert load_config(tmp_path).kept == [[], []]
-    assert read_teacher(tmp_path)[0].kept == [[], []]
+
+
+def test_its_config_is_that_of_a_student_that_keeps_nothing(tmp_path: Path) -> None:
+    config = published()
+    # Neither asks for the weights.
+    write(tmp_path, config, tensors_of(config), pickled=True)
+    nothing = [[], []]
+    assert load_config(tmp_path).kept == nothing
+    assert read_teacher(tmp_path)[0].kept == nothing
 
 
 IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"

@@ -30,9 +30,11 @@ FamilyModel = Callable[..., PreTrainedModel]
 def test_fingerprints_tell_teachers_apart(family_model: FamilyModel) -> None:
     model = family_model("llama")
     own = fingerprint(model)
+    # The dtype does not count.
     rounded = family_model("llama").to(torch.bfloat16)
     assert fingerprint(rounded) == own
     assert fingerprint(rounded.float()) == own
+
     assert fingerprint(family_model("llama", seed=1)) != own
     assert fingerprint(family_model("mistral")) != own
     model.model.layers[2].self_attn.k_proj.weight += 0.01
@@ -81,6 +83,7 @@ def test_a_local_folder_is_loaded(folder: Path) -> None:
     assert model.dtype == torch.float32
     assert not model.training
     assert model.name_or_path == str(folder)
+
     rounded, _ = load_teacher(str(folder), dtype="bfloat16")
     assert fingerprint(rounded) == fingerprint(model)
     eager, _ = load_teacher(folder, attn_implementation="eager")
@@ -89,16 +92,19 @@ def test_a_local_folder_is_loaded(folder: Path) -> None:
 
 def test_a_damaged_or_incomplete_folder_is_refused_in_one_line(folder: Path) -> None:
     tokenizer = folder / "tokenizer.json"
+    weights = folder / "model.safetensors"
     content = tokenizer.read_text()
     tokenizer.write_text("{}")
     assert "--tokenizer" in refusal(load_tokenizer, folder, "--tokenizer")
     tokenizer.write_text(content)
-    (folder / "model.safetensors").write_bytes(b"not a safetensors file")
+
+    weights.write_bytes(b"not a safetensors file")
     assert str(folder) in refusal(load_teacher, folder)
-    (folder / "model.safetensors").unlink()
+    weights.unlink()
     message = refusal(load_teacher, folder)
     assert "no weights" in message
     assert "--teacher.path" in message
+
     (folder / "config.json").unlink()
     message = refusal(load_teacher, str(folder))
     assert "no config.json" in message
@@ -109,19 +115,24 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused_in_one_line(
     tmp_path: Path,
 ) -> None:
     hub_id = "somebody/no-such-teacher"
+    nowhere = tmp_path / "nowhere"
     message = refusal(load_teacher, hub_id)
     assert hub_id in message
     assert "--teacher.path" in message
     assert "make demo" in message
-    assert "float8" in refusal(load_teacher, "tiny", dtype="float8")
-    for path in (tmp_path / "nowhere", "./nowhere", str(tmp_path / "nowhere")):
+    for path in (nowhere, "./nowhere", str(nowhere)):
         assert "not a folder" in refusal(load_teacher, path)
+
     # Another program's flag is named, and the demo is a recipe's.
-    for path in (tmp_path / "nowhere", tmp_path, hub_id):
+    for path in (nowhere, tmp_path, hub_id):
         message = refusal(load_teacher, path, flag="--model")
         assert message.startswith(f"--model '{path}' ")
         assert "teacher.path" not in message
         assert "make demo" not in message
+
+
+def test_an_unknown_dtype_is_refused_in_one_line() -> None:
+    assert "float8" in refusal(load_teacher, "tiny", dtype="float8")
 
 
 def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,21 +166,25 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(
 ) -> None:
     """transformers would fill it with random numbers. Tied embeddings are not missing."""
     name = "model.layers.1.self_attn.k_proj.weight"
-    weights = load_file(folder / "model.safetensors")
+    path = folder / "model.safetensors"
+    weights = load_file(path)
     del weights[name]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, path, metadata={"format": "pt"})
     assert name in refusal(load_teacher, folder)
+
     family_model("llama", tie_word_embeddings=True).save_pretrained(folder)
     model, _ = load_teacher(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_code_in_a_checkpoint_is_never_run(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    path = folder / "config.json"
+    trace = folder / "ran"
+    config = json.loads(path.read_text())
     config["model_type"] = "surprise"
     config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    path.write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(trace)!r}, 'w')")
     refusal(load_teacher, folder)
     refusal(load_config, folder)
-    assert not (folder / "ran").exists()
+    assert not trace.exists()
