@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import HybridCache
 from .configuration_hybrid import HybridConfig
@@ -38,6 +39,8 @@ ARGUMENTS_READ = (
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "seq_idx",
 )  # fmt: skip
 """Arguments of a decoder that `row_arguments` reads, besides borders and the cache."""
+SEQUENCE_PARALLEL = "deepspeed.runtime.sequence_parallel"
+"""Package of the functions by which DeepSpeed replaces those of transformers' attention."""
 
 
 def put_mixers(decoder: Any, config: HybridConfig) -> None:
@@ -173,11 +176,12 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
 
     Finds padding in a 2-D ``attention_mask``, and documents in ``seq_idx``, ``cu_seq_lens_q`` or in ``position_ids``
     that restart (`HybridForCausalLM.forward`). Raises ValueError for a cache of another class, for a cache with packed
-    documents, and for attention that is not causal.
+    documents, for attention that is not causal, and for rows that are split over devices.
     """
     row = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     # Not passed on: a mixer that gets it was given it by someone else (`HybridMixer.heads`).
     _check_direction(decoder, row.pop("is_causal", None))
+    _check_whole_rows(decoder)
     for name in ARGUMENTS_READ:
         row.setdefault(name, None)
     batch, length = _input_shape(row)
@@ -213,6 +217,19 @@ def _check_direction(decoder: Any, is_causal: bool | None) -> None:
         raise ValueError(
             "is_causal is False, in the call or in the config. Replaced heads read earlier tokens alone: leave "
             "is_causal out."
+        )
+
+
+def _check_whole_rows(decoder: Any) -> None:
+    """Raise ValueError if DeepSpeed splits rows over devices (Ulysses), which attention alone puts together again."""
+    # A compiler may not trace this. DeepSpeed replaces the function before any step is compiled.
+    if torch.compiler.is_compiling() or not decoder.replaces_heads:
+        return
+    attention: Any = ALL_ATTENTION_FUNCTIONS.get(decoder.config._attn_implementation)
+    if getattr(attention, "__module__", "").startswith(SEQUENCE_PARALLEL):
+        raise ValueError(
+            "DeepSpeed's sequence parallelism (Ulysses) gives each device a part of the row. Replaced heads need the "
+            "whole row: use no sequence parallelism; set_segment_len saves memory on long rows."
         )
 
 

@@ -6,11 +6,13 @@ import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from conftest import make_family_model
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from students import (
     left_padded,
     logits,
@@ -20,6 +22,7 @@ from students import (
 )
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_distill.model import HybridForCausalLM, layer_windows
 from hybrid_distill.model.layout import cache_of
@@ -199,3 +202,22 @@ def test_rows_split_over_devices_are_refused() -> None:
     _attach_context_parallel_hooks(student)
     with pytest.raises(ValueError, match="context parallelism"):
         student(ids, use_cache=False)
+
+
+def test_rows_that_deepspeed_splits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ulysses puts a row together inside the attention function, where replaced heads do not look."""
+    student = mixed_student(make_family_model("llama"))
+    ids = tokens(1, 7)
+    implementation = student.config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS[implementation]
+
+    # Stands for DeepSpeed's, which needs a process group of several devices.
+    def wrapper(*inputs: Any, **options: Any) -> Any:
+        return attend(*inputs, **options)
+
+    wrapper.__module__ = UlyssesSPAttentionHF.__module__
+    with monkeypatch.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS, implementation, wrapper)
+        with pytest.raises(ValueError, match="Ulysses"):
+            student(ids)
+    student(ids)
