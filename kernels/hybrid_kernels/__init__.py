@@ -2,7 +2,7 @@
 loss.
 
 `ssd.ssd`, `conv.causal_conv`, `step.ssd_step` and `loss.distillation_loss` are what callers use;
-`ssd_forward` and `ssd_backward` are the two passes. `delta_rule.delta_rule` calls
+`ssd_launch.ssd_forward` and `ssd_backward` are the two passes. `delta_rule.delta_rule` calls
 flash-linear-attention's kernels, which pass the same test before their first use. Import the
 modules: this file imports none of them, because all but the loss need triton. They import torch and
 triton only, never hybrid_distill. Their parent folder has no ``__init__.py`` on purpose: a package

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import conv, delta_rule, loss_torch, loss_triton, ssd, step
+from . import conv, delta_rule, loss_torch, loss_triton, ssd, ssd_launch, ssd_operators, step
 from .loss_types import Options, Tokens
 
 # Tokens: at least two chunks and a ragged end.
@@ -153,12 +153,12 @@ def _block_of_recurrence(
             "softplus": gated,
             "n_segments": n_segments,
         }
-        before_gate, actual_final, chunk_states = ssd.ssd_forward(
+        before_gate, actual_final, chunk_states = ssd_launch.ssd_forward(
             *inputs, **options, save_chunk_states=training
         )
         output = before_gate
         if z is not None:
-            output = ssd.gate(before_gate, draw.given(z))
+            output = ssd_operators.gate(before_gate, draw.given(z))
         yield "output", output, y
         yield "last state", actual_final, final
         if not training or chunk_states is None:
@@ -170,8 +170,10 @@ def _block_of_recurrence(
         actual = {}
         upstream = draw.given(dy)
         if z is not None:
-            upstream, actual["z"] = ssd._gate_gradients_op(upstream, before_gate, draw.given(z))
-        gradients = ssd.ssd_backward(
+            upstream, actual["z"] = ssd_operators.gate_gradients(
+                upstream, before_gate, draw.given(z)
+            )
+        gradients = ssd_launch.ssd_backward(
             upstream, draw.given(dfinal, torch.float32), chunk_states, *inputs, **options
         )
         for name, gradient in gradients._asdict().items():

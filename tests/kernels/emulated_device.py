@@ -20,7 +20,7 @@ import hybrid_kernels
 import numpy as np
 import torch
 import triton
-from hybrid_kernels import ssd
+from hybrid_kernels import ssd_launch
 from ptx import Memory, Program
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -188,7 +188,7 @@ def emulated(
 
         replace(triton.runtime.driver, "_active", Driver(capability, launch))
         replace(triton.knobs.runtime, "kernel_load_end_hook", _note_files)
-        replace(ssd, "_capability", lambda device: capability)
+        replace(ssd_launch, "_capability", lambda device: capability)
         if not machine_code:
             replace(CUDABackend, "make_cubin", lambda *arguments: b"")
         # They refuse tensors of the CPU; each module imports the function by name.

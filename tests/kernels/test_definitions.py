@@ -16,8 +16,17 @@ import hybrid_kernels
 import triton
 import triton.language as tl
 from choices import choice_on_gpu, forget_choices
-from hybrid_kernels import common, conv, definitions, loss, loss_triton, selftest, step
-from hybrid_kernels import ssd as kernels
+from hybrid_kernels import (
+    common,
+    conv,
+    definitions,
+    loss,
+    loss_triton,
+    selftest,
+    ssd,
+    ssd_operators,
+    step,
+)
 from hybrid_kernels.loss import KINDS
 
 from hybrid_distill.model import kernel_choice
@@ -130,19 +139,19 @@ def does_not_launch(y, z, dout, dy, dz, n, BLOCK: tl.constexpr, MODE: tl.constex
 PLANTED = {
     "a gate too small": (
         "recurrence",
-        (kernels, "_gate"),
+        (ssd_operators, "_gate"),
         too_small,
         "output is off by",
     ),
     "gradients not written": (
         "recurrence",
-        (kernels, "_gate_gradients"),
+        (ssd_operators, "_gate_gradients"),
         writes_nothing,
         "gradient of x is off by",
     ),
     "does not compile": (
         "recurrence",
-        (kernels, "_gate_gradients"),
+        (ssd_operators, "_gate_gradients"),
         does_not_launch,
         "fails with",
     ),
@@ -209,7 +218,7 @@ def test_auto_falls_back_to_torch_with_one_warning(
         dtype = BF16
         sizes = (64, 256)
     elif case == "mistake":
-        monkeypatch.setattr(kernels, "_gate", too_small)
+        monkeypatch.setattr(ssd_operators, "_gate", too_small)
     elif case == "triton 3.2":
         monkeypatch.setitem(sys.modules, "triton", OLD_TRITON)
     elif case == "no triton":
@@ -238,7 +247,7 @@ def test_kernels_named_on_an_old_triton_are_a_clear_error(
 
 
 def test_a_large_float32_state_is_tested_in_the_blocks_that_it_runs_in() -> None:
-    assert kernels.block_sizes(FP32, 64, 63) == [(32, 32), (32, 31)]
-    assert kernels.block_sizes(BF16, 64, 63) == [(64, 63)]
+    assert ssd.block_sizes(FP32, 64, 63) == [(32, 32), (32, 31)]
+    assert ssd.block_sizes(BF16, 64, 63) == [(64, 63)]
     options = {"gated": False, "packed": False, "training": False}
     assert definitions.difference("recurrence", CPU, FP32, 40, 16, **options) is None

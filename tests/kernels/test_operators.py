@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hybrid_kernels import common, conv, ssd, ssd_triton, step
+from hybrid_kernels import common, conv, ssd, ssd_operators, ssd_triton, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybrid_distill.model.convolution import causal_conv
@@ -68,8 +68,8 @@ def test_operators_keep_what_torch_asks_of_them(full: bool) -> None:
     them."""
     x, a, b, c, D, z, state = scan_arguments()
     options = (D, state, documents()) if full else (None, None, None)
-    torch.library.opcheck(ssd._forward_op, (x, a, b, c, *options, True, None, True))
-    torch.library.opcheck(ssd.gate, (x, z))
+    torch.library.opcheck(ssd_operators.scan_forward, (x, a, b, c, *options, True, None, True))
+    torch.library.opcheck(ssd_operators.gate, (x, z))
 
     x_BLC = torch.randn(B, L, 12, requires_grad=True)
     weight_CK = torch.randn(12, K, requires_grad=True)

@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from hybrid_kernels import common
 from hybrid_kernels import ssd_tiles as tiles
-from hybrid_kernels.ssd import ssd, ssd_backward, ssd_forward
+from hybrid_kernels.ssd import ssd
+from hybrid_kernels.ssd_launch import ssd_backward, ssd_forward
 from ssd_problem import (
     BF16,
     FP32,
