@@ -183,7 +183,8 @@ def fla_delta(x: Tensor, log_a: Tensor, write: Tensor, k: Tensor, c: Tensor) -> 
 
 
 def our_loss(hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor) -> Tensor:
-    from hybrid_kernels.loss import TeacherHead, distillation_loss
+    from hybrid_kernels.loss import distillation_loss
+    from hybrid_kernels.loss_types import TeacherHead
 
     return distillation_loss(hidden, head, TeacherHead(teacher_hidden, teacher_head), kind="jsd")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from hybrid_kernels.loss import IGNORE, TeacherHead, TeacherTopK
 from hybrid_kernels.loss import distillation_loss as fused_distillation_loss
+from hybrid_kernels.loss_types import IGNORE, TeacherHead, TeacherTopK
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

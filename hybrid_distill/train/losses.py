@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from hybrid_kernels.loss import IGNORE, TeacherTopK
+from hybrid_kernels.loss_types import IGNORE, TeacherTopK
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from hybrid_kernels import loss as fused_loss
+from hybrid_kernels import loss_choice
 
 from ..distributed import WorldError, compute_everywhere
 from ..model.kernel_choice import DELTA_RULE, KernelCall, implementation_of, try_together
@@ -133,6 +133,6 @@ def _of_loss(stage: EndToEnd, device: torch.device) -> str:
     if not stage.is_fused:
         return "torch (not fused)"
     impl = loss_implementation(stage.student)
-    return fused_loss.implementation_of(
+    return loss_choice.implementation_of(
         impl, device, _dtype_of_loss(stage), stage.config.kind, bool(stage.teachers)
     )

@@ -20,14 +20,14 @@ from hybrid_kernels import (
     common,
     conv,
     definitions,
-    loss,
+    loss_choice,
     loss_triton,
     selftest,
     ssd,
     ssd_operators,
     step,
 )
-from hybrid_kernels.loss import KINDS
+from hybrid_kernels.loss_types import KINDS
 
 from hybrid_distill.model import kernel_choice
 
@@ -56,8 +56,8 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(selftest, "check_kernel", definitions.difference)
     remembering = (
         definitions.difference,
-        loss._is_right,
-        loss._reason_against,
+        loss_choice.is_right,
+        loss_choice.reason_against,
         hybrid_kernels.unusable,
     )
     for function in remembering:
@@ -102,7 +102,7 @@ def test_a_mistake_in_the_loss_takes_it_to_torch(
     kind: str, from_head: bool, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(loss_triton, "_add_exponentials", forgets_the_largest)
-    assert not loss._is_right(CPU, FP32, kind, from_head)
+    assert not loss_choice.is_right(CPU, FP32, kind, from_head)
     assert len(caplog.records) == 1
 
 

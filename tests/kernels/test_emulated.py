@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import hybrid_kernels
 import triton
-from hybrid_kernels.loss import KINDS
+from hybrid_kernels.loss_types import KINDS
 from hybrid_kernels.ssd_tiles import TILES, Tile
 
 PROVE = os.environ.get("PROVE") == "1"

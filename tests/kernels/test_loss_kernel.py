@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hybrid_kernels.loss as loss_module
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid_kernels.loss import IGNORE, KINDS, TeacherHead, TeacherTopK, distillation_loss
+from hybrid_kernels.loss import distillation_loss, loss_and_gradients
+from hybrid_kernels.loss_chunks import narrow_adder
+from hybrid_kernels.loss_types import IGNORE, KINDS, TeacherHead, TeacherTopK
 from torch import Tensor
 
 from hybrid_distill.train import losses
@@ -331,7 +332,7 @@ def test_every_torch_adds_bf16_products_to_an_fp32_sum(version, monkeypatch):
     has_none = version == "neither"
     monkeypatch.setattr(torch, "addmm", wide_addmm if version == "2.10" else absent)
     monkeypatch.setattr(torch, "mm", absent if has_none else wide_mm)
-    add = loss_module._narrow_adder.__wrapped__(torch.bfloat16, torch.device("cpu"))
+    add = narrow_adder.__wrapped__(torch.bfloat16, torch.device("cpu"))
     total = torch.randn(5, 6)
     a = torch.randn(5, 7).bfloat16()
     b = torch.randn(7, 6).bfloat16()
@@ -362,13 +363,13 @@ def test_the_operator_keeps_what_torch_asks_of_it(frozen, monkeypatch):
     """Schema, fake kernel and autograd. The traced program is tested above: this one asks for
     second derivatives."""
     calls = []
-    op = loss_module._loss_op
+    op = loss_and_gradients
 
     def note_call(*arguments: Any) -> Any:
         calls.append(arguments)
         return op(*arguments)
 
-    monkeypatch.setattr(loss_module, "_loss_op", note_call)
+    monkeypatch.setattr("hybrid_kernels.loss.loss_and_gradients", note_call)
     case = Case()
     hidden = case.hidden.requires_grad_()
     head = case.head.requires_grad_(not frozen)

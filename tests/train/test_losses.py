@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_kernels.loss import KINDS
+from hybrid_kernels.loss_types import KINDS
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close

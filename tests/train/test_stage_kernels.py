@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 from conftest import make_family_model
-from hybrid_kernels import loss as fused_loss
+from hybrid_kernels import loss_choice
 from students import mixed_student
 from training import small_config, small_models, small_rows
 
@@ -48,7 +48,7 @@ def tried(monkeypatch) -> list[tuple]:
         asked.append(("distillation loss", dtype, kind, from_head))
 
     monkeypatch.setattr(kernel_choice, "_reason_against", reason)
-    monkeypatch.setattr(fused_loss, "_reason_against", reason_of_loss)
+    monkeypatch.setattr(loss_choice, "reason_against", reason_of_loss)
     monkeypatch.setattr(module, "try_together", lambda device, calls: None)
     return asked
 
@@ -85,19 +85,19 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
     # What a step calls.
     called: list[tuple] = []
     choose = kernel_choice.choose
-    pick = fused_loss._pick
+    pick = loss_choice.pick
 
     def noting(impl, kernel, x, *sizes, **options):
         called.append((kernel, x.dtype, sizes, torch.is_grad_enabled(), options))
         return choose(impl, kernel, x, *sizes, **options)
 
-    def noting_loss(impl, device, dtype, options, from_head):
-        called.append(("distillation loss", dtype, options.kind, from_head))
-        return pick(impl, device, dtype, options, from_head)
+    def noting_loss(impl, device, dtype, kind, from_head):
+        called.append(("distillation loss", dtype, kind, from_head))
+        return pick(impl, device, dtype, kind, from_head)
 
     for asking in (ssd, convolution):
         monkeypatch.setattr(asking, "choose", noting)
-    monkeypatch.setattr(fused_loss, "_pick", noting_loss)
+    monkeypatch.setattr(loss_choice, "pick", noting_loss)
     # Of several tokens, only a CPU drops a mask without padding.
     monkeypatch.setattr(decoder, "_marks_nothing", lambda token_mask_BL, cache: False)
     (batch,) = stage.micro_batches(small_rows().batch(0, 4), 4, [0, 1, 2, 3])
@@ -191,7 +191,7 @@ def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> 
 
 def test_warnings_of_the_loss_are_shown(monkeypatch) -> None:
     """Its package is another one than ours, whose logger was never opened."""
-    logger = logging.getLogger("hybrid_kernels.loss")
+    logger = logging.getLogger("hybrid_kernels.loss_choice")
     is_shown: list[bool] = []
     exit_cleanly(lambda: is_shown.append(logger.isEnabledFor(logging.WARNING)))
     assert is_shown == [True]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from hybrid_kernels.loss import CHUNK_LOGITS
+from hybrid_kernels.loss_chunks import CHUNK_LOGITS
 from hybrid_kernels.loss_torch import CACHED_LOGITS
 
 from ...model.kernel_choice import OUR_LIMITS
