@@ -83,22 +83,22 @@ CHECKS = {
 NO_TEACHER = "no teacher"
 HEAD = """# Model families
 
-Can my model be a teacher? Find its `model_type` in the table: all {n_types} that transformers {transformers} has as a causal
-language model, built with tiny random weights and tested with torch {torch} on {device}.
+Can my model be a teacher? Find its `model_type` in the table: all {n_types} that transformers {transformers} has as a
+causal language model, built with tiny random weights and tested with torch {torch} on {device}.
 
 | student | meaning |
 | --- | --- |
-| supported | with all heads kept, a student computes the teacher's logits bit for bit; with some kept, it passes every check below |
+| supported | all heads kept: the teacher's logits bit for bit; some heads kept: every check below passes |
 | refused | building a student ends with the error under "remarks" |
 | failed | neither |
 | no teacher | `AutoModelForCausalLM` cannot make the model or run it on token ids alone |
 
 - **Scored by**: the heads that `score` and `analyze` find ([heads.md](heads.md)).
-- **Oldest transformers for an export**: exports refuse an older version. Tried: {tried}. Where no other was tried, it is this
-  page's version.
+- **Oldest transformers for an export**: an export refuses an older version. Where no other was tried, it is this page's
+  version. Tried: {tried}.
 
-Checks are in float32, relative to the largest logit. `python benchmarks/families.py` and `python benchmarks/versions.py` write
-this page; edit the scripts instead.
+Checks are in float32, relative to the largest logit. This page is written by `python benchmarks/families.py` and
+`python benchmarks/versions.py`: edit the scripts instead.
 """
 
 # Sizes by the names that configs have for them. A config gets those of its fields, at every depth.
