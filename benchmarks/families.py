@@ -83,19 +83,22 @@ CHECKS = {
 NO_TEACHER = "no teacher"
 HEAD = """# Model families
 
-Made by `python benchmarks/families.py` and `python benchmarks/versions.py`; edit the scripts, not this page.
-Every one of the {n_types} model types that transformers {transformers} has as a causal language model, at tiny
-random weights, with torch {torch} on {device}:
+Can my model be a teacher? Find its `model_type` in the table: all {n_types} that transformers {transformers} has as a
+causal language model, built with tiny random weights and tested with torch {torch} on {device}.
 
-- **supported**: a student with all heads kept computes the teacher's logits bit for bit, and one with some heads kept
-  passes every check below, in float32, relative to the largest logit;
-- **refused**: building a student ends with the line under "remarks";
-- **failed**: neither;
-- **no teacher**: transformers cannot make the model with `AutoModelForCausalLM`, or run it on token ids alone.
+| student | meaning |
+| --- | --- |
+| supported | all heads kept: the teacher's logits bit for bit; some heads kept: every check below passes |
+| refused | building a student ends with the error under "remarks" |
+| failed | neither |
+| no teacher | `AutoModelForCausalLM` cannot make the model or run it on token ids alone |
 
-"Scored by" names the heads that `score` and `analyze` find ([heads.md](heads.md)). An export of a supported type runs
-under the version named or newer, and refuses an older one. Tried were {tried}.
-If no other version was tried for a type, its row has this page's version.
+- **Scored by**: the heads that `score` and `analyze` find ([heads.md](heads.md)).
+- **Oldest transformers for an export**: an export refuses an older version. Where no other was tried, it is this page's
+  version. Tried: {tried}.
+
+Checks are in float32, relative to the largest logit. This page is written by `python benchmarks/families.py` and
+`python benchmarks/versions.py`: edit the scripts instead.
 """
 
 # Sizes by the names that configs have for them. A config gets those of its fields, at every depth.

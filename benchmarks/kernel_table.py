@@ -1,6 +1,6 @@
 """Model the recurrence's forward and backward at whole shapes, beside the limit and the peers of traffic.py.
 
-    python benchmarks/kernel_table.py                               # prints docs/performance.md's table
+    python benchmarks/kernel_table.py                               # prints all rows; docs/performance.md has eight
     PYTHONPATH=FOLDER_OF_TRITON python benchmarks/kernel_table.py   # adds another triton
 
 Every kernel of a call counts: the main ones by `kernel_time`, compiled as the tile table says, the small ones (decays,
