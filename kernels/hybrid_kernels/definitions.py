@@ -145,16 +145,19 @@ def _block_of_recurrence(
             state = draw(1, N_HEADS, head_dim, d_state)
         y, final = _define_recurrence(x, a, b, c, D, z, state, document)
 
-        inputs = draw.given(x), draw.given(a, torch.float32), draw.given(b), draw.given(c)
-        options = {
-            "D_H": draw.given(D),
-            "state_BHPN": draw.given(state, torch.float32),
-            "seq_idx_BL": seq_idx,
-            "softplus": gated,
-            "n_segments": n_segments,
-        }
+        arguments = ssd_launch.ScanArguments(
+            draw.given(x),
+            draw.given(a, torch.float32),
+            draw.given(b),
+            draw.given(c),
+            D_H=draw.given(D),
+            state_BHPN=draw.given(state, torch.float32),
+            seq_idx_BL=seq_idx,
+            softplus=gated,
+            n_segments=n_segments,
+        )
         before_gate, actual_final, chunk_states = ssd_launch.ssd_forward(
-            *inputs, **options, save_chunk_states=training
+            arguments, save_chunk_states=training
         )
         output = before_gate
         if z is not None:
@@ -174,7 +177,7 @@ def _block_of_recurrence(
                 upstream, before_gate, draw.given(z)
             )
         gradients = ssd_launch.ssd_backward(
-            upstream, draw.given(dfinal, torch.float32), chunk_states, *inputs, **options
+            upstream, draw.given(dfinal, torch.float32), chunk_states, arguments
         )
         for name, gradient in gradients._asdict().items():
             # Without the dimensions: x_BLHP is x.

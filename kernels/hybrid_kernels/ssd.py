@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from .common import check_device, check_dtype, check_shape
-from .ssd_launch import check_scan
+from .ssd_launch import ScanArguments, check_scan
 from .ssd_operators import gate, scan
 from .ssd_tiles import LARGEST_FP32_BLOCK
 
@@ -83,54 +83,46 @@ def ssd(
     Raises ValueError for shapes that do not fit, other dtypes, an empty x, N or P above 128, a
     falling seq_idx (looked at on a CPU, or with HYBRID_KERNELS_DEBUG=1).
     """
-    arguments = (x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, state_BHPN, seq_idx_BL)
+    arguments = ScanArguments(
+        x_BLHP, a_BLH, b_BLHN, c_BLHN, D_H, state_BHPN, seq_idx_BL, softplus, n_segments
+    )
     if z_BLHP is not None:
         check_shape("z_BLHP", z_BLHP, x_BLHP.shape, "BLHP")
         check_dtype("z_BLHP", z_BLHP, (x_BLHP.dtype,))
         check_device("z_BLHP", z_BLHP, x_BLHP)
     largest = max(x_BLHP.shape[-1], b_BLHN.shape[-1])
     if x_BLHP.dtype == torch.float32 and largest > LARGEST_FP32_BLOCK:
-        check_scan(*arguments, n_segments)
-        y, final = _scan_in_blocks(*arguments, softplus, n_segments)
+        check_scan(arguments)
+        y, final = _scan_in_blocks(arguments)
     else:
-        y, final = scan(*arguments, softplus, n_segments)
+        y, final = scan(arguments)
     if z_BLHP is not None:
         y = gate(y, z_BLHP)
     return y, final
 
 
-def _scan_in_blocks(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    D: Tensor | None,
-    state: Tensor | None,
-    seq_idx: Tensor | None,
-    softplus: bool,
-    n_segments: int | None,
-) -> tuple[Tensor, Tensor]:
+def _scan_in_blocks(arguments: ScanArguments) -> tuple[Tensor, Tensor]:
     """Scan block by block of the state: P is split freely, and y is a sum over blocks of N."""
+    x = arguments.x_BLHP
+    D = arguments.D_H
+    state = arguments.state_BHPN
     ys = []
     finals = []
     for p in _fp32_blocks(x.shape[-1]):
         ys_of_p = []
         finals_of_p = []
-        for n in _fp32_blocks(b.shape[-1]):
+        for n in _fp32_blocks(arguments.b_BLHN.shape[-1]):
             block_state = None
             if state is not None:
                 block_state = state[:, :, p, n]
-            y, final = scan(
-                x[..., p],
-                a,
-                b[..., n],
-                c[..., n],
-                None,
-                block_state,
-                seq_idx,
-                softplus,
-                n_segments,
+            block = arguments._replace(
+                x_BLHP=x[..., p],
+                b_BLHN=arguments.b_BLHN[..., n],
+                c_BLHN=arguments.c_BLHN[..., n],
+                D_H=None,
+                state_BHPN=block_state,
             )
+            y, final = scan(block)
             ys_of_p.append(y)
             finals_of_p.append(final)
         # A stack and a sum, not a running total: the order of the sum is the order of the blocks.

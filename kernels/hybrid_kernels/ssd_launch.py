@@ -48,6 +48,20 @@ CARRY_BLOCK = 1024
 """Elements of a state that one program carries over segments."""
 
 
+class ScanArguments(NamedTuple):
+    """Arguments of `ssd` but for the gate, which is a pass of its own."""
+
+    x_BLHP: Tensor
+    a_BLH: Tensor
+    b_BLHN: Tensor
+    c_BLHN: Tensor
+    D_H: Tensor | None = None
+    state_BHPN: Tensor | None = None
+    seq_idx_BL: Tensor | None = None
+    softplus: bool = True
+    n_segments: int | None = None
+
+
 class Gradients(NamedTuple):
     """Gradients, each in the dtype of its argument; None for an absent argument."""
 
@@ -60,35 +74,14 @@ class Gradients(NamedTuple):
 
 
 def ssd_forward(
-    x_BLHP: Tensor,
-    a_BLH: Tensor,
-    b_BLHN: Tensor,
-    c_BLHN: Tensor,
-    *,
-    D_H: Tensor | None = None,
-    state_BHPN: Tensor | None = None,
-    seq_idx_BL: Tensor | None = None,
-    softplus: bool = True,
-    n_segments: int | None = None,
-    save_chunk_states: bool = True,
+    arguments: ScanArguments, *, save_chunk_states: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run `ssd` without autograd and gate: return y_BLHP, the last state_BHPN and the states before each chunk.
 
     The last, [B, M, H, N, P] in the dtype of x, are for `ssd_backward`; None without
     ``save_chunk_states``.
     """
-    call = _Call.of(
-        x_BLHP,
-        a_BLH,
-        b_BLHN,
-        c_BLHN,
-        D_H,
-        state_BHPN,
-        seq_idx_BL,
-        softplus,
-        n_segments,
-        backward=False,
-    )
+    call = _Call.of(arguments, backward=False)
     before = call.states_before_segments()
     y = torch.empty(call.shape, dtype=call.x.dtype, device=call.x.device)
     final = torch.empty(call.state_shape, dtype=torch.float32, device=call.x.device)
@@ -118,34 +111,17 @@ def ssd_backward(
     dy_BLHP: Tensor,
     dstate_BHPN: Tensor | None,
     chunk_states: Tensor,
-    x_BLHP: Tensor,
-    a_BLH: Tensor,
-    b_BLHN: Tensor,
-    c_BLHN: Tensor,
+    arguments: ScanArguments,
     *,
-    D_H: Tensor | None = None,
-    state_BHPN: Tensor | None = None,
-    seq_idx_BL: Tensor | None = None,
-    softplus: bool = True,
-    n_segments: int | None = None,
     row_BLC: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of `ssd_forward`'s arguments, from those of y and of the last state (None for zero).
 
     Those of x, B and C are slices of ``row_BLC``, if given, as x, B and C are of their row.
     """
-    call = _Call.of(
-        x_BLHP,
-        a_BLH,
-        b_BLHN,
-        c_BLHN,
-        D_H,
-        state_BHPN,
-        seq_idx_BL,
-        softplus,
-        n_segments,
-        backward=True,
-    )
+    call = _Call.of(arguments, backward=True)
+    D_H = arguments.D_H
+    state_BHPN = arguments.state_BHPN
     check_shape("dy_BLHP", dy_BLHP, call.shape, "BLHP")
     check_shape("chunk_states", chunk_states, call.chunk_states_shape, "BMHNP")
     # bf16 as the forward's operands: an fp32 dy would be rounded in the products anyway.
@@ -159,14 +135,11 @@ def ssd_backward(
     like: dict[str, Any] = {"device": call.x.device, "dtype": call.x.dtype}
     wide: dict[str, Any] = {"device": call.x.device, "dtype": torch.float32}
     da = torch.empty_like(call.a)
+    in_row = (arguments.x_BLHP, arguments.b_BLHN, arguments.c_BLHN)
     if row_BLC is None:
-        dx = torch.empty(x_BLHP.shape, **like)
-        db = torch.empty(b_BLHN.shape, **like)
-        dc = torch.empty(c_BLHN.shape, **like)
+        dx, db, dc = (torch.empty(part.shape, **like) for part in in_row)
     else:
-        dx = slice_like(x_BLHP, row_BLC)
-        db = slice_like(b_BLHN, row_BLC)
-        dc = slice_like(c_BLHN, row_BLC)
+        dx, db, dc = (slice_like(part, row_BLC) for part in in_row)
     to_tokens, from_tokens = torch.empty(2, *call.decay_shape, **wide)
     over = torch.empty(call.decay_shape[:3], **wide)
     dD = None
@@ -241,21 +214,9 @@ class _Call:
     n_segments: int
 
     @classmethod
-    def of(
-        cls,
-        x,
-        a,
-        b,
-        c,
-        D,
-        state,
-        seq_idx,
-        softplus: bool,
-        n_segments: int | None,
-        *,
-        backward: bool,
-    ) -> _Call:
-        check_scan(x, a, b, c, D, state, seq_idx, n_segments)
+    def of(cls, arguments: ScanArguments, *, backward: bool) -> _Call:
+        check_scan(arguments)
+        x, a, b, c, D, state, seq_idx, softplus, n_segments = arguments
         batch, length, n_heads, head_dim = x.shape
         tile = tile_on(x.device, x.dtype, b.shape[-1], head_dim)
         n_chunks = triton.cdiv(length, tile.chunk)
@@ -458,17 +419,9 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor.contiguous()
 
 
-def check_scan(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    D: Tensor | None,
-    state: Tensor | None,
-    seq_idx: Tensor | None,
-    n_segments: int | None,
-) -> None:
-    """Raise ValueError for arguments of a scan that do not fit one another or the kernels."""
+def check_scan(arguments: ScanArguments) -> None:
+    """Raise ValueError for arguments that do not fit one another or the kernels."""
+    x, a, b, c, D, state, seq_idx, _, n_segments = arguments
     check_shape("x_BLHP", x, (None,) * 4, "BLHP")
     check_not_empty("x_BLHP", x)
     batch, length, n_heads, head_dim = x.shape

@@ -14,6 +14,7 @@ from torch.library import custom_op
 
 from . import ssd_launch
 from .common import dot_mode, no_second_derivative
+from .ssd_launch import ScanArguments
 from .ssd_triton import _gate, _gate_gradients
 
 GATE_BLOCK = 1024
@@ -24,22 +25,12 @@ _ARGUMENTS = (
 )
 
 
-def scan(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    D: Tensor | None,
-    state: Tensor | None,
-    seq_idx: Tensor | None,
-    softplus: bool,
-    n_segments: int | None,
-) -> tuple[Tensor, Tensor]:
+def scan(arguments: ScanArguments) -> tuple[Tensor, Tensor]:
     """Run `ssd` without its gate, on a state that fits one program; return y and the last state."""
-    inputs = (x, a, b, c, D, state)
-    needs_gradient = any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    differentiable = arguments[:6]
+    needs_gradient = any(tensor is not None and tensor.requires_grad for tensor in differentiable)
     save = torch.is_grad_enabled() and needs_gradient
-    y, final, _ = scan_forward(*inputs, seq_idx, softplus, n_segments, save)
+    y, final, _ = scan_forward(*arguments, save)
     return y, final
 
 
@@ -52,18 +43,8 @@ def scan_forward(
     x, a, b, c, D, state, seq_idx, softplus, n_segments, save
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the last state, and the states before each chunk: empty unless ``save``."""
-    y, final, chunk_states = ssd_launch.ssd_forward(
-        x,
-        a,
-        b,
-        c,
-        D_H=D,
-        state_BHPN=state,
-        seq_idx_BL=seq_idx,
-        softplus=softplus,
-        n_segments=n_segments,
-        save_chunk_states=save,
-    )
+    arguments = ScanArguments(x, a, b, c, D, state, seq_idx, softplus, n_segments)
+    y, final, chunk_states = ssd_launch.ssd_forward(arguments, save_chunk_states=save)
     if chunk_states is None:
         chunk_states = y.new_empty(0)
     return y, final, chunk_states
@@ -97,21 +78,8 @@ def scan_backward(
     row_BLC = None
     if width:
         row_BLC = _gradient_row(x, b, c, width)
-    gradients = ssd_launch.ssd_backward(
-        dy,
-        dstate,
-        chunk_states,
-        x,
-        a,
-        b,
-        c,
-        D_H=D,
-        state_BHPN=state,
-        seq_idx_BL=seq_idx,
-        softplus=softplus,
-        n_segments=n_segments,
-        row_BLC=row_BLC,
-    )
+    arguments = ScanArguments(x, a, b, c, D, state, seq_idx, softplus, n_segments)
+    gradients = ssd_launch.ssd_backward(dy, dstate, chunk_states, arguments, row_BLC=row_BLC)
     if row_BLC is None:
         outputs = [gradients.x_BLHP, gradients.b_BLHN, gradients.c_BLHN]
     else:

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hybrid_kernels import common
 from hybrid_kernels import ssd_tiles as tiles
 from hybrid_kernels.ssd import ssd
-from hybrid_kernels.ssd_launch import ssd_backward, ssd_forward
+from hybrid_kernels.ssd_launch import ScanArguments, ssd_backward, ssd_forward
 from ssd_problem import (
     BF16,
     FP32,
@@ -194,7 +194,7 @@ def test_only_the_final_state_is_used() -> None:
 def test_slices_of_a_wider_tensor_need_no_copy() -> None:
     heads = 3
     given = in_dtype(problem(2, 70, heads, 16, 8), FP32)
-    expected, _, _ = ssd_forward(given.x, given.a, given.b, given.c)
+    expected, _, _ = ssd_forward(ScanArguments(*given[:4]))
 
     wide = torch.cat([t.detach().flatten(2) for t in (given.x, given.b, given.c)], dim=-1)
     sizes = [heads * 16, heads * 8, heads * 8]
@@ -203,13 +203,13 @@ def test_slices_of_a_wider_tensor_need_no_copy() -> None:
         used, *_ = common.rows(part)
         assert used is part, "it was copied"
     x, b, c = slices
-    y_of_slices, _, _ = ssd_forward(x, given.a, b, c)
+    y_of_slices, _, _ = ssd_forward(ScanArguments(x, given.a, b, c))
     assert torch.equal(y_of_slices, expected)
 
     # Heads before tokens in memory.
     x, b, c = (part.clone().transpose(1, 2).contiguous().transpose(1, 2) for part in slices)
     assert not x.is_contiguous()
-    y_of_transposed, _, _ = ssd_forward(x, given.a, b, c)
+    y_of_transposed, _, _ = ssd_forward(ScanArguments(x, given.a, b, c))
     assert torch.equal(y_of_transposed, expected)
 
 
@@ -218,9 +218,10 @@ def test_the_same_bits_every_time_and_however_rows_are_batched() -> None:
     runs = []
     for rows in (slice(0, 2), slice(0, 2), slice(0, 1)):
         x, a, b, c = (t.detach()[rows] for t in given[:4])
-        y, final, chunk_states = ssd_forward(x, a, b, c, D_H=given.D)
+        arguments = ScanArguments(x, a, b, c, given.D)
+        y, final, chunk_states = ssd_forward(arguments)
         assert chunk_states is not None
-        gradients = ssd_backward(torch.ones_like(y), final, chunk_states, x, a, b, c, D_H=given.D)
+        gradients = ssd_backward(torch.ones_like(y), final, chunk_states, arguments)
         runs.append([y, final, *gradients[:4]])
     for once, again, alone in zip(*runs):
         assert torch.equal(once, again)
@@ -278,7 +279,7 @@ def test_a_state_larger_than_one_kernel_holds_is_refused() -> None:
     x, a, *_ = in_dtype(problem(2, 9, 3, 16, 8), FP32)
     large = torch.zeros(2, 9, 3, 65)
     with pytest.raises(ValueError, match="N=65 and P=16"):
-        ssd_forward(x, a, large, large)
+        ssd_forward(ScanArguments(x, a, large, large))
 
 
 @pytest.fixture
