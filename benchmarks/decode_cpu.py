@@ -1,9 +1,9 @@
-"""Milliseconds a token of a student and of its teacher on a CPU, as they are and compiled, and what takes the time.
+"""Milliseconds a token of a student and of its teacher on a CPU: as they are, compiled, in 8 bits.
 
     python benchmarks/decode_cpu.py --teacher smollm2 --model runs/hybrid_smollm2_135m/export
 
 One row in bfloat16 after a prompt of 128 tokens. All variants take turns in one process; the student's give the same
-tokens. Each figure is the best of the rounds: CPU time of one thread, as others may use the machine, or wall time of
+tokens, but for those in 8 bits (torchao's weights, as docs/publishing.md makes them). Each figure is the best of the rounds: CPU time of one thread, as others may use the machine, or wall time of
 several. "Products alone" multiplies each weight of the teacher by one vector, which no variant can do without.
 Operators are those that compute or copy, by layer: on a GPU each is the launch of a kernel. The first call of a
 compiled variant takes minutes, and is shown apart: it compiles one graph, of a token's step.
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from counting import CountOperators, Counts
 from records import RESULTS, about, parser_of, write
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CompileConfig
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, CompileConfig, TorchAoConfig
 
 from hybrid_distill.lab.reporting import text_table
 from hybrid_distill.model.layout import CACHE_NAMES
@@ -50,9 +51,11 @@ def main() -> None:
         "products alone": products(teacher),
         "teacher": generator_of(teacher),
         "teacher, compiled, static cache": compiled(load(options.teacher)),
+        "teacher, 8 bits, compiled, static cache": compiled(load_in_8_bits(options.teacher)),
         "student": generator_of(student),
         "student, static cache": generator_of(load(options.model), cache_implementation="static"),
         "student, compiled, static cache": compiled(load(options.model)),
+        "student, 8 bits, compiled, static cache": compiled(load_in_8_bits(options.model)),
     }
     first = first_calls(calls, prompt)
     best = best_seconds(calls, prompt, clock, options.rounds)
@@ -101,11 +104,17 @@ def best_seconds(
     return best
 
 
-def load(folder: str) -> Any:
+def load(folder: str, **options: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype=torch.bfloat16
+        folder, trust_remote_code=True, dtype=torch.bfloat16, **options
     )
     return model.eval()
+
+
+def load_in_8_bits(folder: str) -> Any:
+    """Load a model whose linear layers, except the output embedding, have 8-bit weights."""
+    config = TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["lm_head", "a_proj"])
+    return load(folder, quantization_config=config)
 
 
 def compiled(model: Any) -> Call:
