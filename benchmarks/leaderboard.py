@@ -54,8 +54,21 @@ HEAD = """# Leaderboard
 
 What small hybrids keep of SmolLM2-135M-Instruct, in two classes: at most {classes} % (rounded) of the teacher's
 cache of one sequence of {context:,} tokens ({whole:.1f} MB). Made from the records in
-`benchmarks/results/leaderboard` by `python benchmarks/leaderboard.py page`; the same script enters a model in ten
-minutes.
+`benchmarks/results/leaderboard` by `python benchmarks/leaderboard.py page`. In each class retrieval decides (far and
+keys together), then closeness to the teacher on text.
+
+To enter a model that `from_pretrained` loads, with SmolLM2's tokenizer, in some ten minutes of an idle core:
+
+```
+hybrid-distill import-gguf SmolLM2-135M-Instruct.Q4_1.gguf smollm2    # the teacher (docs/atlas.md)
+apt-get download anarchism aptitude-doc-en debian-faq debian-handbook jargon-text maint-guide python3.11-doc
+python benchmarks/debian_text.py *.deb --out text                     # no entry may train on its held-out pages
+python benchmarks/leaderboard.py enter EXPORT --name NAME --tokens 3M --by WHO --how "one line" \\
+    --teacher smollm2 --text text --trust-remote-code
+git add benchmarks/results/leaderboard/NAME.json docs/leaderboard.md
+```
+
+`--trust-remote-code` runs the code in the folder, as exports of this package need.
 
 "Near" are dictionaries of 4 and 8 pairs, "far" the same before 1,000 tokens of other text, and needles in 512, 1,024
 and 2,048 tokens; "keys" are needles among keys (`niah_multikey_2`). Shown is the mean relative score,
