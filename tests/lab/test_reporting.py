@@ -274,9 +274,13 @@ def test_figures_show_what_the_teacher_can_answer(tmp_path: Path) -> None:
     evaluation(by_chance, choice=(0.9, 0.6, 0.1, 0.04)).save(run.evaluation)
     run.teacher_evaluation.parent.mkdir()
     evaluation(by_chance, choice=(1.0, 0.9, 0.8, 0.04)).save(run.teacher_evaluation)
-    write_json(run.config, {"stages": [], "student": {}, "evaluation": {}})
+    write_scores(run.scores)
+    plan = {"unit": "kv-group"}
+    write_json(run.config, {"stages": [], "student": {}, "plan": plan, "evaluation": {}})
 
-    captions = re.findall(r"!\[(.*?)\]", write_report(run.out).with_suffix(".md").read_text())
+    text = write_report(run.out).with_suffix(".md").read_text()
+    assert "kv-group" in text
+    captions = re.findall(r"!\[(.*?)\]", text)
     assert any("16 pairs answered by choice" in caption for caption in captions)
     assert not any("by generation" in caption for caption in captions)
 

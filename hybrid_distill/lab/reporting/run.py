@@ -178,6 +178,10 @@ def _head_blocks(record: RunRecord, folder: Path) -> list[Block]:
         f"What a single head is worth ({method}), ± one standard error:",
         score_table(scores, top=n_shown, kept=kept),
     ]
+    if record.unit != "head":
+        blocks.append(
+            f"The plan keeps whole units ({record.unit}), ranked as such: of two heads the better one may be replaced."
+        )
     if facts:
         conditions = ", ".join(f"{name} {fact}" for name, fact in facts.items())
         blocks.append(f"Measured with {conditions}.")
