@@ -457,7 +457,7 @@ def measure_all(model_types: list[str], done: Callable[[str, list[dict[str, Any]
 ORDER = ("supported", "failed", "refused", NO_TEACHER)
 """Order of the table."""
 COMMON = re.compile(r"; expected (?!\d)[^;|]*| Its heads can be scored[^;|]*")
-"""What errors end with whatever the family. The names of layouts in it would be those of the day of the record."""
+"""Endings that errors share, whatever the family. The layouts that they name are those of the day of the record."""
 
 
 def write_page() -> None:

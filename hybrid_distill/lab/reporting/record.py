@@ -50,7 +50,7 @@ class RunRecord:
     window: int
     """Tokens of the windows of replaced heads; 0 if they have none, or if it is not known."""
     unit: str
-    """What the plan keeps: single heads, or groups of them."""
+    """Units that the plan keeps: single heads, or groups of them."""
     text_length: float
     """Mean tokens of a held-out text; 0 if none was measured."""
     missing: tuple[str, ...]
