@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test peers test-serving lint docs wheel matrix latest gpu-check oracle
+.PHONY: help demo test peers test-serving lint docs dist wheel matrix latest gpu-check oracle
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' | while IFS='|' read -r name text; do printf '%-16s %s\n' "$$name" "$$text"; done
@@ -86,12 +86,17 @@ lint: $(VENV)/test.stamp ## ruff, codespell, the openings that we avoid, pyright
 		|| { echo "Begin with a verb (functions) or a noun (fields, classes); write \"is not a\"."; exit 1; }
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
+dist: ## build dist/*.whl and *.tar.gz, without torch
+	rm -rf dist
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --constraint constraints.txt 'hatchling>=1.27'
+	$(BIN)/python -m hatchling build
+
 # What users get: nothing is pinned but torch. The first lines of the README, with few steps.
 FEW_STEPS := --scoring.n-examples 8 --align.steps 2 --distill.steps 2 --evaluation.n-examples 4
 
-wheel: $(VENV)/test.stamp ## build dist/*.whl and *.tar.gz; install the wheel without constraints and run it
-	rm -rf dist build/empty
-	$(BIN)/python -m hatchling build
+wheel: dist ## the same; then install the wheel without constraints into an empty environment and run it
+	rm -rf build/empty
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install --quiet $(TORCH)
 	build/empty/bin/python -m pip install --quiet "$$(ls dist/*.whl)[plot]"

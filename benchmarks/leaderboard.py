@@ -48,14 +48,29 @@ FAR = (
 KEYS = tuple(f"niah_multikey_2 at {length}" for length in LENGTHS)
 GROUPS = {"knowledge": ("knowledge",), "near": NEAR, "far": FAR, "keys": KEYS}
 """Tasks of each column."""
+FIGURES = {"held", "entry", "text", *(task for tasks in GROUPS.values() for task in tasks)}
+"""Keys of a complete record."""
 NEEDLE_CHANCE = 0.1
 """Accuracy of guessing among the choices that `niah` questions offer."""
 HEAD = """# Leaderboard
 
 What small hybrids keep of SmolLM2-135M-Instruct, in two classes: at most {classes} % (rounded) of the teacher's
 cache of one sequence of {context:,} tokens ({whole:.1f} MB). Made from the records in
-`benchmarks/results/leaderboard` by `python benchmarks/leaderboard.py page`; the same script enters a model in ten
-minutes.
+`benchmarks/results/leaderboard` by `python benchmarks/leaderboard.py page`. In each class retrieval decides (far and
+keys together), then closeness to the teacher on text.
+
+To enter a model that `from_pretrained` loads, with SmolLM2's tokenizer, in some ten minutes of an idle core:
+
+```
+hybrid-distill import-gguf SmolLM2-135M-Instruct.Q4_1.gguf smollm2    # the teacher (docs/atlas.md)
+apt-get download anarchism aptitude-doc-en debian-faq debian-handbook jargon-text maint-guide python3.11-doc
+python benchmarks/debian_text.py *.deb --out text                     # no entry may train on its held-out pages
+python benchmarks/leaderboard.py enter EXPORT --name NAME --tokens 3M --by WHO --how "one line" \\
+    --teacher smollm2 --text text --trust-remote-code
+git add benchmarks/results/leaderboard/NAME.json docs/leaderboard.md
+```
+
+`--trust-remote-code` runs the code in the folder, as exports of this package need.
 
 "Near" are dictionaries of 4 and 8 pairs, "far" the same before 1,000 tokens of other text, and needles in 512, 1,024
 and 2,048 tokens; "keys" are needles among keys (`niah_multikey_2`). Shown is the mean relative score,
@@ -86,12 +101,22 @@ def enter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Measure a model, and the teacher if it has no record yet."""
     if options.export is None or not re.fullmatch(r"[\w.-]+", options.name or ""):
         parser.error("enter needs EXPORT and --name, of letters, digits, dots, - and _")
+    held_out = options.text / "held_out.jsonl"
+    for flag, path in {
+        "EXPORT": options.export,
+        "--teacher": options.teacher,
+        "--text": held_out,
+    }.items():
+        if not Path(path).exists():
+            parser.error(
+                f"{flag}: {path} does not exist; docs/leaderboard.md has the commands that make it"
+            )
     tokens = 0 if options.tokens == "0" else number_of_tokens("--tokens", options.tokens)
     torch.set_num_threads(1)
     FOLDER.mkdir(exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
     teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16).eval()
-    measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
+    measures = Measures(teacher, tokenizer, held_out)
     _measure(teacher, measures, TEACHER, {"tokens": 0, "by": "", "how": ""})
     model = AutoModelForCausalLM.from_pretrained(
         options.export, dtype=torch.bfloat16, trust_remote_code=options.trust_remote_code
@@ -102,11 +127,12 @@ def enter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def _measure(model: PreTrainedModel, measures: Measures, name: str, entry: dict[str, Any]) -> None:
     path = FOLDER / f"{name}.json"
-    record = read(path)
-    record |= {"entry": entry, **about("an entry of the leaderboard", threads=1)}
+    record = read(path) | {"entry": entry}
     if "held" not in record:
-        record["held"] = held_bytes(model)
-    write(path, record)
+        record |= {**about("an entry", threads=1), "held": held_bytes(model)}
+    # The teacher's record stays as it is.
+    if record != read(path):
+        write(path, record)
     measure_one(model, measures, path)
 
 
@@ -156,7 +182,13 @@ def _collect(value: Any, sizes: dict[int, int], visited: set[int]) -> None:
 
 def page() -> None:
     """Write the page from the records."""
-    records = {path.stem: read(path) for path in sorted(FOLDER.glob("*.json"))}
+    records = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        record = read(path)
+        if record.keys() >= FIGURES:
+            records[path.stem] = record
+        else:
+            print(f"{path.stem} was stopped and is left out; repeat its command to go on.")
     teacher = records.pop(TEACHER)
     text = teacher["text"]
     head = HEAD.format(

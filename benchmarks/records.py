@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from hybrid_distill.provenance import installed as versions
+from hybrid_distill.provenance import mute_imports
 
 __all__ = [
     "RESULTS",
@@ -29,6 +30,7 @@ __all__ = [
     "write",
 ]
 
+mute_imports()
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Result = TypeVar("Result")

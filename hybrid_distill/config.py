@@ -236,7 +236,8 @@ class RunConfig:
     profile: Tunable[bool] = False
     """Write a profiler trace of a few steps of each stage to stages/*/trace-<process>.json."""
     dry_run: Tunable[bool] = False
-    """Check sources, files and settings; print what to launch and how much memory each stage takes; start nothing."""
+    """Check sources, files and settings; print what to launch, and each stage's memory and time, measured on a few
+    random rows; start nothing."""
     show_config: Tunable[bool] = False
     """Also print the resolved config in a dry run, as JSON."""
     gpus: Tunable[Count] = 1

@@ -98,6 +98,9 @@ class Phase:
             return f"in {_clock(seconds)}"
         if self.total is None or self.done <= self._done_before:
             return ""
+        if self.done >= self.total and _open[0] is not self:
+            # What follows within the outermost phase may take long.
+            return ""
         done_now = self.done - self._done_before
         seconds_left = seconds * (self.total - self.done) / done_now
         return f"{_clock(seconds_left)} left"

@@ -1,9 +1,10 @@
-"""Provenance of results: package versions and date."""
+"""Installed packages: those of a result, with its date; those that are supported; those that warn when imported."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import logging
 import platform
 import re
 import sys
@@ -15,6 +16,16 @@ PACKAGES = ("hybrid-distill", "torch", "transformers", "accelerate")
 
 SUPPORTED = {"python": ("3.10", "3.13"), "torch": ("2.9", "2.x"), "transformers": ("5.2", "5.24")}
 """Oldest supported versions, as in pyproject.toml, and newest ones (docs/versions.md lists those tested)."""
+
+
+NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
+"""Loggers that warn about a missing GPU while transformers is imported."""
+
+
+def mute_imports() -> None:
+    """Mute the warnings of `NOISY_IMPORTS`, before transformers imports them."""
+    for name in NOISY_IMPORTS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @lru_cache

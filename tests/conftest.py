@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 COMPILED = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
 """Environment of a process in which triton compiles."""
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "phi3", "gpt_neox")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "phi", "phi3", "gpt_neox")
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 101,
@@ -51,6 +51,7 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "olmo2": {},
     "olmo3": {},
+    "phi": {},
     "phi3": {},
     "gpt_neox": {"num_key_value_heads": None},  # it has none of its own
     "gemma2": {"head_dim": 8},
@@ -71,6 +72,7 @@ _CLASS_PREFIX = {
     "mistral": "Mistral",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
+    "phi": "Phi",
     "phi3": "Phi3",
     "gpt_neox": "GPTNeoX",
     "gemma2": "Gemma2",

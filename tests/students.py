@@ -48,6 +48,7 @@ HARD: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "olmo2": {"attention_bias": True},
     "olmo3": {"sliding_window": 6},
+    "phi": {"partial_rotary_factor": 0.25, "qk_layernorm": True},
     "phi3": {"sliding_window": 6, "partial_rotary_factor": 0.5},
     "gpt_neox": {"tie_word_embeddings": True, "rotary_pct": 0.5},
 }

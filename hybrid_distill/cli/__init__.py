@@ -4,15 +4,12 @@ A program starts here, so importing this prepares the process: it is the one par
 whose import changes anything. It loads no library, and an unsupported machine exits here.
 """
 
-import logging
 import os
 import sys
 
-from ..provenance import check_supported
+from ..provenance import check_supported, mute_imports
 
 SHORT_SPIN = "1000"
-NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
-"""Loggers that warn about a missing GPU while transformers is imported."""
 
 
 def prepare_process() -> None:
@@ -26,8 +23,7 @@ def prepare_process() -> None:
     # (benchmarks/threads.py).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SHORT_SPIN)
-    for name in NOISY_IMPORTS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    mute_imports()
 
 
 def exit_if_unsupported() -> None:

@@ -46,10 +46,15 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     try:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:
-        missing = f"No parameter counts: --teacher.path {first_line(error)} (--teacher tiny is the embedded one.)"
+        missing = (
+            "The launch command, plan, sizes and memory follow from the teacher's config, and "
+            f"--teacher.path {first_line(error)} (--teacher tiny is the embedded one.)"
+        )
         return "\n\n".join([*record, heading, missing])
     problems = list(_problems(config))
     if problems:
+        if len(problems) > 1:
+            problems = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
         raise ValueError(f"the run would not start: {' '.join(problems)}")
     teacher = shape_of_teacher(config.teacher)
     plan, source = _plan(config, teacher)

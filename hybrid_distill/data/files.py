@@ -70,7 +70,8 @@ def source_files(source: str) -> list[Path]:
 def _unreadable(source: str, problem: str) -> ValueError:
     return ValueError(
         f"data source {source!r} {problem}; pass files or folders of {', '.join(SUFFIXES)}, folders that "
-        "`hybrid-distill prepare-data` has written, hf:repo:config:split, or tiny."
+        "`hybrid-distill prepare-data` or `generate-data` (the teacher's own text) has written, "
+        "hf:repo:config:split, or tiny."
     )
 
 

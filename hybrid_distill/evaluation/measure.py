@@ -50,23 +50,25 @@ class EvalInputs:
 def measure(model: PreTrainedModel, inputs: EvalInputs) -> Record:
     """Return the fields of an `EvalResult` that depend on what the model answers."""
 
-    def by_choice(examples: list[Example]) -> float:
+    def by_choice(name: str, examples: list[Example]) -> float:
         result = answer_choices(
             model,
             inputs.tokenizer,
             examples,
             batch_size=inputs.batch_size,
             progress=inputs.progress,
+            name=name,
         )
         return result.accuracy
 
-    def by_generation(examples: list[Example]) -> float:
+    def by_generation(name: str, examples: list[Example]) -> float:
         correct_E = answer_generation(
             model,
             inputs.tokenizer,
             examples,
             batch_size=inputs.batch_size,
             progress=inputs.progress,
+            name=name,
         )
         return correct_E.double().mean().item()
 
@@ -77,10 +79,15 @@ def measure(model: PreTrainedModel, inputs: EvalInputs) -> Record:
         max_tokens=inputs.max_text_tokens,
         batch_size=inputs.batch_size,
     )
+    choice = {}
+    generation = {}
+    for n, examples in inputs.examples.items():
+        choice[n] = by_choice(f"{n} pairs by choice,", examples)
+        generation[n] = by_generation(f"{n} pairs by generation,", examples)
     return {
-        "kv_choice": {n: by_choice(examples) for n, examples in inputs.examples.items()},
-        "kv_generation": {n: by_generation(examples) for n, examples in inputs.examples.items()},
-        "knowledge": by_choice(inputs.questions) if inputs.questions else None,
+        "kv_choice": choice,
+        "kv_generation": generation,
+        "knowledge": by_choice("knowledge,", inputs.questions) if inputs.questions else None,
         **compare_on_text(model, inputs.teacher, list(batches), progress=inputs.progress),
     }
 

@@ -83,6 +83,7 @@ LAYOUTS = (
     AttentionLayout(
         "q_proj", "k_proj", "v_proj", "o_proj", "Llama, Qwen2, Qwen3, Mistral, OLMo-2 or OLMo-3"
     ),
+    AttentionLayout("q_proj", "k_proj", "v_proj", "dense", "Phi, Phi-1.5 or Phi-2"),
     AttentionLayout("qkv_proj", "qkv_proj", "qkv_proj", "o_proj", "Phi-3"),
     AttentionLayout(
         "query_key_value", "query_key_value", "query_key_value", "dense", "GPT-NeoX", by_head=True

@@ -163,16 +163,17 @@ def answer_choices(
     *,
     batch_size: int = 32,
     progress: bool = False,
+    name: str = "answers by choice",
 ) -> ChoiceResult:
     """Score every choice by the summed log-probability of its tokens, and grade the model's answers.
 
     If a choice is a prefix of another, only the probability that the model stops after it counts.
-    Works for any decoder and any tokenizer, with or without a pad token.
+    Works for any decoder and any tokenizer, with or without a pad token. ``name`` is what progress calls it.
     """
     logprob_EC: list[list[float]] = []
     answers: list[int] = []
     with eval_mode(model):
-        for part in _parts(examples, batch_size, "answers by choice", progress):
+        for part in _parts(examples, batch_size, name, progress):
             encoded = [encode_example(tokenizer, example) for example in part]
             batch = ChoiceBatch(encoded, model.device)
             for example, read_Q in zip(encoded, batch.reads(model)):
@@ -189,11 +190,12 @@ def answer_generation(
     *,
     batch_size: int = 32,
     progress: bool = False,
+    name: str = "answers by generation",
 ) -> Tensor:
     """Return correct_E: true where the generated text begins with the answer (`begins_with`)."""
     correct: list[bool] = []
     with eval_mode(model):
-        for part in _parts(examples, batch_size, "answers by generation", progress):
+        for part in _parts(examples, batch_size, name, progress):
             texts = generate_greedily(model, tokenizer, part)
             for text, example in zip(texts, part, strict=True):
                 correct.append(begins_with(text, example.answer))

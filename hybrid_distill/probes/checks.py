@@ -47,8 +47,8 @@ def check_answerable(
         n_too_long = sum(length > max_length for length in lengths)
         raise CannotAnswer(
             f"{n_too_long} of {len(examples)} examples are longer than the model's context of {max_length} tokens; "
-            f"example {lengths.index(longest)} is the longest, with {longest}: take fewer pairs (--pairs), less text "
-            "in between (--distance) or shorter questions (--length)."
+            f"example {lengths.index(longest)} is the longest, with {longest}: take fewer pairs (--pairs; in a run "
+            "--scoring.n-pairs), less text in between (--distance, --scoring.distance) or shorter questions (--length)."
         )
 
 
@@ -88,7 +88,7 @@ def _normalized(text: str) -> str:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def token_counts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[int]:

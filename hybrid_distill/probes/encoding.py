@@ -114,8 +114,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[T
     """
     if not texts:  # fast tokenizers fail on an empty batch
         return []
-    # Without special tokens, because some tokenizers also add one at the end.
-    rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    # Without special tokens, because some tokenizers also add one at the end. Not verbose: callers compare lengths with
+    # the context and say what to do, where transformers warns of errors to come.
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+    rows: list[list[int]] = encoded["input_ids"]
     # Any text shows whether the tokenizer adds a first token.
     sample: list[int] = tokenizer("a")["input_ids"]
     start: list[int] = []

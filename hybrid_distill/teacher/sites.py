@@ -21,7 +21,7 @@ from ..model.layout import (
 )
 from ..plan import HeadId
 
-SUPPORTED = "Llama, Qwen2, Qwen3, Mistral, OLMo-2, OLMo-3, Phi-3 or GPT-NeoX"
+SUPPORTED = "Llama, Qwen2, Qwen3, Mistral, OLMo-2, OLMo-3, Phi, Phi-3 or GPT-NeoX"
 # Names of the attention and the recurrent mixer in a decoder layer (Zamba2 wraps both).
 ATTENTION_PATHS = (*ATTENTION_NAMES, "shared_transformer.self_attn")
 RECURRENT_PATHS = ("mixer", "mamba", "mamba_decoder.mamba")

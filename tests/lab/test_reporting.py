@@ -80,10 +80,12 @@ def test_a_report_in_both_forms() -> None:
     assert "Empty" not in page
 
 
-def evaluation(generation: tuple[float, ...], *, kv_heads: int = 6) -> EvalResult:
+def evaluation(
+    generation: tuple[float, ...], *, choice: tuple[float, ...] | None = None, kv_heads: int = 6
+) -> EvalResult:
     """Accuracies at each of SIZES; ``kv_heads`` KV heads of dimension 16 that are stored."""
     return EvalResult(
-        kv_choice=dict(zip(SIZES, generation)),
+        kv_choice=dict(zip(SIZES, choice or generation)),
         kv_generation=dict(zip(SIZES, generation)),
         n_examples=400,
         knowledge=0.9,
@@ -261,6 +263,26 @@ def test_a_run_without_training_and_texts_within_its_window(tmp_path: Path) -> N
     write_json(run.config, {**settings, "student": {"window": 60}})
     text = write_report(run.out).with_suffix(".md").read_text()
     assert "fewer than the window" not in text
+
+
+def test_figures_show_what_the_teacher_can_answer(tmp_path: Path) -> None:
+    """A chat model chooses the answer, and writes something else: no student of it could lose that."""
+    run = RunPaths(tmp_path / "run")
+    run.out.mkdir()
+    TOP.save(run.plan)
+    by_chance = tuple(1 / size for size in SIZES)
+    evaluation(by_chance, choice=(0.9, 0.6, 0.1, 0.04)).save(run.evaluation)
+    run.teacher_evaluation.parent.mkdir()
+    evaluation(by_chance, choice=(1.0, 0.9, 0.8, 0.04)).save(run.teacher_evaluation)
+    write_scores(run.scores)
+    plan = {"unit": "kv-group"}
+    write_json(run.config, {"stages": [], "student": {}, "plan": plan, "evaluation": {}})
+
+    text = write_report(run.out).with_suffix(".md").read_text()
+    assert "kv-group" in text
+    captions = re.findall(r"!\[(.*?)\]", text)
+    assert any("16 pairs answered by choice" in caption for caption in captions)
+    assert not any("by generation" in caption for caption in captions)
 
 
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.assets import facts_path
 from hybrid_distill.probes import Example, Probe
-from hybrid_distill.probes.checks import check_answerable, missing_words
+from hybrid_distill.probes.checks import CannotAnswer, check_answerable, missing_words
 from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
 from hybrid_distill.probes.registry import PROBES, make_probe
@@ -317,3 +318,21 @@ def test_the_longest_choice_counts() -> None:
     check_answerable(examples, tokenizer, 7)
     with pytest.raises(ValueError, match="6 tokens"):
         check_answerable(examples, tokenizer, 6)
+
+
+def test_examples_longer_than_the_context_are_refused_by_us_alone() -> None:
+    """transformers would add that they "will result in indexing errors", though nothing runs them."""
+    tokenizer = word_tokenizer(probe_texts())
+    tokenizer.model_max_length = 8
+    examples = KVRetrieval(4, 0, KEYS).examples(2)
+    warned: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = warned.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(CannotAnswer):
+            check_answerable(examples, tokenizer, 8)
+    finally:
+        logger.removeHandler(handler)
+    assert not warned

@@ -84,6 +84,7 @@ FAMILIES = {
     "gemma2": Family("Gemma2", GEMMA, head_dim=16),
     "gemma3": Family("Gemma3", {**GEMMA, "sliding_window_pattern": 2}, head_dim=16),
     "olmo2": Family("Olmo2", ATTENTION),
+    "phi": Family("Phi", ATTENTION, path="self_attn.dense"),
     "phi3": Family("Phi3", ATTENTION),
     "gpt_neox": Family("GPTNeoX", NEOX, n_kv_heads=4, path="attention.dense"),
     "mamba2": Family("Mamba2", MAMBA2, 8, 8, kind="ssm", path="mixer.out_proj"),

@@ -77,7 +77,9 @@ def mark_prompt(
             f"{type(tokenizer).__name__} does not locate its tokens in a text; load a fast tokenizer."
         )
     ids = tokenize(tokenizer, [prompt])[0]
-    encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    encoding = tokenizer(
+        prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
     own_spans: list[tuple[int, int]] = encoding["offset_mapping"]  # type: ignore[assignment]
     # The beginning-of-text token, if there is one, is nowhere in the text.
     spans = [(0, 0)] * (len(ids) - len(own_spans)) + own_spans

@@ -1,4 +1,4 @@
-"""Training time of a run's stages, estimated from one second of training on random weights and tokens."""
+"""Training time of a run's stages, estimated from some rows of training on random weights and tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...config import RunConfig
 from ...data import Batch, on_device
 from ...distributed import own_device
 from ...plan import HeadPlan
-from ...progress import duration
+from ...progress import Phase, duration
 from ...student.build import build_student
 from ...teacher import DTYPES, load_config
 from ...train.config import Distill, StageConfig
@@ -24,7 +24,7 @@ LARGEST = 1e9
 
 
 def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
-    """Train each stage for part of a second on this machine; return the estimated times, one line per stage.
+    """Train each stage for part of a second, or two rows, on this machine; return the estimated times, line by line.
 
     Empty for runs without stages or on several GPUs, for students that keep all heads, and for teachers too large for
     a dry run.
@@ -35,7 +35,7 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
     stage_lines = []
     total_seconds = 0.0
     # The caller's own random numbers stay as they are.
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), Phase("training a few rows, to estimate times"):
         teacher = _random_teacher(config)
         for stage_config in config.stages:
             stage = _random_stage(config, stage_config, plan, teacher)
@@ -51,7 +51,7 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
             )
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     heading = (
-        f"Time of training, from a second measured now on this machine ({device.type}{threads}): "
+        f"Time of training, from rows trained just now on this machine ({device.type}{threads}): "
     )
     besides = "scoring and evaluation"
     if config.control:

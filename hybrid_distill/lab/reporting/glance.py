@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .document import Figure, pairs_of, sizes, task_name
+from ...evaluation.result import size_shown
+from .document import Figure, sizes, task_name
 from .figures import (
     BLUE,
     GREY,
@@ -21,6 +22,8 @@ from .record import GUESSING, STUDENT, TEACHER, RunRecord
 SIZE = (10.0, 3.8)
 MOST_SHOWN = 1.3
 """Relative scores beyond this share end at the edge: few questions make them uncertain."""
+READINGS = {"kv_generation": "by generation", "kv_choice": "by choice"}
+"""Ways to answer a dictionary, the one that is shown first."""
 
 
 def draw_glance(record: RunRecord, path: Path) -> list[Figure]:
@@ -32,25 +35,35 @@ def draw_glance(record: RunRecord, path: Path) -> list[Figure]:
     kept = {task: score for task, score in record.kept.items() if score is not None}
     if not (kept and lengths and has_matplotlib()):
         return []
-    # Sizes at which the teacher itself is above guessing: at others no loss could be seen.
-    answered = record.models.columns.intersection(list(kept))
-    shown = record.models.loc[:, answered]
-    if not sizes(shown, "kv_generation"):
-        shown = record.models
-    n_pairs = pairs_of(shown, stated=None)
+    reading, n_pairs = reading_shown(record)
     with figure(path, 1, 2, size=SIZE) as grid:
-        _draw_cache(grid[0, 0], record, n_pairs, lengths[-1])
+        _draw_cache(grid[0, 0], record, f"{reading}_{n_pairs}", lengths[-1])
+        grid[0, 0].set_title(f"retrieval {READINGS[reading]}, {n_pairs} pairs")
         _draw_kept(grid[0, 1], kept)
     caption = (
-        f"Left: dictionaries of {n_pairs} pairs answered by generation, over the cache of one sequence of "
+        f"Left: dictionaries of {n_pairs} pairs answered {READINGS[reading]}, over the cache of one sequence of "
         f"{lengths[-1]:,} tokens. Right: what the student keeps of its teacher beyond guessing. "
         "Bars: one standard error."
     )
     return [as_block(path, caption, grid)]
 
 
-def _draw_cache(axes: Any, record: RunRecord, n_pairs: int, length: int) -> None:
-    name = f"kv_generation_{n_pairs}"
+def reading_shown(record: RunRecord) -> tuple[str, int]:
+    """Choose (reading, pairs) at which the teacher itself is above guessing: at others no loss could be seen.
+
+    A small chat model may answer by choice and generate something else.
+    """
+    models = record.models
+    tasks = [task for task, score in record.kept.items() if score is not None]
+    answered = models.loc[:, models.columns.intersection(tasks)]
+    for reading in READINGS:
+        measured = sizes(answered, reading)
+        if measured:
+            return reading, size_shown(measured)
+    return "kv_generation", size_shown(sizes(models, "kv_generation"))
+
+
+def _draw_cache(axes: Any, record: RunRecord, name: str, length: int) -> None:
     for model in (TEACHER, STUDENT):
         size = record.models.loc[model, f"cache_bytes_{length}"] / 1e6
         accuracy = 100 * record.models.loc[model, name]
@@ -70,7 +83,6 @@ def _draw_cache(axes: Any, record: RunRecord, n_pairs: int, length: int) -> None
     # From zero, so that lengths show the saving; beyond the teacher, for its name.
     axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
     axes.set_xlabel(f"cache at {length:,} tokens, MB", fontsize=9)
-    axes.set_title(f"retrieval, {n_pairs} pairs")
     percent_axis(axes)
 
 

@@ -49,6 +49,8 @@ class RunRecord:
     """Number of questions behind the accuracies; empty if the teacher was not evaluated."""
     window: int
     """Tokens of the windows of replaced heads; 0 if they have none, or if it is not known."""
+    unit: str
+    """Units that the plan keeps: single heads, or groups of them."""
     text_length: float
     """Mean tokens of a held-out text; 0 if none was measured."""
     missing: tuple[str, ...]
@@ -104,6 +106,7 @@ def read_run(folder: Path) -> RunRecord:
         scores=scores,
         questions=_questions(teacher) if teacher else "",
         window=settings.get("student", {}).get("window", 0),
+        unit=settings.get("plan", {}).get("unit", "head"),
         text_length=_text_length(settings, student),
         missing=tuple(missing),
     )

@@ -24,7 +24,7 @@ from .document import (
     zeroed_section,
 )
 from .figures import Look, Row, draw_lines, has_matplotlib, look, shades_of
-from .glance import draw_glance
+from .glance import READINGS, draw_glance, reading_shown
 from .heads import score_map, score_table
 from .record import CONTROL, STUDENT, TEACHER, RunRecord, read_run
 from .speed import speed_table
@@ -123,8 +123,8 @@ def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> l
     if 0 < record.text_length < record.window:
         blocks.append(
             f"The held-out texts have {record.text_length:.0f} tokens on average, fewer than the window of "
-            f"{record.window}: what the student loses further back does not show here. "
-            "Longer ones: --evaluation.texts."
+            f"{record.window}: what the student loses further back does not show here, nor in dictionaries that fit "
+            "into the window. Longer ones: --evaluation.texts, --evaluation.n-pairs."
         )
     return [*blocks, NOTE]
 
@@ -143,23 +143,24 @@ def _speed(record: RunRecord) -> list[Block]:
 
 
 def _retrieval(record: RunRecord, names: pd.DataFrame, folder: Path) -> list[Block]:
-    """Draw the accuracies of generation by dictionary size; show those of both readings."""
-    points = _by_size(record, "kv_generation", 100)
+    """Draw the accuracies of one reading by dictionary size; show those of both."""
+    shown = reading_shown(record)[0] if record.kept else "kv_generation"
+    points = _by_size(record, shown, 100)
     blocks: list[Block] = [
         *draw_lines(
             folder / "kv_retrieval.png",
-            "Accuracy by generation, by the number of pairs in the dictionary; "
+            f"Accuracy {READINGS[shown]}, by the number of pairs in the dictionary; "
             "bars: one standard error.",
-            [Row(points, "KV retrieval by generation", percent=True)],
+            [Row(points, f"KV retrieval {READINGS[shown]}", percent=True)],
             _looks(record),
             "pairs in the dictionary",
         )
     ]
-    for name, reading in (("kv_generation", "By generation"), ("kv_choice", "By choice")):
+    for name, reading in READINGS.items():
         columns = [Column(f"{name}_{size}", f"{size} pairs") for size in sizes(record.models, name)]
         if columns:
             table = value_table(names.iloc[:, :1], columns, record.models, record.errors)
-            blocks += [f"{reading}, %:", table]
+            blocks += [f"{reading.capitalize()}, %:", table]
     return blocks
 
 
@@ -177,6 +178,10 @@ def _head_blocks(record: RunRecord, folder: Path) -> list[Block]:
         f"What a single head is worth ({method}), ± one standard error:",
         score_table(scores, top=n_shown, kept=kept),
     ]
+    if record.unit != "head":
+        blocks.append(
+            f"The plan keeps whole units ({record.unit}), ranked as such: of two heads the better one may be replaced."
+        )
     if facts:
         conditions = ", ".join(f"{name} {fact}" for name, fact in facts.items())
         blocks.append(f"Measured with {conditions}.")
