@@ -332,9 +332,9 @@ def table(scores: HeadScores, k: int) -> str:
         if overlap:
             shares = [f"top {n} {share:.0%}" for n, share in overlap.items()]
             lines.append(f"split-half overlap{by}: {', '.join(shares)}")
-    warning = scores.tie_warning(min(k, len(ranking)))
-    if warning:
-        lines.append(f"warning: {warning}")
+    tie = scores.tie(min(k, len(ranking)))
+    if tie is not None:
+        lines.append(f"warning: {tie}")
     return "\n".join(lines)
 
 
