@@ -107,7 +107,7 @@ def test_a_student_on_kernels_is_exported_as_what_the_export_computes(
 
 def same_model(checks: Sequence[Check]) -> Check:
     """Return the check that compares logits with the record."""
-    (check,) = [check for check in checks if check.name == "reloaded = exported model, logits"]
+    (check,) = [check for check in checks if check.name == f"{check.RELOADED}, logits"]
     return check
 
 
@@ -243,9 +243,9 @@ def sensitive(tmp_path_factory) -> Path:
     return path
 
 
-IN_BFLOAT16 = "in bfloat16, cached decode = full forward, logits"
-CACHED = "cached decode = full forward, logits"
-PADDED = "left-padded batch = single prompts, logits"
+CACHED = f"{check.CACHED}, logits"
+PADDED = f"{check.PADDED}, logits"
+IN_BFLOAT16 = f"in bfloat16, {CACHED}"
 
 
 def test_rounding_to_bfloat16_is_not_a_fault(sensitive: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_family_model
-from students import byte_tokenizer
+from students import byte_tokenizer, recurrent_parameters
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
@@ -37,8 +37,9 @@ def student_of(recurrence: str) -> tuple[HybridForCausalLM, PreTrainedTokenizerB
     student, _ = build_student(teacher, plan, d_state=16, recurrence=recurrence)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in student.named_parameters():
-            size = 0.05 if ".ssm." in name else 0.01
+        recurrent = {id(parameter) for parameter in recurrent_parameters(student)}
+        for parameter in student.parameters():
+            size = 0.05 if id(parameter) in recurrent else 0.01
             parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     return student.eval(), tokenizer
 
