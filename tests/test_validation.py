@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from messages import naming
 from training import small_run
 
 from hybrid_distill.cli.score import ScoreJob
@@ -64,7 +65,7 @@ def test_neither_nan_nor_infinite_nor_negative(name: str) -> None:
     negative = -1 if isinstance(value, int) else -1.0
     for bad in (math.nan, math.inf, -math.inf, negative):
         changed = (bad,) * len(value) if isinstance(value, tuple) else bad
-        with pytest.raises(ValueError, match=rf"{field.replace('_', '.')} is "):
+        with pytest.raises(ValueError, match=naming(field.replace("_", "."))):
             dataclasses.replace(config, **{field: changed})
 
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import make_family_model
+from messages import naming
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
@@ -248,7 +249,7 @@ def test_a_file_that_is_not_an_evaluation_is_refused(planted, tmp_path) -> None:
     record = result.to_dict()
     assert EvalResult.from_dict(record).to_dict() == record
     for change in ({"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}):
-        with pytest.raises(ValueError, match="not an evaluation"):
+        with pytest.raises(ValueError, match=naming(*change)):
             EvalResult.from_dict({**record, **change})
     torn = tmp_path / "torn.json"
     torn.write_text(json.dumps(record)[:-5])

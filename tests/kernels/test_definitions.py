@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from messages import naming
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -242,7 +243,7 @@ def test_kernels_named_on_an_old_triton_are_a_clear_error(
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
     assert (hybrid_kernels.unusable() is None) == usable
     if not usable:
-        with pytest.raises(RuntimeError, match=f"triton is {version}"):
+        with pytest.raises(RuntimeError, match=naming("triton", version)):
             kernel_choice.check_implementation("triton")
 
 
