@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def logged_by(
     caplog: pytest.LogCaptureFixture, function: Callable[..., Any]
 ) -> list[logging.LogRecord]:
     """Return the records that a function logged. Its own object names it: a renamed one is an error here."""
-    code = function.__code__
+    # Under a cache, whose wrapper has no code.
+    code = inspect.unwrap(function).__code__
     records = []
     for record in caplog.records:
         if (record.pathname, record.funcName) == (code.co_filename, code.co_name):

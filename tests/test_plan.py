@@ -10,7 +10,7 @@ from conftest import make_family_model
 from head_tables import some_scores
 from messages import naming
 
-from hybrid_distill.plan import HeadId, HeadPlan, Tie
+from hybrid_distill.plan import HeadId, HeadPlan, Shape, Tie
 from hybrid_distill.scoring import HeadScores
 
 N_LAYERS = 3
@@ -120,7 +120,7 @@ OTHER_SHAPE = SimpleNamespace(n_layers=3, n_heads=8, n_kv_heads=8)
 
 
 IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
-    "for another shape": (lambda: HeadPlan.none(SHAPE).check_fits(OTHER_SHAPE), SHAPE),
+    "for another shape": (lambda: HeadPlan.none(SHAPE).check_fits(OTHER_SHAPE), Shape.of(SHAPE)),
     "of a number": (lambda: HeadPlan.none(7), "int"),
     "a head too many": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 8)]), "L0H8"),
     "a layer too many": (lambda: HeadPlan.layers(SHAPE, [0, 3]), "L3H0"),

@@ -310,7 +310,7 @@ def test_gate_sees_a_changed_tensor(copied, value):
     path, failed = copied
     name = damaged_tensor(path, lambda tensor: tensor.add_(value))
     checks = failed()
-    assert f"{name} has changed" in checks["63 tensors on disk: wrong"].detail
+    assert name in checks["63 tensors on disk: wrong"].detail
     assert name in checks["63 tensors after loading: wrong"].detail
     assert f"{RELOADED}, logits" in checks
 

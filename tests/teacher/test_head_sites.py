@@ -378,7 +378,7 @@ def test_a_head_that_does_not_exist_is_named(head: HeadId) -> None:
 
 
 def test_a_kind_that_a_model_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match="attention, ssm"):
+    with pytest.raises(ValueError, match=naming("attention", "ssm", "channel")):
         head_sites(make_model("zamba2"), "channel")
 
 

@@ -297,7 +297,10 @@ def test_loading_takes_over_the_stored_precision_and_a_hash_depends_on_every_val
 
 @pytest.mark.parametrize(
     ("options", "differing"),
-    [({"k": 0}, "XX"), ({"hidden_size": 16}, "YY")],
+    [
+        ({"k": 0}, "model.layers.0.self_attn.attention.k_proj.weight"),
+        ({"hidden_size": 16}, "lm_head.weight"),
+    ],
 )
 def test_another_student_is_refused(tmp_path, options, differing):
     save_stage(tmp_path, small_models()[0], **STAGE)
