@@ -205,7 +205,7 @@ def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
     # A model's config.json, not a run's.
     (out / "config.json").write_text('{"model_type": "llama"}')
     for resume in ("auto", "never"):
-        with pytest.raises(ValueError, match=naming(out / "config.json")):
+        with pytest.raises(ValueError, match=naming(out, "--out")):
             prepare(RunInputs(replace(base, resume=resume)))
     assert names(out) == {"config.json", "plan.json", "scores.json"}
 

@@ -106,7 +106,7 @@ def test_a_run_its_config_and_another_config(
     config = small_run(done)
     before = times_of_weights(done)
     run_recipe(config, [])
-    assert str(done / "report.md") in capsys.readouterr().out
+    assert str(done / "report.html") in capsys.readouterr().out
     assert from_json(done / "config.json") == config
     assert times_of_weights(done) == before, "a finished stage ran again"
     assert "student.d_state" in refusal(capsys, config, "--student.d-state", "8")
