@@ -1,4 +1,4 @@
-"""What tests read in a message: the names and numbers in it, and not its words."""
+"""Names and numbers that tests read in a message, and not its words."""
 
 from __future__ import annotations
 
