@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import hybrid_kernels.loss
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,9 +29,10 @@ H100 = Device(2.5e12, 600e12)
 """Assumed rates of large products and of passes over memory."""
 WORTH_NAMING = 5e7
 """Bytes of an operator in a step."""
-KERNELS = "hybrid_kernels"
-LOSS = "hybrid_kernels.distillation_loss"
-"""Operators of the loss, which benchmarks/traffic.py counts chunk by chunk."""
+KERNELS = hybrid_kernels.__name__
+# Importing the module above registers it.
+LOSS = torch.ops.hybrid_kernels.distillation_loss
+"""Operator of the loss, which benchmarks/traffic.py counts chunk by chunk."""
 
 
 def n_bytes(tensors: Iterable[Tensor]) -> int:
@@ -76,11 +78,10 @@ class Counts:
     def add_operator(self, operator: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Count an operator that runs by itself."""
         self.n_operators += 1
-        name = str(operator)
-        if name.startswith(LOSS):
+        packet = operator._overloadpacket
+        if packet is LOSS:
             return
         flops = 0
-        packet = operator._overloadpacket
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=outputs)
         # What is written into is an argument too.
@@ -90,7 +91,7 @@ class Counts:
         if operator is torch.ops.aten.embedding.default:
             # It reads the rows that it returns, not the whole weight.
             inputs = written
-        self.add(kind_of(operator), name, n_bytes(inputs) + n_bytes(written), flops)
+        self.add(kind_of(operator), str(operator), n_bytes(inputs) + n_bytes(written), flops)
 
     def record(self) -> dict[str, Any]:
         milliseconds = {kind: round(1e3 * s, 1) for kind, s in self.seconds.items()}

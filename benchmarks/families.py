@@ -289,8 +289,8 @@ def make_student(teacher: PreTrainedModel, plan: HeadPlan) -> HybridForCausalLM:
     student, _ = build_student(teacher, plan, d_state=D_STATE, init="teacher")
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(1)
-        for name, parameter in student.named_parameters():
-            if ".ssm." in name:
+        for heads in student.recurrent_heads():
+            for parameter in heads.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return student
 

@@ -149,6 +149,10 @@ def plan_of(recipe: list[str]) -> dict[str, float]:
             scale = {"M": 1e-3, "G": 1.0}[unit[1]]
         elif total:
             planned[stage] = scale * float(total[1])
+    if not planned:
+        sys.exit(
+            "the dry run prints no memory in the form that plan_of reads (cli/launch_plan.py)."
+        )
     return planned
 
 
@@ -183,6 +187,8 @@ def phases_of(command: list[str], rest: str) -> list[dict[str, Any]]:
             if phase:
                 end(phase[1])
         end(rest)
+    if len(phases) == 1:
+        sys.exit("the command logs no phase in the form that PHASE reads (progress.py).")
     if process.wait():
         sys.exit(f"{' '.join(command[:2])} failed with status {process.returncode}")
     return phases

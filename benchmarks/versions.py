@@ -30,7 +30,7 @@ import versions_worker
 from records import RESULTS, ROOT, device_name, parser_of, read, write
 from tqdm.auto import tqdm
 
-from hybrid_distill.export import export_checkpoint
+from hybrid_distill.export import check, export_checkpoint
 from hybrid_distill.export import record as gate_record
 from hybrid_distill.model.field_rules import release
 
@@ -42,11 +42,7 @@ OLDEST = ROOT / "hybrid_distill" / "export" / "versions.json"
 OWN_FORM = "remote-code"
 FORMS = ("falcon-h1", "safetensors")
 # Checks whose figures are kept; of a check's name, what stands before the first comma.
-FIGURES = (
-    "reloaded = exported model",
-    "cached decode = full forward",
-    "left-padded batch = single prompts",
-)
+FIGURES = (check.RELOADED, check.CACHED, check.PADDED)
 Exports = dict[str, list[Path]]
 """Folders by form."""
 Result = dict[str, Any]

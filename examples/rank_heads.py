@@ -21,8 +21,9 @@ def main(path: str = "tiny") -> None:
     )
     for head in scores.ranking()[:8]:
         print(f"  {head!s:<8}{values[head]:.0%}")
-    if warning := scores.tie_warning(8):
-        print(warning)
+    tie = scores.tie(8)
+    if tie is not None:
+        print(tie)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ STATE_BYTES = 4
 """Bytes per element of a recurrent state: caches keep these long sums in float32."""
 INDEX_BYTES = 4
 """Bytes per slot of a ring: where a full cache stores its token."""
+MOST_NAMED = 8
+"""Most heads that a warning names."""
 Unit = Literal["head", "kv-group", "layer", "container"]
 """Part of a model that a plan keeps whole (`HeadPlan.top_k`)."""
 UnitId = tuple[int, int]
@@ -85,6 +87,30 @@ class Shape(NamedTuple):
         return self.n_heads // self.n_kv_heads
 
 
+@dataclass(frozen=True)
+class Tie:
+    """Heads on both sides of a cut that their scores do not tell apart."""
+
+    k: int
+    kept: tuple[HeadId, ...]
+    left_out: tuple[HeadId, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"the cut at k = {self.k} falls inside a tie: {_named(self.kept)} kept, {_named(self.left_out)} not, "
+            "and the scores do not tell them apart; score on more examples, or cut elsewhere."
+        )
+
+
+def _named(heads: Sequence[HeadId]) -> str:
+    """Name the first few heads, with the verb that follows: "L0H1, L0H3 are"."""
+    names = ", ".join(map(str, heads[:MOST_NAMED]))
+    if len(heads) > MOST_NAMED:
+        names += f" and {len(heads) - MOST_NAMED} more"
+    verb = "is" if len(heads) == 1 else "are"
+    return f"{names} {verb}"
+
+
 class Scored(Protocol):
     """Scores of all heads (`HeadScores`).
 
@@ -102,7 +128,7 @@ class Scored(Protocol):
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]: ...
     def unit_ranking(self, unit_size: int, by: str = "retrieval") -> list[UnitId]: ...
-    def tie_warning(self, k: int, by: str = "retrieval") -> str | None: ...
+    def tie(self, k: int, by: str = "retrieval") -> Tie | None: ...
 
 
 @dataclass(frozen=True)
@@ -311,7 +337,7 @@ def _first_heads(scores: Scored, k: int, by: str) -> list[HeadId]:
         raise ValueError(
             f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k."
         )
-    tie = scores.tie_warning(k, by)
+    tie = scores.tie(k, by)
     if tie is not None:
         _warn_once(tie)
     return ranking[:k]
@@ -338,9 +364,9 @@ def _first_in_each_layer(ranked: Sequence[UnitId], k: int) -> list[UnitId]:
 
 
 @cache
-def _warn_once(text: str) -> None:
-    """Log a warning only once: a run makes its plan twice, first to check it, then to use it."""
-    log.warning(text)
+def _warn_once(tie: Tie) -> None:
+    """Log a tie only once: a run makes its plan twice, first to check it, then to use it."""
+    log.warning("%s", tie)
 
 
 def check_same_shape(made_for: object, shape_of: object, name: str) -> None:

@@ -9,10 +9,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from hybrid_distill.model import configuration_hybrid, documents, modeling_hybrid, ssd
 
 CANARY = "canary"
 INDEX = "model.safetensors.index.json"
@@ -186,6 +189,11 @@ def repeat_key(file: str) -> Damage:
     return damage
 
 
+def file_of(module: ModuleType) -> str:
+    """Return the name of a module's file, which exports carry."""
+    return Path(str(module.__file__)).name
+
+
 def link_out(file: str) -> Damage:
     """Move a file out of the folder, with a link to it in its place."""
 
@@ -222,7 +230,13 @@ def plant_code(file: str, auto_map: str | None = None) -> Damage:
 
 
 def remove(pattern: str) -> Damage:
-    return lambda folder, rng: [file.unlink() for file in folder.glob(pattern)]
+    def damage(folder: Path, rng: Random) -> None:
+        files = list(folder.glob(pattern))
+        assert files, f"no {pattern} in {folder}: nothing is damaged"
+        for file in files:
+            file.unlink()
+
+    return damage
 
 
 def move_weight(folder: Path, rng: Random) -> None:
@@ -449,15 +463,16 @@ def file_edits() -> Iterator[tuple[str, Damage]]:
     yield "planted evil.py", plant_code("evil.py")
     yield "planted evil.py, in auto_map", plant_code("evil.py", "evil.Model")
     yield "planted tokenization.py", plant_code("tokenization.py")
-    for file in ("modeling_hybrid.py", "configuration_hybrid.py", "documents.py", "ssd.py"):
+    for module in (modeling_hybrid, configuration_hybrid, documents, ssd):
+        file = file_of(module)
         yield f"code in {file}", plant_code(file)
     yield "no config", remove("config.json")
     yield "no weights", remove("model-*.safetensors")
     yield "one shard gone", remove("model-00002*")
     yield "index gone", remove(INDEX)
-    yield "code gone", remove("modeling_hybrid.py")
+    yield "code gone", remove(file_of(modeling_hybrid))
     yield "tokenizer.json gone", remove("tokenizer.json")
-    for file in ("config.json", INDEX, "tokenizer.json", "ssd.py"):
+    for file in ("config.json", INDEX, "tokenizer.json", file_of(ssd)):
         yield f"link out: {file}", link_out(file)
     yield (
         "folder linked out",

@@ -1,7 +1,7 @@
 """Small random students, and what is asked of them in more than one test file."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hybrid_distill.cli.slow_imports import NOTICE
 from hybrid_distill.export import GateReport
 from hybrid_distill.export.check import TOLERANCE as GATE_TOLERANCE
 from hybrid_distill.export.check import run_checks
@@ -79,10 +80,15 @@ def student_of(
     """Build a student whose recurrent heads use all they have: taps, gate, decay by token, D."""
     student, _ = build_student(teacher, plan, d_state=d_state, recurrence=recurrence, window=window)
     with torch.no_grad():
-        for name, parameter in student.named_parameters():
-            if ".ssm." in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        for parameter in recurrent_parameters(student):
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return student
+
+
+def recurrent_parameters(student: HybridForCausalLM) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of the recurrent heads."""
+    for heads in student.recurrent_heads():
+        yield from heads.parameters()
 
 
 def tiny_student(
@@ -209,7 +215,7 @@ def gate_in_this_process(
 
 def only_error(stderr: str) -> str:
     """Return the one line that a refused command printed, but for the notice of a slow import."""
-    (line,) = [line for line in stderr.splitlines() if not line.startswith("loading torch")]
+    (line,) = [line for line in stderr.splitlines() if line != NOTICE]
     assert line.startswith("error: ")
     return line
 

@@ -10,11 +10,13 @@ from random import Random
 import pytest
 import torch
 from conftest import make_family_model
+from messages import has_facts
 from transformers import LlamaConfig
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.data import DataConfig
+from hybrid_distill.model.field_rules import RECURRENCES
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.budget import (
     SINKS,
@@ -179,16 +181,20 @@ def test_a_plan_beyond_the_cache_is_refused_before_anything_is_computed(
 def test_flags_stand_over_what_the_cache_decides(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["run", "tiny", "--cache", "1MB", "--dry-run"]
 
+    def line_of_heads() -> str:
+        (line,) = [line for line in text.splitlines() if "kv-group" in line]
+        return line
+
     main(command)
     text = capsys.readouterr().out
-    assert "3 of unit kv-group" in text
-    assert "state of" not in text
+    assert has_facts(line_of_heads(), 3)
+    # Replaced heads get windows alone.
+    assert not any(has_facts(line_of_heads(), recurrence) for recurrence in RECURRENCES)
 
     main([*command, "--plan.k", "2", "--student.d-state", "8", "--align.steps", "7"])
     text = capsys.readouterr().out
-    assert "2 of unit kv-group" in text
-    assert "state of 8" in text
-    assert "7 steps" in text
+    assert has_facts(line_of_heads(), 2, 8, "gdn")
+    assert has_facts(text, "7 steps")
 
 
 def test_stages_without_anything_to_align_are_left_out() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import has_facts
 from students import gate_in_this_process
 
 import hybrid_distill
@@ -40,8 +41,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for cell in notebook.cells:
         outputs += cell.get("outputs", [])
     printed = "".join(output.get("text", "") for output in outputs)
+    # Name of a row of the notebook's table.
     assert "six at random" in printed
-    assert "6 heads kept, 42 recurrent" in printed
+    assert has_facts(printed, 6, 42)
     figures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(figures) == 3
 
@@ -58,7 +60,7 @@ def test_the_scripts_run_one_after_the_other(
         return capsys.readouterr().out
 
     assert re.search(r"48 heads.*\n  L2H6 ", printed("rank_heads.py"))
-    assert "6 heads kept, 42 recurrent" in printed("build_student.py")
+    assert has_facts(printed("build_student.py"), 6, 42)
     student, tokenizer = hybrid_distill.load_student("student")
     assert tokenizer is not None
     assert isinstance(student.lm_head.weight, torch.Tensor)
@@ -67,7 +69,7 @@ def test_the_scripts_run_one_after_the_other(
     pytest.importorskip("peft", reason="pip install 'hybrid-distill[finetune]'")
     gate_in_this_process(monkeypatch, tmp_path / "modules", new_tokens=2)
     (tmp_path / "texts.txt").write_text("The flag of the town is red.\n" * 8)
-    assert "export: tuned" in printed("finetune.py", "student", "texts.txt", "tuned", "2")
+    assert has_facts(printed("finetune.py", "student", "texts.txt", "tuned", "2"), "tuned")
 
     # All mixers, and nothing else, were trained.
     tuned, _ = hybrid_distill.load_student("tuned")

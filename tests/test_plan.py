@@ -1,6 +1,5 @@
 """HeadPlan: which heads stay attention, by unit of a ranking, at random or by hand."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +8,9 @@ import pytest
 import torch
 from conftest import make_family_model
 from head_tables import some_scores
+from messages import naming
 
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import HeadId, HeadPlan, Shape, Tie
 from hybrid_distill.scoring import HeadScores
 
 N_LAYERS = 3
@@ -50,15 +50,15 @@ def test_top_k_takes_the_head_of_the_ranking(caplog: pytest.LogCaptureFixture) -
     assert set(by_logprob.kept) == set(RANKING[1:])
     assert nothing.kept == ()
     assert not caplog.records
-    with pytest.raises(ValueError, match="k is 5, but only 4 heads"):
+    with pytest.raises(ValueError, match=naming("k", 5, 4)):
         HeadPlan.top_k(ranked(), 5)
 
 
 def test_a_cut_through_a_tie_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         HeadPlan.top_k(ranked(), 2, by="logprob")
-    (warning,) = caplog.messages
-    assert "L0H1 is kept, L2H0 is not" in warning
+    (record,) = caplog.records
+    assert record.args == (Tie(2, (HeadId(0, 1),), (HeadId(2, 0),)),)
 
 
 def test_random_follows_from_its_seed_on_every_python() -> None:
@@ -119,23 +119,23 @@ def test_shape_is_read_from_a_model_and_from_its_config(
 OTHER_SHAPE = SimpleNamespace(n_layers=3, n_heads=8, n_kv_heads=8)
 
 
-IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
-    "for another shape": (lambda: HeadPlan.none(SHAPE).check_fits(OTHER_SHAPE), "4 KV heads"),
+IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
+    "for another shape": (lambda: HeadPlan.none(SHAPE).check_fits(OTHER_SHAPE), Shape.of(SHAPE)),
     "of a number": (lambda: HeadPlan.none(7), "int"),
     "a head too many": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 8)]), "L0H8"),
     "a layer too many": (lambda: HeadPlan.layers(SHAPE, [0, 3]), "L3H0"),
-    "a head twice": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 1), (0, 1)]), "twice: L0H1"),
-    "fewer than none": (lambda: HeadPlan.random(SHAPE, -1, seed=0), "k is -1.* 24"),
-    "half a head": (lambda: HeadPlan(3, 1.5, 4, ()), "n_heads is 1.5"),  # type: ignore[arg-type]
-    "KV heads that do not divide": (lambda: HeadPlan(3, 8, 3, ()), "8 query heads"),
+    "a head twice": (lambda: HeadPlan.from_pairs(SHAPE, [(0, 1), (0, 1)]), "L0H1"),
+    "fewer than none": (lambda: HeadPlan.random(SHAPE, -1, seed=0), "k", -1, 24),
+    "half a head": (lambda: HeadPlan(3, 1.5, 4, ()), "n_heads", 1.5),  # type: ignore[arg-type]
+    "KV heads that do not divide": (lambda: HeadPlan(3, 8, 3, ()), 8, 3),
 }
-"""Plans, each with what the error names."""
+"""Plans, each with the facts that the error names."""
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_an_impossible_plan_is_refused(case: str) -> None:
-    make, named = IMPOSSIBLE[case]
-    with pytest.raises(ValueError, match=named):
+    make, *facts = IMPOSSIBLE[case]
+    with pytest.raises(ValueError, match=naming(*facts)):
         make()
 
 

@@ -39,6 +39,29 @@ def test_a_page_links_to_what_is_there(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+NAMED_FILE = re.compile(
+    r"(?<![\w/.-])(?:hybrid_distill|kernels|tests|benchmarks|recipes|launch|examples|docs)"
+    r"/[\w/]+\.(?:py|yaml|sbatch|sh|md)\b"
+)
+PLACEHOLDER = re.compile(r"NAME|/my_")
+NAMING = [*PAGES, ROOT / "Makefile", ROOT / "noxfile.py", *ROOT.glob(".github/**/*.yml")]
+for _folder in ("hybrid_distill", "kernels", "benchmarks", "launch"):
+    NAMING += [path for path in (ROOT / _folder).rglob("*") if path.suffix in (".py", ".sh")]
+
+
+def test_files_that_pages_and_comments_name_exist() -> None:
+    """A renamed file leaves its old name behind in prose, where nothing else looks."""
+    missing = []
+    n_named = 0
+    for source in NAMING:
+        for name in NAMED_FILE.findall(source.read_text()):
+            n_named += 1
+            if not PLACEHOLDER.search(name) and not (ROOT / name).exists():
+                missing.append(f"{source.relative_to(ROOT)}: {name}")
+    assert n_named > 100
+    assert missing == []
+
+
 @pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
 def test_a_launch_file_describes_a_machine_and_nothing_else(path: Path) -> None:
     text = path.read_text()

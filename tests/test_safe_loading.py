@@ -1,7 +1,6 @@
 """A damaged or hostile checkpoint is refused in one line, before it is loaded, and never run."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from random import Random
@@ -13,11 +12,15 @@ from damaged import (
     CANARY,
     all_damages,
     evil_code,
+    file_of,
     one_number,
     plant_code,
     plant_pickle,
     set_field,
+    shards,
 )
+from messages import has_facts, naming
+from safetensors.torch import load_file
 from students import byte_tokenizer, only_error, tiny_student
 from transformers import AutoConfig
 
@@ -25,7 +28,8 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.export import export_checkpoint, verify_export
 from hybrid_distill.export_paths import MARK
 from hybrid_distill.io import file_hash
-from hybrid_distill.model import HybridConfig
+from hybrid_distill.model import HybridConfig, ssd
+from hybrid_distill.model.field_rules import LARGEST_MODEL
 from hybrid_distill.safe_loading import foreign_code, load_student
 from hybrid_distill.teacher import load_teacher
 
@@ -89,12 +93,18 @@ def test_an_undamaged_student_is_the_student(family: str, tmp_path) -> None:
 
 def test_a_nan_is_refused_by_name_wherever_a_model_is_loaded(copied, capsys) -> None:
     one_number(float("nan"))(copied, Random(0))
-    name = re.search(r"the tensor (\S+) of", refused(load_student, copied))[1]
-    for load in (load_teacher, verify_export):
-        assert f"the tensor {name} of" in refused(load, copied)
+    names = []
+    for shard in shards(copied):
+        names += [name for name, tensor in load_file(shard).items() if tensor.isnan().any()]
+    (name,) = names
+    for load in (load_student, load_teacher, verify_export):
+        assert has_facts(refused(load, copied), name)
     with pytest.raises(SystemExit, match="2"):
         main(["score", "--model", str(copied)])
     assert name in only_error(capsys.readouterr().err)
+
+
+SSD = file_of(ssd)
 
 
 def refused(load, folder: Path) -> str:
@@ -105,7 +115,7 @@ def refused(load, folder: Path) -> str:
 
 def test_verify_runs_no_code_that_it_does_not_know(copied, capsys) -> None:
     for damage in (
-        plant_code("ssd.py"),
+        plant_code(SSD),
         plant_pickle("model.bin"),
         set_field("config.json", "d_state", 10**9),
     ):
@@ -124,16 +134,16 @@ def test_another_versions_export_loads_and_its_code_is_run_by_nobody_who_did_not
     copied, recorded: bool
 ) -> None:
     """Exports record their Python files; the first versions' did not."""
-    (copied / "ssd.py").write_text(evil_code(copied))
+    (copied / SSD).write_text(evil_code(copied))
     record = json.loads((copied / MARK).read_text())
-    record["code"]["ssd.py"] = file_hash(copied / "ssd.py")
+    record["code"][SSD] = file_hash(copied / SSD)
     (copied / MARK).write_text(json.dumps(record if recorded else {**record, "code": None}))
     assert load_student(copied)
     assert load_teacher(copied)
     assert "--trust-remote-code" in refused(verify_export, copied)
     assert not (copied.parent / CANARY).exists()
     plant_code("evil.py")(copied, Random(0))
-    assert "not part of an export" in refused(load_student, copied)
+    assert "evil.py" in refused(load_student, copied)
 
 
 def test_a_teacher_with_a_pickle_needs_a_flag(tmp_path, capsys) -> None:
@@ -165,7 +175,7 @@ def test_a_teachers_index_does_not_lead_out_of_its_folder(tmp_path) -> None:
         if file == first.name:
             index["weight_map"][name] = "../w.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"has no \.\./w\.safetensors"):
+    with pytest.raises(ValueError, match=naming("../w.safetensors")):
         load_teacher(folder)
 
 
@@ -190,7 +200,7 @@ def test_a_config_validates_itself_inside_an_export(exported) -> None:
     }.items():
         with pytest.raises(ValueError, match=name):
             HybridConfig(**{**record, "backbone": {**record["backbone"], name: value}})
-    with pytest.raises(ValueError, match="parameters"):
+    with pytest.raises(ValueError, match=naming(f"{LARGEST_MODEL:.1e}")):
         HybridConfig(
             **{
                 **record,

@@ -107,15 +107,16 @@ def main(words: list[str]) -> None:
     for stage in config.student_stages:
         shown_in_help.append(f"--{stage.name}.teacher-logits")
 
-    def parsed(default: RunConfig) -> CacheJob:
+    def parsed(defaults: RunConfig) -> CacheJob:
         prog = f"hybrid-distill cache-logits {path}"
-        job = override(CacheJob(default), flags, prog, CacheJob.__doc__, shown_in_help)
+        job = override(CacheJob(defaults), flags, prog, CacheJob.__doc__, shown_in_help)
         return replace(job, run=without_stage_flags(job.run, config))
 
-    default = with_stage_flags(config)
-    job = parsed(default)
+    defaults = with_stage_flags(config)
+    job = parsed(defaults)
     if job.run.cache is not None:
-        job = parsed(fitted_flags(default, job.run))
+        # Once more: the size of the cache decides the defaults of some flags.
+        job = parsed(fitted_flags(defaults, job.run))
     summary = cache_logits(job)
     if is_launched_main():
         print(summary)

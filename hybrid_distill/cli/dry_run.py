@@ -37,7 +37,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     Raises ValueError, with all reasons, for a run that would not start.
     """
     config = config.resolved()
-    record = [json.dumps(to_json(config), indent=2)] if config.show_config else []
+    settings = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     stages_text = f"stages {', '.join(config.stage_names)}" if config.stages else "without training"
     if config.control:
         stages_text += ", and those that train whole models again for the control"
@@ -50,29 +50,29 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
             "The launch command, plan, sizes and memory follow from the teacher's config, and "
             f"--teacher.path {first_line(error)} (--teacher tiny is the embedded one.)"
         )
-        return "\n\n".join([*record, heading, missing])
+        return "\n\n".join([*settings, heading, missing])
     problems = list(_problems(config))
     if problems:
         if len(problems) > 1:
             problems = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
         raise ValueError(f"the run would not start: {' '.join(problems)}")
     teacher = shape_of_teacher(config.teacher)
-    plan, source = _plan(config, teacher)
+    plan, plan_text = _plan(config, teacher)
     stages = [plan_stage(config, stage, plan) for stage in config.stages]
-    first = _first(config)
-    if first:
+    commands_before = _commands_before(config)
+    if commands_before:
         command += f" --data.sources {' '.join(prepared_sources(config.data))}"
     launch = launch_command(config, stages, command)
-    answer = [heading, *first, launch, _replaced(config), source]
+    summary = [heading, *commands_before, launch, _kept_and_replaced(config), plan_text]
     sizes = f"{_sizes(config, teacher, plan)}\n{memory_tables(config, stages)}"
-    blocks = ["\n".join(answer), sizes]
+    blocks = ["\n".join(summary), sizes]
     time = training_time(config, plan, teacher.num_parameters())
     if time:
         blocks.append(time)
-    return "\n\n".join([*blocks, *record])
+    return "\n\n".join([*blocks, *settings])
 
 
-def _first(config: RunConfig) -> list[str]:
+def _commands_before(config: RunConfig) -> list[str]:
     """Return the commands to run before a launch of several processes, which would refuse to
     tokenize so much."""
     if config.gpus == 1:
@@ -110,18 +110,18 @@ def _problems(config: RunConfig) -> Iterator[str]:
             yield f"{stage.name}: {stage.batch_size} rows of a step cannot be shared by {config.gpus} GPUs."
 
 
-def _replaced(config: RunConfig) -> str:
+def _kept_and_replaced(config: RunConfig) -> str:
     """Describe what stays attention and what the other heads become."""
     options = config.student
-    parts = []
+    replacements = []
     if options.window:
-        parts.append(f"a window of {options.window} tokens and {options.sinks} sinks")
+        replacements.append(f"a window of {options.window} tokens and {options.sinks} sinks")
     if options.d_state:
-        parts.append(f"a state of {options.d_state} ({options.recurrence})")
+        replacements.append(f"a state of {options.d_state} ({options.recurrence})")
     kept = f"{config.plan.k} of unit {config.plan.unit}"
     if config.plan.selection != "top":
         kept = config.plan.selection
-    return f"Kept heads: {kept}; the others: {' and '.join(parts)}."
+    return f"Kept heads: {kept}; the others: {' and '.join(replacements)}."
 
 
 def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import PackedRows, open_tokens, write_logits
 from ..data.caching import check_top_k
@@ -60,10 +61,9 @@ def generate(job: GenerateJob) -> str:
     """Run or resume the job; return a summary."""
     config, tokenizer = read_teacher(job.model, flag="--model")
     check_teacher(config, tokenizer, name=job.model)
-    n_words = vocabulary_size(tokenizer)
     if job.top_k_logits is not None:
         # Asked by `write_logits` too, but only after the text is written.
-        check_top_k(job.top_k_logits, n_words, "--top-k-logits")
+        check_top_k(job.top_k_logits, vocabulary_size(tokenizer), "--top-k-logits")
     model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
     if job.form == "auto":
         chat = bool(tokenizer.chat_template)
@@ -84,18 +84,24 @@ def generate(job: GenerateJob) -> str:
     summary = f"{job.out}: {header}, {time.monotonic() - began:,.1f} s"
     if job.top_k_logits is None:
         return summary
+    return f"{summary}\n{_store_logits(job, model, tokenizer, job.top_k_logits)}"
+
+
+def _store_logits(
+    job: GenerateJob, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, top_k: int
+) -> str:
+    """Store the teacher's logits for the text that it has generated; return a summary."""
     rows = PackedRows([open_tokens(job.out, tokenizer)], seq_len=job.seq_len)
-    summary_of_logits = write_logits(
+    return write_logits(
         job.out / "logits",
         model,
         tokenizer,
         rows,
         name=job.model,
-        top_k=job.top_k_logits,
+        top_k=top_k,
         places=rows.n_rows,
-        vocab_size=n_words,
+        vocab_size=vocabulary_size(tokenizer),
     )
-    return f"{summary}\n{summary_of_logits}"
 
 
 def command(job: tyro.conf.OmitArgPrefixes[GenerateJob]) -> None:

@@ -34,6 +34,13 @@ COMMUNICATION = f"""
   communication: gradients and weights on their way; under ZeRO {4 * REDUCE_BUCKET / GB:g} GB (reduce_bucket_size)."""
 
 
+class Fit(NamedTuple):
+    """A way to train a stage within the budget: its bytes, and whether gradient checkpointing must be switched on."""
+
+    n_bytes: float
+    adds_checkpointing: bool
+
+
 class PlannedStage(NamedTuple):
     """Bytes of a stage, parts x strategies: as configured, and with the opposite choice of
     gradient checkpointing."""
@@ -43,17 +50,16 @@ class PlannedStage(NamedTuple):
     own: pd.DataFrame
     others: pd.DataFrame
 
-    def best(self, strategy: str, budget: float) -> float | None:
-        """Return the total to recommend, None if none fits; requested gradient checkpointing
-        stays on."""
-        choices = [self.own]
-        if not self.config.gradient_checkpointing:
-            choices.append(self.others)
-        for choice in choices:
-            if strategy in choice:
-                total = choice[strategy].sum()
-                if total <= budget:
-                    return total
+    def fit(self, strategy: str, budget: float) -> Fit | None:
+        """Return the way to recommend, None if none fits; requested gradient checkpointing stays on."""
+        if strategy not in self.own:
+            return None
+        as_configured = self.own[strategy].sum()
+        if as_configured <= budget:
+            return Fit(as_configured, adds_checkpointing=False)
+        with_the_opposite = self.others[strategy].sum()
+        if with_the_opposite <= budget and not self.config.gradient_checkpointing:
+            return Fit(with_the_opposite, adds_checkpointing=True)
         return None
 
     @property
@@ -114,13 +120,13 @@ def launch_command(config: RunConfig, stages: Sequence[PlannedStage], command: s
     """Return one launch command under which every stage fits, or advice on what to change."""
     budget = HEADROOM * config.gpu_memory * GB
     for strategy in STRATEGIES:
-        totals: list[float] = []
+        fits: list[Fit] = []
         for stage in stages:
-            total = stage.best(strategy, budget)
-            if total is not None:
-                totals.append(total)
-        if len(totals) == len(stages):
-            return _launch_under(strategy, config, stages, totals, command)
+            fit = stage.fit(strategy, budget)
+            if fit is not None:
+                fits.append(fit)
+        if len(fits) == len(stages):
+            return _launch_under(strategy, config, stages, fits, command)
     needs = ", ".join(f"{stage.config.name} {_size(stage.least)}" for stage in stages)
     return (
         f"Cannot be launched: no strategy fits every stage in {_size(budget)}; they need at least: {needs}. "
@@ -132,16 +138,15 @@ def _launch_under(
     strategy: str,
     config: RunConfig,
     stages: Sequence[PlannedStage],
-    totals: Sequence[float],
+    fits: Sequence[Fit],
     command: str,
 ) -> str:
-    for stage, total in zip(stages, totals):
-        # The total is not the stage's own: it fits only with gradient checkpointing.
-        if total != stage.own[strategy].sum():
+    for stage, fit in zip(stages, fits):
+        if fit.adds_checkpointing:
             command += f" --{stage.config.name.replace('_', '-')}.gradient-checkpointing"
     if not stages:
         return f"Launch (nothing is trained): hybrid-distill run {command}"
-    needed = f"needs {_size(max(totals))}"
+    needed = f"needs {_size(max(fit.n_bytes for fit in fits))}"
     if config.gpus == 1:
         return f"Launch ({needed} while training): hybrid-distill run {command}"
     options = f"--config_file {LAUNCH[strategy]} --num_processes {config.gpus}"

@@ -139,15 +139,15 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
     for d_state in d_states:
         check_field("--d-state", d_state, OWN_RULES["d_state"])
     # Without a state and a window, nothing would stand in place of a head.
-    held = [pair for pair in product(d_states, windows) if any(pair)]
+    replacements = [pair for pair in product(d_states, windows) if any(pair)]
     lengths = numbers("lengths", job.lengths, least=1)
     n_every_head = shape.plan.n_layers * shape.plan.n_heads
     rows = []
     for k in numbers("heads", job.heads, least=0, named={"all": n_every_head}):
         HeadPlan.check_k(shape.plan, k, "--heads")
-        own = held if k < n_every_head else [(0, 0)]
+        sizes_of_replaced = replacements if k < n_every_head else [(0, 0)]
         for name, plan in _placements(shape, k, scores).items():
-            for (d_state, window), length in product(own, lengths):
+            for (d_state, window), length in product(sizes_of_replaced, lengths):
                 sinks = min(job.sinks, window)
                 size = n_bytes(plan, length=length, d_state=d_state, window=window, sinks=sinks)
                 setting = (name, plan.n_stored_kv_heads, d_state, window, length)

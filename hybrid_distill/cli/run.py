@@ -48,10 +48,14 @@ def run_with_flags(
 
     base = on_asked_teacher(checked_config(default, recipe), words)
     flags = with_stage_flags(base)
-    config = without_stage_flags(override(flags, words, prog, description), base)
+
+    def parsed(defaults: RunConfig) -> RunConfig:
+        return without_stage_flags(override(defaults, words, prog, description), base)
+
+    config = parsed(flags)
     if config.cache is not None:
-        flags = fitted_flags(flags, config)
-        config = without_stage_flags(override(flags, words, prog, description), base)
+        # Once more: the size of the cache decides the defaults of some flags.
+        config = parsed(fitted_flags(flags, config))
     if config.dry_run:
         from .dry_run import describe
 

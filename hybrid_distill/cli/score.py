@@ -186,24 +186,34 @@ def run_score(job: ScoreJob) -> HeadScores:
         finished = _finished(job, model)
         if finished is not None:
             return finished
-        plain = make_probe(job.probe, **job.probe_options, tokenizer=tokenizer)
-        probe = with_prompt_format(plain, job.prompt_format, tokenizer)
-        _check_questions(job, probe, model, tokenizer)
-        # Solved examples are as long as the question: from far away, they would take minutes.
-        tried = (PLAIN, CHAT) if job.window else TRIED
-        accuracies = agree_on(partial(accuracy_by_prompt_format, model, tokenizer, plain, tried))
-        _log_accuracies(accuracies, plain.chance)
-        if job.window:
-            scores = _attributed(job, model, tokenizer, probe)
-        else:
-            scores = _ablated(job, model, tokenizer, probe, controls)
-        provenance = {**scores.provenance, "prompt_formats": accuracies, "settings": job.settings}
-        scores = replace(scores, provenance=provenance)
+        scores = _measure(job, model, tokenizer, controls)
         # The measurements go last: without them, a stop in between would cost the whole scoring.
         on_main_process(lambda: scores.save(job.out))
         on_main_process(lambda: _draw(scores, job))
         on_main_process(lambda: job.partial_path.unlink(missing_ok=True))
     return scores
+
+
+def _measure(
+    job: ScoreJob,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    controls: Sequence[str],
+) -> HeadScores:
+    """Score the heads, after a line about what the model answers in each prompt format."""
+    plain = make_probe(job.probe, **job.probe_options, tokenizer=tokenizer)
+    probe = with_prompt_format(plain, job.prompt_format, tokenizer)
+    _check_questions(job, probe, model, tokenizer)
+    # Solved examples are as long as the question: from far away, they would take minutes.
+    tried = (PLAIN, CHAT) if job.window else TRIED
+    accuracies = agree_on(partial(accuracy_by_prompt_format, model, tokenizer, plain, tried))
+    _log_accuracies(accuracies, plain.chance)
+    if job.window:
+        scores = _attributed(job, model, tokenizer, probe)
+    else:
+        scores = _ablated(job, model, tokenizer, probe, controls)
+    provenance = {**scores.provenance, "prompt_formats": accuracies, "settings": job.settings}
+    return replace(scores, provenance=provenance)
 
 
 def _finished(job: ScoreJob, model: PreTrainedModel) -> HeadScores | None:
@@ -332,9 +342,9 @@ def table(scores: HeadScores, k: int) -> str:
         if overlap:
             shares = [f"top {n} {share:.0%}" for n, share in overlap.items()]
             lines.append(f"split-half overlap{by}: {', '.join(shares)}")
-    warning = scores.tie_warning(min(k, len(ranking)))
-    if warning:
-        lines.append(f"warning: {warning}")
+    tie = scores.tie(min(k, len(ranking)))
+    if tie is not None:
+        lines.append(f"warning: {tie}")
     return "\n".join(lines)
 
 

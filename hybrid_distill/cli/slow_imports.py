@@ -16,6 +16,7 @@ from types import FrameType
 from .. import progress
 from ..distributed import is_launched_main
 
+NOTICE = "loading torch and transformers ..."
 REPORT_AFTER_S = 1.0
 """Seconds of loading libraries after which a line reports it."""
 
@@ -42,7 +43,7 @@ def loading() -> Iterator[None]:
 
 @cache
 def _report_once() -> None:
-    print("loading torch and transformers ...", file=sys.stderr, flush=True)
+    print(NOTICE, file=sys.stderr, flush=True)
 
 
 def _exit_process(number: int, frame: FrameType | None) -> None:

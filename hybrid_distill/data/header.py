@@ -14,6 +14,10 @@ from ..io import read_json, refused, write_json
 Header = TypeVar("Header", bound="FolderHeader")
 
 
+class Unfinished(ValueError):
+    """The writing of a folder was interrupted."""
+
+
 @dataclass
 class FolderHeader:
     """Common part of both headers. The fields of a subclass are the entries of its file."""
@@ -49,11 +53,11 @@ class FolderHeader:
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        """Check whether a folder has a header. Raises ValueError for an unfinished folder."""
+        """Check whether a folder has a header. Raises Unfinished if its writing was interrupted."""
         if cls.file(folder).is_file():
             return True
         if cls.file(folder, partial=True).is_file():
-            raise ValueError(
+            raise Unfinished(
                 f"the {cls.CONTENT} in {folder} are unfinished; rerun the command that started them."
             )
         return False

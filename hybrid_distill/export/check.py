@@ -81,6 +81,9 @@ PACKAGES = {"vllm": "vllm", "gguf": "llama_cpp", "mlx": "mlx_lm", "onnx": "onnxr
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
 MOST_SHOWN = 8
 """Names of wrong files or tensors that a check lists."""
+RELOADED = "reloaded = exported model"
+CACHED = "cached decode = full forward"
+PADDED = "left-padded batch = single prompts"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -434,7 +437,7 @@ def check_forwards(
 
     alone = [full_forward(ids_L) for ids_L in prompts.ids]
     recorded = [logits_LV[:, prompts.columns] for logits_LV in alone]
-    yield compare("reloaded = exported model", recorded, prompts.logits, limits.forward)
+    yield compare(RELOADED, recorded, prompts.logits, limits.forward)
 
     generated = []
     stepwise = []
@@ -448,10 +451,10 @@ def check_forwards(
         at_once.append(logits_LV[-new_tokens:])
         stepwise.append(from_cache.logits_BTV[0])
         generated.append(tokens_T)
-    yield compare("cached decode = full forward", stepwise, at_once, limits.order)
+    yield compare(CACHED, stepwise, at_once, limits.order)
 
     padded = padded_logits(model, prompts.ids)
-    yield compare("left-padded batch = single prompts", padded, alone, limits.order)
+    yield compare(PADDED, padded, alone, limits.order)
     return generated
 
 

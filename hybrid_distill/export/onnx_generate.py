@@ -93,8 +93,13 @@ def generate(
     Each continuation stops after an end token or ``max_new_tokens``. Raises ValueError for a prompt
     without tokens, and without prompts.
     """
-    if not prompts or not all(prompts):
-        raise ValueError("a prompt has no tokens; pass prompts with at least one token each.")
+    empty = [number for number, prompt in enumerate(prompts) if not prompt]
+    if empty:
+        raise ValueError(
+            f"prompts[{empty[0]}] has no tokens; pass prompts with at least one token each."
+        )
+    if not prompts:
+        raise ValueError("prompts is empty; pass at least one prompt.")
     ids_BL, mask_BS = left_padded(prompts)
     states = session.first_states(len(prompts))
     has_ended_B = np.zeros(len(prompts), bool)

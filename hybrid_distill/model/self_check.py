@@ -42,6 +42,10 @@ TF32_EPS = 2**-10
 QUANTIZED_EPS = 2**-8
 """Relative rounding error of a quantized model, whose activations may be rounded to 8 bits."""
 
+PADDED = "padded on the left"
+PACKED = "packed behind another document"
+CACHED = "from a cache"
+
 PASSED = Path("gate", "transformers.json")
 """File in an export's folder that lists the versions of transformers under which it passed its check when loaded."""
 
@@ -125,11 +129,11 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
 
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator, fix: str) -> None:
     document_1L = ids_1L[:, BESIDE:]
-    ways: dict[str, Callable[[], Tensor]] = {"padded on the left": lambda: _padded(model, ids_1L)}
+    ways: dict[str, Callable[[], Tensor]] = {PADDED: lambda: _padded(model, ids_1L)}
     # `packed_inputs` refuses the others, in training too.
     if model.config._attn_implementation in PACKING:
-        ways["packed behind another document"] = lambda: _packed(model, ids_1L)
-    ways["from a cache"] = lambda: _cached(model, document_1L)
+        ways[PACKED] = lambda: _packed(model, ids_1L)
+    ways[CACHED] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone", fix):
         alone_LV = _logits(model, document_1L)
         with rounded_once_more(model, generator, _eps(model)):

@@ -55,24 +55,17 @@ def within_cache(config: RunConfig, teacher: PretrainedConfig) -> RunConfig:
     Replaced heads get windows alone. Raises ValueError for a cache too small for the smallest window.
     """
     allowed = allowed_bytes(config, teacher)
-    in_ring = replace(config.student, d_state=0, window=SMALLEST_WINDOW, sinks=SINKS)
-    none = HeadPlan.none(teacher)
-    least = student_cache(none, teacher, in_ring, config.context)
-    if least > allowed:
-        raise ValueError(
-            f"cache is {config.cache!r}, and windows of {SMALLEST_WINDOW} tokens and {SINKS} sinks take "
-            f"{least / MB:.4g} MB; pass at least that."
-        )
-    longest = _longest(config)
-    per_token = least / (SMALLEST_WINDOW + SINKS)
-    shortest = int(WINDOW_SHARE * allowed / per_token) - SINKS
-    shortest = min(max(SMALLEST_WINDOW, shortest), longest)
+    windowed = replace(config.student, d_state=0, window=SMALLEST_WINDOW, sinks=SINKS)
+    none_kept = HeadPlan.none(teacher)
+    longest = _longest_window(config)
+    smallest_cache = student_cache(none_kept, teacher, windowed, config.context)
+    shortest = min(_shortest_window(config, allowed, smallest_cache), longest)
 
     def size(k: int, window: int) -> int:
-        student = replace(in_ring, window=window)
-        return student_cache(_largest(teacher, k), teacher, student, config.context)
+        student = replace(windowed, window=window)
+        return student_cache(_most_expensive_groups(teacher, k), teacher, student, config.context)
 
-    k = none.n_layers * none.n_kv_heads
+    k = none_kept.n_layers * none_kept.n_kv_heads
     while k > 0 and size(k, shortest) > allowed:
         k -= 1
     # What is too little for another group makes the windows longer.
@@ -82,24 +75,40 @@ def within_cache(config: RunConfig, teacher: PretrainedConfig) -> RunConfig:
     return replace(
         config,
         plan=replace(config.plan, selection="top", unit="kv-group", k=k),
-        student=replace(in_ring, window=n_fitting - 1),
+        student=replace(windowed, window=n_fitting - 1),
     )
 
 
-def _largest(teacher: PretrainedConfig, k: int) -> HeadPlan:
+def _shortest_window(config: RunConfig, allowed: int, smallest_cache: int) -> int:
+    """Return the shortest window to choose: one that takes `WINDOW_SHARE` of the allowed bytes, if it is not too short.
+
+    ``smallest_cache`` is that of a student with the smallest windows and no kept head. Raises ValueError if even that
+    is more than allowed.
+    """
+    if smallest_cache > allowed:
+        raise ValueError(
+            f"cache is {config.cache!r}, and windows of {SMALLEST_WINDOW} tokens and {SINKS} sinks take "
+            f"{smallest_cache / MB:.4g} MB; pass at least that."
+        )
+    per_token = smallest_cache / (SMALLEST_WINDOW + SINKS)
+    window = int(WINDOW_SHARE * allowed / per_token) - SINKS
+    return max(SMALLEST_WINDOW, window)
+
+
+def _most_expensive_groups(teacher: PretrainedConfig, k: int) -> HeadPlan:
     """Keep ``k`` KV groups where they take most cache: in layers that see everything, if there are any.
 
     A layer whose groups are all kept needs no ring, so these come last.
     """
-    none = HeadPlan.none(teacher)
+    shape = HeadPlan.none(teacher)
     windows = layer_windows(teacher)
 
     def cheapness(group: tuple[int, int]) -> tuple[float, bool]:
         layer, place = group
-        return -(windows[layer] or math.inf), place == none.n_kv_heads - 1
+        return -(windows[layer] or math.inf), place == shape.n_kv_heads - 1
 
-    groups = sorted(product(range(none.n_layers), range(none.n_kv_heads)), key=cheapness)
-    group_size = none.n_heads // none.n_kv_heads
+    groups = sorted(product(range(shape.n_layers), range(shape.n_kv_heads)), key=cheapness)
+    group_size = shape.n_heads // shape.n_kv_heads
     heads = []
     for layer, group in groups[:k]:
         first = group * group_size
@@ -107,10 +116,10 @@ def _largest(teacher: PretrainedConfig, k: int) -> HeadPlan:
     return HeadPlan.from_pairs(teacher, heads)
 
 
-def _longest(config: RunConfig) -> int:
+def _longest_window(config: RunConfig) -> int:
     """Return the longest window that leaves something out of the shortest row that a stage trains on."""
-    rows = [config.data_of(stage).seq_len for stage in config.stages]
-    return min([*rows, config.context]) // 2
+    row_lengths = [config.data_of(stage).seq_len for stage in config.stages]
+    return min([*row_lengths, config.context]) // 2
 
 
 def check_cache(config: RunConfig, teacher: PretrainedConfig, plan: HeadPlan) -> None:

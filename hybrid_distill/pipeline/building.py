@@ -25,11 +25,11 @@ CALIBRATION_TOKENS = 2048
 
 
 def build_and_save(
-    inputs: RunInputs, plan: HeadPlan, aligned: Path | None, rows: Rows | None, origin: Record
+    inputs: RunInputs, plan: HeadPlan, aligned: Path | None, rows: Rows | None, requirements: Record
 ) -> HybridForCausalLM:
     """Build a student, its heads from a finished alignment or fitted to the run's first ``rows`` of text; save it.
 
-    ``origin`` is what it was `made_for`.
+    ``requirements`` are what it is `made_for`.
     """
     calibration = None
     if rows is not None:
@@ -39,7 +39,7 @@ def build_and_save(
             student, report = student_from_alignment(inputs, plan, aligned)
         else:
             student, report = new_student(inputs, plan, inputs.config.student.init, calibration)
-        save_built(inputs.paths, student, report, origin)
+        save_built(inputs.paths, student, report, requirements)
     return student
 
 
@@ -103,7 +103,7 @@ def _donor(inputs: RunInputs, stage: Path) -> HybridForCausalLM:
     """Return a student without kept heads that holds the recurrent heads of a finished alignment, and no other
     weights: a second copy of a large model would not fit."""
     options = inputs.config.student
-    none = HeadPlan.none(inputs.teacher)
-    donor = empty_student(inputs.teacher, none, **options.head_options)
+    none_kept = HeadPlan.none(inputs.teacher)
+    donor = empty_student(inputs.teacher, none_kept, **options.head_options)
     load_recurrent_heads(donor, stage_tensors(stage), str(stage))
     return donor

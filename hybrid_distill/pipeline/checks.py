@@ -153,15 +153,15 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     options = inputs.config.student
     teacher = inputs.shape_of_teacher()
     if plan is None and inputs.config.resume != "never" and inputs.paths.plan.exists():
-        heads = HeadPlan.load(inputs.paths.plan)
+        head_plan = HeadPlan.load(inputs.paths.plan)
     else:
-        heads = known_plan(inputs, teacher, plan)
-    if heads is None:
-        heads = unranked_plan(teacher, plan or inputs.config.plan)
-    check_cache(inputs.config, teacher.config, heads)
-    checked_sites(teacher, heads, options.init)
+        head_plan = known_plan(inputs, teacher, plan)
+    if head_plan is None:
+        head_plan = unranked_plan(teacher, plan or inputs.config.plan)
+    check_cache(inputs.config, teacher.config, head_plan)
+    checked_sites(teacher, head_plan, options.init)
     # Built without weights, for the checks of the config and of every layer's shapes.
-    empty_student(teacher, heads, **options.head_options)
+    empty_student(teacher, head_plan, **options.head_options)
     _check_family_once(teacher, options.recurrence, options.window)
     if options.aligned is not None and not StageManifest.read(options.aligned):
         raise ValueError(

@@ -37,7 +37,7 @@ from .paths import RunPaths
 
 log = logging.getLogger(__name__)
 
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+TeacherAndTokenizer = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 LONGEST_SCORED = 512
 """Longest window that heads are ranked for: those that see beyond it are those that see beyond a longer one."""
 GENERAL = "general"
@@ -50,7 +50,10 @@ class RunInputs:
     """Config, paths and inputs of a run. Models load on first use; an already loaded ``teacher`` may be passed in."""
 
     def __init__(
-        self, config: RunConfig, teacher: Loaded | None = None, pins: Pins | None = None
+        self,
+        config: RunConfig,
+        teacher: TeacherAndTokenizer | None = None,
+        pins: Pins | None = None,
     ) -> None:
         self.config = config.resolved()
         self.paths = RunPaths(config.out)
@@ -69,8 +72,8 @@ class RunInputs:
     # The teacher
 
     @cached_property
-    def teacher_and_tokenizer(self) -> Loaded:
-        return self.given_teacher or load(self.config.teacher)
+    def teacher_and_tokenizer(self) -> TeacherAndTokenizer:
+        return self.given_teacher or load_configured(self.config.teacher)
 
     @property
     def teacher(self) -> PreTrainedModel:
@@ -119,7 +122,8 @@ class RunInputs:
             stage.name,
             options.path,
         )
-        return load(options)[0]
+        teacher, _ = load_configured(options)
+        return teacher
 
     def stage_shape_and_tokenizer(
         self, stage: StageConfig
@@ -226,8 +230,8 @@ class RunInputs:
         return self.config.scoring.prompt_format
 
 
-def load(options: TeacherConfig) -> Loaded:
-    """Load a teacher and its tokenizer."""
+def load_configured(options: TeacherConfig) -> TeacherAndTokenizer:
+    """Load the teacher that a config describes, and its tokenizer."""
     return load_teacher(
         options.path,
         dtype=options.dtype,

@@ -283,7 +283,7 @@ def restoration_plan(inputs: RunInputs, k: int) -> HeadPlan:
     path = inputs.paths.restoration_plan(k)
     if not is_there(path):
         # All processes load the student together; the main one chooses.
-        student, none = trained_student(align_all_heads(inputs))
+        student, none_kept = trained_student(align_all_heads(inputs))
         probe = inputs.scoring_probe()
 
         def choose() -> None:
@@ -292,7 +292,7 @@ def restoration_plan(inputs: RunInputs, k: int) -> HeadPlan:
             heads = greedy_restoration(
                 student.eval(), teacher, tokenizer, probe, k, n_examples=n_examples
             )
-            HeadPlan.from_pairs(none, heads).save(path)
+            HeadPlan.from_pairs(none_kept, heads).save(path)
 
         on_main_process(choose)
     return HeadPlan.load(path)
@@ -391,16 +391,7 @@ def _train_stage(
     """Train or load one stage. ``parent`` is the hash of the weights that it must start from."""
     config = inputs.config
     rows = inputs.rows(stage)
-    teacher = None
-    if stage.cached_logits is not None:
-        # Weights that are shared would keep the teacher in memory.
-        unshare_weights(student)
-        inputs.release_teacher()
-    else:
-        teacher = inputs.stage_teacher(stage)
-        if teacher is not inputs.teacher:
-            # Frees the GPU's memory for the stage's own teacher; later steps move this one back.
-            inputs.teacher.cpu()
+    teacher = _only_teacher_in_memory(inputs, student, stage)
     return train_stage(
         make_stage(stage, student, teacher, vocab_size=vocabulary_size(inputs.tokenizer)),
         rows,
@@ -414,6 +405,22 @@ def _train_stage(
         teacher_sharding=config.teacher_sharding,
         collective_timeout=config.collective_timeout,
     )
+
+
+def _only_teacher_in_memory(
+    inputs: RunInputs, student: HybridForCausalLM, stage: StageConfig
+) -> PreTrainedModel | None:
+    """Return the stage's teacher, and make room for it; None for a stage that reads stored logits."""
+    if stage.cached_logits is not None:
+        # Weights that are shared would keep the teacher in memory.
+        unshare_weights(student)
+        inputs.release_teacher()
+        return None
+    teacher = inputs.stage_teacher(stage)
+    if teacher is not inputs.teacher:
+        # Frees the GPU's memory for the stage's own teacher; later steps move this one back.
+        inputs.teacher.cpu()
+    return teacher
 
 
 def _tracked(inputs: RunInputs, first_step: int) -> TrackedRun:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..io import Record, refused, write_json
-from ..plan import HeadId
+from ..plan import HeadId, Tie
 from ..provenance import now, versions
 from ..teacher import HeadSite, decoder_blocks, fingerprint, imported_from
 
@@ -31,7 +31,6 @@ CRITERIA = ("retrieval", "logprob", "retrieval_minus_control", "ratio")
 CONTROL_FLOOR = 0.01
 # Half-width of a 95 % interval, in standard errors.
 NORMAL_95 = 1.96
-MOST_NAMED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +151,8 @@ class HeadScores:
         share_LU = share_LUH.sum(2)
         return sorted(units, key=lambda unit: -share_LU[unit].item())
 
-    def tie_warning(self, k: int, by: str = "retrieval") -> str | None:
-        """Return a warning if the scores cannot separate the ``k``-th head from the next, else None.
+    def tie(self, k: int, by: str = "retrieval") -> Tie | None:
+        """Return the heads that tie with the ``k``-th and the next, None if the scores separate these two.
 
         Two heads tie if their values are equal and, for "retrieval", the intervals of their
         log-probability drops overlap too (without intervals: 1.96 standard errors on each side).
@@ -163,16 +162,13 @@ class HeadScores:
             return None
         last_kept = ranking[k - 1]
         first_left_out = ranking[k]
-        if not self._tie(last_kept, first_left_out, by):
+        if not self._are_tied(last_kept, first_left_out, by):
             return None
-        kept = [head for head in ranking[:k] if self._tie(head, first_left_out, by)]
-        left_out = [head for head in ranking[k:] if self._tie(last_kept, head, by)]
-        return (
-            f"the cut at k = {k} falls inside a tie: {_named(kept)} kept, {_named(left_out)} not, "
-            "and the scores do not tell them apart; score on more examples, or cut elsewhere."
-        )
+        kept = [head for head in ranking[:k] if self._are_tied(head, first_left_out, by)]
+        left_out = [head for head in ranking[k:] if self._are_tied(last_kept, head, by)]
+        return Tie(k, tuple(kept), tuple(left_out))
 
-    def _tie(self, a: HeadId, b: HeadId, by: str) -> bool:
+    def _are_tied(self, a: HeadId, b: HeadId, by: str) -> bool:
         value_LH = self.value_LH(by)
         if value_LH[a] != value_LH[b]:
             return False
@@ -259,15 +255,6 @@ class HeadScores:
                 agreement=record.get("agreement"),
                 **tables,
             )
-
-
-def _named(heads: Sequence[HeadId]) -> str:
-    """Name the first few heads, with the verb that follows: "L0H1, L0H3 are"."""
-    names = ", ".join(map(str, heads[:MOST_NAMED]))
-    if len(heads) > MOST_NAMED:
-        names += f" and {len(heads) - MOST_NAMED} more"
-    verb = "is" if len(heads) == 1 else "are"
-    return f"{names} {verb}"
 
 
 def _mean_and_error(difference_HE: Tensor) -> tuple[Tensor, Tensor]:

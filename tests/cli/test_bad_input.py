@@ -9,31 +9,32 @@ import shlex
 from pathlib import Path
 
 import pytest
+from messages import has_facts
 
 from hybrid_distill.cli.app import main
 
 CASES = """
-    score --k many: --k is 'many'
-    score --k 9999: --k is 9999
-    score --seed -1: --seed is -1
-    score --exampels 3 --sede 4: --examples, --seed
-    score --pairs 10,x: --pairs is '10,x'
+    score --k many: --k 'many'
+    score --k 9999: --k 9999
+    score --seed -1: --seed -1
+    score --exampels 3 --sede 4: --examples --seed
+    score --pairs 10,x: --pairs '10,x'
     score --probe sudoku: 'sudoku'
-    score --probe kv,needle: --probe is 'kv,needle'
+    score --probe kv,needle: --probe 'kv,needle'
     score --model ./nosuch: --model './nosuch'
     score --window 100 --exhaustive: --exhaustive
-    score --window 16 --sinks 17: --sinks is 17
-    score --distance 100000: --distance is 100000
-    score --seed 99999999999999: --seed is 99999999999999
-    run tiny --seed 99999999999999: seed is 99999999999999
-    run tiny --dry-run --out {}/gate/file/run: is a file
+    score --window 16 --sinks 17: --sinks 17
+    score --distance 100000: --distance 100000
+    score --seed 99999999999999: --seed 99999999999999
+    run tiny --seed 99999999999999: seed 99999999999999
+    run tiny --dry-run --out {}/gate/file/run: {}/gate/file
     run tiny --dry-run --data.sources {}/gate/empty.jsonl: empty.jsonl
     run tiny --dry-run --data.sources {}/gate/latin.txt: latin.txt
     run tiny --dry-run --data.sources {}/gate/other.jsonl: text
     run tiny --dry-run --distill.teacher-logits {}/gate: gate
     generate-data --model tiny --tokens 2K --out {}/out --top-k-logits 100000: --top-k-logits
     score --window 100 --n-control-texts 3: --n-control-texts
-    export --out x: --model PATH
+    export --out x: --model
     evaluate: RUN_DIR
     evaluate {}: --suite paper --model {}
     evaluate nowhere --suite kv: --suite
@@ -43,74 +44,74 @@ CASES = """
     evaluate nowhere: nowhere
     evaluate --suite kv: --model
     evaluate --model tiny: --suite
-    verify nowhere --device foo: --device is 'foo'
-    run: no recipe
+    verify nowhere --device foo: --device 'foo'
+    run: tiny
     run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher ./nosuch: './nosuch'
     run tiny --dry-run --distill.teacher ./nosuch: --distill.teacher
     recipes large: llama_1b
-    cache-logits tiny --top-k 0: --top-k is 0
+    cache-logits tiny --top-k 0: --top-k 0
     memory --heads '': --heads
     memory --heads 4,some: '4,some'
-    memory --heads 1000: --heads is 1000
+    memory --heads 1000: --heads 1000
     memory --lengths all: 'all'
-    memory --model no/such/model: no config
-    memory --d-state 3: --d-state is 3
-    memory --d-state 8,129: --d-state is 129
-    run tiny --dry-run --student.d-state 3: student.d_state is 3
-    run tiny --dry-run --student.conv-width 17: student.conv_width is 17
-    run tiny --dry-run --align-share 0.3: align_share is 0.3
-    run tiny --dry-run --context 8192: context is 8192
-    run tiny --show-config: show_config is True
+    memory --model no/such/model: no/such/model
+    memory --d-state 3: --d-state 3
+    memory --d-state 8,129: --d-state 129
+    run tiny --dry-run --student.d-state 3: student.d_state 3
+    run tiny --dry-run --student.conv-width 17: student.conv_width 17
+    run tiny --dry-run --align-share 0.3: align_share 0.3
+    run tiny --dry-run --context 8192: context 8192
+    run tiny --show-config: show_config True
     run tiny --dry-run --plan.pairs 5 0: --plan.selection pairs
     run tiny --dry-run --plan.layers 1 2: --plan.selection layers
     run tiny --dry-run --plan.file plan.json: --plan.selection file
-    run tiny --dry-run --scoring.distance 9: scoring.distance is 9
-    run tiny --dry-run --scoring.other-weights: scoring.other_weights is True
+    run tiny --dry-run --scoring.distance 9: scoring.distance 9
+    run tiny --dry-run --scoring.other-weights: scoring.other_weights True
     run tiny --dry-run --distill.beta 0.3: --distill.kind jsd
-    cache-logits tiny --align-share 0.3: align_share is 0.3
-    sweep --set align-share=0.3: align_share is 0.3
-    sweep --d-state 3,8: --d-state is 3
-    sweep --heads 0,49: --heads is 49
-    sweep --d-state 0,4: --d-state is '0,4'
-    sweep --seeds 0: --seeds is 0
-    sweep --selection best: --selection is 'best'
-    sweep --selection layers --heads 2,4: no cell
-    sweep --jobs 0: --jobs is 0
+    cache-logits tiny --align-share 0.3: align_share 0.3
+    sweep --set align-share=0.3: align_share 0.3
+    sweep --d-state 3,8: --d-state 3
+    sweep --heads 0,49: --heads 49
+    sweep --d-state 0,4: --d-state '0,4'
+    sweep --seeds 0: --seeds 0
+    sweep --selection best: --selection 'best'
+    sweep --selection layers --heads 2,4: 8 --heads
+    sweep --jobs 0: --jobs 0
     sweep --options timeout_min=5: --cluster
     sweep --set distill.steps: NAME=VALUE
     sweep --set distill.steps=many: 'many'
     sweep --set plan.k=3: --heads
     sweep --set student.d_state=4: --d-state
-    sweep --set cache=1MB: --heads and --window
-    sweep --set context=100: --heads and --window
+    sweep --set cache=1MB: --heads --window
+    sweep --set context=100: --heads --window
     sweep --set out=elsewhere: --out
     sweep --set dry_run=true: --dry-run
     sweep --set scoring.file=/no/scores.json: /no/scores.json
     sweep --launcher nonsense: 'nonsense'
-    sweep --set student.sinks=4: student.sinks is 4
+    sweep --set student.sinks=4: student.sinks 4
     sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow
     sweep README.md: README.md
     report nowhere: nowhere
     report nowhere --context 4096: --context
-    analyze prune-layers --last-layer 6: layers 0..5
+    analyze prune-layers --last-layer 6: 6 0..5
     analyze prune-layers --tasks sudoku: 'sudoku'
     analyze keep-heads --keep 5:8: L5H8
-    analyze keep-heads --keep 5: --keep holds '5'
+    analyze keep-heads --keep 5: --keep '5'
     analyze keep-heads --keep 5:0 --kind ssm: 'ssm'
     analyze remove-heads --scores /no/scores.json: /no/scores.json
-    analyze formats --formats chat: chat template
+    analyze formats --formats chat: chat_template.jinja
     analyze formats --formats dialogue: 'dialogue'
     analyze carriers --model {models}/falcon_mamba --pairs 2: Mamba-1
-    analyze carriers --counts 0 --pairs 2: counts[0] is 0
+    analyze carriers --counts 0 --pairs 2: counts[0] 0
     analyze maps --heads 2:6: '2:6'
     analyze maps --heads L0H0 --prompt '{long}': context
     analyze maps --heads L0H0 --max-gb 0.00001: GiB
-    analyze maps --model {models}/falcon_mamba: 64 channels
-    analyze mask --aggregate L0H8 --pairs 2 --examples 2: heads 0..7
-    analyze mask --tasks knowledge --pairs 2 --examples 2: 0 lines
+    analyze maps --model {models}/falcon_mamba: 64 --heads
+    analyze mask --aggregate L0H8 --pairs 2 --examples 2: 0..7
+    analyze mask --tasks knowledge --pairs 2 --examples 2: 0
     analyze replace-layer --student /no/student: /no/student
 """
 WRITES = {"score": "{}/scores.json", "sweep": "{}/out", "analyze": "{}/out"}
@@ -145,5 +146,6 @@ def test_bad_input_ends_in_one_line(
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     (error,) = [line for line in lines if line.startswith("error")]
-    assert named.replace("{}", str(tmp_path)) in error
+    facts = named.replace("{}", str(tmp_path)).split()
+    assert has_facts(error, *facts)
     assert list(tmp_path.iterdir()) == [tmp_path / "gate"], "something was written"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_family_model
+from messages import has_facts, naming
 from torch import nn
 from torch.testing import assert_close
 from training import (
@@ -39,6 +40,7 @@ from hybrid_distill.data import (
     open_rows,
 )
 from hybrid_distill.data.caching import CHECK_ROWS, top_k_of
+from hybrid_distill.data.header import Unfinished
 from hybrid_distill.data.logits import open_logits, pack, record_dtype, row_ids_of, unpack
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline import run as steps
@@ -316,7 +318,7 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     killed(one_with_a_kill)
     assert len(list(stopped.folder.glob("logits-*.bin"))) == 2
     assert list(stopped.folder.glob("*.tmp"))
-    with pytest.raises(ValueError, match="are unfinished"):
+    with pytest.raises(Unfinished):
         open_logits(stopped.folder)
 
     n_calls = 0
@@ -374,10 +376,11 @@ def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
     assert torch.equal(batch["teacher_ids_BLK"][mask], expected_ids[mask])
 
 
-def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
-    """Runs that must be refused, by their error."""
+def refusals(job: CacheJob, tmp_path: Path) -> dict[tuple[object, ...], RunConfig]:
+    """Runs that must be refused, by the facts that their error names."""
     other_teacher = tmp_path / "other_teacher"
-    make_family_model("llama", **SMALL, **SHARP, seed=5).save_pretrained(other_teacher)
+    other_model = make_family_model("llama", **SMALL, **SHARP, seed=5)
+    other_model.save_pretrained(other_teacher)
     word_tokenizer().save_pretrained(other_teacher)
     other_tokenizer = tmp_path / "other_tokenizer"
     make_family_model("llama", **SMALL, **SHARP).save_pretrained(other_tokenizer)
@@ -392,14 +395,14 @@ def refusals(job: CacheJob, tmp_path: Path) -> dict[str, RunConfig]:
         return changed(job, part, **changes).run
 
     return {
-        r"teacher .*\w{16}.* \w{16}": run("teacher", path=str(other_teacher)),
-        "tokenizer": run("teacher", path=str(other_tokenizer)),
-        "data.seq_len 16, .* 8": run("data", seq_len=8),
-        "data.sources": run("data", sources=(str(more_text),)),
-        "data.seed": run("data", seed=1),
-        "temperature 1.0, .* 2.0": run("distill", temperature=2.0),
-        "24, .* 32": run("distill", steps=4),
-        "nowhere/logits.json": run("distill", teacher_logits=tmp_path / "nowhere"),
+        ("teacher", fingerprint(other_model)): run("teacher", path=str(other_teacher)),
+        ("tokenizer",): run("teacher", path=str(other_tokenizer)),
+        ("data.seq_len", 16, 8): run("data", seq_len=8),
+        ("data.sources",): run("data", sources=(str(more_text),)),
+        ("data.seed",): run("data", seed=1),
+        ("temperature", 1.0, 2.0): run("distill", temperature=2.0),
+        (24, 32): run("distill", steps=4),
+        ("nowhere/logits.json",): run("distill", teacher_logits=tmp_path / "nowhere"),
     }
 
 
@@ -407,10 +410,10 @@ def test_logits_that_do_not_fit_are_refused_before_anything_is_spent(
     job: CacheJob, tmp_path: Path
 ) -> None:
     cache_logits(job)
-    for message, config in refusals(job, tmp_path).items():
-        with pytest.raises(ValueError, match=message):
+    for facts, config in refusals(job, tmp_path).items():
+        with pytest.raises(ValueError, match=naming(*facts)):
             prepare(RunInputs(config))
-        assert not config.out.exists(), message
+        assert not config.out.exists(), facts
     prepare(RunInputs(job.run))
 
 
@@ -432,11 +435,11 @@ def test_logits_of_other_settings_are_refused_without_reading_text_or_weights(
 
 
 def test_bad_jobs_are_refused(job: CacheJob) -> None:
-    with pytest.raises(ValueError, match="--top-k is 100"):
+    with pytest.raises(ValueError, match=naming("--top-k", 100)):
         cache_logits(replace(job, top_k=100))
-    with pytest.raises(ValueError, match=r"--distill.teacher-logits"):
+    with pytest.raises(ValueError, match=naming("--distill.teacher-logits")):
         cache_logits(changed(job, "distill", teacher_logits=None))
-    with pytest.raises(ValueError, match=r"on_policy.teacher_logits"):
+    with pytest.raises(ValueError, match=naming("on_policy.teacher_logits")):
         DistillOnPolicy(teacher_logits=job.folder)
 
 
@@ -445,21 +448,21 @@ def test_a_dry_run_states_the_size_and_writes_nothing(
 ) -> None:
     with caplog.at_level("INFO"):
         cache_logits(replace(job, run=replace(job.run, dry_run=True)))
-    assert "24 rows x 16 tokens x 26 bytes = 0.000 GB" in caplog.text
+    assert has_facts(caplog.text, 24, 16, 26)
     assert not job.folder.exists()
 
 
 def test_a_folder_of_another_size_is_refused(job: CacheJob) -> None:
     """Refuse a folder with another number of logits a token, and a torn one."""
     cache_logits(job)
-    with pytest.raises(ValueError, match="another top_k"):
+    with pytest.raises(ValueError, match=naming(job.folder, "top_k")):
         cache_logits(replace(job, top_k=5))
 
     path = job.folder / "logits-00002.bin"
     path.write_bytes(path.read_bytes()[:-1])
     bytes_of_token = 6 * 4 + 2
     size = 5 * SEQ_LEN * bytes_of_token
-    with pytest.raises(ValueError, match=rf"{path.name} .*{size - 1} .*{size}"):
+    with pytest.raises(ValueError, match=naming(path, size - 1, size)):
         open_logits(job.folder)
 
 

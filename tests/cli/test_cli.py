@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from messages import has_facts, naming
 from training import copy_tiny_tokenizer, refusal, small_run
 
 import hybrid_distill
@@ -25,6 +26,7 @@ from hybrid_distill.cli.app import IN_ONE_PROCESS, NAMES
 from hybrid_distill.cli.dry_run import describe
 from hybrid_distill.cli.exits import exit_cleanly
 from hybrid_distill.cli.recipes import FIRST, find_recipe
+from hybrid_distill.cli.slow_imports import NOTICE
 from hybrid_distill.config import StudentConfig, from_json
 from hybrid_distill.data import DataConfig
 from hybrid_distill.evaluation.evaluate import EvalResult
@@ -104,10 +106,10 @@ def test_a_run_its_config_and_another_config(
     config = small_run(done)
     before = times_of_weights(done)
     run_recipe(config, [])
-    assert "report:" in capsys.readouterr().out
+    assert str(done / "report.html") in capsys.readouterr().out
     assert from_json(done / "config.json") == config
     assert times_of_weights(done) == before, "a finished stage ran again"
-    assert "student" in refusal(capsys, config, "--student.d-state", "8")
+    assert "student.d_state" in refusal(capsys, config, "--student.d-state", "8")
 
 
 def test_evaluate_prints_what_was_measured_before_and_measures_again_when_asked(
@@ -117,12 +119,12 @@ def test_evaluate_prints_what_was_measured_before_and_measures_again_when_asked(
     before = [file.stat().st_mtime_ns for file in files]
     main(["evaluate", str(done)])
     printed = capsys.readouterr()
-    assert "was measured before (20" in printed.err
+    assert has_facts(printed.err, done / "evaluation.json", "--again")
     measured = Path(printed.out.removeprefix("results: ").strip())
     assert json.loads(measured.read_text())["n_examples"] == 4
     assert before == [file.stat().st_mtime_ns for file in files]
     main(["evaluate", str(done), "--again", "--n-examples", "2"])
-    assert "was measured before" not in capsys.readouterr().err
+    assert "--again" not in capsys.readouterr().err
     assert [json.loads(file.read_text())["n_examples"] for file in files] == [2, 2]
 
 
@@ -130,7 +132,7 @@ def test_speed_is_measured_in_turns_and_reported(
     done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["evaluate", str(done), "--speed"])
-    assert "student: 992 tokens" in capsys.readouterr().err
+    assert has_facts(capsys.readouterr().err, "student", 992)
     rows = json.loads((done / "speed.json").read_text())["rows"]
     # The embedded teacher's context has 1,024 tokens, of which 32 are decoded.
     assert [(row["model"], row["length"]) for row in rows] == [("teacher", 992), ("student", 992)]
@@ -193,9 +195,9 @@ def test_a_dry_run_plans_anew_what_the_run_would_and_counts_the_recurrence(
         return capsys.readouterr().out
 
     kept = printed()
-    assert f"Plan ({done / 'plan.json'}):" in kept
+    assert str(done / "plan.json") in kept
     anew = printed("--resume", "never", "--student.recurrence", "gdn")
-    assert "Plan (random):" in anew
+    assert str(done / "plan.json") not in anew
     size = re.compile(r"student ([\d,]+)")
     assert size.findall(kept) != size.findall(anew)
 
@@ -215,11 +217,11 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
 
 
 RECIPES_THAT_FAIL = {
-    "def config():\n    return 1 / 0\n": "line 2: ZeroDivisionError",
-    "def config(:\n": "recipe.py: SyntaxError: ",
-    "import no_such_module\n": "line 1: ModuleNotFoundError",
-    "config = 3\n": "config()",
-    "def config(): return {'name': 'x'}\n": "RunConfig",
+    "def config():\n    return 1 / 0\n": ["line 2", "ZeroDivisionError"],
+    "def config(:\n": ["recipe.py", "SyntaxError"],
+    "import no_such_module\n": ["line 1", "ModuleNotFoundError"],
+    "config = 3\n": ["config()"],
+    "def config(): return {'name': 'x'}\n": ["RunConfig"],
 }
 
 
@@ -237,7 +239,7 @@ def test_a_recipe_that_fails_is_named_in_one_line(
     assert exit_.value.code == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
-    assert RECIPES_THAT_FAIL[text] in error
+    assert has_facts(error, *RECIPES_THAT_FAIL[text])
     assert not (tmp_path / "out").exists()
 
 
@@ -266,9 +268,8 @@ def test_ctrl_c_while_the_libraries_are_imported_ends_in_one_line(tmp_path: Path
 
     assert ended.returncode == 128 + signal.SIGINT
     assert ended.stdout == ""
-    notice = "loading torch and transformers ...\n"
-    (line,) = ended.stderr.removeprefix(notice).splitlines()
-    assert line == "stopped; nothing was started."
+    lines = ended.stderr.splitlines()
+    assert len([line for line in lines if line != NOTICE]) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -323,7 +324,7 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert wrong.stdout == ""
     (error,) = wrong.stderr.splitlines()
-    assert "did you mean 'score'?" in error
+    assert "'score'" in error
 
 
 def test_the_supported_versions_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +410,8 @@ def test_a_run_and_its_dry_run_refuse_the_same_teachers(
             run_recipe(small_run(), [*flags, *more])
         printed = capsys.readouterr()
         assert named in printed.err
-        assert "Launch" not in printed.out
+        # transformers prints a notice of its own for BitNet.
+        assert str(tmp_path / "run") not in printed.out
     assert not (tmp_path / "run").exists()
 
 
@@ -427,13 +429,13 @@ def test_a_folder_without_a_result_is_taken_over(tmp_path: Path) -> None:
     # Of a stage that diverged before its first checkpoint, nothing is lost.
     (stage / "metrics.jsonl").write_text('{"step": 1}\n')
     prepare(RunInputs(first))
-    with pytest.raises(ValueError, match=r"holds a run with other settings: seed"):
+    with pytest.raises(ValueError, match=naming(first.out, "seed")):
         prepare(RunInputs(replace(first, seed=1)))
 
     # With a checkpoint, only what does not change the weights may change.
     (stage / "checkpoints" / "step-00000002").mkdir(parents=True)
     prepare(RunInputs(first.with_stage("align", micro_batch_size=1, log_every=7)))
-    with pytest.raises(ValueError, match=r"holds a run with other settings: align\.steps"):
+    with pytest.raises(ValueError, match=naming(first.out, "align.steps")):
         prepare(RunInputs(other))
 
 
@@ -447,7 +449,8 @@ def test_a_folder_of_another_run_is_the_only_reason_that_a_dry_run_gives(tmp_pat
         prepare(RunInputs(smaller))
     with pytest.raises(ValueError) as described:
         describe(smaller)
-    assert str(described.value) == f"the run would not start: {refused.value}"
+    assert str(described.value).endswith(str(refused.value))
+    assert "\n" not in str(described.value)
 
 
 def test_a_dry_run_without_the_teacher_says_so_in_one_line(

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from head_tables import some_scores
+from messages import naming
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.memory import MemoryJob, cache_sizes
+from hybrid_distill.plan import Shape
 
 LENGTH = 10
 """Tokens in the cache."""
@@ -110,7 +112,7 @@ def test_scores_say_which_heads_share(tmp_path: Path) -> None:
     assert by_scores["first 2", D_STATE] == both_in_one_group
     assert by_scores["first 3", D_STATE] == the_third_in_another
 
-    with pytest.raises(ValueError, match="another teacher"):
+    with pytest.raises(ValueError, match=naming(Shape(2, 4, 2))):
         sizes(heads="2", d_state="4", scores=path)
 
 

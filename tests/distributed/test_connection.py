@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from messages import naming
 from processes import ON_CPU
 from training import free_port
 
@@ -52,7 +53,7 @@ def test_fewer_processes_than_announced_are_refused(monkeypatch):
     # One process alone, as accelerate starts for a launch that it does not understand.
     alone = SimpleNamespace(num_processes=1)
     monkeypatch.setattr("accelerate.Accelerator", lambda **_: alone)
-    with pytest.raises(WorldError, match="2 processes and 1"):
+    with pytest.raises(WorldError, match=naming(2, 1)):
         make_accelerator()
 
 

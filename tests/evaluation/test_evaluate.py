@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import make_family_model
+from messages import naming
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
@@ -247,8 +248,13 @@ def test_a_file_that_is_not_an_evaluation_is_refused(planted, tmp_path) -> None:
     result = evaluate(*planted, n_pairs=(), held_out_texts=["apple anchor arrow"])
     record = result.to_dict()
     assert EvalResult.from_dict(record).to_dict() == record
-    for change in ({"format": "other"}, {"kv_choice": {"many": 1.0}}, {"unknown": 1}):
-        with pytest.raises(ValueError, match="not an evaluation"):
+    changes: dict[str, dict[str, Any]] = {
+        "'other'": {"format": "other"},
+        "'many'": {"kv_choice": {"many": 1.0}},
+        "'unknown'": {"unknown": 1},
+    }
+    for fact, change in changes.items():
+        with pytest.raises(ValueError, match=naming(fact)):
             EvalResult.from_dict({**record, **change})
     torn = tmp_path / "torn.json"
     torn.write_text(json.dumps(record)[:-5])

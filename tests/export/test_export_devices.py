@@ -107,8 +107,8 @@ def test_a_student_on_kernels_is_exported_as_what_the_export_computes(
 
 def same_model(checks: Sequence[Check]) -> Check:
     """Return the check that compares logits with the record."""
-    (check,) = [check for check in checks if check.name == "reloaded = exported model, logits"]
-    return check
+    (comparison,) = [each for each in checks if each.name == f"{check.RELOADED}, logits"]
+    return comparison
 
 
 def test_a_student_on_torch_has_no_kernels_to_report(smollm2, tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def sensitive(tmp_path_factory) -> Path:
     return path
 
 
-IN_BFLOAT16 = "in bfloat16, cached decode = full forward, logits"
-CACHED = "cached decode = full forward, logits"
-PADDED = "left-padded batch = single prompts, logits"
+CACHED = f"{check.CACHED}, logits"
+PADDED = f"{check.PADDED}, logits"
+IN_BFLOAT16 = f"in bfloat16, {CACHED}"
 
 
 def test_rounding_to_bfloat16_is_not_a_fault(sensitive: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_family_model
+from messages import naming
 from safetensors.torch import load_file, save_file
 from students import gate_in_this_process, keep, tiny_student
 from torch.testing import assert_close
@@ -18,7 +19,7 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.card import model_card
-from hybrid_distill.export.check import greedy, left_padded
+from hybrid_distill.export.check import CACHED, RELOADED, greedy, left_padded
 from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.export.formats import check_expressible
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
@@ -133,7 +134,7 @@ def test_heads_of_one_group_share_keys_and_values_where_every_layer_lets_them(
 @pytest.mark.parametrize("recurrence", ["discrete", "gdn"])
 def test_students_with_other_recurrences_are_refused(recurrence: str) -> None:
     student = student_keeping("llama", KEPT["one"], recurrence=recurrence)
-    with pytest.raises(ValueError, match=f"recurrent heads are {recurrence}"):
+    with pytest.raises(ValueError, match=naming("falcon-h1", recurrence)):
         check_expressible(student, "falcon-h1")
 
 
@@ -273,9 +274,10 @@ def test_verify_has_an_exit_status(
     save_file(weights, file, metadata={"format": "pt"})
     for folder, status in (("stock", 1), ("nowhere", 2)):
         with pytest.raises(SystemExit) as end:
-            main(["verify", str(tmp_path / folder)])
+            main(["verify", str(tmp_path / folder), "--to", str(tmp_path / "checks.json")])
         assert end.value.code == status
-    printed = capsys.readouterr()
-    assert "FAILED   reloaded = exported model, logits" in printed.out
-    assert "ok       cached decode = full forward, logits" in printed.out
-    assert "nowhere" in printed.err
+    assert "nowhere" in capsys.readouterr().err
+    checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
+    passed = {check["name"]: check["ok"] for check in checks}
+    assert not passed[f"{RELOADED}, logits"]
+    assert passed[f"{CACHED}, logits"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_family_model
+from messages import naming
 from students import keep, mixed_student
 from test_falcon_h1 import KEPT, random_ids, stirred, student_keeping
 
@@ -193,7 +194,7 @@ def test_generation_ends_with_the_end_token_of_each_row(tmp_path: Path) -> None:
     assert len(expected[0]) <= 3
     assert generate(session, prompts, 8) == expected
 
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ValueError, match=naming("prompts[1]")):
         generate(session, [[1], []])
 
 

@@ -20,7 +20,7 @@ import hybrid_kernels
 import numpy as np
 import torch
 import triton
-from hybrid_kernels import ssd_launch
+from hybrid_kernels import common, ssd_launch
 from ptx import Memory, Program
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -194,8 +194,9 @@ def emulated(
         # They refuse tensors of the CPU; each module imports the function by name.
         for entry in pkgutil.iter_modules(hybrid_kernels.__path__):
             module = importlib.import_module(f"hybrid_kernels.{entry.name}")
-            if hasattr(module, "check_device"):
-                replace(module, "check_device", lambda *arguments: None)
+            name = common.check_device.__name__
+            if getattr(module, name, None) is common.check_device:
+                replace(module, name, lambda *arguments: None)
         for name in ("empty", "empty_like"):
             replace(torch, name, _poisoned(getattr(torch, name)))
         yield

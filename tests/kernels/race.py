@@ -18,7 +18,19 @@ SEVERAL = -2
 
 
 class Access(AssertionError):
-    """An access out of bounds, or one of two programs that depend on their order."""
+    """An access that a kernel must not make."""
+
+    def __init__(self, message: str, is_store: bool) -> None:
+        super().__init__(message)
+        self.is_store = is_store
+
+
+class OutOfBounds(Access):
+    """A load or store outside every argument."""
+
+
+class Race(Access):
+    """An access of an element that another program stores: its value depends on their order."""
 
 
 class View:
@@ -76,7 +88,7 @@ class Watch:
             left = left[~inside]
         if len(left):
             verb = "stored" if store else "loaded"
-            raise Access(f"{len(left)} elements {verb} outside every argument")
+            raise OutOfBounds(f"{len(left)} elements {verb} outside every argument", store)
 
     def _note(self, view: View, place: np.ndarray, store: bool) -> None:
         me = self.program
@@ -84,12 +96,12 @@ class Watch:
         loaded_by_others = ~np.isin(view.reader[place], (NOBODY, me))
         if stored_by_others.any():
             verb = "stores" if store else "loads"
-            raise Access(f"{verb} what another program has stored")
+            raise Race(f"{verb} what another program has stored", store)
         if not store:
             view.reader[place] = np.where(loaded_by_others, SEVERAL, me)
             return
         if loaded_by_others.any():
-            raise Access("stores what another program has loaded")
+            raise Race("stores what another program has loaded", store)
         view.writer[place] = me
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from messages import naming
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in triton")
@@ -134,18 +135,18 @@ def test_inputs_of_any_strides():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "facts"),
     [
-        ("xbc_BC", torch.zeros(2, 47), r"xbc_BC has shape \(2, 47\)"),
-        ("conv_weight_CK", torch.zeros(48, 7), "conv_weight_CK has width 7"),
-        ("conv_state_BCK", torch.zeros(2, 3, 48).mT, "conv_state_BCK has strides"),
-        ("ssm_state_BHPN", torch.zeros(2, 2, 16, 4).bfloat16(), "ssm_state_BHPN is bfloat16"),
-        ("ssm_state_BHPN", torch.zeros(2, 2, 16, 129), "N=129"),
-        ("D_H", torch.zeros(2, requires_grad=True), "needs a gradient"),
-        ("token_mask_B", torch.ones(3), r"token_mask_B has shape \(3,\)"),
+        ("xbc_BC", torch.zeros(2, 47), ("xbc_BC", "(2, 47)")),
+        ("conv_weight_CK", torch.zeros(48, 7), ("conv_weight_CK", 7)),
+        ("conv_state_BCK", torch.zeros(2, 3, 48).mT, ("conv_state_BCK", "(144, 1, 48)")),
+        ("ssm_state_BHPN", torch.zeros(2, 2, 16, 4).bfloat16(), ("ssm_state_BHPN", "bfloat16")),
+        ("ssm_state_BHPN", torch.zeros(2, 2, 16, 129), ("ssm_state_BHPN", "N=129")),
+        ("D_H", torch.zeros(2, requires_grad=True), ("torch.no_grad",)),
+        ("token_mask_B", torch.ones(3), ("token_mask_B", "(3,)")),
     ],
 )
-def test_bad_input_is_named(name, value, message):
+def test_bad_input_is_named(name, value, facts):
     inputs = dict(zip(NAMES, draw(2, 16, 4)))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(*facts)):
         ssd_step(**{**inputs, name: value})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from analyses import FILES, rows_of, run
+from messages import naming
 from planted import AGGREGATE, KEYS, PLANTED, planted_teacher
 from test_head_sites import make_model
 from training import ALIGN, small_run
@@ -153,13 +154,13 @@ def test_a_student_its_run_and_its_teacher_must_fit(aligned: Path, tmp_path: Pat
     shutil.rmtree(moved / "stages")
 
     refused = [
-        (ReplaceLayer(student=aligned, teacher="tiny"), "leave out --teacher"),
-        (ReplaceLayer(student=tiny_teacher_path()), "'llama'"),
-        (ReplaceLayer(student=tmp_path / "other"), "3 layers of 4 heads of 8, 32 wide"),
-        (ReplaceLayer(student=moved), str(moved)),
+        (ReplaceLayer(student=aligned, teacher="tiny"), ["--teacher"]),
+        (ReplaceLayer(student=tiny_teacher_path()), ["'llama'"]),
+        (ReplaceLayer(student=tmp_path / "other"), [3, 4, 8, 32]),
+        (ReplaceLayer(student=moved), [moved]),
     ]
-    for experiment, named in refused:
-        with pytest.raises(ValueError, match=named):
+    for experiment, facts in refused:
+        with pytest.raises(ValueError, match=naming(*facts)):
             experiment.load()
 
 

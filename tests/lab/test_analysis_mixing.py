@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from students import mixed_student
+from students import mixed_student, recurrent_parameters
 from test_head_sites import FAMILIES, IDS, KEPT, make_model, n_hooks
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -123,9 +123,8 @@ def test_a_students_kept_and_recurrent_heads_in_every_layout(
 def test_a_student_has_both_kinds_in_the_teachers_order() -> None:
     model = make_model("student")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".ssm." in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        for parameter in recurrent_parameters(model):
+            parameter.add_(0.1 * torch.randn_like(parameter))
     mixes = check_exact(model, all_heads(model))
     assert [mix.head for mix in mixes if mix.kind == "attention"] == KEPT
 

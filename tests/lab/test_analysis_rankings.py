@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from head_tables import some_scores
+from messages import naming
 
 from hybrid_distill.lab.analysis.rankings import compare_rankings, load_ranking
 from hybrid_distill.plan import HeadId
@@ -101,5 +102,5 @@ def test_scores_against_a_short_list() -> None:
 def test_rankings_that_cannot_be_compared() -> None:
     one_layer = some_scores([[0.1, 0.2]])
     two_layers = some_scores([[0.1], [0.2]])
-    with pytest.raises(ValueError, match="1 x 2 and 2 x 1"):
+    with pytest.raises(ValueError, match=naming("1 x 2", "2 x 1")):
         compare_rankings(one_layer, two_layers)

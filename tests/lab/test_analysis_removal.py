@@ -9,6 +9,7 @@ import pytest
 import torch
 from analyses import FILES, rows_of, run
 from harness_rows import write_task
+from messages import naming
 from planted import AGGREGATE, GATHER_ASKED_KEY, GATHER_VALUE_KEY, KEYS, planted_teacher
 from test_head_sites import FAMILIES, IDS, block_outputs, make_model, n_hooks
 from transformers import PreTrainedModel
@@ -82,7 +83,7 @@ def test_without_its_circuit_the_planted_teacher_retrieves_nothing(
     unimportant = remove_heads(planted, others, (1, 3), n_draws=0)
     assert min(unimportant.values()) > 85
 
-    with pytest.raises(ValueError, match="--counts has 17"):
+    with pytest.raises(ValueError, match=naming("--counts", 17)):
         remove_heads(planted, ranking, (17,), n_draws=1)
 
 
@@ -355,5 +356,5 @@ def test_tasks_of_lm_eval_are_columns(tmp_path: Path) -> None:
     # A perplexity is not a share.
     assert text.column.header == "text"
     assert text.measure(*tiny) < 10
-    with pytest.raises(ValueError, match="7 tasks"):
+    with pytest.raises(ValueError, match=naming("lm_eval:probes", 7)):
         Questions(tasks="lm_eval:probes").make(*tiny)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from harness_rows import write_task
+from messages import naming
 from test_launch import launch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -205,9 +206,9 @@ def test_prompts_beyond_the_context_are_refused_or_counted(
     tiny: MODEL_AND_TOKENIZER, tmp_path: Path
 ) -> None:
     for name, n_prompts in (("kv", 80), ("kv_generate", 10)):
-        with pytest.raises(ValueError, match=f"{n_prompts} of {n_prompts} prompts of {name} "):
+        with pytest.raises(ValueError, match=naming(f"{n_prompts} of {n_prompts}", name)):
             measured(*tiny, name, tmp_path, max_length=48)
-    with pytest.raises(ValueError, match="kv_generate generates up to 4 tokens"):
+    with pytest.raises(ValueError, match=naming("kv_generate", 4)):
         measured(*tiny, "kv_generate", tmp_path, max_length=4, truncate=True)
     assert not list(tmp_path.iterdir()), "nothing was computed"
     cut = measured(*tiny, "kv,kv_generate", tmp_path, max_length=48, truncate=True)

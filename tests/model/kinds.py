@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from conftest import make_family_model
-from students import HARD, keep, mixed_student
+from students import HARD, keep, mixed_student, recurrent_parameters
 
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.student.build import build_student
@@ -32,7 +32,6 @@ def short_windows(recurrence: str = "discrete", d_state: int = 5) -> HybridForCa
     student, _ = build_student(teacher, plan, init="random", **options)
     # A new student's recurrent heads are silent: give them gates and taps that matter.
     with torch.no_grad():
-        for name, parameter in student.named_parameters():
-            if ".ssm." in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        for parameter in recurrent_parameters(student):
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return student.eval()

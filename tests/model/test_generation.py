@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from memory_use import LargestTensor
+from messages import naming
 from students import (
     ALL_BUT_ONE,
     BF16_RELATIVE_ERROR,
@@ -229,7 +230,7 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
 ) -> None:
     monkeypatch.setattr("hybrid_distill.model.generation.__version__", "5.4.1")
     ids, mask = left_padded([tokens(5), tokens(3)])
-    with pytest.raises(ValueError, match="padded rows"):
+    with pytest.raises(ValueError, match=naming("5.4.1", "prefill_chunk_size")):
         generated(llama_student, ids, attention_mask=mask, prefill_chunk_size=2)
     without_padding = torch.ones_like(mask)
     generated(llama_student, ids, attention_mask=without_padding, prefill_chunk_size=2)
@@ -356,7 +357,7 @@ def test_padded_rows_after_a_cache_compile_without_a_break(max_length: int | Non
 
 def test_embeddings_in_pieces_are_refused(llama_student) -> None:
     prompt = llama_student.get_input_embeddings()(tokens(1, 9))
-    with pytest.raises(ValueError, match="prefill_chunk_size"):
+    with pytest.raises(ValueError, match=naming("inputs_embeds", "prefill_chunk_size")):
         llama_student.generate(inputs_embeds=prompt, prefill_chunk_size=4, **GREEDY)
 
 

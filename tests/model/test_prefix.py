@@ -9,6 +9,7 @@ import torch
 from accelerate import cpu_offload
 from conftest import FAMILIES, make_family_model
 from kinds import KINDS, short_windows, student_of_kind
+from messages import naming
 from safetensors.torch import load_file, save_file
 from students import (
     HARD,
@@ -117,7 +118,7 @@ def test_a_static_cache_is_filled_and_copied(student) -> None:
     text = student.generate(whole, **GREEDY)
     for _ in range(2):
         assert torch.equal(continued(student, cache.copy(), whole), text)
-    with pytest.raises(ValueError, match="static"):
+    with pytest.raises(ValueError, match=naming("max_length")):
         cache.save("never")
 
 
@@ -147,7 +148,7 @@ def test_a_cache_that_goes_back_holds_the_prompt_of_then(llama_student, tmp_path
     # A forward pass notes no tokens.
     logits(llama_student, tokens(1, 3), cache=cache)
     with pytest.raises(ValueError, match="prefill"):
-        cache.save(tmp_path / "prompt")
+        cache.save(tmp_path / "saved")
 
     cache.restore(empty)
     other = tokens(1, 4)
@@ -210,7 +211,7 @@ def test_a_cache_with_gradients_is_not_copied(llama_student) -> None:
 def test_a_loaded_prefix_is_continued_in_every_family(family: str, tmp_path: Path) -> None:
     student = mixed_student(make_family_model(family, **HARD.get(family, {})))
     ids, mask = left_padded([tokens(13), tokens(6)])
-    path = tmp_path / "prompt"
+    path = tmp_path / "saved"
     student.prefill(ids, mask).save(path)
     check_continuations(student, student.load_cache(path, ids, mask), ids, mask)
 
@@ -218,14 +219,14 @@ def test_a_loaded_prefix_is_continued_in_every_family(family: str, tmp_path: Pat
 def test_a_file_holds_every_tensor_bit_for_bit(student, tmp_path: Path) -> None:
     ids, mask = left_padded([tokens(13), tokens(6)])
     cache = student.prefill(ids, mask)
-    cache.save(tmp_path / "prompt")
-    loaded = student.load_cache(tmp_path / "prompt", ids, mask)
+    cache.save(tmp_path / "saved")
+    loaded = student.load_cache(tmp_path / "saved", ids, mask)
     for ours, theirs in zip(cache.layers, loaded.layers, strict=True):
         assert ours.get_seq_length() == theirs.get_seq_length() == 13
         assert ours.tensors().keys() == theirs.tensors().keys()
         for name, tensor in ours.tensors().items():
             assert torch.equal(tensor, theirs.tensors()[name])
-    assert [path.name for path in tmp_path.iterdir()] == ["prompt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     check_continuations(student, loaded, ids, mask)
 
 
@@ -234,8 +235,8 @@ def test_a_loaded_cache_goes_on_in_the_dtype_of_its_keys(llama_student, kv_dtype
     ids = tokens(1, 9)
     more = tokens(1, 3)
     cache = llama_student.prefill(ids, cache=llama_student.new_cache(kv_dtype))
-    cache.save(tmp_path / "prompt")
-    loaded = llama_student.load_cache(tmp_path / "prompt", ids)
+    cache.save(tmp_path / "saved")
+    loaded = llama_student.load_cache(tmp_path / "saved", ids)
     expected = logits(llama_student, more, cache=cache)
     assert torch.equal(logits(llama_student, more, cache=loaded), expected)
     assert loaded.layer(0).keys.dtype == kv_dtype
@@ -246,11 +247,11 @@ def test_an_offloaded_student_reads_the_same_prefix(part: str, tmp_path: Path) -
     student = short_windows()
     ids = tokens(1, 9)
     more = tokens(1, 3)
-    student.prefill(ids).save(tmp_path / "prompt")
+    student.prefill(ids).save(tmp_path / "saved")
     expected = logits(student, more, cache=student.prefill(ids))
 
     cpu_offload(student.get_submodule(part), execution_device=torch.device("cpu"))
-    for cache in (student.prefill(ids), student.load_cache(tmp_path / "prompt", ids)):
+    for cache in (student.prefill(ids), student.load_cache(tmp_path / "saved", ids)):
         same_logits(logits(student, more, cache=cache), expected)
 
 
@@ -260,52 +261,52 @@ def test_a_quantized_student_reads_and_loads_a_prefix(llama_student, tmp_path: P
     ids = tokens(1, 9)
     more = tokens(1, 3)
     cache = llama_student.prefill(ids)
-    cache.save(tmp_path / "prompt")
-    loaded = llama_student.load_cache(tmp_path / "prompt", ids)
+    cache.save(tmp_path / "saved")
+    loaded = llama_student.load_cache(tmp_path / "saved", ids)
     expected = logits(llama_student, more, cache=cache)
     assert torch.equal(logits(llama_student, more, cache=loaded), expected)
 
 
 def test_the_state_of_another_prompt_is_refused(llama_student, tmp_path: Path) -> None:
-    path = tmp_path / "prompt"
+    path = tmp_path / "saved"
     ids, mask = left_padded([tokens(9), tokens(6)])
     llama_student.prefill(ids, mask).save(path)
     other = ids.clone()
     other[0, 3] += 1
-    with pytest.raises(ValueError, match="another prompt"):
+    with pytest.raises(ValueError, match=naming("prompt")):
         llama_student.load_cache(path, other, mask)
-    with pytest.raises(ValueError, match="another prompt"):
+    with pytest.raises(ValueError, match=naming("prompt")):
         llama_student.load_cache(path, ids)
 
 
 def test_the_state_of_another_student_is_refused(llama_student, tmp_path: Path) -> None:
-    path = tmp_path / "prompt"
+    path = tmp_path / "saved"
     ids, mask = left_padded([tokens(9), tokens(6)])
     llama_student.prefill(ids, mask).save(path)
-    with pytest.raises(ValueError, match="another student"):
+    with pytest.raises(ValueError, match=naming("student")):
         mixed_student(make_family_model("llama"), "gdn").load_cache(path, ids, mask)
     with pytest.raises(ValueError, match="bfloat16"):
         llama_student.to(torch.bfloat16).load_cache(path, ids, mask)
     llama_student.to(torch.float32)
     train_one_weight(llama_student)
-    with pytest.raises(ValueError, match="another student"):
+    with pytest.raises(ValueError, match=naming("student")):
         llama_student.load_cache(path, ids, mask)
 
 
 def test_an_embedding_that_alone_was_trained_makes_another_student(llama_student, tmp_path) -> None:
     ids = tokens(1, 9)
-    path = tmp_path / "prompt"
+    path = tmp_path / "saved"
     llama_student.prefill(ids).save(path)
     embedding = llama_student.get_input_embeddings().weight
     with torch.no_grad():
         embedding[ids[0, 4]] += 1
-    with pytest.raises(ValueError, match="another student"):
+    with pytest.raises(ValueError, match=naming("student")):
         llama_student.load_cache(path, ids)
 
 
 def test_a_damaged_file_is_refused(llama_student, tmp_path: Path) -> None:
     ids = tokens(1, 9)
-    path = tmp_path / "prompt"
+    path = tmp_path / "saved"
     llama_student.prefill(ids).save(path)
     content = path.read_bytes()
     flipped = bytearray(content)
@@ -335,7 +336,7 @@ def test_only_what_prefill_has_read_is_saved(llama_student, tmp_path: Path) -> N
     selected.batch_select_indices(torch.tensor([1]))
     for cache in (generated, forwarded, selected):
         with pytest.raises(ValueError, match="prefill"):
-            cache.save(tmp_path / "prompt")
+            cache.save(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
 
@@ -354,7 +355,7 @@ def test_a_repeated_prefix_is_saved_and_checked_as_any(llama_student, tmp_path: 
 
     other = longer.clone()
     other[3, 5] += 1
-    with pytest.raises(ValueError, match="does not begin"):
+    with pytest.raises(ValueError, match=naming("cache.repeat")):
         continued(llama_student, cache, other, longer_mask)
 
 
@@ -394,11 +395,11 @@ def test_embeddings_go_on_from_a_prefix_as_tokens_do(student) -> None:
 def test_generate_refuses_other_embeddings_than_the_prefix(llama_student) -> None:
     ids, mask = left_padded([tokens(9), tokens(7)])
     cache = llama_student.prefill(ids[:, :8], attention_mask=mask[:, :8])
-    with pytest.raises(ValueError, match="does not begin"):
+    with pytest.raises(ValueError, match=naming("cache.repeat")):
         embedded(llama_student, ids.flip(1), cache, attention_mask=mask)
-    with pytest.raises(ValueError, match="does not begin"):
+    with pytest.raises(ValueError, match=naming("cache.repeat")):
         embedded(llama_student, ids, cache, attention_mask=torch.ones_like(mask))
-    with pytest.raises(ValueError, match="does not begin"):
+    with pytest.raises(ValueError, match=naming("cache.repeat")):
         embedded(llama_student, ids[:1], cache, attention_mask=mask[:1])
     # What stands at padding does not matter.
     ids[1, 0] = 1
@@ -411,7 +412,7 @@ def test_embeddings_of_the_new_tokens_alone_are_refused(llama_student, n_past: i
     ids = tokens(1, 12)
     cache = llama_student.new_cache()
     logits(llama_student, ids[:, :n_past], cache=cache)
-    with pytest.raises(ValueError, match="pass the tokens of the cache"):
+    with pytest.raises(ValueError, match=naming(n_past, 12 - n_past)):
         embedded(llama_student, ids[:, n_past:], cache, attention_mask=torch.ones_like(ids))
 
 
@@ -429,7 +430,7 @@ def test_generate_refuses_the_prefix_of_another_student(llama_student) -> None:
     longer = followed_by(ids, 2)
     cache = llama_student.prefill(ids)
     train_one_weight(llama_student)
-    with pytest.raises(ValueError, match="another student"):
+    with pytest.raises(ValueError, match=naming("student")):
         continued(llama_student, cache, longer)
 
 
@@ -440,20 +441,20 @@ def test_a_prefix_belongs_to_the_adapters_that_were_on(llama_student, tmp_path: 
     ids = tokens(1, 9)
     longer = followed_by(ids, 2)
     cache = llama_student.prefill(ids)
-    cache.save(tmp_path / "prompt")
+    cache.save(tmp_path / "saved")
 
     expected = llama_student.generate(longer, **GREEDY)
     assert torch.equal(continued(llama_student, cache.copy(), longer), expected)
     with adapted.disable_adapter():
-        with pytest.raises(ValueError, match="another student"):
-            llama_student.load_cache(tmp_path / "prompt", ids)
-        with pytest.raises(ValueError, match="another student"):
+        with pytest.raises(ValueError, match=naming("student")):
+            llama_student.load_cache(tmp_path / "saved", ids)
+        with pytest.raises(ValueError, match=naming("student")):
             continued(llama_student, cache, longer)
 
 
 def test_a_static_cache_that_is_too_short_is_refused(llama_student) -> None:
     ids = tokens(1, 9)
     cache = llama_student.new_cache(max_length=10)
-    with pytest.raises(ValueError, match="holds 10 tokens"):
+    with pytest.raises(ValueError, match=naming(10, "max_length")):
         continued(llama_student, cache, ids)
     assert cache.get_seq_length() == 0

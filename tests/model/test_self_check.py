@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import make_family_model
+from messages import naming
 from students import (
     close,
     left_padded,
@@ -31,6 +32,7 @@ from hybrid_distill.model import (
 )
 from hybrid_distill.model.kernel_choice import KernelCall
 from hybrid_distill.model.layout import cache_argument, cache_of
+from hybrid_distill.model.self_check import CACHED, PACKED, PADDED
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, check_teacher_rows
 from hybrid_distill.student.family_check import check_family
@@ -101,7 +103,7 @@ def test_a_window_that_the_attention_does_not_have_cuts_nothing() -> None:
 
 def test_a_teacher_whose_cache_has_a_window_and_its_attention_none_is_refused() -> None:
     teacher = make_family_model("llama", sliding_window=6)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* cache .*sliding_window"):
+    with pytest.raises(ValueError, match=naming("LlamaForCausalLM", CACHED, "sliding_window")):
         build_student(teacher, HeadPlan.none(teacher), d_state=4)
 
 
@@ -119,17 +121,17 @@ LAYERS_OF_TWO_KINDS = ["full_attention", "sliding_attention", "full_attention"]
 )
 def test_a_teacher_that_fails_is_refused_by_name(settings: Any) -> None:
     teacher = make_family_model("mistral", **settings)
-    with pytest.raises(ValueError, match=r"MistralForCausalLM .* cache"):
+    with pytest.raises(ValueError, match=naming("MistralForCausalLM", CACHED)):
         build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=4)
     assert teacher.config.sliding_window == settings["sliding_window"]
 
 
-@pytest.mark.parametrize(("lost", "way"), [("token_mask", "padded"), ("seq_idx", "packed")])
+@pytest.mark.parametrize(("lost", "way"), [("token_mask", PADDED), ("seq_idx", PACKED)])
 def test_a_layer_that_drops_arguments_is_found(lost: str, way: str, monkeypatch) -> None:
     (passed,) = {"token_mask", "seq_idx"} - {lost}
     monkeypatch.setattr(decoder, "ROW_ARGUMENTS", (passed,))
     teacher = make_family_model("nemotron").to(torch.bfloat16)
-    with pytest.raises(ValueError, match=f"NemotronModel .* {way}"):
+    with pytest.raises(ValueError, match=naming("NemotronModel", way)):
         build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=4)
 
 
@@ -143,7 +145,7 @@ def test_a_teacher_whose_documents_leak_is_found(dtype: Any, monkeypatch) -> Non
     check_teacher_rows(teacher)
     monkeypatch.setattr(self_check, "packed_inputs", without_mask)
     monkeypatch.setattr(self_check, "_checked", {})
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* packed"):
+    with pytest.raises(ValueError, match=naming("LlamaForCausalLM", PACKED)):
         check_teacher_rows(teacher)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_family_model
 from kinds import KINDS, student_of_kind
+from messages import naming
 from students import (
     LONGROPE,
     left_padded,
@@ -200,7 +201,7 @@ def test_records_of_other_rows_are_not_cropped_to(llama_student, change) -> None
         cache = cache.repeat(2)
     else:
         getattr(cache, change)(torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match="record"):
+    with pytest.raises(ValueError, match=naming("cache.activate_past_recording")):
         cache.crop(-2)
     logits(llama_student, tokens(len(cache.layer(0).keys), 2), cache=cache)
     cache.crop(-1)
@@ -304,13 +305,13 @@ def test_what_cannot_be_taken_back_is_refused(llama_student) -> None:
     cache = llama_student.prefill(ids)
     before = cache.snapshot()
     for n_tokens in (-1, 5):
-        with pytest.raises(ValueError, match="record"):
+        with pytest.raises(ValueError, match=naming("cache.activate_past_recording")):
             cache.crop(n_tokens)
 
     # Two tokens are recorded, the prompt is not.
     cache.activate_past_recording()
     logits(llama_student, tokens(1, 2), cache=cache)
-    with pytest.raises(ValueError, match="record"):
+    with pytest.raises(ValueError, match=naming("cache.activate_past_recording")):
         cache.crop(-3)
     cache.crop(-2)
     for layer, held in zip(cache.layers, before.layers, strict=True):
@@ -320,9 +321,9 @@ def test_what_cannot_be_taken_back_is_refused(llama_student) -> None:
 
 def test_a_static_cache_takes_nothing_back(llama_student) -> None:
     cache = llama_student.new_cache(max_length=9)
-    with pytest.raises(ValueError, match="static"):
+    with pytest.raises(ValueError, match=naming("cache.restore")):
         cache.crop(-1)
-    with pytest.raises(ValueError, match="static"):
+    with pytest.raises(ValueError, match=naming("cache_implementation")):
         cache.activate_past_recording()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from messages import naming
 from torch import Tensor
 
 from hybrid_distill.model import chunked_scan, kernel_choice
@@ -336,11 +337,11 @@ def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
     reasons = {"mamba_ssm": "missing"}
     monkeypatch.setattr(kernel_choice, "_unusable", reasons.get)
-    with pytest.raises(ValueError, match=r"'cuda'.*auto, torch"):
+    with pytest.raises(ValueError, match=naming("'cuda'", "auto", "torch")):
         ssd_scan(*args, impl="cuda")
     with pytest.raises(RuntimeError, match="missing"):
         ssd_scan(*args, impl="mamba_ssm")
-    with pytest.raises(ValueError, match="chunk_size is 0"):
+    with pytest.raises(ValueError, match=naming("chunk_size", 0)):
         ssd_scan(*args, chunk_size=0)
 
 

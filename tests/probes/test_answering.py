@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import FAMILIES, make_family_model
+from messages import naming
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -196,7 +197,7 @@ def test_a_beginning_of_text_is_added_and_an_end_of_text_never() -> None:
 
 def test_choices_that_a_tokenizer_cannot_tell_apart_are_refused() -> None:
     tokenizer = word_tokenizer(["only these words"])
-    with pytest.raises(ValueError, match="same tokens"):
+    with pytest.raises(ValueError, match=naming("' 1'", "' 2'")):
         encode_example(tokenizer, Example("these words", " 1", (" 1", " 2")))
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import naming
 from planted import KEYS, probe_texts, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.assets import facts_path
 from hybrid_distill.probes import Example, Probe
-from hybrid_distill.probes.checks import CannotAnswer, check_answerable, missing_words
+from hybrid_distill.probes.checks import NAMED, CannotAnswer, check_answerable, missing_words
 from hybrid_distill.probes.knowledge import Fact, Knowledge, LetterChoice
 from hybrid_distill.probes.kv_retrieval import HEADER, KVRetrieval
 from hybrid_distill.probes.registry import PROBES, make_probe
@@ -64,7 +65,7 @@ def test_examples_follow_from_the_seed_alone(name: str) -> None:
     examples = probe.examples(40)
     assert examples == small_probe(name).examples(40)
     assert examples[:7] == probe.examples(7)
-    with pytest.raises(ValueError, match="n is 0"):
+    with pytest.raises(ValueError, match=naming("n", 0)):
         probe.examples(0)
 
     other = small_probe(name, seed=1)
@@ -111,29 +112,29 @@ def test_probes_are_made_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("name", "settings", "facts"),
     [
-        ("growing", {}, "'growing'; pass one of kv, letters"),
-        ("kv", {"pairs": None}, "pairs is None"),
-        ("kv", {"pairs": (5, 101)}, "n_pairs is 101"),
-        ("kv", {"pairs": (5, 5)}, "n_pairs: '5'"),
+        ("growing", {}, ["'growing'", "kv", "letters"]),
+        ("kv", {"pairs": None}, ["pairs", None]),
+        ("kv", {"pairs": (5, 101)}, ["n_pairs", 101]),
+        ("kv", {"pairs": (5, 5)}, ["n_pairs", "'5'"]),
     ],
 )
-def test_impossible_settings_are_refused(name: str, settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_impossible_settings_are_refused(name: str, settings: dict, facts: list) -> None:
+    with pytest.raises(ValueError, match=naming(*facts)):
         make_probe(name, **settings)
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "message"),
+    ("make", "settings", "facts"),
     [
-        (KVRetrieval, {"n_pairs": (2, 3), "keys": ("dog", "cat")}, "2 keys"),
-        (LetterChoice, {"facts": COLORS, "n_options": 27}, "n_options is 27"),
-        (LetterChoice, {"facts": (*COLORS, *CITIES), "n_options": 3}, "'Rome lies in' has 1"),
+        (KVRetrieval, {"n_pairs": (2, 3), "keys": ("dog", "cat")}, ["keys", 2]),
+        (LetterChoice, {"facts": COLORS, "n_options": 27}, ["n_options", 27]),
+        (LetterChoice, {"facts": (*COLORS, *CITIES), "n_options": 3}, ["'Rome lies in'", 1]),
     ],
 )
-def test_too_few_words_or_facts_are_refused(make: Any, settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_too_few_words_or_facts_are_refused(make: Any, settings: dict, facts: list) -> None:
+    with pytest.raises(ValueError, match=naming(*facts)):
         make(**settings)
 
 
@@ -246,24 +247,24 @@ def read_questions(path: Path) -> list[Example]:
     "read", [read_questions, LetterChoice.from_file], ids=["questions", "facts"]
 )
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("", "no questions"),
-        ("nonsense", "line 1 "),
-        ('\n{"prompt": "a"}', "line 2 "),
-        ("[1]", "line 1 "),
-        ('{"prompt": "a", "answer": "b", "choices": ["c", "c"]}', "line 1 .*choices"),
-        (None, "facts.jsonl"),
+        ("", []),
+        ("nonsense", ["line 1"]),
+        ('\n{"prompt": "a"}', ["line 2"]),
+        ("[1]", ["line 1"]),
+        ('{"prompt": "a", "answer": "b", "choices": ["c", "c"]}', ["line 1", "choices"]),
+        (None, []),
     ],
     ids=["empty", "not JSON", "no answer", "not an object", "equal choices", "no file"],
 )
 def test_a_bad_file_of_questions_is_named(
-    tmp_path: Path, read: Any, text: str | None, message: str
+    tmp_path: Path, read: Any, text: str | None, facts: list[str]
 ) -> None:
     path = tmp_path / "facts.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(path, *facts)):
         read(path)
 
 
@@ -275,11 +276,12 @@ def test_words_without_a_token_are_named() -> None:
     of_its_words = KVRetrieval(8, keys=KEYS).examples(20)
     check_answerable(of_its_words, tokenizer, 512)
     with_two_others = KVRetrieval(2, keys=("zebra", "wolf")).examples(1)
-    with pytest.raises(ValueError, match="'wolf', 'zebra'"):
+    with pytest.raises(ValueError, match=naming("'wolf'", "'zebra'")):
         check_answerable(with_two_others, tokenizer, 512)
     with_many_others = LetterChoice(COLORS, 3).examples(1)
-    with pytest.raises(ValueError, match=r"and \d+ more"):
+    with pytest.raises(CannotAnswer) as error:
         check_answerable(with_many_others, tokenizer, 512)
+    assert str(error.value).count("'") == 2 * NAMED
 
 
 def test_words_of_a_tokenizer_that_splits_at_spaces_alone_are_named() -> None:
@@ -308,7 +310,7 @@ def test_a_prompt_beyond_the_context_is_named() -> None:
     longest = max(len(tokenizer(e.prompt + e.answer)["input_ids"]) for e in examples)
     check_answerable(examples, tokenizer, longest)
     # Every other example has twelve pairs.
-    with pytest.raises(ValueError, match=f"3 of 6 .*{longest - 1}"):
+    with pytest.raises(ValueError, match=naming("3 of 6", longest - 1)):
         check_answerable(examples, tokenizer, longest - 1)
 
 
@@ -316,7 +318,7 @@ def test_the_longest_choice_counts() -> None:
     tokenizer = word_tokenizer(["the town lies in north by west"])
     examples = [Example("the town lies", " in", (" in", " in north by west"))]
     check_answerable(examples, tokenizer, 7)
-    with pytest.raises(ValueError, match="6 tokens"):
+    with pytest.raises(ValueError, match=naming(6)):
         check_answerable(examples, tokenizer, 6)
 
 

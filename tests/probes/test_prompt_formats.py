@@ -7,6 +7,7 @@ import torch
 from conftest import make_family_model
 from families import STYLES, family_tokenizer
 from head_tables import some_scores
+from messages import has_facts, naming
 from planted import KEYS, planted_teacher
 from test_answering import brute_force, sharp
 from tokenizers.processors import TemplateProcessing
@@ -138,7 +139,7 @@ def test_unknown_formats_are_refused(prompt_format: str) -> None:
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}"])
 def test_chats_that_cannot_be_written_are_refused(template: str | None) -> None:
-    with pytest.raises(ValueError, match="chat template"):
+    with pytest.raises(ValueError, match=naming("plain", "shots=1")):
         FormattedProbe(KVRetrieval(2), "chat", family_tokenizer("qwen", template)).examples(1)
 
 
@@ -151,4 +152,4 @@ def test_a_comparison_names_prompt_formats_that_differ(tmp_path: Path) -> None:
         path = tmp_path / f"{prompt_format}.json"
         scores.save(path)
         paths.append(path)
-    assert "plain and shots=1" in compare_files(*paths)
+    assert has_facts(compare_files(*paths), "plain", "shots=1")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from families import family_tokenizer
+from messages import naming
 
 from hybrid_distill.probes.registry import make_probe
 from hybrid_distill.probes.ruler import (
@@ -115,5 +116,5 @@ def test_a_probe_asks_for_one_answer(task: str) -> None:
 
 
 def test_a_length_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ruler_cwe .* 128 tokens"):
+    with pytest.raises(ValueError, match=naming("ruler_cwe", 128)):
         list(ruler_questions("ruler_cwe", 128, TOKENIZER, 1, 1))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import naming
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -155,7 +156,7 @@ def test_a_divergence_among_them_is_still_one(tmp_path, choice, short_window):
 
     stage.teacher.model.register_forward_hook(spoil)
     if choice == "stop":
-        with pytest.raises(Diverged, match=f"step {spoilt + 1}:"):
+        with pytest.raises(Diverged, match=naming(f"step {spoilt + 1}")):
             train_stage(stage, rows, tmp_path, progress=False)
         return
 

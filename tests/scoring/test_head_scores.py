@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from head_tables import some_scores, whole_scores
+from messages import naming
 from torch import Tensor
 
-from hybrid_distill.plan import HeadId, HeadPlan
+from hybrid_distill.plan import MOST_NAMED, HeadId, HeadPlan, Tie
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.scoring.head_scores import TABLES
 from hybrid_distill.scoring.uncertainty import bootstrap_interval, split_half
@@ -160,32 +161,39 @@ def with_intervals(half_width: float) -> HeadScores:
     return tied_scores(logprob_interval_LH2=interval_LH2)
 
 
+def in_layer_0(*heads: int) -> tuple[HeadId, ...]:
+    return tuple(HeadId(0, head) for head in heads)
+
+
 def test_a_cut_between_heads_whose_intervals_overlap() -> None:
     scores = with_intervals(0.06)
     # After the first head, which accuracy tells apart; before the last, which is far off; nowhere.
     for k in (0, 1, 4, 5, 9):
-        assert scores.tie_warning(k) is None
-    assert "L0H1 is kept, L0H2 is not" in str(scores.tie_warning(2))
-    assert "L0H2 is kept, L0H3 is not" in str(scores.tie_warning(3)), "L0H1 and L0H3 are apart"
+        assert scores.tie(k) is None
+    assert scores.tie(2) == Tie(2, in_layer_0(1), in_layer_0(2))
+    assert scores.tie(3) == Tie(3, in_layer_0(2), in_layer_0(3)), "L0H1 and L0H3 are apart"
     wider = with_intervals(0.2)
-    assert "L0H1 is kept, L0H2, L0H3 are not" in str(wider.tie_warning(2))
+    assert wider.tie(2) == Tie(2, in_layer_0(1), in_layer_0(2, 3))
 
 
 @pytest.mark.parametrize(("error", "is_tie"), [(0.0, False), (0.02, False), (0.03, True)])
 def test_without_intervals_standard_errors_tell_heads_apart(error: float, is_tie: bool) -> None:
     """2 x 1.96 x 0.03 reaches across 0.1 nats, 2 x 1.96 x 0.02 does not."""
     errors_LH = torch.full((1, 5), error, dtype=torch.float64)
-    warning = tied_scores(logprob_se_LH=errors_LH).tie_warning(2)
-    assert (warning is not None) == is_tie
+    tie = tied_scores(logprob_se_LH=errors_LH).tie(2)
+    assert (tie is not None) == is_tie
 
 
 def test_a_cut_through_a_tie_is_logged_and_few_heads_are_named(caplog) -> None:
     scores = some_scores(table([0.0] * 30))
-    warning = scores.tie_warning(10)
-    assert "L0H6, L0H7 and 2 more are kept, L0H10" in str(warning)
+    tie = scores.tie(10)
+    assert tie == Tie(10, in_layer_0(*range(10)), in_layer_0(*range(10, 30)))
     plan = HeadPlan.top_k(scores, 10)
     assert plan.kept_in(0) == tuple(range(10))
-    assert caplog.messages == [warning]
+    (record,) = caplog.records
+    assert record.args == (tie,)
+    n_named = str(tie).count("L0H")
+    assert n_named == 2 * MOST_NAMED
 
 
 def test_heads_that_matter_for_everything_can_be_put_back() -> None:
@@ -221,5 +229,5 @@ def test_heads_that_do_not_exist_are_not_ranked() -> None:
     scores = whole_scores()
     assert {head.layer for head in scores.ranking()} == {0, 2}
     assert len(scores.ranking()) == len(scores.ranking("ratio")) == 8
-    with pytest.raises(ValueError, match="only 8 heads"):
+    with pytest.raises(ValueError, match=naming("k", 9, 8)):
         HeadPlan.top_k(scores, 9)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from messages import naming
 from planted import KEYS, PLANTED, planted_teacher
 from torch import Tensor
 
@@ -108,7 +109,7 @@ def test_rounds_end_with_all_examples() -> None:
     assert Race(3, 256).rounds == [32, 64, 128, 192, 224, 256]
     assert Race(3, 1).rounds == [1]
     assert sorted(Race(3, 77).order()) == list(range(77))
-    with pytest.raises(ValueError, match="race_k is 0"):
+    with pytest.raises(ValueError, match=naming("race_k", 0)):
         Race(0, 8)
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import make_family_model
 from head_tables import some_scores
+from messages import logged_by, naming
 from planted import (
     AGGREGATE,
     KEYS,
@@ -23,6 +24,7 @@ from planted import (
 
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices
+from hybrid_distill.probes.checks import CannotAnswer
 from hybrid_distill.probes.encoding import encode_example
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
@@ -32,6 +34,7 @@ from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import TABLES, heads_of
 from hybrid_distill.scoring.probe_batch import batches_of
 from hybrid_distill.scoring.probe_rows import QuestionRow
+from hybrid_distill.scoring.shortcuts import fastest_exact
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites
 
@@ -176,7 +179,7 @@ def test_scores_are_those_of_full_forwards_head_by_head(
     assert_one_by_one(scores, model, tokenizer, probe, 7)
     # The mask of a tree knows no window.
     is_windowed_tree = "sliding_window" in FAMILIES[family] and tokenizer is DIGITS
-    assert ("run in full" in caplog.text) == is_windowed_tree
+    assert bool(logged_by(caplog, fastest_exact)) == is_windowed_tree
 
 
 @by_tokenizer
@@ -200,7 +203,7 @@ def test_questions_about_one_prompt_share_its_tokens(
     assert_one_by_one(scores, model, tokenizer, probe, n_prompts * n_queries)
     longest_alone = max(lengths)
     assert scores.provenance["n_examples"] == n_prompts
-    assert "run in full" not in caplog.text
+    assert not logged_by(caplog, fastest_exact)
     assert longest_shared < 1.7 * longest_alone, "less than two prompts"
 
 
@@ -214,7 +217,7 @@ def test_a_teacher_that_fails_the_probe_is_refused(teacher) -> None:
     model, tokenizer = teacher
     with ablate_heads(model, [AGGREGATE]):
         # What it scores, and the least that is asked for.
-        with pytest.raises(ValueError, match=r"12\.5%.* 41\.7%"):
+        with pytest.raises(CannotAnswer, match=naming("12.5%", "41.7%")):
             score(model, tokenizer, PROBE, n_examples=16)
 
 
@@ -273,7 +276,7 @@ def test_recurrent_heads_are_scored_in_full_forwards(make: Any, tokenizer: Any, 
     model = make()
     probe = KVRetrieval(3, keys=KEYS[:16])
     scores = score(model, tokenizer, probe, n_examples=3, min_accuracy=0.0)
-    assert make is random_mamba or "run in full" in caplog.text
+    assert make is random_mamba or logged_by(caplog, fastest_exact)
     assert_one_by_one(scores, model, tokenizer, probe, 3)
 
 
@@ -325,7 +328,8 @@ def test_out_of_memory_halves_the_batch_and_goes_on(teacher, monkeypatch, caplog
 
     monkeypatch.setattr(model, "forward", small_memory)
     again = score(model, tokenizer, PROBE, **options)
-    assert "with 20 rows" in caplog.text
+    first, *_ = logged_by(caplog, BatchSizer.fit)
+    assert first.args[0] == 20
     last_failure = max(index for index, size in enumerate(sizes) if size > most_rows)
     assert max(sizes[last_failure + 1 :]) == most_rows, "nothing larger is tried again"
     assert torch.equal(again.accuracy_drop_LH, scores.accuracy_drop_LH)
@@ -452,7 +456,7 @@ def test_logits_that_are_not_finite_are_named_and_the_rest_is_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(Forwards, "without", broken)
-        with pytest.raises(ValueError, match=r"L2H3 .* prompt 5 "):
+        with pytest.raises(ValueError, match=naming("L2H3", "prompt 5")):
             score(*teacher, PROBE, n_examples=8, resume_path=path)
     ablated = watch(monkeypatch)
     score(*teacher, PROBE, n_examples=8, resume_path=path)
@@ -462,5 +466,5 @@ def test_logits_that_are_not_finite_are_named_and_the_rest_is_kept(
 def test_a_baseline_that_is_not_finite_is_refused() -> None:
     model, tokenizer = planted_teacher()
     model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="all heads"):
+    with pytest.raises(ValueError, match=naming("prompt 0", "resume_path")):
         score(model, tokenizer, PROBE, n_examples=2)

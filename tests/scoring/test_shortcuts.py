@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_family_model
+from messages import logged_by
 from planted import KEYS
 from test_scoring import DIGITS, WORDS
 
 from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
+from hybrid_distill.scoring.forwards import FromLayer
+from hybrid_distill.scoring.measure import AblationRun
+from hybrid_distill.scoring.shortcuts import fastest_exact
 
 PROBE = KVRetrieval(6, keys=KEYS[:16])
 N_LAYERS = {"llama": 32, "gemma3": 26}
@@ -56,7 +60,8 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog) -
     texts = [" ".join(KEYS[:9])]
     with caplog.at_level(logging.INFO, logger="hybrid_distill"):
         in_bfloat16 = score(model, tokenizer, HEADS, control_texts=texts)
-    assert "from the ablated layer up" in caplog.text
+    (record,) = logged_by(caplog, AblationRun.baseline)
+    assert any(isinstance(fact, FromLayer) for fact in record.args)
 
     in_float32 = score(model.float(), tokenizer, HEADS)
     drops = torch.stack([in_bfloat16.logprob_drop_LH[head] for head in HEADS])
@@ -86,4 +91,4 @@ def test_a_side_channel_between_layers_is_noticed(channel: str, dtype: torch.dty
     model.model.layers[2].mlp.register_forward_hook(look)
     model.model.layers[18].mlp.register_forward_hook(add)
     score(model, WORDS, HEADS[:1])
-    assert "run in full" in caplog.text
+    assert logged_by(caplog, fastest_exact)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import naming
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -278,10 +279,10 @@ def without_a_row(tensors: dict[str, Tensor]) -> None:
     [
         (
             without_tensors,
-            ["missing: model.layers.0.self_attn.ssm.D", "model.layers.1.self_attn.ssm.a_proj"],
+            ["model.layers.0.self_attn.ssm.D", "model.layers.1.self_attn.ssm.a_proj"],
         ),
-        (with_a_tensor, ["unexpected: model.layers.0.self_attn.A_log)"]),
-        (without_a_row, ["in_proj.weight (83, 16)", "84 rows"]),
+        (with_a_tensor, ["model.layers.0.self_attn.A_log"]),
+        (without_a_row, ["in_proj.weight", "(83, 16)", "84"]),
     ],
 )
 def test_missing_unknown_and_misshapen_tensors_are_refused(
@@ -291,27 +292,25 @@ def test_missing_unknown_and_misshapen_tensors_are_refused(
     tensors = tensors_of(config)
     damage(tensors)
     write(tmp_path, config, tensors)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=naming(*names)):
         load_teacher(tmp_path)
-    for name in names:
-        assert name in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "facts"),
     [
-        ({"tie_embeddings": False}, r"missing: lm_head\.weight"),
-        ({"ssm_cfg": {"activation": "silu"}}, "ssm_cfg.activation 'silu'"),
-        ({"ssm_cfg": {"n_qk_heads": 3}}, "3 groups"),
-        ({"d_model": None}, "d_model None"),
-        ({"ssm_cfg": {"d_state": 256}}, "d_state is 256"),
+        ({"tie_embeddings": False}, ["lm_head.weight"]),
+        ({"ssm_cfg": {"activation": "silu"}}, ["ssm_cfg.activation", "'silu'"]),
+        ({"ssm_cfg": {"n_qk_heads": 3}}, [3, "n_qk_heads"]),
+        ({"d_model": None}, ["d_model", None]),
+        ({"ssm_cfg": {"d_state": 256}}, ["d_state", 256]),
     ],
 )
 def test_configs_that_would_compute_something_else_are_refused(
-    changes: Config, message: str, tmp_path: Path
+    changes: Config, facts: list, tmp_path: Path
 ) -> None:
     write(tmp_path, published(**changes), tensors_of(published()))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(*facts)):
         load_teacher(tmp_path)
 
 
@@ -319,5 +318,5 @@ def test_without_a_tokenizer_the_file_is_named(tmp_path: Path) -> None:
     config = published()
     write(tmp_path, config, tensors_of(config))
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"copy tokenizer\.json"):
+    with pytest.raises(ValueError, match=naming("tokenizer.json")):
         load_teacher(tmp_path)

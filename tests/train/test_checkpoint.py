@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from messages import naming
 from safetensors.torch import load_file
 from training import die, killed, small_models
 
@@ -294,10 +295,16 @@ def test_loading_takes_over_the_stored_precision_and_a_hash_depends_on_every_val
     assert weights_hash(other) != saved.weights
 
 
-@pytest.mark.parametrize("options", [{"k": 0}, {"hidden_size": 16}])
-def test_another_student_is_refused(tmp_path, options):
+@pytest.mark.parametrize(
+    ("options", "differing"),
+    [
+        ({"k": 0}, "model.layers.0.self_attn.attention.k_proj.weight"),
+        ({"hidden_size": 16}, "lm_head.weight"),
+    ],
+)
+def test_another_student_is_refused(tmp_path, options, differing):
     save_stage(tmp_path, small_models()[0], **STAGE)
-    with pytest.raises(ValueError, match="another student"):
+    with pytest.raises(ValueError, match=naming(tmp_path, differing)):
         load_stage(tmp_path, small_models(**options)[0])
 
 
@@ -320,7 +327,10 @@ def test_weights_that_are_not_those_of_the_manifest_are_refused(tmp_path):
 def test_a_full_disk_at_the_end_of_a_stage_leaves_no_result(tmp_path, full_disk):
     student, _ = small_models()
     full_disk()
-    with pytest.raises(SaveFailed, match="No space left"):
+    with pytest.raises(SaveFailed) as failure:
         save_stage(tmp_path / "stage", student, **STAGE)
+    cause = failure.value.__cause__
+    assert isinstance(cause, OSError)
+    assert cause.errno == errno.ENOSPC
     assert StageManifest.read(tmp_path / "stage") is None
     assert not list((tmp_path / "stage").iterdir())

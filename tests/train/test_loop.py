@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import make_family_model
+from messages import naming
 from torch.utils.flop_counter import FlopCounterMode
 from training import (
     StoppingRows,
@@ -192,7 +193,7 @@ def test_a_signal_at_the_end_finishes_the_stage_and_stops_then(
 
         monkeypatch.setattr(loop, "save_stage", save_and_stop)
 
-    with pytest.raises(Interrupted, match="finished"):
+    with pytest.raises(Interrupted, match=naming("align", tmp_path)):
         train("align", tmp_path, rows)
 
     left_behind = (StageManifest.read(tmp_path), curve(tmp_path))
@@ -225,7 +226,7 @@ def test_a_resumed_run_may_log_and_save_more_often_but_not_train_differently(
     with pytest.raises(Interrupted):
         train("align", tmp_path, StoppingRows(small_rows(), 6))
 
-    with pytest.raises(ValueError, match=r"learning_rate \(0.003 there, 0.1 here\)"):
+    with pytest.raises(ValueError, match=naming("learning_rate", 0.003, 0.1)):
         train("align", tmp_path, learning_rate=0.1)
     with pytest.raises(ValueError, match="seed"):
         train("align", tmp_path, seed=1)
@@ -339,7 +340,7 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer(tmp_path):
             stage.student.mixers()[1].ssm.D[0] = float("nan")
 
     rows = StoppingRows(small_rows(), 6, spoil)
-    with pytest.raises(Diverged, match=r"step 7: loss nan.*layer.1.*48 to 55"):
+    with pytest.raises(Diverged, match=naming("step 7", "nan", "layer.1", 48, 55)):
         train_stage(stage, rows, tmp_path, progress=False)
     checkpoints = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert checkpoints == ["step-00000004"], "the one before the divergence"
@@ -408,7 +409,7 @@ def test_a_loss_far_above_the_usual_is_a_divergence():
 def test_a_bfloat16_teacher_needs_bf16_compute(tmp_path):
     student, teacher = small_models()
     stage = make_stage(small_config("align"), student.bfloat16(), teacher.bfloat16())
-    with pytest.raises(ValueError, match="precision bf16"):
+    with pytest.raises(ValueError, match=naming("precision", "bf16")):
         train_stage(stage, small_rows(), tmp_path, progress=False)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_kernels.loss_types import KINDS
+from messages import naming
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -125,7 +126,7 @@ def test_vocabularies_padded_differently_are_compared_on_the_real_tokens(logits)
     assert_close(student_wide, expected)
 
     # The narrower of the two has 13.
-    with pytest.raises(ValueError, match="vocab_size is 14"):
+    with pytest.raises(ValueError, match=naming("vocab_size", 14)):
         distillation_loss(wide_student, wide_teacher, vocab_size=14)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import has_facts, logged_by
 
 if __name__ == "__main__":
     # A launched process does not have pytest's path.
@@ -122,7 +123,8 @@ def test_a_cpu_tries_nothing_and_reports_torch(tried, caplog) -> None:
         chosen = agree_on_kernels(stage_of(), torch.device("cpu"))
     assert chosen == dict.fromkeys(("recurrence", "convolution", "distillation loss"), "torch")
     assert not tried
-    assert "torch" in caplog.text
+    (record,) = logged_by(caplog, agree_on_kernels)
+    assert has_facts(record.getMessage(), *chosen, "torch")
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -181,8 +183,8 @@ def test_processes_on_different_kernels_are_refused_in_one_line(monkeypatch) -> 
     monkeypatch.setattr(module, "compute_everywhere", lambda compute: [right, right, fallen])
     with pytest.raises(WorldError) as refusal:
         agree_on_kernels(stage_of(), torch.device("cpu"))
-    for named in ("distillation loss", "process 0", "process 2", "cuda:2", "--student.kernels"):
-        assert named in str(refusal.value)
+    facts = ("distillation loss", "process 0", "process 2", "cuda:2", "--student.kernels")
+    assert has_facts(str(refusal.value), *facts)
     assert "\n" not in str(refusal.value)
     # All on torch, each for its own device's reason: slow, and the same.
     chosen = [{"recurrence": "torch (on cuda:0)"}, {"recurrence": "torch (on cuda:1)"}]

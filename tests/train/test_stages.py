@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from messages import naming
 from torch import Tensor, nn
 from torch.testing import assert_close
 from training import random_student, small_models, small_rows, small_run
@@ -383,11 +384,11 @@ def shard_teacher_of_layers() -> None:
 REFUSED = {
     "align without recurrent heads": (
         lambda: make("align", k=8),
-        "nothing to train",
+        "--align.train mixer",
     ),
     "matrix without recurrent heads": (
         lambda: make("matrix", k=8),
-        "nothing to train",
+        "--matrix.train mixer",
     ),
     "matrix without maps": (
         lambda: make_stage(AlignMatrix(), *small_models()),
@@ -395,24 +396,26 @@ REFUSED = {
     ),
     "heads and more": (
         lambda: Align(target="head", train="mixer"),
-        r"--align\.train ssm",
+        "--align.train ssm",
     ),
     "sharded teacher, its layers": (
         shard_teacher_of_layers,
-        "'mixer' or 'head'",
+        "'mixer'",
+        "'head'",
     ),
     "run with a sharded teacher, its layers": (
         lambda: small_run(stages=(Align(target="layer"),), teacher_sharding="sharded"),
-        r"align\.target is 'layer'",
+        "align.target",
+        "'layer'",
     ),
 }
-"""Refused stages, each with the fact that its error names."""
+"""Refused stages, each with the facts that its error names."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_stage_that_cannot_be_is_refused(case):
-    make_it, named = REFUSED[case]
-    with pytest.raises(ValueError, match=named):
+    make_it, *facts = REFUSED[case]
+    with pytest.raises(ValueError, match=naming(*facts)):
         make_it()
 
 

@@ -8,8 +8,9 @@ A sweep is a folder of ordinary runs and of the work that they share::
     cells/<selection><heads>-n<d_state>-s<seed>/
 
 `grid` lists the cells, `paths` names the files, `folder` keeps sweep.json, `tasks` lists the
-tasks and their outcomes, `cells` performs one task and `execution` runs all of them, `workers`
-chooses how many at a time and on which GPUs, `job` is the command with the `flags`, `results`
-writes the table, `status` describes how far a sweep is, `measured` reads the table, `report` and
-`panels` show it. This file imports nothing, because each job loads `execution` through it.
+tasks and their outcomes, `cells` performs one task and `schedule` runs all of them on `workers`:
+this process, or jobs of a `submission` that share the `machine`. `worker_options` chooses how many
+at a time and on which GPUs, `job` is the command with the `flags`, `results` writes the table,
+`status` describes how far a sweep is, `measured` reads the table, `report` and `panels` show it.
+This file imports nothing, because each job loads `submission` through it.
 """

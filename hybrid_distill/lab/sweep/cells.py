@@ -28,9 +28,9 @@ from ...pipeline.run import (
 )
 from ...scoring import HeadScores
 from ...train.stop import Interrupted
-from .execution import PATIENCE
 from .folder import Sweep, with_student
 from .grid import Cell
+from .submission import PATIENCE
 from .tasks import Task, TaskKind
 
 GRACE = 10.0

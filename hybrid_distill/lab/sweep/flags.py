@@ -58,3 +58,16 @@ class SweepJob:
     recipe's."""
     dry_run: bool = False
     """Check everything and print cells and jobs; start nothing."""
+
+
+def split_pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
+    """Split ``NAME=VALUE`` words. Raises ValueError for any other word."""
+    split = []
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not (name and value):
+            raise ValueError(
+                f"--{flag} has {pair!r}; write NAME=VALUE, for example --{flag} {example}."
+            )
+        split.append((name, value))
+    return split

@@ -25,15 +25,15 @@ from ...recipe import ask_recipe, config_of, on_asked_teacher
 from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted, is_ctrl_c
 from ...train.tracking import check_trackers
-from .execution import run_tasks
-from .flags import SweepJob
+from .flags import SweepJob, split_pairs
 from .folder import Definition, Sweep, with_student
 from .grid import Grid
 from .paths import SweepPaths
 from .results import write_results
+from .schedule import run_tasks
 from .status import progress, status
 from .tasks import Task
-from .workers import JOBS, WorkerOptions, split_pairs
+from .worker_options import JOB_DEFAULTS, WorkerOptions
 
 AXES = {
     "heads": "0,2,4,8,all",
@@ -99,7 +99,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     if job.set:
         words += ["--set", *job.set]
     definition = Definition(base, grid, cells, job.share, " ".join(words))
-    options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOBS))
+    options = WorkerOptions.chosen(job, _defaults(recipe, "jobs", JOB_DEFAULTS))
     return Request(definition, inputs, options)
 
 

@@ -34,6 +34,7 @@ NEEDED = 0.90
 KNOWLEDGE = "knowledge-focused"
 RETRIEVAL = "retrieval-heavy"
 TEXT = "plain text"
+NO_TEACHER = "the teacher's evaluation, and with it all comparisons"
 NOTE = (
     "± is half of the 95 % interval of the mean over seeds, by Student's t, and of a share no more than reaches 0 and "
     "100 %; a single seed has none. Guessing: of a dictionary, naming one of its values; of the facts, one of the "
@@ -136,7 +137,7 @@ def _missing(results: SweepResults) -> list[str]:
         reason = row.state if pd.isna(row.error) else row.error
         missing.append(f"{row.cell}: {reason}")
     if TEACHER not in results.settings.index:
-        missing.append("the teacher's evaluation, and with it all comparisons")
+        missing.append(NO_TEACHER)
     if not has_matplotlib():
         missing.append(NO_FIGURES)
     return missing

@@ -1,126 +1,118 @@
-"""Options of a sweep's jobs, from flags, recipe and machine: how many at a time, GPUs and time of each."""
+"""Workers, which start tasks: in this process, or as submitit jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ...validation import COUNT, COUNT_OR_NONE
-from .cells import perform
-from .execution import Here, Jobs, executor, job_options, program_here, visible_gpus
-from .flags import SweepJob
+from .machine import program_here, share_of_machine
+from .submission import Command
 
-JOBS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
-"""Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's
-choice."""
+if TYPE_CHECKING:
+    from submitit import AutoExecutor, Job
 
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Where cells run. ``cluster`` is None for cells in this process and for jobs on this machine."""
-
-    cluster: Literal["slurm", "local"] | None
-    launcher: str
-    gpus: int
-    """GPUs of each job."""
-    minutes: int
-    jobs: int
-    """Jobs at a time."""
-    options: Mapping[str, str | int]
-    """Further options of submitit."""
-
-    @classmethod
-    def chosen(cls, job: SweepJob, of_recipe: Mapping[str, Any]) -> WorkerOptions:
-        """Choose from the command's flags, else the recipe, else this machine.
-
-        Raises ValueError for numbers out of range, and for GPUs that a job could not use.
-        """
-        chosen = {**JOBS, **of_recipe}
-        for name in JOBS:
-            flag = getattr(job, name)
-            if flag not in (None, ""):
-                chosen[name] = flag
-        launcher = chosen["launcher"]
-        COUNT.check("--minutes", chosen["minutes"])
-        if job.cluster == "slurm":
-            gpus = _gpus_of_slurm_job(chosen["gpus"], launcher)
-            jobs = job.jobs
-            if jobs is None:
-                raise ValueError(
-                    "--cluster slurm without --jobs; pass how many jobs may be in the queue at a time, "
-                    "such as --jobs 8."
-                )
-        else:
-            n_visible = len(visible_gpus())
-            gpus = _gpus_of_job_here(
-                chosen["gpus"], launcher, n_visible, is_flag=job.gpus is not None
-            )
-            jobs = job.jobs
-            if jobs is None:
-                jobs = max(1, n_visible // gpus)
-        if gpus > 1 and not launcher:
-            raise ValueError(
-                f"--gpus is {gpus}, and a single process uses one GPU; pass --launcher "
-                "'accelerate launch ...' too."
-            )
-        COUNT.check("--jobs", jobs)
-        if launcher and job.cluster != "slurm":
-            program_here(launcher)
-        options: dict[str, str | int] = {}
-        for name, value in split_pairs("options", job.options, "slurm_partition=gpu"):
-            options[name] = int(value) if value.isdigit() else value
-        if options and job.cluster is None:
-            raise ValueError(
-                "--options are for jobs of a cluster; pass --cluster slurm too, or leave them out."
-            )
-        return cls(job.cluster, launcher, gpus, chosen["minutes"], jobs, options)
-
-    def workers(self, folder: Path) -> Here | Jobs:
-        """Make the workers; ``folder`` is for submitit's files."""
-        if self.jobs == 1 and not self.launcher and self.cluster is None:
-            return Here(perform)
-        cluster = self.cluster or "local"
-        every = {**job_options(cluster, self.gpus, self.minutes), **self.options}
-        return Jobs(executor(folder, cluster, every), self.jobs, self.launcher, self.gpus, every)
+    from .folder import Sweep
+    from .tasks import Task
 
 
-def _gpus_of_slurm_job(gpus: int | None, launcher: str) -> int:
-    """Return the GPUs to ask for; this machine, where the command runs, may have none."""
-    if gpus is None and launcher:
-        raise ValueError(
-            "--launcher starts several processes; pass --gpus too, the number of GPUs of a SLURM job."
-        )
-    gpus = 1 if gpus is None else gpus
-    COUNT_OR_NONE.check("--gpus", gpus)
-    return gpus
+@dataclass
+class ThisProcess:
+    """Worker that loads the teacher once. It is its own job, done as soon as it has started."""
+
+    perform: Callable[[Sweep, Task], None]
+    slots: int = 1
+    state: str = "FINISHED"
+
+    def described(self) -> str:
+        return "one at a time, in this process"
+
+    def start(self, sweep: Sweep, task: Task, slot: int) -> ThisProcess:
+        self.perform(sweep, task)
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Return a context that leaves Ctrl-C as it is: the task runs inside."""
+        return nullcontext()
+
+    def cancel(self, job: ThisProcess | Job[int], *, again: bool = False) -> None:
+        """Do nothing: a task that runs here has ended when the sweep is asked to stop."""
 
 
-def _gpus_of_job_here(gpus: int | None, launcher: str, n_visible: int, *, is_flag: bool) -> int:
-    """Return the GPUs of a job on this machine, where jobs use the CPU if there are none.
+@dataclass
+class SubmittedJobs:
+    """Submitit jobs, one process each.
 
-    Raises ValueError for more than there are; without any, only if a flag requests some.
+    Jobs on this machine share its threads, and each has its own ``n_gpus`` GPUs. ``launcher``
+    goes before ``-m``, by default this Python; ``accelerate launch ...`` gives a task several
+    processes.
     """
-    if gpus is None:
-        gpus = max(1, n_visible) if launcher else 1
-    COUNT.check("--gpus", gpus)
-    if gpus > n_visible and (n_visible or is_flag):
-        raise ValueError(
-            f"--gpus is {gpus}, and this machine has {n_visible} to use; pass at most {n_visible}, "
-            "or leave it out."
-        )
-    return gpus
 
+    executor: AutoExecutor
+    slots: int
+    launcher: str = ""
+    n_gpus: int = 1
+    options: Mapping[str, str | int] = field(default_factory=dict)
 
-def split_pairs(flag: str, pairs: tuple[str, ...], example: str) -> list[tuple[str, str]]:
-    """Split ``NAME=VALUE`` words. Raises ValueError for any other word."""
-    split = []
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        if not (name and value):
+    def described(self) -> str:
+        """Describe the jobs in a line, and on this machine the GPUs of each."""
+        where = f"{self.slots} at a time, jobs of {self.executor.cluster}"
+        if self.executor.cluster != "local":
+            pairs = [f"{name}={value}" for name, value in self.options.items()]
+            return f"{where}, each {' '.join(pairs)}"
+        shares = [share_of_machine(slot, self.slots, self.n_gpus) for slot in range(self.slots)]
+        gpus = [share.get("CUDA_VISIBLE_DEVICES", "none") for share in shares]
+        threads = shares[0]["OMP_NUM_THREADS"]
+        return f"{where}; GPUs of each: {' | '.join(gpus)}; {threads} threads each"
+
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Job[int]:
+        launcher = shlex.split(self.launcher) or [sys.executable]
+        here: dict[str, str] = {}
+        if self.executor.cluster == "local":
+            here = share_of_machine(slot, self.slots, self.n_gpus)
+            if self.launcher:
+                launcher[0] = program_here(self.launcher)
+        argv = [*launcher, "-m", "hybrid_distill.lab.sweep", str(sweep.out), task.name]
+        try:
+            return self.executor.submit(Command(argv, task.log_path, here))
+        except Exception as error:  # submitit raises what the cluster's commands answer
+            reason = " ".join(str(error).split())
             raise ValueError(
-                f"--{flag} has {pair!r}; write NAME=VALUE, for example --{flag} {example}."
-            )
-        split.append((name, value))
-    return split
+                f"{self.executor.cluster} did not accept the job {task.name}: {reason}. Pass other "
+                "--options, --minutes or --gpus; the same command continues with what has run."
+            ) from error
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Block SIGINT in this thread and, for good, in the processes that it starts.
+
+        A terminal sends Ctrl-C to submitit's processes too, which would end before the jobs have saved. This process
+        hears of it when the block ends, and then knows the job.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def cancel(self, job: ThisProcess | Job[int], *, again: bool = False) -> None:
+        """Ask a job to save and end; ``again`` if it has been asked and has not ended.
+
+        submitit ignores what comes while it loads a job, and a job that saves ignores a second request.
+        """
+        assert not isinstance(job, ThisProcess)
+        if self.executor.cluster != "local":
+            if not again:
+                job.cancel()
+        elif not job.done():
+            # Not `job.cancel`: its SIGINT makes submitit's controller print a traceback and kill the job within a
+            # second, and does nothing where SIGINT is ignored, as under `nohup`. SIGTERM it passes on, and waits.
+            os.kill(int(job.job_id), signal.SIGTERM)

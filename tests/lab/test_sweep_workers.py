@@ -15,20 +15,17 @@ import torch
 from training import small_run
 
 from hybrid_distill.cli.app import main
-from hybrid_distill.lab.sweep.execution import (
-    Command,
-    Jobs,
-    executor,
-    job_options,
-    run_tasks,
-    share_of_machine,
-)
+from hybrid_distill.lab.sweep import schedule
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Definition, Sweep
 from hybrid_distill.lab.sweep.grid import Grid
-from hybrid_distill.lab.sweep.job import JOBS, _defaults, dry_run, sweep
+from hybrid_distill.lab.sweep.job import _defaults, dry_run, sweep
+from hybrid_distill.lab.sweep.machine import share_of_machine
+from hybrid_distill.lab.sweep.schedule import run_tasks
+from hybrid_distill.lab.sweep.submission import Command, executor, job_options
 from hybrid_distill.lab.sweep.tasks import Task
-from hybrid_distill.lab.sweep.workers import WorkerOptions
+from hybrid_distill.lab.sweep.worker_options import JOB_DEFAULTS, WorkerOptions
+from hybrid_distill.lab.sweep.workers import SubmittedJobs
 from hybrid_distill.plan import HeadPlan
 
 pytest.importorskip("submitit", reason="submitit is not installed")
@@ -118,7 +115,7 @@ def test_documented_commands_start(
 
 def filled(job: SweepJob, **functions: Any) -> WorkerOptions:
     """Fill in what neither the flags nor the recipe say."""
-    of_recipe = _defaults(recipe(**functions), "jobs", JOBS)
+    of_recipe = _defaults(recipe(**functions), "jobs", JOB_DEFAULTS)
     return WorkerOptions.chosen(job, of_recipe)
 
 
@@ -228,7 +225,7 @@ def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path
     """The file that submitit submits: without our defaults it asks for 5 minutes and no GPU."""
     this = opened(tmp_path / "sweep")
     options = {**job_options("slurm", 2, 90), "slurm_partition": "gpu"}
-    workers = Jobs(executor(tmp_path / "jobs", "slurm", options), 4, n_gpus=2)
+    workers = SubmittedJobs(executor(tmp_path / "jobs", "slurm", options), 4, n_gpus=2)
 
     job = workers.start(this, this.tasks["s0"], 0)
 
@@ -245,7 +242,7 @@ def test_a_cluster_that_refuses_a_job_is_quoted(tmp_path: Path, cluster: Path) -
     sbatch = cluster.parent / "bin" / "sbatch"
     sbatch.write_text("#!/bin/sh\necho 'invalid partition nowhere' >&2; exit 1\n")
     this = opened(tmp_path / "sweep")
-    workers = Jobs(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
+    workers = SubmittedJobs(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
     with pytest.raises(ValueError, match="invalid partition nowhere"):
         workers.start(this, this.tasks["s0"], 0)
 
@@ -291,11 +288,11 @@ def test_every_running_job_has_a_gpu_of_its_own(
     tmp_path: Path, n_gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_gpus(3)
-    monkeypatch.setattr("hybrid_distill.lab.sweep.execution.POLL", 0.0)
+    monkeypatch.setattr(schedule, "POLL", 0.0)
     this = opened(tmp_path)
     fake: Any = Fake(this)
 
-    run_tasks(this, Jobs(fake, 3), lambda task: None)
+    run_tasks(this, SubmittedJobs(fake, 3), lambda task: None)
 
     assert fake.seen == {"0", "1", "2"}
     assert fake.at_once == 3
