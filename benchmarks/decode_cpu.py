@@ -3,10 +3,11 @@
     python benchmarks/decode_cpu.py --teacher smollm2 --model runs/hybrid_smollm2_135m/export
 
 One row in bfloat16 after a prompt of 128 tokens. All variants take turns in one process; the student's give the same
-tokens, but for those in 8 bits (torchao's weights, as docs/publishing.md makes them). Each figure is the best of the rounds: CPU time of one thread, as others may use the machine, or wall time of
-several. "Products alone" multiplies each weight of the teacher by one vector, which no variant can do without.
-Operators are those that compute or copy, by layer: on a GPU each is the launch of a kernel. The first call of a
-compiled variant takes minutes, and is shown apart: it compiles one graph, of a token's step.
+tokens, but for those in 8 bits (torchao's weights, as docs/publishing.md makes them). Each figure is the best of the
+rounds: CPU time of one thread, as others may use the machine, or wall time of several. "Products alone" multiplies
+each weight of the teacher by one vector, which no variant can do without. Operators are those that compute or copy,
+by layer: on a GPU each is the launch of a kernel. The first call of a compiled variant takes minutes, and is shown
+apart: it compiles one graph, of a token's step.
 """
 
 from __future__ import annotations
