@@ -107,8 +107,8 @@ def test_a_student_on_kernels_is_exported_as_what_the_export_computes(
 
 def same_model(checks: Sequence[Check]) -> Check:
     """Return the check that compares logits with the record."""
-    (comparison,) = [each for each in checks if each.name == f"{check.RELOADED}, logits"]
-    return comparison
+    (same,) = [each for each in checks if each.name == f"{check.RELOADED}, logits"]
+    return same
 
 
 def test_a_student_on_torch_has_no_kernels_to_report(smollm2, tmp_path: Path) -> None:

@@ -191,12 +191,12 @@ def emulated(
         replace(ssd_launch, "_capability", lambda device: capability)
         if not machine_code:
             replace(CUDABackend, "make_cubin", lambda *arguments: b"")
-        # They refuse tensors of the CPU; each module imports the function by name.
+        # It refuses tensors of the CPU; each module imports the function by name.
+        refuses = common.check_device
         for entry in pkgutil.iter_modules(hybrid_kernels.__path__):
             module = importlib.import_module(f"hybrid_kernels.{entry.name}")
-            name = common.check_device.__name__
-            if getattr(module, name, None) is common.check_device:
-                replace(module, name, lambda *arguments: None)
+            if getattr(module, refuses.__name__, None) is refuses:
+                replace(module, refuses.__name__, lambda *arguments: None)
         for name in ("empty", "empty_like"):
             replace(torch, name, _poisoned(getattr(torch, name)))
         yield
