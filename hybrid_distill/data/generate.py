@@ -206,11 +206,11 @@ def _continuation(
     n_kept = next((place for place, token in enumerate(new) if token in ends), len(new))
     answer = list(new[:n_kept])
     # Decoded with their prompt: alone, tokenizers such as Llama 2's drop the space before their first word.
-    before = tokenizer.decode(list(prompt), skip_special_tokens=True)
-    whole = tokenizer.decode([*prompt, *answer], skip_special_tokens=True)
+    before = str(tokenizer.decode(list(prompt), skip_special_tokens=True))
+    whole = str(tokenizer.decode([*prompt, *answer], skip_special_tokens=True))
     if whole.startswith(before):
         return whole[len(before) :]
-    return tokenizer.decode(answer, skip_special_tokens=True)
+    return str(tokenizer.decode(answer, skip_special_tokens=True))
 
 
 # Prompts
