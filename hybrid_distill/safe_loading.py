@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from .export_paths import EXPORT_RECORDS, MARK, PLAN
 from .io import Record, file_hash, parse_json, read_json
@@ -25,7 +26,6 @@ from .vocabulary import check_embedding
 
 INDEX = "model.safetensors.index.json"
 MODEL_CODE = Path(__file__).parent / "model"
-VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 RECORDS = (
     "config.json",
     "generation_config.json",
@@ -191,13 +191,29 @@ def _check_student_files(folder: Path) -> None:
         if path.exists():
             records[name] = read_json(path)
     _check_code(folder)
-    has_vocabulary = any((folder / name).is_file() for name in VOCABULARIES)
-    if "tokenizer_config.json" in records and not has_vocabulary:
-        raise ValueError(
-            f"{folder} has a tokenizer_config.json but no tokenizer.json; copy the whole folder again."
-        )
+    if "tokenizer_config.json" in records:
+        names = _vocabulary_files(records["tokenizer_config.json"])
+        if names and not any((folder / name).is_file() for name in names):
+            raise ValueError(
+                f"{folder} has a tokenizer_config.json but no {' or '.join(names)}; copy the whole folder again."
+            )
     for name in ("config.json", "tokenizer_config.json"):
         _check_references(folder / name, records.get(name, {}))
+
+
+def _vocabulary_files(record: Record) -> list[str]:
+    """Return the files of which a tokenizer's class reads one; none for a class that knows its tokens, as of bytes."""
+    # From transformers' own classes, by name.
+    kind = tokenizer_class_from_name(str(record.get("tokenizer_class")))
+    if kind is None:
+        return ["tokenizer.json"]
+    try:
+        names = set(kind.vocab_files_names.values())
+    except ImportError:
+        # Of a class whose package is not installed (sentencepiece): loading it says so.
+        return []
+    # Written by every fast tokenizer, whatever its class reads besides.
+    return sorted(names | {"tokenizer.json"}) if names else []
 
 
 def _check_code(folder: Path) -> None:

@@ -22,7 +22,7 @@ from damaged import (
 from messages import has_facts, naming
 from safetensors.torch import load_file
 from students import byte_tokenizer, only_error, tiny_student
-from transformers import AutoConfig
+from transformers import AutoConfig, ByT5Tokenizer
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.export import export_checkpoint, verify_export
@@ -89,6 +89,20 @@ def test_an_undamaged_student_is_the_student(family: str, tmp_path) -> None:
     assert tokenizer is not None
     assert not loaded.training
     assert foreign_code(tmp_path / "export") == []
+
+
+def test_a_student_whose_tokenizer_has_no_file_loads(tmp_path) -> None:
+    """ByT5's tokens are bytes: it writes a config alone."""
+    student, plan = tiny_student("llama")
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    export_checkpoint(student, tokenizer, tmp_path / "export", plan=plan, gate=False)
+    assert not (tmp_path / "export" / "tokenizer.json").exists()
+
+    _, loaded = load_student(tmp_path / "export")
+
+    assert loaded is not None
+    text = "The cabin, caf\u00e9"
+    assert loaded(text).input_ids == tokenizer(text).input_ids
 
 
 def test_a_nan_is_refused_by_name_wherever_a_model_is_loaded(copied, capsys) -> None:

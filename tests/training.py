@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import tyro
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -102,6 +102,17 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokenizer with a space in each word's token, as Llama 2's; decoding drops the first one."""
+    words = ["<eos>", "<unk>", "<turn>"]
+    words += ["▁The", "▁sky", "▁is", "▁blue"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
 
 
 def word_texts(n: int, first: int = 0) -> list[str]:

@@ -15,6 +15,7 @@ from ..data.caching import check_top_k
 from ..data.config import TokensOfARow
 from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
 from ..locking import locked
+from ..probes.prompt_formats import has_chat_template
 from ..student.teachers import check_teacher
 from ..teacher import load_on_own_device, read_teacher
 from ..validation import Count, check_options, number_of_tokens
@@ -66,7 +67,7 @@ def generate(job: GenerateJob) -> str:
         check_top_k(job.top_k_logits, vocabulary_size(tokenizer), "--top-k-logits")
     model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
     if job.form == "auto":
-        chat = bool(tokenizer.chat_template)
+        chat = has_chat_template(tokenizer)
     else:
         chat = job.form == "chat"
     began = time.monotonic()

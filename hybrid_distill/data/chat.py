@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..io import Record
+from ..probes.prompt_formats import has_chat_template
 
 MESSAGES = ("messages", "conversations")
 """Columns that hold a list of messages: ``role`` and ``content``, or ``from`` and ``value``."""
@@ -98,11 +99,12 @@ def _text_of(message: Record) -> str | None:
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError for a tokenizer that has no chat template or does not locate its tokens in a text."""
     name = tokenizer.name_or_path or "unnamed"
-    if not tokenizer.chat_template:
+    if not has_chat_template(tokenizer):
         raise ValueError(
-            f"the tokenizer {name} has no chat template, and conversations need one; put a chat_template.jinja (Jinja "
-            "over `messages`, docs/data.md has one) into its folder, or use an instruct model's: as a stage's teacher "
-            "(--post.teacher), in `prepare-data --chat --tokenizer INSTRUCT`, or in `generate-data --model INSTRUCT`."
+            f"the tokenizer {name} has no chat template, or several of which none is named default, and conversations "
+            "need one; put a chat_template.jinja (Jinja over `messages`, docs/data.md has one) into its folder, or use "
+            "an instruct model's: as a stage's teacher (--post.teacher), in `prepare-data --chat --tokenizer INSTRUCT` "
+            "or `generate-data --model INSTRUCT`."
         )
     if not tokenizer.is_fast:
         raise ValueError(

@@ -40,7 +40,7 @@ class TokenHeader(FolderHeader):
     max_tokens: int | None
     sources: list[Record]
     """``name``, ``fingerprint``, ``tokens`` and ``documents`` of each source, in the order they were read. One on the
-    hub also has a ``pin``, the commit (`Pin`)."""
+    hub also has a ``pin``, the commit (`Pin`); one that was generated has the ``settings`` of its generation."""
     tokens: int = 0
     documents: int = 0
     shards: list[dict[str, int]] = field(default_factory=list)
@@ -57,8 +57,15 @@ class TokenHeader(FolderHeader):
         return bool(self.chat_template)
 
     def identity(self) -> dict[str, object]:
-        fingerprints = [source["fingerprint"] for source in self.sources]
-        return {**super().identity(), "sources (or a file of theirs has changed)": fingerprints}
+        identity = super().identity()
+        fingerprints = []
+        for source in self.sources:
+            if "settings" in source:
+                # By name, so that a command with other settings is told which.
+                identity.update(source["settings"])
+            else:
+                fingerprints.append(source["fingerprint"])
+        return {**identity, "sources (or a file of theirs has changed)": fingerprints}
 
     def shard_paths(self, folder: Path, number: int) -> tuple[Path, ...]:
         """Return the files of a shard, in the order of the fields of `Shard`."""

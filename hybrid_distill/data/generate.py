@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import count
@@ -28,8 +28,8 @@ from ..validation import Count, Positive, Share
 from .chat import check_template, rendered
 from .documents import SourcePlace
 from .folder import TokenHeader
-from .tokens import hash_of
-from .writer import write_tokens
+from .tokens import eos_id, hash_of
+from .writer import Generated, write_tokens
 
 SHARD_TOKENS = 2**15
 RECALL = 0.5
@@ -77,7 +77,12 @@ def generate_tokens(
             f"--new-tokens is {sampling.new_tokens}, but the context of {name} is {longest} tokens, prompt and answer "
             f"together; pass at most {longest // 2}."
         )
-    ingredients = [fingerprint(model), str(model.dtype), asdict(sampling), _parts()]
+    settings = {
+        "model": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **asdict(sampling),
+        "prompts": hash_of(_parts()),
+    }
 
     def read(place: SourcePlace) -> Iterator[tuple[list[str], SourcePlace]]:
         # Of the one source, the number of the next batch.
@@ -95,7 +100,7 @@ def generate_tokens(
         text_column=None if chat else "text",
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
-        made_by=(hash_of(ingredients), read),
+        generated=Generated(settings, read),
     )
 
 
@@ -163,8 +168,7 @@ def _continuations(
         # From the left: the question is at the end.
         rows = [row[-room:] for row in rows]
     ids_BL, mask_BL = left_pad(rows, model.device)
-    # May be several tokens: an instruct model ends a turn with another one than a text.
-    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    ends = _end_tokens(model, tokenizer)
     config = GenerationConfig(
         do_sample=True,
         temperature=sampling.temperature,
@@ -172,13 +176,41 @@ def _continuations(
         top_k=0,
         max_new_tokens=sampling.new_tokens,
         eos_token_id=ends,
-        pad_token_id=ends[0] if isinstance(ends, list) else ends,
+        pad_token_id=ends[0],
     )
     # `generate` draws from torch's global generator: seeded for this batch alone, and restored for the caller.
     with torch.random.fork_rng(), eval_mode(model):
         torch.manual_seed(random.Random(f"generate {seed}").getrandbits(63))
         out_BL = generated(model, inputs=ids_BL, attention_mask=mask_BL, generation_config=config)
-    return tokenizer.batch_decode(out_BL[:, ids_BL.shape[1] :], skip_special_tokens=True)
+    new_BL = out_BL[:, ids_BL.shape[1] :].tolist()
+    return [_continuation(tokenizer, row, new, ends) for row, new in zip(rows, new_BL)]
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end a text, or a turn: an instruct model ends it with another one than a text."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        # Raised before anything is computed: `write_tokens` needs it too.
+        ends = eos_id(tokenizer)
+    return ends if isinstance(ends, list) else [ends]
+
+
+def _continuation(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    ends: Sequence[int],
+) -> str:
+    """Return the text that ``new`` tokens add to a prompt, up to the first end."""
+    # Not left to `skip_special_tokens`: some models end a turn with a token that their tokenizer does not call special.
+    n_kept = next((place for place, token in enumerate(new) if token in ends), len(new))
+    answer = list(new[:n_kept])
+    # Decoded with their prompt: alone, tokenizers such as Llama 2's drop the space before their first word.
+    before = str(tokenizer.decode(list(prompt), skip_special_tokens=True))
+    whole = str(tokenizer.decode([*prompt, *answer], skip_special_tokens=True))
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return str(tokenizer.decode(answer, skip_special_tokens=True))
 
 
 # Prompts

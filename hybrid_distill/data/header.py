@@ -12,6 +12,8 @@ from typing import ClassVar, TypeVar
 from ..io import read_json, refused, write_json
 
 Header = TypeVar("Header", bound="FolderHeader")
+LONGEST_VALUES = 60
+"""Characters of values that an error message shows."""
 
 
 class Unfinished(ValueError):
@@ -75,12 +77,14 @@ class FolderHeader:
 
         Raises ValueError for a folder that holds something else: other work, or other kinds of files.
         """
-        # The finished header first: a process killed in `finish` leaves both.
         for partial in (False, True):
             path = self.file(folder, partial)
             if path.exists():
                 header = self.load(path)
                 self._check_same_work(header, folder)
+                if not partial:
+                    # A process killed in `finish` leaves both.
+                    self.file(folder, partial=True).unlink(missing_ok=True)
                 return header
         # Hidden files are locks and temporary files. Without a header, there may be an unfinished first shard.
         own_prefixes = (".", *self.FILES)
@@ -93,7 +97,10 @@ class FolderHeader:
 
     def _check_same_work(self, other: FolderHeader, folder: Path) -> None:
         own = self.identity()
-        differences = [name for name, value in other.identity().items() if value != own[name]]
+        differences = []
+        for name, value in other.identity().items():
+            if value != own.get(name):
+                differences.append(_difference(name, value, own.get(name)))
         if differences:
             raise ValueError(
                 f"{folder} holds {self.CONTENT} made with another {', '.join(differences)}; pass another folder, or "
@@ -125,6 +132,12 @@ class FolderHeader:
                 raise ValueError(
                     f"{path} has {size} bytes, the header says {expected}; copy the folder again, or recreate it."
                 )
+
+
+def _difference(name: str, there: object, here: object) -> str:
+    """Name a setting in which two headers differ, with its values unless they are long (hashes, mostly)."""
+    values = f"{there!r} there, {here!r} here"
+    return f"{name} ({values})" if len(values) < LONGEST_VALUES else name
 
 
 def size_of(path: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,12 +22,21 @@ from .chat import template_hash
 from .documents import BATCH_CHARACTERS, SourcePlace, document_batches, source_fingerprint
 from .folder import SHARD_TOKENS, TokenHeader
 from .hub import Pin, Pins, is_on_hub, resolve
-from .tokens import Shard, encode, eos_id, id_dtype, tokenizer_fingerprint
+from .tokens import Shard, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
 
 Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
 """Function that reads texts in batches, starting at a place; it yields each batch with the place after it."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Source that is generated, not read from files."""
+
+    settings: Record
+    """Everything that decides the text, by the names of its options."""
+    read: Reader
 
 
 def write_tokens(
@@ -39,26 +48,26 @@ def write_tokens(
     text_column: str | None = "text",
     max_tokens: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
-    made_by: tuple[str, Reader] | None = None,
+    generated: Generated | None = None,
     pins: Pins = MappingProxyType({}),
 ) -> TokenHeader:
     """Tokenize sources, in order, into a folder; only one process may call this.
 
     If ``text_column`` is None, records are conversations. A shard ends with the batch of documents in which it reaches
     ``shard_tokens``. With ``max_tokens``, documents are added as long as they fit. A finished folder stays unchanged;
-    an unfinished one is resumed after its last complete shard, with the same bytes as without interruption. ``made_by``
-    is the fingerprint and the reader of a single source that is generated, not read. Sources on the hub are read at the
-    commits in the folder's header, else in ``pins``; the hub is queried for any others.
+    an unfinished one is resumed after its last complete shard, with the same bytes as without interruption. With
+    ``generated``, the one source has no files. Sources on the hub are read at the commits in the folder's header, else
+    in ``pins``; the hub is queried for any others.
 
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
     # A shard ends with a batch. About 4 characters are a token, so a small shard gets small batches.
     characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
-    if made_by:
+    if generated:
         pins = {}
-        fingerprint, read = made_by
-        fingerprints = [fingerprint]
+        fingerprints = [hash_of(generated.settings)]
+        read = generated.read
     else:
         pins = _all_pins(sources, {**pins, **_pins_in(folder)})
         fingerprints = [source_fingerprint(source, pins.get(source)) for source in sources]
@@ -76,6 +85,8 @@ def write_tokens(
         max_tokens=max_tokens,
         sources=[_source_record(*source, pins) for source in zip(sources, fingerprints)],
     )
+    if generated:
+        header.sources[0]["settings"] = generated.settings
     existing = header.existing(folder)
     if existing is not None:
         existing.check_files(folder)
@@ -83,7 +94,8 @@ def write_tokens(
             return existing
     writer = ShardWriter(folder, existing or header)
     dtype = id_dtype(tokenizer)
-    with Phase("tokenizing", max_tokens, done=writer.header.tokens, unit="tokens") as phase:
+    phase_name = "generating text" if generated else "tokenizing"
+    with Phase(phase_name, max_tokens, done=writer.header.tokens, unit="tokens") as phase:
         for texts, place in read(writer.place):
             documents = encode(texts, tokenizer, dtype, chat)
             phase.update(writer.add(documents, place))

@@ -63,7 +63,7 @@ def export_checkpoint(
     check_expressible(student, export_format)
     with replacing_folder(path) as folder:
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            _save_tokenizer(tokenizer, folder)
         if student.generation_config is not None:
             student.generation_config.save_pretrained(folder)
         FORMATS[export_format].write(student, tokenizer, folder, max_shard_size)
@@ -87,6 +87,19 @@ def export_checkpoint(
             return GateReport()
         # Inside: a folder that fails must not replace an earlier export.
         return _verify(folder, path, export_format, student.device)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer as it is once it has read a text: without a length to pad or truncate to.
+
+    A fast tokenizer keeps those of its file until its first call, so that a resumed run, which may not have called it,
+    would export other bytes. Programs that read tokenizer.json by themselves (generate.py of ONNX) would obey them.
+    """
+    if tokenizer.is_fast:
+        backend: Any = tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+    tokenizer.save_pretrained(folder)
 
 
 def _check_plan(plan: HeadPlan, student: HybridForCausalLM) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..io import Record
 from ..model import HybridForCausalLM
+from ..probes.prompt_formats import has_chat_template
 from . import falcon_h1
 
 if TYPE_CHECKING:
@@ -242,8 +243,9 @@ def _add_tokenizer(
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    if has_chat_template(tokenizer):
+        # Of several, the default one: llama.cpp reads others only where it is asked for tools.
+        writer.add_chat_template(tokenizer.get_chat_template())
 
 
 def _parts_of(tokenizer: PreTrainedTokenizerBase | None) -> Record:

@@ -130,8 +130,10 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in options.prompts]
     continuations = generate(Session(folder), prompts, options.max_new_tokens)
-    for text, tokens in zip(options.prompts, continuations):
-        print(text + tokenizer.decode(tokens))
+    for text, prompt, tokens in zip(options.prompts, prompts, continuations):
+        # With their prompt: alone, tokenizers such as Llama 2's drop the space before the first word.
+        before = tokenizer.decode(prompt)
+        print(text + tokenizer.decode(prompt + tokens)[len(before) :])
 
 
 if __name__ == "__main__":

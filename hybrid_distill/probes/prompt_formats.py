@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from ..teacher import longest_context
 from . import Example, Probe, SeededProbe, queries_of
 from .answering import answer_choices
 from .checks import token_counts
+
+log = logging.getLogger(__name__)
 
 PLAIN = "plain"
 CHAT = "chat"
@@ -44,10 +47,10 @@ class FormattedProbe:
     tokenizer: PreTrainedTokenizerBase
 
     def __post_init__(self) -> None:
-        if self.prompt_format == CHAT and not self.tokenizer.chat_template:
+        if self.prompt_format == CHAT and not has_chat_template(self.tokenizer):
             raise ValueError(
-                "the prompt format is 'chat', but this tokenizer has no chat template; pass "
-                "plain or shots=1."
+                "the prompt format is 'chat', but this tokenizer has no chat template, or several "
+                "of which none is named default; pass plain or shots=1."
             )
 
     @property
@@ -111,6 +114,14 @@ class FormattedProbe:
         return replace(example, prompt=f"{text}{lead}")
 
 
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Check for a chat template; of several (Command R's), conversations take ``default``."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        return "default" in template
+    return bool(template)
+
+
 def with_prompt_format(
     probe: Probe, prompt_format: str, tokenizer: PreTrainedTokenizerBase
 ) -> Probe:
@@ -128,15 +139,21 @@ def accuracy_by_prompt_format(
 ) -> dict[str, float]:
     """Return the model's accuracy on the first 32 prompts in each of the formats ``tried``.
 
-    Leaves out formats longer than the model's context, and chat without a template.
+    Leaves out formats that the probe or the chat template refuses, those longer than the model's
+    context, and chat without a template.
     """
     # Recurrent models have no longest context.
     limit = longest_context(model.config) or sys.maxsize
     accuracies = {}
     for prompt_format in tried:
-        if prompt_format == CHAT and not tokenizer.chat_template:
+        if prompt_format == CHAT and not has_chat_template(tokenizer):
             continue
-        examples = with_prompt_format(probe, prompt_format, tokenizer).examples(N_TRIED)
+        try:
+            examples = with_prompt_format(probe, prompt_format, tokenizer).examples(N_TRIED)
+        except ValueError as error:
+            # Only tried: the format that was asked for has been made before.
+            log.info("prompt format %s left out: %s", prompt_format, error)
+            continue
         if max(token_counts(tokenizer, examples)) <= limit:
             result = answer_choices(model, tokenizer, examples, batch_size=16)
             accuracies[prompt_format] = result.accuracy

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from messages import has_facts, naming
 from tokenizers.processors import TemplateProcessing
-from training import die, killed, small_models, word_tokenizer
+from training import die, killed, small_models, spaced_tokenizer, word_tokenizer
 
 from hybrid_distill.assets import prompts_path
 from hybrid_distill.assets.dictionaries import HEADER, QUESTION
@@ -20,6 +21,7 @@ from hybrid_distill.cli.generate_data import GenerateJob, generate
 from hybrid_distill.data import (
     CachedLogitsDataset,
     DataConfig,
+    LogitHeader,
     PackedRows,
     TokenHeader,
     Tokens,
@@ -122,8 +124,36 @@ def test_a_killed_command_resumes_to_the_bytes_of_one_go(job: GenerateJob, tmp_p
     # A finished folder is left alone, and reports what it reported, up to the time.
     second_line = generate(job)
     assert second_line.split(",")[0] == line.split(",")[0]
-    with pytest.raises(ValueError, match=naming(job.out, "sources")):
-        generate(replace(job, sampling=replace(job.sampling, temperature=1.0)))
+
+
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [("seed", 4), ("new_tokens", 13), ("temperature", 1.0), ("top_p", 0.5), ("batch_size", 5)],
+)
+def test_other_settings_are_refused_by_name(job: GenerateJob, option: str, other: Any) -> None:
+    short_job = replace(job, tokens="300")
+    generate(short_job)
+    changed = replace(job.sampling, **{option: other})
+    with pytest.raises(ValueError, match=naming(job.out, option, other)):
+        generate(replace(short_job, sampling=changed))
+
+
+def test_a_command_killed_between_its_two_headers_leaves_one(job: GenerateJob) -> None:
+    """The finished header is written before the one of an unfinished folder is deleted."""
+    short_job = replace(job, tokens="300", top_k_logits=2, seq_len=32)
+    generate(short_job)
+    folders = {TokenHeader: job.out, LogitHeader: job.out / "logits"}
+    for kind, folder in folders.items():
+        finished = kind.file(folder)
+        shutil.copy(finished, kind.file(folder, partial=True))
+    before = contents(job.out)
+
+    generate(short_job)
+
+    assert contents(job.out) == before
+    for kind, folder in folders.items():
+        assert kind.file(folder).is_file()
+        assert not kind.file(folder, partial=True).exists()
 
 
 @torch.no_grad()
@@ -178,6 +208,26 @@ def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None
     writing._continuations(model, tokenizer, ["The sky"], Sampling(), "0", True)
     assert tokenizer("The sky")["input_ids"][-1] == eos
     assert inputs["inputs"][0, -1] != eos
+
+
+@pytest.mark.parametrize("end", ["<eos>", "<turn>"])
+def test_a_continuation_begins_with_its_space_and_stops_at_any_end(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """``<turn>`` ends a turn by the model's generation_config; the tokenizer has it as a word."""
+    tokenizer = spaced_tokenizer()
+    _, model = small_models()
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<turn>"), 0]
+    is_blue = tokenizer("is blue")["input_ids"]
+
+    def generated(model: Any, **options: Any) -> torch.Tensor:
+        padding = [options["generation_config"].pad_token_id] * 2
+        return torch.cat([options["inputs"], torch.tensor([[*is_blue, end_id, *padding]])], dim=1)
+
+    monkeypatch.setattr(writing, "generated", generated)
+    texts = writing._continuations(model, tokenizer, ["The sky"], Sampling(), "0", True)
+    assert texts == [" is blue"]
 
 
 def test_logits_of_rows_without_a_loss_are_written(tmp_path: Path) -> None:

@@ -393,6 +393,27 @@ def test_the_folder_of_a_run_names_the_export_in_it(tmp_path):
             verify_export(tmp_path)
 
 
+def test_the_tokenizers_file_is_the_same_before_and_after_it_has_read_a_text(
+    tmp_path: Path,
+) -> None:
+    """A resumed run may export with a tokenizer that has read none; that of the file pads or truncates."""
+    student, plan = tiny_student("llama")
+    saved = []
+    for reads in (False, True):
+        tokenizer = byte_tokenizer()
+        tokenizer.backend_tokenizer.enable_padding(length=48, pad_id=0)
+        tokenizer.backend_tokenizer.enable_truncation(max_length=32)
+        if reads:
+            tokenizer("a text")
+        path = tmp_path / f"reads-{reads}"
+        export_checkpoint(student, tokenizer, path, plan=plan, gate=False)
+        saved.append((path / "tokenizer.json").read_bytes())
+    assert saved[0] == saved[1]
+    record = json.loads(saved[0])
+    assert record["padding"] is None
+    assert record["truncation"] is None
+
+
 def test_refuses_another_plan_and_empty_tensors(tmp_path):
     student, plan = tiny_student("llama")
     path = tmp_path / "export"

@@ -93,6 +93,16 @@ def test_names_shapes_and_sizes_are_those_of_the_loader(tmp_path: Path) -> None:
     assert (np.asarray(decay) == -1).all()
 
 
+def test_of_several_chat_templates_the_default_one_is_written(tmp_path: Path) -> None:
+    """transformers has them as a dictionary (Command R's: default, tool_use, rag)."""
+    student, tokenizer = student_of("mamba2-stock")
+    default = "{{ messages[0].content }}"
+    tokenizer.chat_template = {"default": default, "tool_use": "tools"}  # type: ignore[assignment]
+    write(student, tokenizer, tmp_path, "2GB")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == default
+
+
 def test_a_gate_with_a_bias_and_stretched_rope_are_obstacles() -> None:
     student, _ = student_of("mamba2")
     (reason,) = obstacles(student)

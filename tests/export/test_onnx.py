@@ -12,6 +12,7 @@ from conftest import make_family_model
 from messages import naming
 from students import keep, mixed_student
 from test_falcon_h1 import KEPT, random_ids, stirred, student_keeping
+from training import spaced_tokenizer
 
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.onnx import obstacles, write
@@ -24,6 +25,7 @@ pytest.importorskip("onnxscript", reason="onnxscript, which writes ONNX, is not 
 pytest.importorskip(
     "onnxruntime", minversion="1.30", reason="ONNX Runtime 1.30, which runs it, is not installed"
 )
+from hybrid_distill.export import onnx_generate
 from hybrid_distill.export.onnx_generate import Session, generate
 
 TOLERANCE = 1e-5  # relative to the largest logit
@@ -250,3 +252,21 @@ def test_scaled_rope_biases_and_a_half_precision_student(tmp_path: Path) -> None
     # What is written computes in float32.
     expected = student.float()(ids_BL).logits
     assert relative_error(logits, expected) <= TOLERANCE
+
+
+def test_the_program_prints_the_space_before_its_first_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tokenizer such as Llama 2's has it in the word's token, and drops it where a text begins."""
+    spaced_tokenizer().save_pretrained(tmp_path)
+    prompt = "The sky"
+    new = "is blue"
+    new_ids = spaced_tokenizer()(new)["input_ids"]
+    monkeypatch.setattr(onnx_generate, "__file__", str(tmp_path / "generate.py"))
+    monkeypatch.setattr(onnx_generate, "Session", lambda folder: folder)
+    monkeypatch.setattr(onnx_generate, "generate", lambda *_: [new_ids])
+    monkeypatch.setattr("sys.argv", ["generate.py", prompt])
+
+    onnx_generate.main()
+
+    assert capsys.readouterr().out == f"{prompt} {new}\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_family_model
-from families import STYLES, family_tokenizer
+from families import STYLES, TEMPLATE, family_tokenizer
 from head_tables import some_scores
 from messages import has_facts, naming
 from planted import KEYS, planted_teacher
@@ -38,6 +38,31 @@ def test_values_are_scored_right_whatever_their_tokens(style: str) -> None:
         for logprobs, example in zip(result.logprob_EC, examples, strict=True):
             expected = brute_force(model, tokenizer, example)
             assert logprobs == pytest.approx(expected, abs=3e-4)
+
+
+REFUSING = "{{ raise_exception('begin with a system message') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "chats"),
+    [
+        ({"default": TEMPLATE, "tool_use": REFUSING}, True),
+        ({"rag": TEMPLATE, "tool_use": TEMPLATE}, False),
+        (REFUSING, False),
+        (None, False),
+    ],
+    ids=["default of several", "no default", "refuses", "none"],
+)
+def test_a_template_that_renders_no_question_leaves_the_other_formats(
+    template: str | dict[str, str] | None, chats: bool
+) -> None:
+    tokenizer = family_tokenizer("qwen")
+    tokenizer.chat_template = template  # type: ignore[assignment]
+    model = make_family_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
+    accuracies = accuracy_by_prompt_format(
+        model, tokenizer, KVRetrieval(1, keys=KEYS), ("plain", "chat")
+    )
+    assert list(accuracies) == (["plain", "chat"] if chats else ["plain"])
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -23,7 +23,7 @@ from ...plan import HeadId
 from ...probes import Probe
 from ...probes.knowledge import AnswerFormat, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
-from ...probes.prompt_formats import CHAT, with_prompt_format
+from ...probes.prompt_formats import CHAT, has_chat_template, with_prompt_format
 from ...scoring import HeadScores, describe_run
 from ...scoring.head_scores import heads_of
 from ...scoring.resume_log import ResumeLog
@@ -189,7 +189,7 @@ class Formats(HeadRemoval):
         """Make a task per format. Raises ValueError for unreadable questions."""
         tasks = []
         for name in names:
-            if name == CHAT and self.formats is None and not tokenizer.chat_template:
+            if name == CHAT and self.formats is None and not has_chat_template(tokenizer):
                 continue
             probe = self._probe(name)
             if name == CHAT:
