@@ -101,7 +101,7 @@ def test_a_student_whose_tokenizer_has_no_file_loads(tmp_path) -> None:
     _, loaded = load_student(tmp_path / "export")
 
     assert loaded is not None
-    text = "The cabin, caf\u00e9"
+    text = "The cabin in Malm\u00f6"
     assert loaded(text).input_ids == tokenizer(text).input_ids
 
 
