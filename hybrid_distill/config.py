@@ -165,6 +165,9 @@ class EvaluationConfig:
     are ranked with. Reports also show all sizes."""
     n_examples: Count = 128
     """Dictionaries per size."""
+    distance: CountOrZero | None = None
+    """Words between dictionary and question in a further reading, by choice, of the smallest size; 0 for none. By
+    default the student's window, so that it shows what windows lose, if the teacher's context is long enough."""
     batch_size: Tunable[Count] = 32
     """Questions or documents per forward pass."""
     n_texts: CountOrZero = 128

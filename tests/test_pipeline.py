@@ -464,6 +464,32 @@ def test_a_teacher_that_cannot_answer_from_afar_is_ranked_by_ablation(tmp_path: 
     assert not asked_for.paths.scores.exists()
 
 
+def test_a_student_with_windows_is_measured_beyond_them(tmp_path: Path) -> None:
+    config = windowed_run(tmp_path / "run")
+    assert RunInputs(config).evaluation_distance == 12
+    # Without windows, nothing is beyond them.
+    assert RunInputs(small_run(tmp_path / "states")).evaluation_distance == 0
+    off = replace(config, evaluation=replace(config.evaluation, distance=0))
+    assert RunInputs(off).evaluation_distance == 0
+
+    run(config)
+
+    paths = RunInputs(config).paths
+    for result in map(EvalResult.load, (paths.teacher_evaluation, paths.evaluation)):
+        assert result.distance == 12
+        assert set(result.far_choice) == {min(config.evaluation.n_pairs)}
+
+
+def test_questions_longer_than_the_context_are_not_asked_or_refused(tmp_path: Path) -> None:
+    config = windowed_run(tmp_path / "run")
+    wide = replace(config, student=replace(config.student, window=2000))
+    assert RunInputs(wide).evaluation_distance == 0
+    asked_for = replace(config, evaluation=replace(config.evaluation, distance=2000))
+    with pytest.raises(ValueError, match=naming("--evaluation.distance")):
+        run(asked_for)
+    assert not asked_for.out.exists()
+
+
 def test_attribution_without_a_window_is_refused(tmp_path: Path) -> None:
     base = small_run(tmp_path)
     with pytest.raises(ValueError, match=naming("student.window", 0)):

@@ -23,6 +23,8 @@ from .result import FIGURES, EvalResult, flatten
 CACHE_LENGTHS = (128, 2048, 4096)
 FEW = 24
 """Number of examples and texts of each kind for a student with zeroed recurrent heads."""
+MOST_FAR = 24
+"""Most dictionaries far from their question: each is a long prompt."""
 
 
 def evaluate(
@@ -32,6 +34,7 @@ def evaluate(
     teacher: PreTrainedModel | None = None,
     n_pairs: Sequence[int] = (4, 8, 16, 32),
     n_examples: int = 128,
+    distance: int = 0,
     seed: int = 1,
     prompt_format: str = PLAIN,
     keys: Sequence[str] | None = None,
@@ -43,7 +46,9 @@ def evaluate(
 ) -> EvalResult:
     """Measure a Hugging Face decoder or a hybrid student; only agreement needs the ``teacher``.
 
-    KV retrieval is measured by choice and by generation for every dictionary size. ``seed`` (use
+    KV retrieval is measured by choice and by generation for every dictionary size, and with a
+    ``distance`` once more by choice, for the smallest size, with so many words before the question:
+    beyond the windows of a student. ``seed`` (use
     another than for scoring heads) and ``keys`` (default: common nouns) determine the prompts,
     ``prompt_format`` their format (`with_prompt_format`). Questions of ``knowledge`` are asked
     unchanged. Each of the ``held_out_texts`` is cut at ``max_text_tokens``.
@@ -53,10 +58,17 @@ def evaluate(
     for n in n_pairs:
         probe = with_prompt_format(KVRetrieval(n, seed, keys), prompt_format, tokenizer)
         examples[n] = probe.examples(n_examples)
+    far_examples = {}
+    if distance and n_pairs:
+        smallest = min(n_pairs)
+        far_probe = KVRetrieval(smallest, seed, keys, distance=distance)
+        probe = with_prompt_format(far_probe, prompt_format, tokenizer)
+        far_examples[smallest] = probe.examples(min(n_examples, MOST_FAR))
     inputs = EvalInputs(
         tokenizer,
         teacher,
         examples=examples,
+        far_examples=far_examples,
         questions=knowledge.examples() if knowledge else [],
         texts=list(held_out_texts or []),
         max_text_tokens=max_text_tokens,
@@ -66,6 +78,8 @@ def evaluate(
     zeroed = without_parts(model, inputs)
     return EvalResult(
         n_examples=n_examples,
+        n_far=sum(map(len, far_examples.values())),
+        distance=distance,
         knowledge_chance=knowledge.chance if knowledge else None,
         n_knowledge=len(inputs.questions),
         **measure(model, inputs),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,13 +34,16 @@ class EvalInputs:
     max_text_tokens: int
     batch_size: int
     progress: bool = False
+    far_examples: dict[int, list[Example]] = field(default_factory=dict)
+    """The same with words between dictionary and question."""
 
     def first(self, n: int) -> EvalInputs:
-        """Return the first ``n`` questions and texts of each kind."""
+        """Return the first ``n`` questions and texts of each kind, without the far ones, which take long."""
         examples = {size: prompts[:n] for size, prompts in self.examples.items()}
         return replace(
             self,
             examples=examples,
+            far_examples={},
             questions=self.questions[:n],
             texts=self.texts[:n],
             progress=False,
@@ -84,9 +87,13 @@ def measure(model: PreTrainedModel, inputs: EvalInputs) -> Record:
     for n, examples in inputs.examples.items():
         choice[n] = by_choice(f"{n} pairs by choice,", examples)
         generation[n] = by_generation(f"{n} pairs by generation,", examples)
+    far = {}
+    for n, examples in inputs.far_examples.items():
+        far[n] = by_choice(f"{n} pairs far away,", examples)
     return {
         "kv_choice": choice,
         "kv_generation": generation,
+        "far_choice": far,
         "knowledge": by_choice("knowledge,", inputs.questions) if inputs.questions else None,
         **compare_on_text(model, inputs.teacher, list(batches), progress=inputs.progress),
     }

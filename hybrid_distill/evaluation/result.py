@@ -12,8 +12,9 @@ from pathlib import Path
 from ..io import Record, refused, write_json
 
 FORMAT = "hybrid-distill/evaluation/1"
-BY_SIZE = ("kv_choice", "kv_generation", "cache_bytes")
-ACCURACIES = ("kv_choice", "kv_generation", "knowledge")
+BY_SIZE = ("kv_choice", "kv_generation", "far_choice", "cache_bytes")
+DICTIONARIES = ("kv_choice", "kv_generation", "far_choice")
+ACCURACIES = (*DICTIONARIES, "knowledge")
 DEFAULT_PAIRS = 16
 FIGURES = (*ACCURACIES, "perplexity", "top1_agreement", "kl_to_teacher")
 
@@ -22,7 +23,8 @@ FIGURES = (*ACCURACIES, "perplexity", "top1_agreement", "kl_to_teacher")
 class EvalResult:
     """Measurements of one model; None if not measured.
 
-    Accuracies are fractions from 0 to 1. ``perplexity`` is per predicted token of the held-out
+    Accuracies are fractions from 0 to 1. ``far_choice`` is of dictionaries that stand
+    ``distance`` words before their question, ``n_far`` of them. ``perplexity`` is per predicted token of the held-out
     texts. Over the same tokens, ``top1_agreement`` is the fraction where model and teacher have the
     same most likely token, and ``kl_to_teacher`` is the mean KL(teacher || model) in nats.
     ``cache_bytes`` is the size for one sequence by number of tokens, in bfloat16 with states in
@@ -44,6 +46,9 @@ class EvalResult:
     conv_state_bytes: int
     recurrent_heads_zeroed: Record | None = None
     windows_zeroed: Record | None = None
+    far_choice: dict[int, float] = field(default_factory=dict)
+    n_far: int = 0
+    distance: int = 0
     provenance: Record = field(default_factory=dict)
 
     def to_dict(self) -> Record:
@@ -58,7 +63,7 @@ class EvalResult:
     def chances(self) -> dict[str, float]:
         """Return the accuracies of naming any of a dictionary's values, or of a question's choices."""
         chances = {}
-        for name in ("kv_choice", "kv_generation"):
+        for name in DICTIONARIES:
             for size in getattr(self, name):
                 chances[f"{name}_{size}"] = 1 / size
         if self.knowledge_chance:
@@ -69,7 +74,11 @@ class EvalResult:
         """Return the binomial standard errors of the accuracies."""
         errors = {}
         for name, value in flatten(vars(self), ACCURACIES).items():
-            n_questions = self.n_knowledge if name == "knowledge" else self.n_examples
+            n_questions = self.n_examples
+            if name == "knowledge":
+                n_questions = self.n_knowledge
+            elif name.startswith("far_choice"):
+                n_questions = self.n_far
             if n_questions:
                 errors[name] = binomial_error(value, n_questions)
         return errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,12 +26,22 @@ from ..data import (
     read_pins,
 )
 from ..distributed import agree_on
+from ..evaluation.evaluate import MOST_FAR
 from ..probes import Probe, default_queries
+from ..probes.checks import CannotAnswer, check_answerable
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.prompt_formats import with_prompt_format
 from ..student.teachers import empty_teacher
-from ..teacher import DTYPES, TINY, fingerprint, load_config, load_teacher, read_teacher
+from ..teacher import (
+    DTYPES,
+    TINY,
+    fingerprint,
+    load_config,
+    load_teacher,
+    longest_context,
+    read_teacher,
+)
 from ..train.config import Distill, StageConfig, TeacherConfig
 from ..vocabulary import vocabulary_size
 from .paths import RunPaths
@@ -212,6 +223,31 @@ class RunInputs:
         # Several questions about a dictionary lose alike: more dictionaries tell more.
         probe = replace(self.plain_probe, n_queries=scoring.n_queries or 1, distance=distance)
         return with_prompt_format(probe, self.prompt_format, self.tokenizer)
+
+    @cached_property
+    def evaluation_distance(self) -> int:
+        """Words between dictionary and question in the evaluation's far reading, 0 for none."""
+        asked = self.config.evaluation.distance
+        if asked is not None:
+            return asked
+        # A word has a token or more: the window never reaches the dictionary.
+        window = self.config.student.window
+        if window and self.config.evaluation.n_pairs:
+            try:
+                self.check_far_questions(window)
+            except CannotAnswer as error:
+                log.info("dictionaries beyond the window are not evaluated: %s", error)
+                return 0
+        return window
+
+    def check_far_questions(self, distance: int) -> None:
+        """Raise CannotAnswer unless the teacher can read dictionaries so many words before their question."""
+        options = self.config.evaluation
+        seed = self.config.seed + PROBE_SEEDS["evaluation"]
+        plain_probe = KVRetrieval(min(options.n_pairs), seed=seed, distance=distance)
+        probe = with_prompt_format(plain_probe, self.prompt_format, self.tokenizer)
+        limit = longest_context(self.shape_and_tokenizer[0]) or sys.maxsize
+        check_answerable(probe.examples(MOST_FAR), self.tokenizer, limit)
 
     @property
     def plain_probe(self) -> KVRetrieval:

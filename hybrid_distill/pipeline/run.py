@@ -478,6 +478,7 @@ def _measure(inputs: RunInputs, model: PreTrainedModel) -> EvalResult:
             teacher=inputs.teacher,
             n_pairs=options.n_pairs,
             n_examples=options.n_examples,
+            distance=inputs.evaluation_distance,
             prompt_format=inputs.prompt_format,
             seed=inputs.config.seed + PROBE_SEEDS["evaluation"],
             held_out_texts=inputs.held_out_texts(options.n_texts),

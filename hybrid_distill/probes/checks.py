@@ -48,7 +48,8 @@ def check_answerable(
         raise CannotAnswer(
             f"{n_too_long} of {len(examples)} examples are longer than the model's context of {max_length} tokens; "
             f"example {lengths.index(longest)} is the longest, with {longest}: take fewer pairs (--pairs; in a run "
-            "--scoring.n-pairs), less text in between (--distance, --scoring.distance) or shorter questions (--length)."
+            "--scoring.n-pairs), less text in between (--distance; in a run --scoring.distance or "
+            "--evaluation.distance) or shorter questions (--length)."
         )
 
 

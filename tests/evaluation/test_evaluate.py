@@ -15,15 +15,18 @@ from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
 from hybrid_distill.evaluation import EvalResult, evaluate
+from hybrid_distill.evaluation.evaluate import MOST_FAR
 from hybrid_distill.evaluation.measure import agreement, compare_on_text
-from hybrid_distill.evaluation.result import relative_score
+from hybrid_distill.evaluation.result import binomial_error, relative_score
 from hybrid_distill.evaluation.speed import measure_speed
 from hybrid_distill.model import layer_windows
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
+from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.knowledge import Knowledge
+from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.plain_text import text_batches
 from hybrid_distill.student.build import build_student
-from hybrid_distill.teacher import ablate_heads, attention_sites
+from hybrid_distill.teacher import ablate_heads, attention_sites, load_teacher
 
 # Families, and settings that bound what their caches hold: in all layers, in some, in chunks.
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -242,6 +245,24 @@ def test_losing_the_circuit_shows_in_retrieval_and_in_memory(planted) -> None:
     size = cache_bytes(HeadPlan.none(teacher), length=128, head_dim=128, d_state=8)
     assert lost.cache_bytes[128] == lost.cache_bytes[4096] == size.total
     assert lost.conv_state_bytes == size.conv
+
+
+def test_dictionaries_far_from_their_question_are_measured_once_more() -> None:
+    teacher, tokenizer = load_teacher("tiny")
+    probe = KVRetrieval(4, seed=3, distance=20)
+    expected = answer_choices(teacher, tokenizer, probe.examples(MOST_FAR))
+
+    result = evaluate(teacher, tokenizer, n_pairs=(4, 8), n_examples=30, distance=20, seed=3)
+
+    assert result.far_choice == {4: expected.accuracy}
+    assert result.n_far == MOST_FAR
+    assert result.distance == 20
+    assert result.chances()["far_choice_4"] == 1 / 4
+    error = binomial_error(expected.accuracy, MOST_FAR)
+    assert result.standard_errors()["far_choice_4"] == error
+    near = evaluate(teacher, tokenizer, n_pairs=(4, 8), n_examples=30, seed=3)
+    assert near.far_choice == {}
+    assert near.kv_choice == result.kv_choice
 
 
 def test_a_file_that_is_not_an_evaluation_is_refused(planted, tmp_path) -> None:

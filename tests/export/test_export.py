@@ -16,7 +16,7 @@ import transformers
 from conftest import make_family_model
 from damaged import file_of
 from head_tables import some_scores
-from messages import naming
+from messages import has_facts, naming
 from safetensors.torch import load_file, save_file
 from students import byte_tokenizer, lose_caches, tiny_student
 from transformers import AutoModelForCausalLM
@@ -24,6 +24,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.evaluation.evaluate import EvalResult
+from hybrid_distill.evaluation.result import binomial_error
 from hybrid_distill.export import (
     ExportError,
     GateReport,
@@ -291,6 +292,17 @@ def test_the_card_gives_shares_of_heads_that_were_ranked_by_attribution() -> Non
     assert "L0H1 75.0" in card
     assert "L1H2 25.0" in card
     assert "points of accuracy" not in card
+
+
+def test_the_card_shows_what_windows_lose() -> None:
+    student, plan = tiny_student("llama")
+    result = replace(RESULT, far_choice={4: 0.75}, n_far=24, distance=440)
+    error = binomial_error(0.75, 24)
+    card = model_card(
+        student, plan, {"student": result}, None, license="mit", base_model="a/b", training=[]
+    )
+    (line,) = [line for line in card.splitlines() if "440" in line]
+    assert has_facts(line, 4, "75.0", f"{100 * error:.1f}")
 
 
 def test_card_says_what_was_kept_measured_and_allowed(exports):

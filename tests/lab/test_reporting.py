@@ -286,6 +286,28 @@ def test_figures_show_what_the_teacher_can_answer(tmp_path: Path) -> None:
     assert not any("by generation" in caption for caption in captions)
 
 
+def test_what_windows_lose_has_a_column_and_a_task(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / "run")
+    run.out.mkdir()
+    TOP.save(run.plan)
+    figures = evaluation((1.0, 0.9, 0.8, 0.7))
+    far = {"n_far": 24, "distance": 300}
+    replace(figures, far_choice={4: 0.5}, **far).save(run.evaluation)
+    run.teacher_evaluation.parent.mkdir()
+    replace(figures, far_choice={4: 0.75}, **far).save(run.teacher_evaluation)
+    settings = {"stages": [], "student": {"window": 300}, "plan": {}, "evaluation": {}}
+    write_json(run.config, settings)
+
+    record = read_run(run.out)
+    assert record.models.loc["student", "far_choice_4"] == 0.5
+    kept = record.kept["far_choice_4"]
+    assert kept is not None
+    assert kept[0] == pytest.approx((0.5 - 0.25) / (0.75 - 0.25))
+    text = write_report(run.out).with_suffix(".md").read_text()
+    # The teacher's accuracy, and the student's beside it.
+    assert has_facts(text, "75.0", "50.0", 24, 300)
+
+
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
     RunPaths(tmp_path).evaluation.write_text("{")
     text = write_report(tmp_path).with_suffix(".md").read_text()

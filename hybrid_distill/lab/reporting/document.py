@@ -225,7 +225,11 @@ def pairs_of(frame: pd.DataFrame, stated: int | None) -> int:
 def task_name(name: str) -> str:
     """Name an accuracy: ``kv_choice_8`` is "KV by choice, 8 pairs"."""
     reading, _, size = name.rpartition("_")
-    readings = {"kv_choice": "KV by choice", "kv_generation": "KV by generation"}
+    readings = {
+        "kv_choice": "KV by choice",
+        "kv_generation": "KV by generation",
+        "far_choice": "KV by choice, far away",
+    }
     if reading in readings:
         return f"{readings[reading]}, {size} pairs"
     return name

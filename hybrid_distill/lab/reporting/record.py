@@ -133,8 +133,10 @@ def _frame(rows: dict[str, dict[str, float]]) -> pd.DataFrame:
 
 
 def _questions(result: EvalResult) -> str:
-    by_size = f"{result.n_examples} for each dictionary size"
-    return f"Questions: {by_size}, {result.n_knowledge} on knowledge."
+    kinds = [f"{result.n_examples} for each dictionary size", f"{result.n_knowledge} on knowledge"]
+    if result.n_far:
+        kinds.append(f"{result.n_far} on dictionaries {result.distance} words earlier")
+    return f"Questions: {', '.join(kinds)}."
 
 
 def all_figures(result: EvalResult) -> dict[str, float]:

@@ -61,7 +61,7 @@ def write_report(directory: str | Path) -> Path:
 
 def _sections(record: RunRecord, folder: Path) -> list[Section]:
     """Return the report's sections; draw their figures into the folder."""
-    columns = _columns(pairs_of(record.models, stated=None))
+    columns = _columns(record.models)
     names = _names(record)
     missing = list(record.missing)
     if not has_matplotlib():
@@ -81,11 +81,16 @@ def _sections(record: RunRecord, folder: Path) -> list[Section]:
     ]
 
 
-def _columns(n_pairs: int) -> list[Column]:
+def _columns(models: pd.DataFrame) -> list[Column]:
+    n_pairs = pairs_of(models, stated=None)
+    far = []
+    for n_far_pairs in sizes(models, "far_choice"):
+        far.append(Column(f"far_choice_{n_far_pairs}", f"far away ({n_far_pairs} pairs), %"))
     return [
         Column("knowledge", "knowledge, %"),
         Column(f"kv_choice_{n_pairs}", f"KV by choice ({n_pairs} pairs), %"),
         Column(f"kv_generation_{n_pairs}", f"KV by generation ({n_pairs} pairs), %"),
+        *far,
         Column("perplexity", "perplexity", 1, 3),
         Column("top1_agreement", "agreement with teacher, %"),
         Column("cache_bytes_4096", "cache at 4096, MB", 1e-6, 3),
@@ -124,7 +129,8 @@ def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> l
         blocks.append(
             f"The held-out texts have {record.text_length:.0f} tokens on average, fewer than the window of "
             f"{record.window}: what the student loses further back does not show here, nor in dictionaries that fit "
-            "into the window. Longer ones: --evaluation.texts, --evaluation.n-pairs."
+            "into the window. It shows in longer texts (--evaluation.texts) and in dictionaries that are far away "
+            "(--evaluation.distance)."
         )
     return [*blocks, NOTE]
 
