@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from messages import naming
 
 if __name__ == "__main__":
     ROOT = Path(__file__).parents[2]
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 import torch
+from messages import naming
 
 from hybrid_distill.distributed import WorldError, connect, device_check, devices
 from hybrid_distill.distributed.device_check import (

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from messages import naming
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -19,6 +18,7 @@ if __name__ == "__main__":
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests.parent), str(tests), str(tests / "train")]
 
+from messages import naming
 from test_launch import DDP, ZERO_2, launch
 from training import (
     StoppingRows,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from messages import has_facts, logged_by
 
 if __name__ == "__main__":
     # A launched process does not have pytest's path.
@@ -17,6 +16,7 @@ if __name__ == "__main__":
 
 from conftest import make_family_model
 from hybrid_kernels import loss_choice
+from messages import has_facts, logged_by
 from students import mixed_student
 from training import small_config, small_models, small_rows
 

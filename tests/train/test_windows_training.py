@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from messages import naming
 
 if __name__ == "__main__":
     # A launched process does not have pytest's path.
@@ -18,6 +17,7 @@ if __name__ == "__main__":
 
 import torch
 from conftest import make_family_model
+from messages import naming
 from torch.testing import assert_close
 from training import StoppingRows, losses, small_config, small_models, small_rows
 
