@@ -15,7 +15,7 @@ called ``self`` also read ``TEXT/self``, conversations that the teacher wrote:
 students without training and those whose training has ended, and skips what a measured.json holds; ``report`` writes
 the record and prints the tables, ``losses`` the record of training losses by tokens. Each process has one thread; on a
 GPU, let several work at the same time on rows of their own: a model this small leaves most of the device idle.
-Training a student on 3 million tokens takes some four hours of an idle core with bfloat16 instructions or two minutes
+Training a student on 3 million tokens takes some five hours of an idle core with bfloat16 instructions or two minutes
 of an H200, measuring one ten minutes of a core.
 """
 

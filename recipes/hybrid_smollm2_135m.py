@@ -5,7 +5,7 @@ hybrid-distill generate-data --model HuggingFaceTB/SmolLM2-135M-Instruct --token
 python recipes/hybrid_smollm2_135m.py --dry-run
 python recipes/hybrid_smollm2_135m.py --teacher FOLDER    # for example from import-gguf
 
-Time: two minutes without training, as head scores are shipped; ``--tokens 0.3M`` takes half an hour of an idle core
+Time: three minutes without training, as head scores are shipped; ``--tokens 0.3M`` takes half an hour of an idle core
 with bfloat16 instructions, the 3 million of this recipe five; ``--dry-run`` estimates it on this machine. The run
 resumes where it was stopped.
 Expected result: without training, needles in 2,048 tokens, knowledge and dictionaries within the window as the teacher,
