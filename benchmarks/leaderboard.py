@@ -127,11 +127,12 @@ def enter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def _measure(model: PreTrainedModel, measures: Measures, name: str, entry: dict[str, Any]) -> None:
     path = FOLDER / f"{name}.json"
-    record = read(path) | {"entry": entry}
+    before = read(path)
+    record = before | {"entry": entry}
     if "held" not in record:
         record |= {**about("an entry", threads=1), "held": held_bytes(model)}
     # The teacher's record stays as it is.
-    if record != read(path):
+    if record != before:
         write(path, record)
     measure_one(model, measures, path)
 

@@ -12,6 +12,7 @@ from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM, layer_windows
 from ..model.mixer import HeadPart, silence
 from ..plan import HeadId, HeadPlan, cache_bytes
+from ..probes import Example
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.prompt_formats import PLAIN, with_prompt_format
@@ -58,17 +59,20 @@ def evaluate(
     for n in n_pairs:
         probe = with_prompt_format(KVRetrieval(n, seed, keys), prompt_format, tokenizer)
         examples[n] = probe.examples(n_examples)
-    far_examples = {}
-    if distance and n_pairs:
-        smallest = min(n_pairs)
-        far_probe = KVRetrieval(smallest, seed, keys, distance=distance)
-        probe = with_prompt_format(far_probe, prompt_format, tokenizer)
-        far_examples[smallest] = probe.examples(min(n_examples, MOST_FAR))
+    far_prompts = far_examples(
+        n_pairs,
+        distance,
+        tokenizer,
+        n_examples=n_examples,
+        seed=seed,
+        prompt_format=prompt_format,
+        keys=keys,
+    )
     inputs = EvalInputs(
         tokenizer,
         teacher,
         examples=examples,
-        far_examples=far_examples,
+        far_examples=far_prompts,
         questions=knowledge.examples() if knowledge else [],
         texts=list(held_out_texts or []),
         max_text_tokens=max_text_tokens,
@@ -78,7 +82,7 @@ def evaluate(
     zeroed = without_parts(model, inputs)
     return EvalResult(
         n_examples=n_examples,
-        n_far=sum(map(len, far_examples.values())),
+        n_far=sum(map(len, far_prompts.values())),
         distance=distance,
         knowledge_chance=knowledge.chance if knowledge else None,
         n_knowledge=len(inputs.questions),
@@ -93,6 +97,28 @@ def evaluate(
             **describe_run(model),
         },
     )
+
+
+def far_examples(
+    n_pairs: Sequence[int],
+    distance: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    n_examples: int,
+    seed: int,
+    prompt_format: str,
+    keys: tuple[str, ...] = NOUNS,
+) -> dict[int, list[Example]]:
+    """Return dictionaries of the smallest size, ``distance`` words before their question, by size.
+
+    There are `MOST_FAR` at most, and none without a distance.
+    """
+    if not (distance and n_pairs):
+        return {}
+    smallest = min(n_pairs)
+    far_probe = KVRetrieval(smallest, seed, keys, distance=distance)
+    probe = with_prompt_format(far_probe, prompt_format, tokenizer)
+    return {smallest: probe.examples(min(n_examples, MOST_FAR))}
 
 
 def without_parts(model: PreTrainedModel, inputs: EvalInputs) -> dict[HeadPart, Record]:

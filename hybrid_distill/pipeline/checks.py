@@ -126,7 +126,7 @@ def check_evaluation(inputs: RunInputs) -> None:
     probes += [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
     for probe in probes:
         probe.examples(1)
-    if options.distance and options.n_pairs:
+    if options.distance:
         inputs.check_far_questions(options.distance)
     if inputs.prompt_format != PLAIN:
         limit = longest_context(inputs.shape_and_tokenizer[0]) or sys.maxsize

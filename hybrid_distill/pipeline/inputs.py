@@ -26,7 +26,7 @@ from ..data import (
     read_pins,
 )
 from ..distributed import agree_on
-from ..evaluation.evaluate import MOST_FAR
+from ..evaluation.evaluate import far_examples
 from ..probes import Probe, default_queries
 from ..probes.checks import CannotAnswer, check_answerable
 from ..probes.knowledge import Knowledge
@@ -232,22 +232,27 @@ class RunInputs:
             return asked
         # A word has a token or more: the window never reaches the dictionary.
         window = self.config.student.window
-        if window and self.config.evaluation.n_pairs:
-            try:
-                self.check_far_questions(window)
-            except CannotAnswer as error:
-                log.info("dictionaries beyond the window are not evaluated: %s", error)
-                return 0
+        try:
+            self.check_far_questions(window)
+        except CannotAnswer as error:
+            log.info("dictionaries beyond the window are not evaluated: %s", error)
+            return 0
         return window
 
     def check_far_questions(self, distance: int) -> None:
         """Raise CannotAnswer unless the teacher can read dictionaries so many words before their question."""
         options = self.config.evaluation
-        seed = self.config.seed + PROBE_SEEDS["evaluation"]
-        plain_probe = KVRetrieval(min(options.n_pairs), seed=seed, distance=distance)
-        probe = with_prompt_format(plain_probe, self.prompt_format, self.tokenizer)
+        by_size = far_examples(
+            options.n_pairs,
+            distance,
+            self.tokenizer,
+            n_examples=options.n_examples,
+            seed=self.config.seed + PROBE_SEEDS["evaluation"],
+            prompt_format=self.prompt_format,
+        )
         limit = longest_context(self.shape_and_tokenizer[0]) or sys.maxsize
-        check_answerable(probe.examples(MOST_FAR), self.tokenizer, limit)
+        for examples in by_size.values():
+            check_answerable(examples, self.tokenizer, limit)
 
     @property
     def plain_probe(self) -> KVRetrieval:
