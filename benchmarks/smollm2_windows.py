@@ -211,6 +211,8 @@ for heads, window in (
 NEAR = [
     Student(heads, window, d_state, seq_len=2048, learning_rate=2e-5)
     for heads, window, d_state in (
+        (f"9 {FAR}", 300, 0),
+        (f"7 {FAR}", 390, 0),
         (f"6 {FAR}", 440, 0),
         (f"5 {FAR}", 188, 0),
         (f"5 {FAR}", 140, 16),
