@@ -1,23 +1,29 @@
-"""Milliseconds a token of a student and of its teacher on a CPU: as they are, compiled, in 8 bits.
+"""Milliseconds a token of a student and of its teacher on a CPU: as they are, compiled, packed, in 8 bits.
 
     python benchmarks/decode_cpu.py --teacher smollm2 --model runs/hybrid_smollm2_135m/export
 
-One row in bfloat16 after a prompt of 128 tokens. All variants take turns in one process; the student's give the same
-tokens, but for those in 8 bits (torchao's weights, as docs/publishing.md makes them). Each figure is the best of the
-rounds: CPU time of one thread, as others may use the machine, or wall time of several. "Products alone" multiplies
-each weight of the teacher by one vector, which no variant can do without. Operators are those that compute or copy,
-by layer: on a GPU each is the launch of a kernel. The first call of a compiled variant takes minutes, and is shown
-apart: it compiles one graph, of a token's step.
+One row in bfloat16 after a prompt of 128 tokens. Each variant has a process of its own, since torch would compile
+another one's step only once, and all take turns. The student's give the same tokens, but for those in 8 bits (torchao's
+weights, as docs/publishing.md makes them). Each figure is the best of the rounds: CPU time of one thread, as others may
+use the machine, or wall time of several. "Products alone" multiplies each weight of the teacher by one vector, in
+torch's own way. "Packed" lets inductor reorder the weights and choose its own products (docs/serving.md). Operators are
+those that compute or copy, by layer: on a GPU each is the launch of a kernel. The first call of a compiled variant is
+shown apart: it compiles one graph, of a token's step.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import torch
+import torch._inductor.config as inductor
 import torch.nn.functional as F
 from counting import CountOperators, Counts
 from records import RESULTS, about, parser_of, write
@@ -33,6 +39,7 @@ NEW_TOKENS = 64
 FEW_TOKENS = 8
 """Tokens of a shorter call: the difference leaves out the prompt."""
 Call = Callable[[Tensor, int], Tensor]
+"""Continues a prompt by so many tokens."""
 
 
 def main() -> None:
@@ -43,34 +50,31 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
-    prompt = torch.randint(1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-    teacher = load(options.teacher)
-    student = load(options.model)
-    calls = {
-        "products alone": products(teacher),
-        "teacher": generator_of(teacher),
-        "teacher, compiled, static cache": compiled(load(options.teacher)),
-        "teacher, 8 bits, compiled, static cache": compiled(load_in_8_bits(options.teacher)),
-        "student": generator_of(student),
-        "student, static cache": generator_of(load(options.model), cache_implementation="static"),
-        "student, compiled, static cache": compiled(load(options.model)),
-        "student, 8 bits, compiled, static cache": compiled(load_in_8_bits(options.model)),
-    }
-    first = first_calls(calls, prompt)
-    best = best_seconds(calls, prompt, clock, options.rounds)
+    variants: dict[str, ProcessPoolExecutor] = {}
+    for name in VARIANTS:
+        folder = options.model if name.startswith("student") else options.teacher
+        variants[name] = process_of(name, folder, options.threads)
+    expected = variants["student"].submit(first_tokens).result()
+    first: dict[str, float] = {}
+    for name, process in variants.items():
+        started = time.perf_counter()
+        tokens = process.submit(first_tokens).result()
+        first[name] = time.perf_counter() - started
+        same = (tokens == expected).float().mean().item()
+        print(f"{name}: first call {first[name]:.0f} s, {same:.0%} of the student's tokens")
+    best = dict.fromkeys(variants, float("inf"))
+    for _ in range(options.rounds):
+        for name, process in variants.items():
+            best[name] = min(best[name], process.submit(seconds_a_token).result())
     operators = {
-        "teacher": operators_a_layer(teacher, prompt),
-        "student": operators_a_layer(student, prompt),
+        name: variants[name].submit(operators_a_layer).result() for name in ("teacher", "student")
     }
-    milliseconds = 1000 / (NEW_TOKENS - FEW_TOKENS)
     table = pd.DataFrame(
         {
-            "variant": list(calls),
-            "ms a token": [round(milliseconds * best[name], 1) for name in calls],
-            "operators a layer": [operators.get(name, "") for name in calls],
-            "first calls, s": [round(first[name]) for name in calls],
+            "variant": list(variants),
+            "ms a token": [round(1000 * best[name], 1) for name in variants],
+            "operators a layer": [operators.get(name, "") for name in variants],
+            "first call, s": [round(first[name]) for name in variants],
         }
     )
     print(text_table(table))
@@ -78,31 +82,68 @@ def main() -> None:
     write(options.out, {**record, **about("decoding on a CPU", threads=options.threads)})
 
 
-def first_calls(calls: dict[str, Call], prompt: Tensor) -> dict[str, float]:
-    """Return the wall seconds of each variant's first two calls, which compile; compare its tokens."""
-    expected = calls["student"](prompt, NEW_TOKENS)
-    first: dict[str, float] = {}
-    for name, call in calls.items():
-        started = time.perf_counter()
-        tokens = call(prompt, NEW_TOKENS)
-        call(prompt, FEW_TOKENS)
-        first[name] = time.perf_counter() - started
-        same = (tokens == expected).float().mean().item()
-        print(f"{name}: first calls {first[name]:.0f} s, {same:.0%} of the student's tokens")
-    return first
+# In a variant's own process
 
 
-def best_seconds(
-    calls: dict[str, Call], prompt: Tensor, clock: Callable[[], float], rounds: int
-) -> dict[str, float]:
-    """Return each variant's least seconds for the tokens that a long call has beyond a short one."""
-    best: dict[str, float] = {}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            long = seconds_of(call, prompt, NEW_TOKENS, clock)
-            short = seconds_of(call, prompt, FEW_TOKENS, clock)
-            best[name] = min(best.get(name, long - short), long - short)
-    return best
+def process_of(variant: str, folder: str, threads: int) -> ProcessPoolExecutor:
+    """Start the process that holds one variant's model."""
+    # Not a copy of this process: torch's threads do not survive in one.
+    return ProcessPoolExecutor(1, get_context("spawn"), prepare, (variant, folder, threads))
+
+
+def prepare(variant: str, folder: str, threads: int) -> None:
+    """Load a variant in its process."""
+    global model, call, clock
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    model = load_in_8_bits(folder) if variant.endswith("8 bits") else load(folder)
+    call = VARIANTS[variant](model)
+
+
+model: Any
+call: Call
+clock: Callable[[], float]
+
+
+def prompt() -> Tensor:
+    return torch.randint(1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+def first_tokens() -> Tensor:
+    """Return the tokens of a variant's first calls, which compile."""
+    tokens = call(prompt(), NEW_TOKENS)
+    call(prompt(), FEW_TOKENS)
+    return tokens
+
+
+def seconds_a_token() -> float:
+    """Time the tokens that a long call has beyond a short one."""
+    long = seconds_of(NEW_TOKENS)
+    short = seconds_of(FEW_TOKENS)
+    return (long - short) / (NEW_TOKENS - FEW_TOKENS)
+
+
+def seconds_of(n_tokens: int) -> float:
+    started = clock()
+    call(prompt(), n_tokens)
+    return clock() - started
+
+
+@torch.no_grad()
+def operators_a_layer() -> float:
+    """Count the operators of one decoded token, by decoder layer."""
+    outputs = model(prompt(), use_cache=True)
+    name = next(name for name in CACHE_NAMES if outputs.get(name) is not None)
+    cache = {name: outputs[name]}
+    last = prompt()[:, -1:]
+    model(last, use_cache=True, **cache)
+    counts = Counts()
+    with CountOperators(counts):
+        model(last, use_cache=True, **cache)
+    return round(counts.n_operators / model.config.num_hidden_layers, 1)
+
+
+# Variants
 
 
 def load(folder: str, **options: Any) -> Any:
@@ -119,11 +160,36 @@ def load_in_8_bits(folder: str) -> Any:
 
 
 def compiled(model: Any) -> Call:
-    """Return a function that compiles a token's step, and reads the prompt as it is."""
+    """Return a function that compiles a token's step, with a static cache, and reads the prompt as it is."""
     compile_config: Any = CompileConfig(fullgraph=True, mode="default")
     # transformers compiles on GPUs alone without this.
     compile_config._compile_all_devices = True
     return generator_of(model, cache_implementation="static", compile_config=compile_config)
+
+
+def packed(model: Any) -> Call:
+    """Return a compiled function whose weights inductor has packed for its own products."""
+    generate = compiled(model)
+
+    def call(prompt: Tensor, n_tokens: int) -> Tensor:
+        with inductor.patch(freezing=True, max_autotune=True):
+            return generate(prompt, n_tokens)
+
+    return call
+
+
+def teacher_packed(model: Any) -> Call:
+    """Return `packed` for a model of transformers' own, whose static cache must not be marked as static.
+
+    Its step would write outside of the cache otherwise. A student's cache needs no such help.
+    """
+    generate = packed(model)
+
+    def call(prompt: Tensor, n_tokens: int) -> Tensor:
+        with mock.patch.object(torch._dynamo, "mark_static_address"):
+            return generate(prompt, n_tokens)
+
+    return call
 
 
 def generator_of(model: Any, **options: Any) -> Call:
@@ -160,23 +226,18 @@ def products(model: nn.Module) -> Call:
     return call
 
 
-def seconds_of(call: Call, prompt: Tensor, n_tokens: int, clock: Callable[[], float]) -> float:
-    started = clock()
-    call(prompt, n_tokens)
-    return clock() - started
-
-
-@torch.no_grad()
-def operators_a_layer(model: Any, prompt: Tensor) -> float:
-    """Count the operators of one decoded token, by decoder layer."""
-    outputs = model(prompt, use_cache=True)
-    name = next(name for name in CACHE_NAMES if outputs.get(name) is not None)
-    cache = {name: outputs[name]}
-    model(prompt[:, -1:], use_cache=True, **cache)
-    counts = Counts()
-    with CountOperators(counts):
-        model(prompt[:, -1:], use_cache=True, **cache)
-    return round(counts.n_operators / model.config.num_hidden_layers, 1)
+VARIANTS: dict[str, Callable[[Any], Call]] = {
+    "products alone": products,
+    "teacher": generator_of,
+    "teacher, compiled": compiled,
+    "teacher, compiled, packed": teacher_packed,
+    "teacher, compiled, packed, 8 bits": teacher_packed,
+    "student": generator_of,
+    "student, static cache": partial(generator_of, cache_implementation="static"),
+    "student, compiled": compiled,
+    "student, compiled, packed": packed,
+    "student, compiled, packed, 8 bits": packed,
+}
 
 
 if __name__ == "__main__":

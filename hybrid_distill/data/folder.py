@@ -65,7 +65,7 @@ class TokenHeader(FolderHeader):
                 identity.update(source["settings"])
             else:
                 fingerprints.append(source["fingerprint"])
-        return {**identity, "sources (or a file of theirs has changed)": fingerprints}
+        return {**identity, "content of the sources": fingerprints}
 
     def shard_paths(self, folder: Path, number: int) -> tuple[Path, ...]:
         """Return the files of a shard, in the order of the fields of `Shard`."""

@@ -16,6 +16,7 @@ from ..export_paths import CARD, EVALUATION, HEAD_SCORES, PLAN, REPORT, TRAINING
 from ..io import Record, write_json, write_text
 from ..model import HybridForCausalLM
 from ..plan import HeadPlan
+from ..progress import Phase
 from ..scoring import HeadScores
 from ..student.dtypes import check_one_dtype
 from . import gate as export_gate
@@ -62,13 +63,15 @@ def export_checkpoint(
     check_replaceable(path)
     check_expressible(student, export_format)
     with replacing_folder(path) as folder:
-        if tokenizer is not None:
-            _save_tokenizer(tokenizer, folder)
-        if student.generation_config is not None:
-            student.generation_config.save_pretrained(folder)
-        FORMATS[export_format].write(student, tokenizer, folder, max_shard_size)
+        with Phase("writing the export"):
+            if tokenizer is not None:
+                _save_tokenizer(tokenizer, folder)
+            if student.generation_config is not None:
+                student.generation_config.save_pretrained(folder)
+            FORMATS[export_format].write(student, tokenizer, folder, max_shard_size)
         # Before plan, scores and card: the record lists the files that another program needs.
-        record = write_record(student, tokenizer, folder, export_format)
+        with Phase("recording what the student computes"):
+            record = write_record(student, tokenizer, folder, export_format)
         plan.save(folder / PLAN)
         _write_measurements(folder, results, scores, training)
         card = model_card(
@@ -86,7 +89,8 @@ def export_checkpoint(
         if not gate:
             return GateReport()
         # Inside: a folder that fails must not replace an earlier export.
-        return _verify(folder, path, export_format, student.device)
+        with Phase("checking the export in another process"):
+            return _verify(folder, path, export_format, student.device)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

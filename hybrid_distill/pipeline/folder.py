@@ -44,33 +44,41 @@ def outdated(config: RunConfig) -> list[Path]:
     """
     check_out(config.out)
     paths = RunPaths(config.out)
-    if paths.config.exists() and not is_run(config.out):
+    if not paths.config.exists():
+        return []
+    if not is_run(config.out):
         raise ValueError(
             f"{config.out} holds a model, an export or other files, not a run; pass another --out."
         )
-    if not paths.config.exists():
-        return []
     if config.resume == "never":
         return _left_by_an_earlier_run(config)
     if not has_result(config.out):
         return []
     before = from_json(paths.config)
     _check_same(config, before)
+    return _measured_otherwise(config, before)
+
+
+def _measured_otherwise(config: RunConfig, before: RunConfig) -> list[Path]:
+    """List the measurements that another evaluation, or a student of other stages, has made; log why."""
+    paths = RunPaths(config.out)
+    of_student = [path for path in (paths.evaluation, paths.report) if path.exists()]
     changed = differences(
         fixed_fields(before.evaluation), fixed_fields(config.evaluation), prefix="evaluation."
     )
-    measured = [paths.evaluation, paths.report]
     if changed:
         log.info("teacher and student are measured again: %s", ", ".join(changed))
-        measured.append(paths.teacher_evaluation)
-    elif config.stage_names == before.stage_names:
+        if paths.teacher_evaluation.exists():
+            return [*of_student, paths.teacher_evaluation]
+        return of_student
+    if config.stage_names == before.stage_names:
         return []
-    elif paths.evaluation.exists():
+    if paths.evaluation.exists():
         log.info(
             "the student is measured again: its stages were %s",
             " ".join(before.stage_names) or "none",
         )
-    return [path for path in measured if path.exists()]
+    return of_student
 
 
 def settings(config: RunConfig, stages: Sequence[str]) -> Record:

@@ -95,7 +95,8 @@ def loading_errors(name_or_path: str | Path, flag: str) -> Iterator[None]:
         reason = first_line(error).rstrip(".;")
         path = folder_or_name(name_or_path)
         if not isinstance(path, Path):
-            reason = f"not a folder here; on the hub: {offline_reason(path) or reason}"
+            # A finished run names its teacher as it was given: perhaps from another folder.
+            reason = f"not a folder in {Path.cwd()}; on the hub: {offline_reason(path) or reason}"
         demo = " (`make demo` runs it)" if flag == RECIPE_FLAG else ""
         raise ValueError(
             f"{flag} {str(name_or_path)!r} cannot be loaded ({reason}); pass a local folder, or "

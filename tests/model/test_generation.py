@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from conftest import make_family_model
 from memory_use import LargestTensor
 from messages import naming
@@ -292,6 +293,20 @@ def test_generate_compiles_a_static_step_as_rarely_as_a_teachers() -> None:
             assert torch.equal(generated(model, ids, **options), generated(model, ids))
             counts.append(len(graphs))
         assert counts in ([1, 1, 1, 1, 1], [1, 1, 1, 2, 2])
+
+
+def test_frozen_weights_decode_the_same_tokens() -> None:
+    """Inductor's freezing takes tensors that no step passes for weights: the cache must not be among them."""
+    teacher = make_family_model("llama", num_hidden_layers=1)
+    student = student_of(teacher, keep(teacher, KEPT["mixed"]), window=5)
+    config = CompileConfig(fullgraph=True, mode="default")
+    config._compile_all_devices = True
+    torch.compiler.reset()
+    for length in (8, 6):
+        ids = tokens(2, length)
+        with inductor.patch(freezing=True):
+            frozen = generated(student, ids, cache_implementation="static", compile_config=config)
+        assert torch.equal(frozen, generated(student, ids))
 
 
 def test_a_static_cache_that_generate_returned_is_not_used_again(llama_student) -> None:
