@@ -257,9 +257,11 @@ class RunConfig:
         if self.tokens is not None:
             number_of_tokens("tokens", self.tokens)
         if self.plan.restores and not self.head_stages:
+            fix = "list an Align() in stages"
+            if not self.student.d_state:
+                fix = "pass a student.d_state of at least 4, since a window has nothing to align"
             raise ValueError(
-                "plan.selection is 'restoration', which first aligns every head, and no stage aligns; list an Align() "
-                "in stages."
+                f"plan.selection is 'restoration', which first aligns every head, and no stage aligns; {fix}."
             )
         for stage in self.head_stages:
             self._check_alignment(stage)

@@ -37,7 +37,7 @@ from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepa
 from hybrid_distill.plan import HeadPlan, Shape
 from hybrid_distill.probes.checks import CannotAnswer
 from hybrid_distill.scoring import HeadScores
-from hybrid_distill.train.result import StageManifest
+from hybrid_distill.train.result import MANIFEST, StageManifest
 from hybrid_distill.train.weights import weights_hash
 
 
@@ -264,6 +264,15 @@ def test_the_last_of_many_stages_is_not_the_last_by_name(tmp_path: Path) -> None
     paths = RunInputs(config).paths
     run(config)
     assert last_stage(paths) == paths.stages / "11-distill9"
+
+
+def test_a_run_whose_last_stage_is_not_finished_has_no_student(finished, tmp_path) -> None:
+    """The student of an earlier stage would be measured and exported as the run's."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    (out / "stages" / "2-distill" / MANIFEST).unlink()
+    with pytest.raises(ValueError, match=naming(out, "distill")):
+        trained_student(finished_run(out))
 
 
 def test_a_control_is_the_teacher_through_the_same_distillation(finished, tmp_path) -> None:

@@ -157,7 +157,12 @@ class ScoreJob:
     @property
     def partial_path(self) -> Path:
         """File that an interrupted run leaves its measurements in."""
-        return self.out.with_suffix(".partial.json")
+        return self.beside(".partial.json")
+
+    def beside(self, suffix: str) -> Path:
+        """Return a path beside ``out`` with its name, without .json, and a suffix."""
+        # Not `with_suffix`: llama-3.1-8b and llama-3.2-1b would share their files.
+        return self.out.with_name(self.out.name.removesuffix(".json") + suffix)
 
     def prompts_of(self, probe: Probe) -> int:
         """Return the number of prompts."""
@@ -325,7 +330,7 @@ def _log_accuracies(accuracies: Mapping[str, float], chance: float) -> None:
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
     if can_draw():
-        score_map(scores, job.out.with_suffix(".map.png"), kept=scores.ranking()[: job.k])
+        score_map(scores, job.beside(".map.png"), kept=scores.ranking()[: job.k])
 
 
 def table(scores: HeadScores, k: int) -> str:

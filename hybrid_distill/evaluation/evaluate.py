@@ -84,6 +84,7 @@ def evaluate(
         n_examples=n_examples,
         n_far=sum(map(len, far_prompts.values())),
         distance=distance,
+        n_texts=len(inputs.texts),
         knowledge_chance=knowledge.chance if knowledge else None,
         n_knowledge=len(inputs.questions),
         **measure(model, inputs),

@@ -49,6 +49,7 @@ class EvalResult:
     far_choice: dict[int, float] = field(default_factory=dict)
     n_far: int = 0
     distance: int = 0
+    n_texts: int = 0
     provenance: Record = field(default_factory=dict)
 
     def to_dict(self) -> Record:
@@ -59,6 +60,11 @@ class EvalResult:
     def figures(self) -> dict[str, float]:
         """Return every measured number under a name of its own, such as ``kv_choice_16``."""
         return flatten(vars(self), [*FIGURES, "conv_state_bytes", "cache_bytes"])
+
+    @property
+    def text_length(self) -> float:
+        """Predicted tokens of a held-out text, on average; 0 without texts."""
+        return self.n_text_tokens / self.n_texts if self.n_texts else 0.0
 
     def chances(self) -> dict[str, float]:
         """Return the accuracies of naming any of a dictionary's values, or of a question's choices."""

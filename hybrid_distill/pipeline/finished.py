@@ -29,13 +29,17 @@ def finished_run(folder: Path) -> RunInputs:
 
 
 def last_stage(paths: RunPaths) -> Path:
-    """Return the folder of the run's last finished stage. Raises ValueError if none is finished."""
+    """Return the folder of a run's last stage. Raises ValueError, naming the first one that is not finished, if any."""
     # By the config, not by what is there: an earlier run of other stages may have left its own.
-    folders = paths.stage_folders(finished_run(paths.out).stages)
-    finished = [folder for folder in folders if StageManifest.read(folder)]
-    if not finished:
-        raise ValueError(f"{paths.out} does not hold a finished stage; run it to its end first.")
-    return finished[-1]
+    stages = finished_run(paths.out).stages
+    folders = paths.stage_folders(stages)
+    for stage, folder in zip(stages, folders):
+        # What an earlier stage left would pass for the student: its figures would stay when the run resumes.
+        if StageManifest.read(folder) is None:
+            raise ValueError(
+                f"{paths.out} does not hold the result of {stage.name} yet; run it to its end first."
+            )
+    return folders[-1]
 
 
 def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:

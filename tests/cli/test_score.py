@@ -85,6 +85,11 @@ def test_a_stopped_run_continues_from_its_measurements(
     assert [path.name for path in tmp_path.glob("*.json")] == ["s.json"]
 
 
+def test_scores_whose_names_have_dots_share_no_file() -> None:
+    names = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-1b.v2.json", "llama-3.json")
+    assert len({ScoreJob(out=Path(name)).partial_path for name in names}) == len(names)
+
+
 def test_finished_scores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ScoreJob(out=tmp_path / "s.json", pairs="8", examples=4, k=4, n_control_texts=1)
     scores = run_score(job)

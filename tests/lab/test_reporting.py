@@ -250,10 +250,12 @@ def test_a_run_without_training_and_texts_within_its_window(tmp_path: Path) -> N
     run.out.mkdir()
     TOP.save(run.plan)
     # Of 16 pairs and more, the teacher itself answers none but by chance.
-    evaluation((0.9, 0.8, 0.07, 0.03)).save(run.evaluation)
+    student = replace(evaluation((0.9, 0.8, 0.07, 0.03)), n_texts=50)
+    student.save(run.evaluation)
     run.teacher_evaluation.parent.mkdir()
     evaluation((1.0, 0.9, 0.07, 0.03), kv_heads=24).save(run.teacher_evaluation)
-    settings = {"stages": [], "student": {"window": 300}, "evaluation": {"n_texts": 50}}
+    # Texts are counted as they were read: there may be fewer than asked for.
+    settings = {"stages": [], "student": {"window": 300}, "evaluation": {"n_texts": 200}}
     write_json(run.config, settings)
 
     text = write_report(run.out).with_suffix(".md").read_text()
@@ -284,6 +286,20 @@ def test_figures_show_what_the_teacher_can_answer(tmp_path: Path) -> None:
     captions = re.findall(r"!\[(.*?)\]", text)
     assert any("16 pairs answered by choice" in caption for caption in captions)
     assert not any("by generation" in caption for caption in captions)
+
+
+def test_a_run_that_asks_no_dictionaries_has_a_report(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / "run")
+    run.out.mkdir()
+    TOP.save(run.plan)
+    without = replace(evaluation(()), n_examples=0)
+    without.save(run.evaluation)
+    run.teacher_evaluation.parent.mkdir()
+    without.save(run.teacher_evaluation)
+    write_json(run.config, {"stages": [], "student": {}, "plan": {}, "evaluation": {}})
+    text = write_report(run.out).with_suffix(".md").read_text()
+    # Knowledge.
+    assert has_facts(text, "90.0 ± 3.1")
 
 
 def test_what_windows_lose_has_a_column_and_a_task(tmp_path: Path) -> None:

@@ -93,6 +93,9 @@ def test_windows_are_an_axis_and_stand_alone_with_state_0() -> None:
     ]
     with pytest.raises(ValueError, match="window"):
         grid("0", "0").cells(SHAPE)
+    # Nothing aligns heads that have a window alone.
+    restored = grid("2", "0,8", "restoration", window="32").cells(SHAPE)
+    assert [cell.name for cell in restored] == ["restoration2-n8-w32-s0"]
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -142,6 +145,28 @@ def windows_run() -> RunConfig:
     )
     windows_alone = replace(base.student, d_state=0, window=12, sinks=2)
     return replace(base, student=windows_alone, scoring=scoring, stages=())
+
+
+def test_all_cells_are_asked_at_the_distance_of_the_largest_window(tmp_path: Path) -> None:
+    job = SweepJob(out=tmp_path, heads="0", d_state="4", window="0,8,12", seeds=2, selection="top")
+    this = Sweep.open(replace(checked(job, recipe()).definition, share=False))
+    distances = set()
+    for cell in this.cells:
+        distances.add(RunInputs(cell_config(this, cell)).evaluation_distance)
+    assert distances == {12}
+
+
+def test_another_spelling_of_the_folder_continues_the_same_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    configs = []
+    for out in ("sweep", tmp_path / "sweep", "link/sweep"):
+        job = SweepJob(out=Path(out), heads="2", d_state="0", window="8", seeds=1, selection="top")
+        this = Sweep.open(checked(job, recipe(stages=())).definition)
+        configs.append(cell_config(this, this.cells[0]))
+    assert configs[0] == configs[1] == configs[2]
 
 
 def test_heads_are_ranked_for_the_window_of_each_cell(tmp_path: Path) -> None:

@@ -29,13 +29,15 @@ READINGS = {"kv_generation": "by generation", "kv_choice": "by choice"}
 def draw_glance(record: RunRecord, path: Path) -> list[Figure]:
     """Draw retrieval over cache, and by task the student's accuracy relative to its teacher's.
 
-    Returns the figure, or nothing without both evaluations or without matplotlib.
+    Returns the figure, or nothing without both evaluations, without dictionaries or without matplotlib.
     """
     lengths = sizes(record.models, "cache_bytes")
     kept = {task: score for task, score in record.kept.items() if score is not None}
     if not (kept and lengths and has_matplotlib()):
         return []
     reading, n_pairs = reading_shown(record)
+    if f"{reading}_{n_pairs}" not in record.models:
+        return []
     with figure(path, 1, 2, size=SIZE) as grid:
         _draw_cache(grid[0, 0], record, f"{reading}_{n_pairs}", lengths[-1])
         grid[0, 0].set_title(f"retrieval {READINGS[reading]}, {n_pairs} pairs")

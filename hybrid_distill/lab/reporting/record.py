@@ -107,14 +107,9 @@ def read_run(folder: Path) -> RunRecord:
         questions=_questions(teacher) if teacher else "",
         window=settings.get("student", {}).get("window", 0),
         unit=settings.get("plan", {}).get("unit", "head"),
-        text_length=_text_length(settings, student),
+        text_length=student.text_length if student else 0.0,
         missing=tuple(missing),
     )
-
-
-def _text_length(settings: Record, student: EvalResult | None) -> float:
-    n_texts = settings.get("evaluation", {}).get("n_texts", 0)
-    return student.n_text_tokens / n_texts if student and n_texts else 0.0
 
 
 def _load(load: Callable[[Path], T], path: Path, content: str, missing: list[str]) -> T | None:

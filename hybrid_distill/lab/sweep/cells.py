@@ -181,6 +181,7 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
         seed=seed,
         data=replace(base.data, seed=base.data.seed + shift),
         stages=tuple(stages),
+        evaluation=sweep.evaluation,
         group=sweep.out.name,
         export=False,
     )

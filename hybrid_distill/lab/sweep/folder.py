@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import RunConfig, from_record, to_json
+from ...config import EvaluationConfig, RunConfig, from_record, to_json
 from ...data import Pins, read_pins
 from ...io import Record, check_out, differences, read_json, refused, write_json
 from ...pipeline import RunInputs
@@ -72,7 +72,8 @@ class Sweep:
     """Folder of a sweep. Raises ValueError for a folder without one."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
+        # Cells name files of the sweep in their settings: another spelling of the folder must not change them.
+        self.out = out = out.resolve()
         self.paths = SweepPaths(out)
         path = self.paths.record
         if not path.is_file():
@@ -127,6 +128,12 @@ class Sweep:
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Teacher and tokenizer, loaded once by a process that runs several tasks."""
         return RunInputs(self.base).teacher_and_tokenizer
+
+    @cached_property
+    def evaluation(self) -> EvaluationConfig:
+        """Evaluation of every cell: one distance for all far dictionaries, beyond the largest window of the grid."""
+        widest = RunInputs(self._cell_run, self.teacher)
+        return replace(self.base.evaluation, distance=widest.evaluation_distance)
 
     @cached_property
     def pins(self) -> Pins:

@@ -92,8 +92,9 @@ class Grid:
     def cells(self, shape: HeadPlan) -> list[Cell]:
         """Return the students for a teacher of this shape, each once, seed by seed.
 
-        Leaves out cells with neither state nor window, whose heads would have no replacement, and
-        cells of ``layers`` whose heads do not fill whole layers. Raises ValueError for more heads
+        Leaves out cells with neither state nor window, whose heads would have no replacement, cells of
+        ``restoration`` without a state, which nothing aligns, and cells of ``layers`` whose heads do
+        not fill whole layers. Raises ValueError for more heads
         than the teacher has, and if no cell is left.
         """
         n_all_heads = shape.n_layers * shape.n_heads
@@ -110,11 +111,14 @@ class Grid:
                 continue
             elif k == 0:
                 cells[Cell(NONE, 0, d_state, seed, window)] = None
+            elif not d_state and selection == "restoration":
+                continue
             elif selection != "layers" or k % shape.n_heads == 0:
                 cells[Cell(selection, k, d_state, seed, window)] = None
         if not cells:
             raise ValueError(
-                f"the grid has no cell: whole layers have {shape.n_heads} heads; pass --heads multiples of that."
+                f"the grid has no cell: layers have {shape.n_heads} heads, and restoration needs a state; pass --heads "
+                "multiples of that, or --d-state of at least 4."
             )
         return list(cells)
 
