@@ -5,7 +5,6 @@ Shapes: B batch, T predicted token, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -139,7 +138,8 @@ def compare_on_text(
     if n_tokens:
         # Of the mean over all tokens; the mean of the texts' perplexities would weigh short ones
         # more.
-        result["perplexity"] = math.exp(loss / n_tokens)
+        # Of a student that diverged, infinite: math.exp would raise an error.
+        result["perplexity"] = torch.tensor(loss / n_tokens, dtype=torch.float64).exp().item()
         if teacher is not None:
             result["top1_agreement"] = n_same / n_tokens
             result["kl_to_teacher"] = kl / n_tokens

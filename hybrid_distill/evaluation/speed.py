@@ -47,16 +47,21 @@ def measure_speed(
     Lengths beyond the model's context are left out, and those that would take longer than `MAX_SECONDS`. A model whose
     context is shorter than all of them is timed at its end.
     """
-    longest = (longest_context(model.config) or max(lengths) + n_new) - n_new
+    context = longest_context(model.config) or max(lengths) + n_new
+    n_new = min(n_new, context // 2)
+    longest = context - n_new
     within = [length for length in sorted(lengths) if length <= longest] or [longest]
     seconds_a_token = 0.0
+    length_before = 1
     for length in within:
         # The cost of a token grows at most with the context.
-        if seconds_a_token * length > MAX_SECONDS:
+        growth = length / length_before
+        if seconds_a_token * growth * length > MAX_SECONDS:
             return
         with eval_mode(model):
             speed = _measured(model, length, n_new)
-        seconds_a_token = length / PIECE / speed.prefill
+        seconds_a_token = 1 / speed.prefill
+        length_before = length
         yield speed
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..evaluation.evaluate import EvalResult
 from ..export_paths import CARD, EVALUATION, HEAD_SCORES, PLAN, REPORT, TRAINING
@@ -67,7 +68,9 @@ def export_checkpoint(
             if tokenizer is not None:
                 _save_tokenizer(tokenizer, folder)
             if student.generation_config is not None:
-                student.generation_config.save_pretrained(folder)
+                # Not `save_pretrained`: it refuses what some teachers have, such as top_p without sampling.
+                settings = student.generation_config.to_json_string()
+                write_text(folder / GENERATION_CONFIG_NAME, settings)
             FORMATS[export_format].write(student, tokenizer, folder, max_shard_size)
         # Before plan, scores and card: the record lists the files that another program needs.
         with Phase("recording what the student computes"):

@@ -48,6 +48,13 @@ def write_weights(
         raise ExportError(
             f"empty tensors: {', '.join(empty[:5])}; gather a sharded model (ZeRO-3, FSDP) first."
         )
+    stored: set[int] = set()
+    for name, tensor in state.items():
+        place = tensor.untyped_storage().data_ptr()
+        if place in stored:
+            # safetensors refuses tensors that share memory, as both embeddings may though the config unties them.
+            state[name] = tensor.clone()
+        stored.add(place)
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
         # safetensors refuses views that are not contiguous, as transposed projections are.

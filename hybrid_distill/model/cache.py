@@ -29,6 +29,8 @@ class HybridCache(Cache):
         super().__init__(layers=[*layers])
         self.prefix: Prefix | None = None
         """The prompt that ``model.prefill`` has read into this cache, as long as its rows are the same or repeated."""
+        self.mask_BL: Tensor | None = None
+        """Which columns `generate` has read as tokens; None if something else has filled the cache."""
 
     def layer(self, index: int) -> HybridLayerCache:
         """Return the cache of one layer."""
@@ -142,20 +144,29 @@ class HybridCache(Cache):
 
     def reset(self) -> None:
         self.prefix = None
+        self.mask_BL = None
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.prefix = None
+        self._pick_mask(beam_idx)
         super().reorder_cache(cast(Any, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.prefix is not None:
             self.prefix = self.prefix.repeated(repeats)
+        if self.mask_BL is not None:
+            self.mask_BL = self.mask_BL.repeat_interleave(repeats, dim=0)
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.prefix = None
+        self._pick_mask(indices)
         super().batch_select_indices(indices)
+
+    def _pick_mask(self, row_B: Tensor) -> None:
+        if self.mask_BL is not None:
+            self.mask_BL = self.mask_BL[row_B.to(self.mask_BL.device)]
 
     def _layers(self) -> list[HybridLayerCache]:
         return [self.layer(index) for index in range(len(self.layers))]

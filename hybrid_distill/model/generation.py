@@ -18,11 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import HybridCache
 from .field_rules import release
-from .layer_cache import HybridLayerCache
 from .layout import CACHE_NAMES, cache_argument
 from .prefill import HybridPrefill
 from .prefix import fingerprint
-from .static_layer_cache import StaticLayerCache
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
 OUTPUT_CACHE = next(
@@ -65,7 +63,12 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         _, batch_size, max_length, *_ = args
         cache = model_kwargs.get(GENERATION_CACHE)
         if isinstance(cache, HybridCache):
-            _check_room(cache.layer(0), max_length)
+            cache.layer(0).check_room(max_length)
+            if is_static and not cache.is_compileable:
+                raise ValueError(
+                    "cache_implementation is 'static' and the given cache is not; leave one of them out, or prefill "
+                    f"into model.new_cache(max_length={max_length})."
+                )
         if cache is None and generation_config.use_cache:
             if is_static:
                 # As transformers counts the rows of its own static cache.
@@ -179,6 +182,8 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             if is_whole and n_past and cache.layer(0).record_past:
                 kwargs["next_sequence_length"] = input_ids.shape[1] - n_past
             _check_continued(self, cache, input_ids, kwargs)
+        # For a call that goes on from this cache.
+        kwargs[GENERATION_CACHE].mask_BL = _mask_so_far(input_ids, kwargs)
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if cache.is_compileable:
             read = inputs.get("inputs_embeds")
@@ -242,15 +247,6 @@ def _check_pieces(model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_room(layer: HybridLayerCache, n_tokens: int) -> None:
-    """Raise ValueError for a static cache of fewer tokens."""
-    if isinstance(layer, StaticLayerCache) and n_tokens > layer.max_length:
-        raise ValueError(
-            f"the static cache holds {layer.max_length} tokens and {n_tokens} may come; pass "
-            f"model.new_cache(max_length={n_tokens}), or fewer new tokens."
-        )
-
-
 def _n_tokens_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> int:
     """Count a row's tokens in `generate`: beside embeddings of a prompt, ``input_ids`` are the new tokens alone."""
     prompt = kwargs.get("inputs_embeds")
@@ -266,6 +262,34 @@ def _covers_more(kwargs: dict[str, Any], length: int) -> bool:
     # Positions too: transformers 5.24 drops a mask without padding.
     given = [kwargs.get("attention_mask"), kwargs.get("position_ids")]
     return any(tensor is not None and tensor.shape[-1] > length for tensor in given)
+
+
+def _mask_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Return the 2-D mask of all tokens so far; without one, all count."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2:
+        return mask
+    length = _n_tokens_so_far(input_ids, kwargs)
+    return input_ids.new_ones(()).expand(len(input_ids), length)
+
+
+def _check_padding(cache: HybridCache, n_past: int, mask_BS: Tensor) -> None:
+    """Raise ValueError if columns of the cache that were read as tokens count as padding now, or the reverse.
+
+    `generate` fills rows that have ended with padding until all have, and reads it as tokens: a key can be masked
+    later, but a state or a ring has it for good.
+    """
+    before_BL = cache.mask_BL
+    if before_BL is None or len(before_BL) != len(mask_BS):
+        return
+    n_known = min(n_past, before_BL.shape[1], mask_BS.shape[1])
+    is_other_BL = (before_BL[:, :n_known] != 0) != (mask_BS[:, :n_known] != 0)
+    if bool(is_other_BL.any()):
+        raise ValueError(
+            f"attention_mask counts other columns as padding than the call that filled the cache, in "
+            f"{int(is_other_BL.any(dim=1).sum())} of {len(mask_BS)} rows. Rows that ended early went on with padding, "
+            "which their states hold; leave the cache out, or continue each row from a cache of its own."
+        )
 
 
 def _check_continued(
@@ -288,6 +312,7 @@ def _check_continued(
             f"the cache holds {n_past} tokens and the input {length}; pass the tokens of the cache "
             "and at least one more, and a cache.copy() to each of several continuations."
         )
+    _check_padding(cache, n_past, _mask_so_far(input_ids, kwargs))
     prefix = cache.prefix
     if prefix is None:
         return

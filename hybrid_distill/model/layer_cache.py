@@ -243,6 +243,9 @@ class HybridLayerCache(DynamicLayer):
         """Return True if the layer has keys and values of all tokens, and nothing else."""
         return self.sliding_window is None and {"keys", "values"} == self.tensors().keys()
 
+    def check_room(self, n_tokens: int) -> None:
+        """Raise ValueError if the layer cannot hold so many tokens; only a static one has a limit."""
+
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would leave. Raises ValueError if it cannot go back so far."""
         if tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_LENGTH):

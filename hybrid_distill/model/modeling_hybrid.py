@@ -115,12 +115,18 @@ class HybridForCausalLM(HybridGeneration):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, but store both embeddings if the config unties them and the model shares them."""
-        if not self.config.tie_word_embeddings and self.all_tied_weights_keys:
-            self.all_tied_weights_keys = {}
-            state = kwargs.get("state_dict") or self.state_dict()
-            # A copy: of tensors that share memory, transformers stores one.
-            kwargs["state_dict"] = {**state, "lm_head.weight": state["lm_head.weight"].clone()}
-        return super().save_pretrained(*args, **kwargs)
+        tied = self.all_tied_weights_keys
+        if self.config.tie_word_embeddings or not tied:
+            return super().save_pretrained(*args, **kwargs)
+        state = kwargs.get("state_dict") or self.state_dict()
+        # A copy: of tensors that share memory, transformers stores one.
+        kwargs["state_dict"] = {**state, "lm_head.weight": state["lm_head.weight"].clone()}
+        self.all_tied_weights_keys = {}
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            # This model goes on sharing them, and may be saved again.
+            self.all_tied_weights_keys = tied
 
     @can_return_tuple
     def forward(

@@ -47,6 +47,7 @@ class HybridPrefill(HybridPreTrainedModel):
         n_all = ids.shape[1]
         mask = _mask_of_all(past, input_ids, attention_mask)
         self._check_pieces(n_past, n_all, chunk_size)
+        cache.layer(0).check_room(n_all)
         # Positions count tokens, as `generate` counts them.
         position_ids = (mask.long().cumsum(-1) - 1).clamp_min(0)
         has_padding = not bool((mask != 0).all())

@@ -114,6 +114,13 @@ class StaticLayerCache(HybridLayerCache):
         if self.n_seen is not None:
             self.n_seen.fill_(snapshot.n_tokens)
 
+    def check_room(self, n_tokens: int) -> None:
+        if n_tokens > self.max_length:
+            raise ValueError(
+                f"the static cache holds {self.max_length} tokens and {n_tokens} may come; pass "
+                f"model.new_cache(max_length={n_tokens}), or fewer new tokens."
+            )
+
     def check_crop(self, tokens_to_remove: int) -> int:
         raise ValueError(
             "a static cache cannot be cropped; call cache.restore(snapshot) with an earlier cache.snapshot()."

@@ -18,7 +18,7 @@ from ..plan import HeadPlan
 from ..probes.checks import check_answerable
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
-from ..probes.prompt_formats import PLAIN, with_prompt_format
+from ..probes.prompt_formats import with_prompt_format
 from ..student.build import checked_sites, empty_student
 from ..student.family_check import check_family
 from ..student.teachers import check_teacher
@@ -128,11 +128,10 @@ def check_evaluation(inputs: RunInputs) -> None:
         probe.examples(1)
     if options.distance:
         inputs.check_far_questions(options.distance)
-    if inputs.prompt_format != PLAIN:
-        limit = longest_context(inputs.shape_and_tokenizer[0]) or sys.maxsize
-        for probe in probes:
-            question = with_prompt_format(probe, inputs.prompt_format, inputs.tokenizer).examples(1)
-            check_answerable(question, inputs.tokenizer, limit)
+    limit = longest_context(inputs.shape_and_tokenizer[0]) or sys.maxsize
+    for probe in probes:
+        question = with_prompt_format(probe, inputs.prompt_format, inputs.tokenizer).examples(1)
+        check_answerable(question, inputs.tokenizer, limit)
 
 
 _checked_families: set[tuple[str, str, str, int]] = set()

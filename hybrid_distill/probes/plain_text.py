@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..teacher import text_config
+from ..teacher import longest_context, text_config
 from .answering import forward, left_pad
 from .encoding import Tokens, tokenize
 
@@ -51,7 +51,8 @@ def text_batches(
     max_tokens: int,
     batch_size: int,
 ) -> Iterator[TextBatch]:
-    """Yield the rows of `text_rows` in batches whose logits fit in memory."""
+    """Yield the rows of `text_rows`, within the model's context, in batches whose logits fit in memory."""
+    max_tokens = min(max_tokens, longest_context(model.config) or max_tokens)
     rows = text_rows(tokenizer, texts, max_tokens=max_tokens)
     logits_per_row = max_tokens * text_config(model).vocab_size
     n_rows = max(1, min(batch_size, LOGITS_AT_ONCE // logits_per_row))

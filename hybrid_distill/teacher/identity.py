@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..io import read_json
+from ..model.configuration_hybrid import HybridConfig
 from ..model.layout import text_config
 
 SHAPE_FIELDS = (
@@ -19,6 +20,8 @@ SHAPE_FIELDS = (
     "num_attention_heads",
     "vocab_size",
 )
+STUDENT_FIELDS = ("kept", "d_state", "conv_width", "recurrence", "window", "sinks")
+"""Settings of a student that its parameters may not show: beside windows, attention stays whole."""
 SAMPLES_PER_TENSOR = 64
 IMPORTED = "imported_from.json"
 """File that `hybrid-distill import-gguf` writes: ``file`` and ``sha256`` of the source."""
@@ -27,11 +30,13 @@ IMPORTED = "imported_from.json"
 def fingerprint(model: nn.Module) -> str:
     """Hash a teacher's config shape, and the names, shapes and some elements of its parameters.
 
-    Elements are rounded to bfloat16, so that a checkpoint has the same fingerprint in bfloat16 and
-    in float32. Reads about 64 elements per tensor: cheap for any model size.
+    Of a student, also its settings. Elements are rounded to bfloat16, so that a checkpoint has the
+    same fingerprint in bfloat16 and in float32. Reads about 64 elements per tensor: cheap for any model size.
     """
     config = text_config(model)
     shape = [getattr(config, name, None) for name in SHAPE_FIELDS]
+    if config.model_type == HybridConfig.model_type:
+        shape += [getattr(config, name) for name in STUDENT_FIELDS]
     digest = hashlib.sha256(json.dumps(shape).encode())
     for name, parameter in sorted(model.named_parameters()):
         stride = max(1, parameter.numel() // SAMPLES_PER_TENSOR)

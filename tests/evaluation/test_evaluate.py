@@ -14,11 +14,11 @@ from messages import naming
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
-from hybrid_distill.evaluation import EvalResult, evaluate
+from hybrid_distill.evaluation import EvalResult, evaluate, speed
 from hybrid_distill.evaluation.evaluate import MOST_FAR
 from hybrid_distill.evaluation.measure import agreement, compare_on_text
 from hybrid_distill.evaluation.result import binomial_error, relative_score
-from hybrid_distill.evaluation.speed import measure_speed
+from hybrid_distill.evaluation.speed import Speed, measure_speed
 from hybrid_distill.model import layer_windows
 from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
 from hybrid_distill.probes.answering import answer_choices
@@ -167,6 +167,47 @@ def test_perplexity_and_agreement_by_hand() -> None:
     assert result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert result["top1_agreement"] == pytest.approx(agreed)
     assert result["kl_to_teacher"] == pytest.approx(kl, rel=1e-4)
+
+
+def test_a_student_that_diverged_has_an_infinite_perplexity() -> None:
+    words = "one two three four five"
+    tokenizer = word_tokenizer([words])
+    model = make_family_model("llama", vocab_size=len(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight *= 1e6
+    batches = list(text_batches(model, tokenizer, [words], max_tokens=6, batch_size=2))
+    assert compare_on_text(model, None, batches)["perplexity"] == math.inf
+
+
+def test_texts_end_with_the_context_of_the_model() -> None:
+    words = " ".join("one two three".split() * 10)
+    tokenizer = word_tokenizer([words])
+    model = make_family_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8)
+    (batch,) = text_batches(model, tokenizer, [words], max_tokens=512, batch_size=2)
+    assert batch.input_ids_BL.shape == (1, 8)
+
+
+def test_the_time_of_a_longer_context_is_bounded_by_the_growth_of_a_token(monkeypatch) -> None:
+    model = make_family_model("llama")
+    timed = []
+
+    def measured(_model: Any, length: int, _n_new: int) -> Speed:
+        timed.append(length)
+        # 1 s; four times as long a context may take sixteen.
+        return Speed(length, length, 1.0, None)
+
+    monkeypatch.setattr(speed, "_measured", measured)
+    for limit, expected in ((15.0, [50]), (17.0, [50, 200])):
+        timed.clear()
+        monkeypatch.setattr(speed, "MAX_SECONDS", limit)
+        list(measure_speed(model, [50, 200], n_new=1))
+        assert timed == expected
+
+
+def test_speed_of_a_model_with_a_very_short_context() -> None:
+    model = make_family_model("llama", max_position_embeddings=20)
+    (figures,) = measure_speed(model)
+    assert figures.length == 10
 
 
 def test_a_teacher_reads_the_texts_once_and_agrees_with_itself() -> None:
@@ -366,14 +407,14 @@ def test_speed_is_measured_up_to_the_context_in_one_cache(options, monkeypatch) 
     monkeypatch.setattr("hybrid_distill.evaluation.speed.PIECE", 48)
     # The model has 256 positions.
     speeds = list(measure_speed(model, [100, 64, 5000], n_new=3))
-    assert [speed.length for speed in speeds] == [64, 100]
+    assert [figures.length for figures in speeds] == [64, 100]
 
     first_calls = [48, 1]
     new_tokens = [1, 1, 1]
     of_64 = [*first_calls, 48, 16, *new_tokens]
     of_100 = [*first_calls, 48, 48, 4, *new_tokens]
     assert lengths_read == of_64 + of_100
-    for speed in speeds:
-        assert speed.prefill > 0
-        assert speed.decode > 0
-        assert speed.peak_bytes is None or speed.peak_bytes >= 0
+    for figures in speeds:
+        assert figures.prefill > 0
+        assert figures.decode > 0
+        assert figures.peak_bytes is None or figures.peak_bytes >= 0

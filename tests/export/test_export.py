@@ -19,7 +19,7 @@ from head_tables import some_scores
 from messages import has_facts, naming
 from safetensors.torch import load_file, save_file
 from students import byte_tokenizer, lose_caches, tiny_student
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.dynamic_module_utils import get_relative_imports
 
 from hybrid_distill.cli.export import ExportJob, export_student
@@ -359,6 +359,23 @@ def test_verify_fails_loudly_when_decoding_or_padding_is_wrong(copied):
     assert not ok[f"{CACHED}, logits"]
     assert not ok[f"{PADDED}, logits"]
     assert ok[f"{RELOADED}, logits"]
+
+
+def test_a_teacher_with_settings_for_sampling_alone_is_exported(tmp_path: Path) -> None:
+    """transformers reads such a file, and refuses to write it."""
+    student, plan = tiny_student("llama")
+    student.generation_config = GenerationConfig(top_p=0.6, max_new_tokens=512)
+    export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, gate=False)
+    read = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert read.top_p == 0.6
+
+
+def test_embeddings_that_the_config_unties_are_exported_though_they_are_shared(tmp_path) -> None:
+    student, plan = tiny_student("qwen2")
+    student.config.tie_word_embeddings = False
+    export_checkpoint(student, byte_tokenizer(), tmp_path / "export", plan=plan, gate=False)
+    again = HybridForCausalLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(again.lm_head.weight, student.lm_head.weight)
 
 
 def test_an_export_is_replaced_whole_or_not_at_all(exports, copied, monkeypatch):

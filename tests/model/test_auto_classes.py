@@ -38,6 +38,19 @@ def test_auto_model_is_the_decoder_alone(student: HybridForCausalLM, tmp_path: P
     close(again(ids, mask).last_hidden_state, expected)
 
 
+@torch.no_grad()
+def test_shared_embeddings_that_the_config_unties_are_saved_each_time(tmp_path: Path) -> None:
+    """As by the second checkpoint of a Trainer."""
+    student = mixed_student(make_family_model("qwen2", tie_word_embeddings=True))
+    student.config.tie_word_embeddings = False
+    ids = tokens(1, 9)
+    expected = student(ids).logits
+    for name in ("first", "second"):
+        student.save_pretrained(tmp_path / name)
+        again = HybridForCausalLM.from_pretrained(tmp_path / name)
+        close(again(ids).logits, expected)
+
+
 def test_every_class_checks_itself_under_an_unknown_transformers(
     student: HybridForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,6 +295,41 @@ def test_generate_compiles_a_static_step_as_rarely_as_a_teachers() -> None:
         assert counts in ([1, 1, 1, 1, 1], [1, 1, 1, 2, 2])
 
 
+def test_a_row_that_ended_early_is_not_continued_with_its_padding_masked(llama_student) -> None:
+    """The states have read the padding: only without the cache, or with padding read as tokens, is the text right."""
+    ids = tokens(2, 8)
+    plain = generated(llama_student, ids)
+    # Of the first row alone, and early in it.
+    end = next(int(token) for token in plain[0, :-2] if token not in plain[1])
+    output = llama_student.generate(
+        ids, **{**GREEDY, "eos_token_id": end, "pad_token_id": 0}, return_dict_in_generate=True
+    )
+    text = output.sequences
+    n_of_first = 8 + plain[0].tolist().index(end) + 1
+    assert n_of_first < text.shape[1]
+    longer = torch.cat([text, tokens(2, 3)], dim=1)
+    mask = torch.ones_like(longer)
+    whole = generated(llama_student, longer, attention_mask=mask)
+    cache = cache_of(output)
+    assert torch.equal(
+        generated(llama_student, longer, attention_mask=mask, cache=cache.copy()), whole
+    )
+    mask[0, n_of_first : text.shape[1]] = 0
+    for same_rows in (cache.copy(), cache.repeat(1)):
+        with pytest.raises(ValueError, match=naming("1 of 2", "attention_mask")):
+            generated(llama_student, longer, attention_mask=mask, cache=same_rows)
+    cache.batch_select_indices(torch.tensor([1]))
+    expected = generated(llama_student, longer[1:])
+    assert torch.equal(generated(llama_student, longer[1:], cache=cache), expected)
+
+
+def test_a_static_cache_is_not_asked_for_beside_another(llama_student) -> None:
+    ids = tokens(1, 8)
+    cache = llama_student.prefill(ids[:, :5])
+    with pytest.raises(ValueError, match=naming("static", "max_length")):
+        generated(llama_student, ids, cache=cache, cache_implementation="static")
+
+
 def test_frozen_weights_decode_the_same_tokens() -> None:
     """Inductor's freezing takes tensors that no step passes for weights: the cache must not be among them."""
     teacher = make_family_model("llama", num_hidden_layers=1)

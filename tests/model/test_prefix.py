@@ -457,4 +457,6 @@ def test_a_static_cache_that_is_too_short_is_refused(llama_student) -> None:
     cache = llama_student.new_cache(max_length=10)
     with pytest.raises(ValueError, match=naming(10, "max_length")):
         continued(llama_student, cache, ids)
+    with pytest.raises(ValueError, match=naming(10, 11, "max_length")):
+        llama_student.prefill(tokens(1, 11), cache=cache, chunk_size=4)
     assert cache.get_seq_length() == 0

@@ -14,6 +14,8 @@ from planted import word_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedModel
 
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import (
     fingerprint,
     hub_error,
@@ -41,6 +43,17 @@ def test_fingerprints_tell_teachers_apart(family_model: FamilyModel) -> None:
     assert fingerprint(family_model("mistral")) != own
     model.model.layers[2].self_attn.k_proj.weight += 0.01
     assert fingerprint(model) != own
+
+
+def test_fingerprints_tell_students_of_windows_apart(family_model: FamilyModel) -> None:
+    """Their attention stays whole: no parameter shows which heads are kept, or how far the others see."""
+    teacher = family_model("llama")
+    plans = [HeadPlan.from_pairs(teacher, [pair]) for pair in ((0, 0), (1, 1))]
+    students = []
+    for plan, window, sinks in ((plans[0], 7, 2), (plans[0], 3, 2), (plans[0], 7, 0), (plans[1], 7, 2)):
+        student, _ = build_student(teacher, plan, d_state=0, window=window, sinks=sinks)
+        students.append(fingerprint(student))
+    assert len({*students, fingerprint(teacher)}) == 5
 
 
 @pytest.fixture

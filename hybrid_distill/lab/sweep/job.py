@@ -193,7 +193,11 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
         )
     # The grid decides what a cache would.
     return replace(
-        base, out=job.out.resolve(), cache=None, dry_run=False, trackers=job.trackers or base.trackers
+        base,
+        out=job.out.resolve(),
+        cache=None,
+        dry_run=False,
+        trackers=job.trackers or base.trackers,
     )
 
 
