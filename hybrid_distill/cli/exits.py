@@ -25,12 +25,12 @@ from ..distributed import (
     is_launched_with_others,
 )
 from ..locking import InUse
-from ..train.stop import Interrupted, Terminated, is_ctrl_c
+from ..train.stop import Interrupted, Terminated, is_ctrl_c, outlive_session, to_handle
 
 IN_EVERY_PROCESS = (InUse, LaunchRefused, UnsharedFolder)
 """Errors that all processes of a launch raise together; the main one prints them."""
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals by which a launcher or a cluster stops a process."""
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals by which a launcher, a cluster or the end of a session stops a process."""
 CTRL_C = 128 + signal.SIGINT
 """Exit status after Ctrl-C, saved or not: with 0, a shell would go on with its next command."""
 FINISHED = "HYBRID_DISTILL_FINISHED"
@@ -54,7 +54,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
     """
     _show_only_own_messages()
     # As with Ctrl-C, what runs is saved first.
-    for number in STOPPING:
+    for number in to_handle(STOPPING):
         signal.signal(number, _terminate)
     try:
         try:
@@ -86,6 +86,8 @@ def exit_cleanly(action: Callable[[], object]) -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGHUP:
+        outlive_session()
     raise Terminated
 
 

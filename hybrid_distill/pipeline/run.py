@@ -70,7 +70,7 @@ def run(config: RunConfig) -> Path:
     """Run all steps, from the config to the export; return the run directory. Resumes an interrupted run.
 
     Raises ValueError for a config that cannot be run, InUse while another process writes to the folder, and Interrupted
-    on SIGINT, SIGTERM or SIGUSR1, after saving.
+    on SIGINT, SIGTERM, SIGUSR1 or SIGHUP, after saving.
     """
     inputs = RunInputs(config)
     announce()

@@ -516,7 +516,7 @@ def test_a_late_signal_does_not_change_how_a_finished_command_ends() -> None:
         import atexit, os, signal
         from hybrid_distill.cli.exits import exit_cleanly
 
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             atexit.register(os.kill, os.getpid(), number)
         exit_cleanly(lambda: print("finished"))
     """
@@ -527,3 +527,37 @@ def test_a_late_signal_does_not_change_how_a_finished_command_ends() -> None:
     assert done.returncode == 0
     assert done.stdout == "finished\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "status"),
+    [(signal.SIG_DFL, 130), (signal.SIG_IGN, 0)],
+    ids=["terminal", "nohup"],
+)
+def test_the_end_of_a_session_ends_a_command_in_order(
+    before: signal.Handlers, status: int, tmp_path: Path
+) -> None:
+    """As SIGTERM does: what runs is saved first. The second signal is the kernel's, when the shell ends."""
+    program = """
+        import os, pathlib, signal, sys
+        from hybrid_distill.cli.exits import exit_cleanly
+
+        def work() -> None:
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+            except KeyboardInterrupt:
+                os.kill(os.getpid(), signal.SIGHUP)
+                pathlib.Path(sys.argv[1]).touch()
+                raise
+
+        exit_cleanly(work)
+    """
+    saved = tmp_path / "saved"
+    command = [sys.executable, "-c", textwrap.dedent(program), str(saved)]
+
+    done = subprocess.run(
+        command, check=False, preexec_fn=lambda: signal.signal(signal.SIGHUP, before)
+    )
+
+    assert done.returncode == status
+    assert saved.exists() == (before == signal.SIG_DFL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pty
 import signal
 import time
 from collections.abc import Callable
@@ -149,6 +150,47 @@ def test_a_signal_saves_and_the_same_command_continues(uninterrupted, tmp_path, 
     assert signal.getsignal(numbers[0]) == handler, "the handler of before is there again"
 
     assert train(name, tmp_path) == uninterrupted[name]
+
+
+def test_the_end_of_a_session_saves_too(uninterrupted, tmp_path):
+    """A terminal that is gone cannot be written to any more."""
+    waits = tmp_path / "waits"
+    out = tmp_path / "out"
+
+    def hang_up() -> None:
+        waits.touch()
+        end = time.monotonic() + 10
+        while os.isatty(2) or not os.path.samestat(os.fstat(2), os.stat(os.devnull)):
+            assert time.monotonic() < end, "stderr still is the terminal"
+            time.sleep(0.01)
+        os.write(1, b"progress")
+        os.write(2, b"progress")
+
+    child, terminal = pty.fork()
+    if child == 0:
+        try:
+            # Renews torch's pool, which two threads at once cannot.
+            torch.set_num_threads(torch.get_num_threads())
+            train("align", out, StoppingRows(small_rows(), 6, hang_up))
+        except Interrupted:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    while not waits.exists() and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.01)
+    os.close(terminal)
+    assert os.waitpid(child, 0) == (child, 0)
+
+    assert train("align", out) == uninterrupted["align"]
+
+
+def test_nohup_trains_on(uninterrupted, tmp_path):
+    rows = StoppingRows(small_rows(), 6, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train("align", tmp_path, rows) == uninterrupted["align"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_request_that_comes_later_is_not_waited_for(tmp_path, monkeypatch):
