@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ from hybrid_distill.lab.sweep.grid import Grid
 from hybrid_distill.lab.sweep.job import _defaults, dry_run, sweep
 from hybrid_distill.lab.sweep.machine import share_of_machine
 from hybrid_distill.lab.sweep.schedule import run_tasks
-from hybrid_distill.lab.sweep.submission import Command, executor, job_options
+from hybrid_distill.lab.sweep.submission import PATIENCE, Command, executor, job_options
 from hybrid_distill.lab.sweep.tasks import Task
 from hybrid_distill.lab.sweep.worker_options import JOB_DEFAULTS, WorkerOptions
 from hybrid_distill.lab.sweep.workers import SubmittedJobs
@@ -236,6 +240,8 @@ def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path
     for line in ("--time=90", "--gpus-per-node=2", "--cpus-per-task=8", "--partition=gpu"):
         assert f"#SBATCH {line}\n" in asked
     assert "--gpus-per-node" not in str(job_options("slurm", 0, 5))
+    [warning] = re.findall(r"^#SBATCH --signal=USR2@(\d+)$", asked, re.MULTILINE)
+    assert int(warning) > PATIENCE, "it must have saved before SLURM kills it"
 
 
 def test_a_cluster_that_refuses_a_job_is_quoted(tmp_path: Path, cluster: Path) -> None:
@@ -245,6 +251,79 @@ def test_a_cluster_that_refuses_a_job_is_quoted(tmp_path: Path, cluster: Path) -
     workers = SubmittedJobs(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
     with pytest.raises(ValueError, match="invalid partition nowhere"):
         workers.start(this, this.tasks["s0"], 0)
+
+
+WORK = """
+import os, pathlib, signal, sys, time
+
+def save(*_):
+    time.sleep(0.5)
+    saved.touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+saved, started, resumed = map(pathlib.Path, sys.argv[1:])
+if saved.exists():
+    resumed.touch()
+    sys.exit()
+started.with_suffix(".part").write_text(str(os.getppid()))
+started.with_suffix(".part").rename(started)
+time.sleep(600)
+"""
+
+
+class Work(NamedTuple):
+    """Job on this machine whose process saves when it is asked to end, and finds that when it starts again."""
+
+    job: Any
+    saved: Path
+    started: Path
+    """File with the process of submitit that runs the command."""
+    resumed: Path
+
+    @classmethod
+    def submitted(cls, folder: Path) -> Work:
+        """Submit the job, and wait until it works."""
+        files = [folder / name for name in ("saved", "started", "resumed")]
+        command = Command([sys.executable, "-c", WORK, *map(str, files)], folder / "log")
+        here = executor(folder / "jobs", "local", job_options("local", 0, 5))
+        work = cls(here.submit(command), *files)
+        wait_until(work.started.exists)
+        return work
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.05)
+
+
+def test_a_job_out_of_time_has_saved_when_it_is_requeued(tmp_path: Path) -> None:
+    """submitit's own handler, as SLURM's warning starts it, and its own requeueing."""
+    work = Work.submitted(tmp_path)
+
+    os.kill(int(work.started.read_text()), signal.SIGUSR2)
+
+    wait_until(work.job.done)
+    assert work.saved.exists()
+    assert work.resumed.exists()
+    assert work.job.result() is False, "nothing stopped it the second time"
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "local"])
+def test_a_job_that_its_cluster_ended_was_preempted(cluster: str, tmp_path: Path) -> None:
+    """On this machine, only its user ends a job."""
+    work = Work.submitted(tmp_path)
+    executor_of: Any = SimpleNamespace(cluster=cluster)
+    workers = SubmittedJobs(executor_of, 1)
+    assert not workers.was_preempted(work.job), "it works"
+
+    os.kill(int(work.started.read_text()), signal.SIGTERM)
+
+    wait_until(work.job.done)
+    assert work.saved.exists()
+    assert workers.was_preempted(work.job) == (cluster == "slurm")
 
 
 class Fake:

@@ -43,8 +43,12 @@ class ThisProcess:
         """Return a context that leaves Ctrl-C as it is: the task runs inside."""
         return nullcontext()
 
-    def cancel(self, job: ThisProcess | Job[int], *, again: bool = False) -> None:
+    def cancel(self, job: ThisProcess | Job[bool], *, again: bool = False) -> None:
         """Do nothing: a task that runs here has ended when the sweep is asked to stop."""
+
+    def was_preempted(self, job: ThisProcess | Job[bool]) -> bool:
+        """Return False: nobody else gives out this process's time."""
+        return False
 
 
 @dataclass
@@ -73,7 +77,7 @@ class SubmittedJobs:
         threads = shares[0]["OMP_NUM_THREADS"]
         return f"{where}; GPUs of each: {' | '.join(gpus)}; {threads} threads each"
 
-    def start(self, sweep: Sweep, task: Task, slot: int) -> Job[int]:
+    def start(self, sweep: Sweep, task: Task, slot: int) -> Job[bool]:
         launcher = shlex.split(self.launcher) or [sys.executable]
         here: dict[str, str] = {}
         if self.executor.cluster == "local":
@@ -92,18 +96,18 @@ class SubmittedJobs:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Block SIGINT in this thread and, for good, in the processes that it starts.
+        """Block SIGINT and SIGHUP in this thread and, for good, in the processes that it starts.
 
-        A terminal sends Ctrl-C to submitit's processes too, which would end before the jobs have saved. This process
-        hears of it when the block ends, and then knows the job.
+        A terminal sends Ctrl-C and its hangup to submitit's processes too, which would end before the jobs have saved.
+        This process hears of them when the block ends, and then knows the job.
         """
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         try:
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def cancel(self, job: ThisProcess | Job[int], *, again: bool = False) -> None:
+    def cancel(self, job: ThisProcess | Job[bool], *, again: bool = False) -> None:
         """Ask a job to save and end; ``again`` if it has been asked and has not ended.
 
         submitit ignores what comes while it loads a job, and a job that saves ignores a second request.
@@ -111,8 +115,18 @@ class SubmittedJobs:
         assert not isinstance(job, ThisProcess)
         if self.executor.cluster != "local":
             if not again:
-                job.cancel()
+                # SLURM refuses to cancel a job that has just ended; the next one must be canceled all the same.
+                job.cancel(check=False)
         elif not job.done():
             # Not `job.cancel`: its SIGINT makes submitit's controller print a traceback and kill the job within a
             # second, and does nothing where SIGINT is ignored, as under `nohup`. SIGTERM it passes on, and waits.
             os.kill(int(job.job_id), signal.SIGTERM)
+
+    def was_preempted(self, job: ThisProcess | Job[bool]) -> bool:
+        """Check whether the cluster asked a job, which has ended, to save and end."""
+        assert not isinstance(job, ThisProcess)
+        if self.executor.cluster == "local":
+            return False
+        # submitit would wait for the result of a job that was killed.
+        has_result = job.paths.result_pickle.exists()
+        return has_result and job.exception() is None and job.result()
