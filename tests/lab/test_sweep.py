@@ -267,10 +267,15 @@ def test_layers_are_ranked_by_all_their_heads() -> None:
 
 @dataclass
 class Scripted:
-    """Workers whose tasks end as a table says (an error, "" done, None without a result), some looks later."""
+    """Workers whose tasks end as a table says (an error, "" done, None without a result), some looks later.
+
+    The first jobs of ``preempted`` tasks, as many as it says, end without a result too.
+    """
 
     slots: int
     ends: dict[str, str | None]
+    preempted: dict[str, int] = field(default_factory=dict)
+    canceled: list[str] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
     busy: set[int] = field(default_factory=set)
     at_once: int = 0
@@ -285,17 +290,26 @@ class Scripted:
         self.busy.add(slot)
         self.at_once = max(self.at_once, len(self.busy))
         looks = iter(range(5))
+        is_preempted = self.begun.count(task.name) <= self.preempted.get(task.name, 0)
 
         def done() -> bool:
             if next(looks, None) is not None:
                 return False
             error = self.ends.get(task.name, "")
-            if error is not None:
+            if error is not None and not is_preempted:
                 end(task, error)
             self.busy.remove(slot)
             return True
 
-        return SimpleNamespace(done=done, state="OUT_OF_MEMORY")
+        return SimpleNamespace(
+            done=done, state="OUT_OF_MEMORY", task=task.name, is_preempted=is_preempted
+        )
+
+    def was_preempted(self, job: Any) -> bool:
+        return job.is_preempted
+
+    def cancel(self, job: Any) -> None:
+        self.canceled.append(job.task)
 
 
 def end(task: Task, error: str = "") -> None:
@@ -309,6 +323,7 @@ def end(task: Task, error: str = "") -> None:
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "POLL", 0.0)
+    monkeypatch.setattr(schedule, "SEEN_WITHIN_S", 0.0)
 
 
 def test_a_task_comes_after_what_it_needs_and_slots_are_filled(
@@ -356,6 +371,52 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait:
     again = Scripted(1, {})
     run_tasks(this, again, lambda task: None)
     assert set(again.begun) == failed.keys(), "failed tasks are tried again, finished ones are not"
+
+
+def test_a_preempted_task_starts_again(
+    tmp_path: Path, no_wait: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is saved, so neither it nor what needs it has failed; but not for ever."""
+    monkeypatch.setattr(schedule, "REQUEUES", 2)
+    this = opened(small_run(tmp_path), grid("0,2", "4,8", "top", 1))
+    workers = Scripted(2, {}, preempted={"n4-s0": 2, "n8-s0": 3})
+
+    run_tasks(this, workers, lambda task: None)
+
+    assert workers.begun.count("n4-s0") == 3
+    assert workers.begun.count("n8-s0") == 3
+    # Or the cluster may start the same job as well.
+    assert Counter(workers.canceled) == {"n4-s0": 2, "n8-s0": 2}
+    states = {name: task.outcome().state for name, task in this.tasks.items()}
+    for name in ("n4-s0", "none-n4-s0", "top2-n4-s0"):
+        assert states[name] == "done"
+    for name in ("n8-s0", "none-n8-s0", "top2-n8-s0"):
+        assert states[name] == "failed"
+
+
+def test_an_outcome_that_is_seen_late_is_not_a_failure(
+    tmp_path: Path, no_wait: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which tells this machine of a file only some time after another has written it."""
+    monkeypatch.setattr(schedule, "SEEN_WITHIN_S", 60.0)
+    this = opened(small_run(tmp_path), grid("0", "4", "top", 1))
+    true_outcome = Task.outcome
+    n_looks: Counter[str] = Counter()
+
+    def late(task: Task) -> Outcome:
+        outcome = true_outcome(task)
+        if outcome.state != "done":
+            return outcome
+        n_looks[task.name] += 1
+        return outcome if n_looks[task.name] > 3 else Outcome("waiting")
+
+    monkeypatch.setattr(Task, "outcome", late)
+    workers = Scripted(1, {})
+
+    run_tasks(this, workers, lambda task: None)
+
+    assert {true_outcome(task).state for task in this.tasks.values()} == {"done"}
+    assert set(Counter(workers.begun).values()) == {1}
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -592,8 +653,12 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(
 @pytest.mark.launched
 @pytest.mark.parametrize(
     ("how", "on_ctrl_c", "status_after"),
-    [(signal.SIGINT, signal.SIG_DFL, 130), (signal.SIGTERM, signal.SIG_IGN, 0)],
-    ids=["ctrl-c", "nohup"],
+    [
+        (signal.SIGINT, signal.SIG_DFL, 130),
+        (signal.SIGTERM, signal.SIG_IGN, 0),
+        (signal.SIGHUP, signal.SIG_DFL, 0),
+    ],
+    ids=["ctrl-c", "nohup", "hangup"],
 )
 def test_jobs_that_are_stopped_save_and_say_nothing_themselves(
     how: signal.Signals,
@@ -603,10 +668,10 @@ def test_jobs_that_are_stopped_save_and_say_nothing_themselves(
     whole: Path,
     tmp_path: Path,
 ) -> None:
-    """A terminal sends Ctrl-C to the whole group, a shell's background jobs ignore it."""
+    """A terminal sends Ctrl-C and its end to the whole group, a shell's background jobs ignore Ctrl-C."""
     pytest.importorskip("submitit")
     process = begun(longer, tmp_path, jobs=2, on_ctrl_c=on_ctrl_c)
-    if how == signal.SIGINT:
+    if how in (signal.SIGINT, signal.SIGHUP):
         os.killpg(process.pid, how)
     else:
         process.send_signal(how)
@@ -617,6 +682,7 @@ def test_jobs_that_are_stopped_save_and_say_nothing_themselves(
     this = Sweep(tmp_path)
     states = {this.tasks[name].outcome().state for name in ("none-n4-s0", "random2-n4-s0")}
     assert not states & {"failed", "running"}
+    assert "stopped" in states, "they trained on"
 
     sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
     assert weights(tmp_path / "cells") == weights(whole / "cells")

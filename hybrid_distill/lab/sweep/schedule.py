@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from ...distributed.shared_folder import SEEN_WITHIN_S
 from ...locking import is_locked
-from .submission import PATIENCE
+from .submission import PATIENCE, REQUEUES
 from .workers import SubmittedJobs, ThisProcess
 
 if TYPE_CHECKING:
@@ -33,10 +36,13 @@ def run_tasks(
         # Failed tasks run again: an old outcome must not be taken for the new one.
         task.outcome_path.unlink(missing_ok=True)
     running: dict[str, Running] = {}
+    preemptions: Counter[str] = Counter()
     try:
         while pending or running:
             ended = _collect(sweep, running)
-            for task in ended:
+            for task, job in ended:
+                if not _has_outcome(task):
+                    _end_or_repeat(task, job, workers, pending, preemptions)
                 report(task)
             task = _next_task(pending, running)
             if task is None or len(running) == workers.slots:
@@ -59,22 +65,59 @@ def run_tasks(
         raise
 
 
-class Running(NamedTuple):
-    """Job of a task that has started, and its slot: its share of the machine."""
+@dataclass
+class Running:
+    """Job of a task that has started."""
 
-    job: ThisProcess | Job[int]
+    job: ThisProcess | Job[bool]
     slot: int
+    """Its share of the machine."""
+    ended_at: float | None = None
+    """Time at which its job was first seen to have ended."""
+
+    def has_ended(self, task: Task) -> bool:
+        """Check whether its job has ended, and the task's outcome is seen or will not come."""
+        if self.ended_at is None:
+            if not self.job.done():
+                return False
+            self.ended_at = time.monotonic()
+        # An NFS may show an outcome late, and a failure that is recorded here would replace it.
+        return _has_outcome(task) or time.monotonic() - self.ended_at >= SEEN_WITHIN_S
 
 
-def _collect(sweep: Sweep, running: dict[str, Running]) -> list[Task]:
-    """Remove the tasks whose jobs have ended, and return them; each has an outcome."""
-    ended = [sweep.tasks[name] for name, each in running.items() if each.job.done()]
-    for task in ended:
-        job = running.pop(task.name).job
-        # Such as a job that somebody else has canceled, or the machine has killed.
-        if task.outcome().state not in ("done", "failed"):
-            task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
+def _collect(
+    sweep: Sweep, running: dict[str, Running]
+) -> list[tuple[Task, ThisProcess | Job[bool]]]:
+    """Remove the tasks whose jobs have ended, and return both."""
+    ended = []
+    for name, each in list(running.items()):
+        task = sweep.tasks[name]
+        if each.has_ended(task):
+            del running[name]
+            ended.append((task, each.job))
     return ended
+
+
+def _has_outcome(task: Task) -> bool:
+    return task.outcome().state in ("done", "failed")
+
+
+def _end_or_repeat(
+    task: Task,
+    job: ThisProcess | Job[bool],
+    workers: ThisProcess | SubmittedJobs,
+    pending: dict[str, Task],
+    preemptions: Counter[str],
+) -> None:
+    """Make a preempted task pending again, as its state is saved; mark any other without an outcome as failed."""
+    if preemptions[task.name] < REQUEUES and workers.was_preempted(job):
+        preemptions[task.name] += 1
+        # SLURM may requeue the job itself; two jobs must not work on one task.
+        workers.cancel(job)
+        pending[task.name] = task
+    else:
+        # Such as a job that the machine has killed.
+        task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
 
 
 def _next_task(pending: Mapping[str, Task], running: Mapping[str, Running]) -> Task | None:
