@@ -50,7 +50,12 @@ def test_fingerprints_tell_students_of_windows_apart(family_model: FamilyModel) 
     teacher = family_model("llama")
     plans = [HeadPlan.from_pairs(teacher, [pair]) for pair in ((0, 0), (1, 1))]
     students = []
-    for plan, window, sinks in ((plans[0], 7, 2), (plans[0], 3, 2), (plans[0], 7, 0), (plans[1], 7, 2)):
+    for plan, window, sinks in (
+        (plans[0], 7, 2),
+        (plans[0], 3, 2),
+        (plans[0], 7, 0),
+        (plans[1], 7, 2),
+    ):
         student, _ = build_student(teacher, plan, d_state=0, window=window, sinks=sinks)
         students.append(fingerprint(student))
     assert len({*students, fingerprint(teacher)}) == 5
