@@ -15,7 +15,7 @@ import torch
 import transformers
 from damaged import file_of
 from head_tables import some_scores
-from messages import naming
+from messages import has_facts, logged_by, naming
 from students import gate_in_this_process, lose_caches, only_error
 from training import ALIGN, DISTILL, metrics, small_run
 
@@ -264,6 +264,14 @@ def test_the_last_of_many_stages_is_not_the_last_by_name(tmp_path: Path) -> None
     paths = RunInputs(config).paths
     run(config)
     assert last_stage(paths) == paths.stages / "11-distill9"
+
+
+def test_dictionaries_beyond_the_context_are_announced(monkeypatch, caplog) -> None:
+    evaluation = replace(small_run().evaluation, n_pairs=(4, 32))
+    monkeypatch.setattr(checks, "longest_context", lambda config: 100)
+    checks.check_evaluation(RunInputs(small_run(evaluation=evaluation)))
+    (record,) = logged_by(caplog, checks.check_evaluation)
+    assert has_facts(record.getMessage(), 100)
 
 
 def test_a_run_whose_last_stage_is_not_finished_has_no_student(finished, tmp_path) -> None:
