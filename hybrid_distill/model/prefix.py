@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 FORMAT = "hybrid-distill prefix 1"
 SAMPLES_PER_TENSOR = 16
 """Elements of each weight that a fingerprint reads."""
+STUDENT_FIELDS = ("kept", "d_state", "conv_width", "conv_bias", "recurrence", "window", "sinks")
+"""Settings of a student that its weights may not show: beside windows, attention stays whole."""
 OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 """Attributes of PEFT's layers that decide what their weights do."""
 
@@ -104,8 +106,7 @@ def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
     each weight, only some elements are read. Wherever a weight is, on a device or offloaded, the hash is the same.
     """
     config = model.config
-    fields = ("kept", "d_state", "conv_width", "conv_bias", "recurrence", "window", "sinks")
-    settings = {name: getattr(config, name) for name in fields}
+    settings = {name: getattr(config, name) for name in STUDENT_FIELDS}
     description_of_config = json.dumps([settings, config.backbone], sort_keys=True, default=str)
     digest = hashlib.sha256(description_of_config.encode())
     # Training may change the embeddings of a few tokens alone, which a sample would not notice.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..io import read_json
 from ..model.configuration_hybrid import HybridConfig
 from ..model.layout import text_config
+from ..model.prefix import STUDENT_FIELDS
 
 SHAPE_FIELDS = (
     "model_type",
@@ -20,8 +21,6 @@ SHAPE_FIELDS = (
     "num_attention_heads",
     "vocab_size",
 )
-STUDENT_FIELDS = ("kept", "d_state", "conv_width", "recurrence", "window", "sinks")
-"""Settings of a student that its parameters may not show: beside windows, attention stays whole."""
 SAMPLES_PER_TENSOR = 64
 IMPORTED = "imported_from.json"
 """File that `hybrid-distill import-gguf` writes: ``file`` and ``sha256`` of the source."""
