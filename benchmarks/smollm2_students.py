@@ -183,9 +183,10 @@ def measure_one(out: Path, name: str) -> None:
             recurrent += [HeadId(layer, head) for head in mixer.replaced]
         few_texts = replace(everything, examples={}, questions=[], texts=everything.texts[:4])
         with ablate_heads(model, recurrent):
-            record["perplexity without recurrence"] = measure(model, few_texts)["perplexity"]
+            figures = measure(model, few_texts).figures()
+        record["perplexity without recurrence"] = figures["perplexity"]
 
-    record |= measure(model, everything)
+    record |= measure(model, everything).figures()
     record["cache"] = model_cache_bytes(model)["cache_bytes"][4096]
     record["chat"] = in_chat(retrieval, model)
     job = SuiteJob(
@@ -236,7 +237,8 @@ def in_chat(retrieval: EvalInputs, model: PreTrainedModel) -> dict[str, float]:
     """Measure retrieval in the tokenizer's chat template, with the smallest dictionaries."""
     size = SIZES[0]
     probe = with_prompt_format(KVRetrieval(size, seed=1), "chat", retrieval.tokenizer)
-    figures = measure(model, replace(retrieval, examples={size: probe.examples(EXAMPLES)}))
+    in_template = replace(retrieval, examples={size: probe.examples(EXAMPLES)})
+    figures = measure(model, in_template).figures()
     return {name: figures[name][size] for name in ("kv_choice", "kv_generation")}
 
 

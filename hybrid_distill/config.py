@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
+from .distributed import chosen_dtype
 from .io import Record, refused
 from .kernels import Kernels
 from .model.field_rules import OWN_RULES, check_field, check_windows
@@ -292,14 +293,22 @@ class RunConfig:
         return isinstance(stage, Align) and stage.train == "ssm" and not self.student.d_state
 
     def resolved(self) -> RunConfig:
-        """Return the run with the stages that have something to train, their steps from ``tokens``, which is then None.
+        """Return the run with the stages that have something to train, their steps from ``tokens``, which is then None,
+        and dtypes as `with_dtypes`.
 
         Raises ValueError if a stage gets less than one step.
         """
         stages = tuple(stage for stage in self.stages if not self.is_idle(stage))
         if self.tokens is not None:
             stages = self._within_tokens(stages)
-        return replace(self, stages=stages, tokens=None)
+        return replace(self, stages=stages, tokens=None).with_dtypes()
+
+    def with_dtypes(self) -> RunConfig:
+        """Return the run with the dtype and the precisions that ``auto`` stands for on this process's device."""
+        teacher = replace(self.teacher, dtype=chosen_dtype(self.teacher.dtype))
+        is_half = teacher.dtype != "float32"
+        stages = tuple(stage.with_precision(is_half) for stage in self.stages)
+        return replace(self, teacher=teacher, stages=stages)
 
     def _within_tokens(self, given: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
         """Return stages with steps for ``tokens`` in all.

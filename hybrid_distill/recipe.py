@@ -17,10 +17,14 @@ from .train.config import Distill, StageConfig
 
 def on_embedded_teacher(config: RunConfig) -> RunConfig:
     """Return the run on the embedded teacher and corpus, scaled down to fit them and a laptop."""
+    teacher = replace(config.teacher, path=TINY, revision=None, attn_implementation=None)
+    # Many laptops emulate bfloat16.
+    if teacher.dtype == "bfloat16":
+        teacher = replace(teacher, dtype="auto")
     return replace(
         config,
         gpus=1,
-        teacher=replace(config.teacher, path=TINY, revision=None, attn_implementation=None),
+        teacher=teacher,
         scoring=replace(config.scoring, file=None, other_weights=False),
         plan=replace(config.plan, k=min(config.plan.k, 48)),
         student=replace(config.student, window=min(config.student.window, 16)),
@@ -39,6 +43,8 @@ def on_embedded_teacher(config: RunConfig) -> RunConfig:
 def _scaled_down(stage: StageConfig) -> StageConfig:
     """Scale a stage down to the embedded teacher and corpus, which has neither conversations nor a larger teacher."""
     small = replace(stage, steps=min(stage.steps, 100), batch_size=min(stage.batch_size, 8))
+    if small.precision == "bf16":
+        small = replace(small, precision="auto")
     if small.data is not None:
         small = replace(small, data=DataConfig(seq_len=min(small.data.seq_len, 256)))
     if small.seq_len is not None:

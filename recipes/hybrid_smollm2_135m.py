@@ -35,7 +35,7 @@ def config() -> RunConfig:
     return RunConfig(
         name="hybrid-smollm2-135m",
         out=Path("runs/hybrid_smollm2_135m"),
-        teacher=TeacherConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct", dtype="bfloat16"),
+        teacher=TeacherConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct", dtype="auto"),
         # What windows of 300 take from each head: measured on a 4-bit copy of the weights, with 8 pairs.
         scoring=ScoringConfig(
             file=atlas_path("smollm2-135m-instruct-window300"),
@@ -54,7 +54,7 @@ def config() -> RunConfig:
                 micro_batch_size=1,
                 learning_rate=1e-3,
                 target="head",
-                precision="bf16",
+                precision="auto",
                 checkpoint_every=50,
             ),
             Distill(
@@ -63,7 +63,7 @@ def config() -> RunConfig:
                 micro_batch_size=1,
                 # A student that has lost little gains nothing at 1e-4 (docs/real_models.md).
                 learning_rate=2e-5,
-                precision="bf16",
+                precision="auto",
                 checkpoint_every=25,
             ),
         ),

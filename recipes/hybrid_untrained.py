@@ -1,7 +1,7 @@
 """Any decoder as a hybrid without training: its best KV groups stay attention, all other heads see a short window.
 
 python recipes/hybrid_untrained.py
-hybrid-distill run untrained --teacher HuggingFaceTB/SmolLM2-135M-Instruct --teacher.dtype bfloat16
+hybrid-distill run untrained --teacher HuggingFaceTB/SmolLM2-135M-Instruct
 hybrid-distill run untrained --teacher PATH --cache 200MB --context 32768 --dry-run    # what that would keep
 
 Time: a minute for the embedded teacher. Scoring the heads is most of it: some ten minutes for SmolLM2 on a CPU core
@@ -20,6 +20,7 @@ from hybrid_distill.config import (
     RunConfig,
     ScoringConfig,
     StudentConfig,
+    TeacherConfig,
 )
 
 
@@ -27,6 +28,7 @@ def config() -> RunConfig:
     return RunConfig(
         name="untrained",
         out=Path("runs/untrained"),
+        teacher=TeacherConfig(dtype="auto"),
         cache="16%",
         scoring=ScoringConfig(n_pairs=8),
         # Stand for what the cache decides.

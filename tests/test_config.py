@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from messages import naming
 
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, from_record, to_json
 from hybrid_distill.data import DataConfig
 from hybrid_distill.dependent_options import check_read
-from hybrid_distill.train.config import Align, Distill
+from hybrid_distill.train.config import Align, Distill, TeacherConfig
 from hybrid_distill.validation import number_of_tokens
 
 DATA = DataConfig(seq_len=512)
@@ -49,6 +50,28 @@ def test_steps_from_tokens_are_final() -> None:
 
     alignment_alone = replace(started, stages=started.head_stages)
     assert alignment_alone.resolved().stages == started.head_stages
+
+
+@pytest.mark.parametrize(
+    ("is_native", "given", "expected"),
+    [
+        (True, ("auto", "auto"), ("bfloat16", "bf16")),
+        (False, ("auto", "auto"), ("float32", "fp32")),
+        (True, ("float32", "auto"), ("float32", "bf16")),
+        # float32 stages refuse a teacher in half precision.
+        (False, ("bfloat16", "auto"), ("bfloat16", "bf16")),
+        (True, ("auto", "fp32"), ("bfloat16", "fp32")),
+        (False, ("auto", "bf16"), ("float32", "bf16")),
+    ],
+)
+def test_auto_stands_for_what_the_device_computes_fast_in(
+    monkeypatch, is_native: bool, given: tuple[Any, Any], expected: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+    dtype, precision = given
+    config = run(Distill(precision=precision), teacher=TeacherConfig(dtype=dtype)).resolved()
+    assert (config.teacher.dtype, config.stages[0].precision) == expected
+    assert config.resolved() == config
 
 
 def test_stages_of_one_kind_share_in_proportion() -> None:

@@ -220,6 +220,23 @@ def test_a_run_with_other_settings_names_them(tmp_path: Path) -> None:
         prepare(RunInputs(base.with_stage("align", steps=3)))
 
 
+def test_a_run_resumes_in_its_dtypes_on_another_kind_of_machine(tmp_path, monkeypatch) -> None:
+    base = small_run(tmp_path / "run").with_stage("distill", precision="auto")
+    base = replace(base, teacher=replace(base.teacher, dtype="auto"))
+
+    def begin(*, is_native: bool) -> tuple[str, str]:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+        inputs = RunInputs(base)
+        prepare(inputs)
+        choose_heads(inputs)
+        return inputs.config.teacher.dtype, inputs.config.stages[-1].precision
+
+    assert begin(is_native=False) == ("float32", "fp32")
+    assert begin(is_native=True) == ("float32", "fp32")
+    (tmp_path / "run" / "plan.json").unlink()
+    assert begin(is_native=True) == ("bfloat16", "bf16"), "nothing is left to resume"
+
+
 def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path) -> None:
     out = finished
     base = small_run(finished)

@@ -15,6 +15,7 @@ from ..data.caching import SHARD_TOKENS
 from ..distributed import is_launched_main
 from ..pipeline import RunInputs
 from ..pipeline.checks import check_teachers
+from ..pipeline.folder import as_started
 from ..recipe import config_of, on_asked_teacher
 from ..stage_flags import with_stage_flags, without_stage_flags
 from ..train.config import Distill
@@ -66,7 +67,7 @@ def cache_logits(job: CacheJob) -> str:
 
     Raises ValueError for a teacher or data that cannot be loaded, and as `write_logits` does.
     """
-    job = replace(job, run=job.run.resolved())
+    job = replace(job, run=as_started(job.run))
     config = job.config
     # Asked for first: a run that names no folder is refused before a model is loaded.
     folder = job.folder

@@ -16,7 +16,7 @@ from ..lab.memory.timing import training_time
 from ..pipeline import RunInputs, RunPaths
 from ..pipeline.budget import student_cache
 from ..pipeline.checks import check_teachers, checks_of
-from ..pipeline.folder import outdated
+from ..pipeline.folder import as_started, outdated
 from ..pipeline.inputs import shape_of_teacher
 from ..pipeline.planning import known_plan, unranked_plan
 from ..plan import HeadPlan
@@ -36,7 +36,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     config is read; if a name on the hub has none that can be read here, one line reports that.
     Raises ValueError, with all reasons, for a run that would not start.
     """
-    config = config.resolved()
+    config = as_started(config)
     settings = [json.dumps(to_json(config), indent=2)] if config.show_config else []
     stages_text = f"stages {', '.join(config.stage_names)}" if config.stages else "without training"
     if config.control:

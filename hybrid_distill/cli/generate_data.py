@@ -14,6 +14,7 @@ from ..data import PackedRows, open_tokens, write_logits
 from ..data.caching import check_top_k
 from ..data.config import TokensOfARow
 from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
+from ..distributed import Dtype
 from ..locking import locked
 from ..probes.prompt_formats import has_chat_template
 from ..student.teachers import check_teacher
@@ -44,8 +45,9 @@ class GenerateJob:
     """Tokens per row of those logits; train with the same --data.seq-len."""
     shard_tokens: Count = SHARD_TOKENS
     """Tokens after which a new file starts. A stopped command repeats at most one file."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    dtype: Dtype | None = None
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU. ``auto``: bfloat16 also
+    on a CPU that has instructions for it."""
 
     def __post_init__(self) -> None:
         check_options(self, "--")

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import tyro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import read_held_out
-from ..distributed import agree_on, alone_in, connect, is_launched_main, on_main_process
+from ..distributed import Dtype, agree_on, alone_in, connect, is_launched_main, on_main_process
 from ..io import differences
 from ..lab.reporting import can_draw, text_table
 from ..lab.reporting.heads import score_map, score_table
@@ -96,8 +95,9 @@ class ScoreJob:
     a third of the way from guessing to always right."""
     batch_size: Count | None = None
     """Rows per forward pass; by default as many as fit and run fast."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    dtype: Dtype | None = None
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU. ``auto``: bfloat16 also
+    on a CPU that has instructions for it."""
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
     seed: Seed = 0

@@ -22,7 +22,7 @@ from .coordination import (
     wait_for_all,
 )
 from .device_check import device_summary
-from .devices import computes_on_gpu, warn_of_emulation
+from .devices import Dtype, chosen_dtype, computes_on_gpu, multiplies_bf16, warn_of_emulation
 from .exchange import OtherProcessError
 from .launch import (
     LaunchRefused,

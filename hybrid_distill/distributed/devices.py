@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..validation import first_line
 from .launch import CPU_REQUESTED, is_launched, is_launched_main, is_on, launched_local_rank
@@ -23,6 +23,8 @@ from .launch import CPU_REQUESTED, is_launched, is_launched_main, is_on, launche
 if TYPE_CHECKING:
     import torch
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""Dtype of a model's weights, as an option."""
 ON_CPU = f"to compute on the CPU, set {CPU_REQUESTED}=true or use launch/cpu.yaml"
 NVIDIA_DRIVER = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 AMD_DRIVER = ("/sys/module/amdgpu/version",)
@@ -143,16 +145,36 @@ def unusable_gpu() -> str:
     return f"this machine has a GPU ({signs[0]}), and torch {version} cannot use it: {_reason()}"
 
 
+def chosen_dtype(dtype: str) -> str:
+    """Return the dtype that ``auto`` stands for on this process's device: bfloat16 if it has instructions for it."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if multiplies_bf16() else "float32"
+
+
+def multiplies_bf16() -> bool:
+    """Check whether this process's device has bfloat16 instructions: GPUs since Ampere, some CPUs since 2020."""
+    import torch
+
+    if computes_on_gpu():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return _cpu_multiplies_bf16()
+
+
+def _cpu_multiplies_bf16() -> bool:
+    import torch
+
+    # Not a public name. Without it, nothing is known against the CPU.
+    is_native = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    return is_native()
+
+
 def warn_of_emulation(device: torch.device, flag: str) -> None:
     """Warn if a CPU without bfloat16 instructions is about to compute in it.
 
     ``flag`` is the flag for float32.
     """
-    import torch
-
-    # Not a public name. Without it, nothing is known against the CPU.
-    is_native = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    if device.type == "cpu" and is_launched_main() and not is_native():
+    if device.type == "cpu" and is_launched_main() and not _cpu_multiplies_bf16():
         log.warning(
             "this CPU emulates bfloat16, about ten times slower than float32; pass %s", flag
         )

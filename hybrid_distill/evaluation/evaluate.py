@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +19,7 @@ from ..probes.kv_retrieval import KVRetrieval
 from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..scoring import describe_run
 from ..teacher import attention_sites, text_config
-from .measure import EvalInputs, measure
+from .measure import Answers, EvalInputs, measure
 from .result import FIGURES, EvalResult, flatten
 
 CACHE_LENGTHS = (128, 2048, 4096)
@@ -79,7 +80,8 @@ def evaluate(
         batch_size=batch_size,
         progress=progress,
     )
-    zeroed = without_parts(model, inputs)
+    answers = measure(model, inputs)
+    zeroed = without_parts(model, inputs, answers)
     return EvalResult(
         n_examples=n_examples,
         n_far=sum(map(len, far_prompts.values())),
@@ -87,7 +89,7 @@ def evaluate(
         n_texts=len(inputs.texts),
         knowledge_chance=knowledge.chance if knowledge else None,
         n_knowledge=len(inputs.questions),
-        **measure(model, inputs),
+        **answers.figures(),
         **model_cache_bytes(model),
         recurrent_heads_zeroed=zeroed.get("recurrence"),
         windows_zeroed=zeroed.get("window"),
@@ -122,12 +124,14 @@ def far_examples(
     return {smallest: probe.examples(min(n_examples, MOST_FAR))}
 
 
-def without_parts(model: PreTrainedModel, inputs: EvalInputs) -> dict[HeadPart, Record]:
-    """Measure a student on few examples, as it is and with each part of all replaced heads zeroed.
+def without_parts(
+    model: PreTrainedModel, inputs: EvalInputs, answers: Answers
+) -> dict[HeadPart, Record]:
+    """Measure a student on few examples with each part of all replaced heads zeroed.
 
-    Return a record for each part that the model has. ``figures`` has each figure ``whole`` and
-    ``zeroed``; ``unused`` is True if none of them changes. `hybrid-distill analyze
-    zeroed-recurrence` zeroes layer by layer.
+    ``answers`` are those of the whole student to all ``inputs``. Return a record for each part that
+    the model has. ``figures`` has each figure ``whole`` and ``zeroed``; ``unused`` is True if none
+    of them changes. `hybrid-distill analyze zeroed-recurrence` zeroes layer by layer.
     """
     if text_config(model).model_type != HybridConfig.model_type:
         return {}
@@ -139,12 +143,13 @@ def without_parts(model: PreTrainedModel, inputs: EvalInputs) -> dict[HeadPart, 
     few = inputs.first(FEW)
     # KL has no unit in which a change would be small enough to count as none.
     names = [name for name in FIGURES if name != "kl_to_teacher"]
-    whole = flatten(measure(model, few), names)
     n_examples = [FEW, *(len(examples) for examples in inputs.examples.values())]
     records = {}
     for part in parts:
         with silence(student.mixers_with(part), part):
-            zeroed = flatten(measure(model, few), names)
+            zeroed_answers = measure(model, replace(few, label=f"{part} zeroed, "))
+        zeroed = flatten(zeroed_answers.figures(), names)
+        whole = flatten(answers.to_questions_of(zeroed_answers).figures(), names)
         records[part] = {
             "n_examples": min(n_examples),
             "figures": {name: {"whole": whole[name], "zeroed": zeroed[name]} for name in whole},

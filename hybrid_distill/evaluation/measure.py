@@ -35,6 +35,8 @@ class EvalInputs:
     progress: bool = False
     far_examples: dict[int, list[Example]] = field(default_factory=dict)
     """The same with words between dictionary and question."""
+    label: str = ""
+    """Words before the name of each task in the progress."""
 
     def first(self, n: int) -> EvalInputs:
         """Return the first ``n`` questions and texts of each kind, without the far ones, which take long."""
@@ -45,34 +47,79 @@ class EvalInputs:
             far_examples={},
             questions=self.questions[:n],
             texts=self.texts[:n],
-            progress=False,
         )
 
 
-def measure(model: PreTrainedModel, inputs: EvalInputs) -> Record:
-    """Return the fields of an `EvalResult` that depend on what the model answers."""
+@dataclass(frozen=True)
+class Answers:
+    """Answers to all questions, each right (True) or wrong, and the sums of `compare_on_text`."""
 
-    def by_choice(name: str, examples: list[Example]) -> float:
+    choice: dict[int, Tensor]
+    """By dictionary size, as ``generation`` and ``far``."""
+    generation: dict[int, Tensor]
+    far: dict[int, Tensor]
+    knowledge: Tensor | None
+    texts_X4: Tensor
+
+    def to_questions_of(self, few: Answers) -> Answers:
+        """Return the answers to the questions and texts of ``few``, which are the first of these."""
+        knowledge = self.knowledge
+        if knowledge is not None and few.knowledge is not None:
+            knowledge = knowledge[: len(few.knowledge)]
+        return Answers(
+            choice=_to_lengths_of(few.choice, self.choice),
+            generation=_to_lengths_of(few.generation, self.generation),
+            far=_to_lengths_of(few.far, self.far),
+            knowledge=knowledge,
+            texts_X4=self.texts_X4[: len(few.texts_X4)],
+        )
+
+    def figures(self) -> Record:
+        """Return the fields of an `EvalResult` that depend on the answers."""
+        return {
+            "kv_choice": _accuracies(self.choice),
+            "kv_generation": _accuracies(self.generation),
+            "far_choice": _accuracies(self.far),
+            "knowledge": None if self.knowledge is None else _accuracy(self.knowledge),
+            **text_figures(self.texts_X4),
+        }
+
+
+def _to_lengths_of(few: dict[int, Tensor], many: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {n: many[n][: len(correct_E)] for n, correct_E in few.items()}
+
+
+def _accuracies(correct: dict[int, Tensor]) -> dict[int, float]:
+    return {n: _accuracy(correct_E) for n, correct_E in correct.items()}
+
+
+def _accuracy(correct_E: Tensor) -> float:
+    return correct_E.double().mean().item()
+
+
+def measure(model: PreTrainedModel, inputs: EvalInputs) -> Answers:
+    """Ask a model all questions, and read it all texts."""
+
+    def by_choice(name: str, examples: list[Example]) -> Tensor:
         result = answer_choices(
             model,
             inputs.tokenizer,
             examples,
             batch_size=inputs.batch_size,
             progress=inputs.progress,
-            name=name,
+            name=inputs.label + name,
         )
-        return result.accuracy
+        return result.correct_E
 
-    def by_generation(name: str, examples: list[Example]) -> float:
-        correct_E = answer_generation(
+    def by_generation(name: str, examples: list[Example]) -> Tensor:
+        return answer_generation(
             model,
             inputs.tokenizer,
             examples,
             batch_size=inputs.batch_size,
             progress=inputs.progress,
-            name=name,
+            name=inputs.label + name,
         )
-        return correct_E.double().mean().item()
 
     batches = text_batches(
         model,
@@ -89,13 +136,17 @@ def measure(model: PreTrainedModel, inputs: EvalInputs) -> Record:
     far = {}
     for n, examples in inputs.far_examples.items():
         far[n] = by_choice(f"{n} pairs far away,", examples)
-    return {
-        "kv_choice": choice,
-        "kv_generation": generation,
-        "far_choice": far,
-        "knowledge": by_choice("knowledge,", inputs.questions) if inputs.questions else None,
-        **compare_on_text(model, inputs.teacher, list(batches), progress=inputs.progress),
-    }
+    knowledge = None
+    if inputs.questions:
+        knowledge = by_choice("knowledge,", inputs.questions)
+    texts_X4 = compare_on_text(
+        model,
+        inputs.teacher,
+        list(batches),
+        progress=inputs.progress,
+        name=f"{inputs.label}plain text",
+    )
+    return Answers(choice, generation, far, knowledge, texts_X4)
 
 
 def compare_on_text(
@@ -104,45 +155,50 @@ def compare_on_text(
     batches: Sequence[TextBatch],
     *,
     progress: bool = False,
-) -> Record:
-    """Measure a model's perplexity and its agreement with a teacher, over every predicted token of
-    the batches.
+    name: str = "plain text",
+) -> Tensor:
+    """Return sums_X4 of each text, in float64: predicted tokens, loss, tokens whose first choice is
+    the teacher's, KL(teacher || model) in nats. The last two are NaN without a teacher.
 
     Vocabularies padded to different sizes are compared on the tokens they share.
     """
-    n_tokens = 0
-    loss = 0.0
-    n_same = 0.0
-    kl = 0.0
-    for batch in track(batches, "plain text", hidden=not progress):
+    sums_X4 = [torch.zeros(0, 4, dtype=torch.float64)]
+    for batch in track(batches, name, hidden=not progress):
         counts_BT = batch.counts_BT
         with eval_mode(model):
             logits_BTV = batch.logits(model)
-        n_tokens += int(counts_BT.sum())
-        # float64: a sum over many thousand tokens would lose digits in float32.
-        loss += batch.token_losses(logits_BTV).double().sum().item()
-        if teacher is model:
+        loss_BT = batch.token_losses(logits_BTV)
+        if teacher is None:
+            same_BT = kl_BT = torch.full_like(loss_BT, torch.nan)
+        elif teacher is model:
             # A second forward and two softmaxes over the vocabulary would say the same.
-            n_same = n_tokens
-        elif teacher is not None:
+            same_BT = torch.ones_like(loss_BT)
+            kl_BT = torch.zeros_like(loss_BT)
+        else:
             with eval_mode(teacher):
                 same_BT, kl_BT = agreement(logits_BTV, batch.logits(teacher))
-            n_same += same_BT[counts_BT].double().sum().item()
-            kl += kl_BT[counts_BT].double().sum().item()
+        figures_BT4 = torch.stack([counts_BT, loss_BT, same_BT, kl_BT], dim=-1)
+        # float64: a sum over many thousand tokens would lose digits in float32.
+        of_text_BT4 = figures_BT4.double().masked_fill(~counts_BT[..., None], 0)
+        sums_X4.append(of_text_BT4.sum(1).cpu())
+    return torch.cat(sums_X4)
+
+
+def text_figures(sums_X4: Tensor) -> Record:
+    """Return means over all tokens; the mean of the texts' perplexities would weigh short ones more."""
+    n_tokens, loss, n_same, kl = sums_X4.sum(0).unbind()
     result: Record = {
         "perplexity": None,
         "top1_agreement": None,
         "kl_to_teacher": None,
-        "n_text_tokens": n_tokens,
+        "n_text_tokens": int(n_tokens),
     }
     if n_tokens:
-        # Of the mean over all tokens; the mean of the texts' perplexities would weigh short ones
-        # more.
         # Of a student that diverged, infinite: math.exp would raise an error.
-        result["perplexity"] = torch.tensor(loss / n_tokens, dtype=torch.float64).exp().item()
-        if teacher is not None:
-            result["top1_agreement"] = n_same / n_tokens
-            result["kl_to_teacher"] = kl / n_tokens
+        result["perplexity"] = (loss / n_tokens).exp().item()
+    if n_tokens and not n_same.isnan():
+        result["top1_agreement"] = (n_same / n_tokens).item()
+        result["kl_to_teacher"] = (kl / n_tokens).item()
     return result
 
 

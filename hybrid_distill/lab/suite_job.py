@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from ..distributed import Dtype
 from ..kernels import Kernels
 from ..validation import Count, CountOrZero, Limits, Seed, check_options, numbers, words
 
@@ -66,8 +67,9 @@ class SuiteJob:
     an error."""
     batch_size: Count = 16
     """Questions or texts per forward pass."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    dtype: Dtype | None = None
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU. ``auto``: bfloat16 also
+    on a CPU that has instructions for it."""
     kernels: Kernels | None = None
     """Implementation of a student's recurrent heads; by default the run's, else ``auto``."""
     trust_remote_code: bool = False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import RunConfig, from_json
 from ..io import Record, check_out, differences
+from ..train.config import StageConfig
 from ..train.result import MANIFEST
 from ..tunable import fixed_fields
 from .paths import RunPaths
@@ -33,6 +35,31 @@ def has_result(folder: Path) -> bool:
             if path.name != RunPaths(folder).config.name and path.is_file() and path.stat().st_size:
                 return True
     return False
+
+
+def as_started(config: RunConfig) -> RunConfig:
+    """Return the run as it starts or resumes (`RunConfig.resolved`).
+
+    A run that resumes has the dtypes that ``auto`` stood for when it began, maybe on another kind of machine.
+    """
+    is_resumed = config.resume == "auto" and is_run(config.out) and has_result(config.out)
+    if is_resumed:
+        config = _with_dtypes_of(from_json(RunPaths(config.out).config), config)
+    return config.resolved()
+
+
+def _with_dtypes_of(before: RunConfig, config: RunConfig) -> RunConfig:
+    """Return a run with the dtype and the precisions of the run ``before`` in place of ``auto``."""
+    teacher = config.teacher
+    if teacher.dtype == "auto":
+        teacher = replace(teacher, dtype=before.teacher.dtype)
+    precisions = {stage.name: stage.precision for stage in before.stages}
+    stages: list[StageConfig] = []
+    for stage in config.stages:
+        if stage.precision == "auto" and stage.name in precisions:
+            stage = replace(stage, precision=precisions[stage.name])
+        stages.append(stage)
+    return replace(config, teacher=teacher, stages=tuple(stages))
 
 
 def outdated(config: RunConfig) -> list[Path]:

@@ -44,6 +44,7 @@ from ..teacher import (
 )
 from ..train.config import Distill, StageConfig, TeacherConfig
 from ..vocabulary import vocabulary_size
+from .folder import as_started
 from .paths import RunPaths
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class RunInputs:
         teacher: TeacherAndTokenizer | None = None,
         pins: Pins | None = None,
     ) -> None:
-        self.config = config.resolved()
+        self.config = as_started(config)
         self.paths = RunPaths(config.out)
         self.given_teacher = teacher
         self._given_pins = pins

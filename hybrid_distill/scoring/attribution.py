@@ -96,7 +96,14 @@ def attribute_heads(
     check_answerable(examples, tokenizer, longest_context(teacher.config) or sys.maxsize)
     encoded = [encode_example(tokenizer, example) for example in examples]
     _check_distance(encoded, student.config.window)
-    answered = answer_choices(teacher, tokenizer, examples, batch_size=batch_size)
+    answered = answer_choices(
+        teacher,
+        tokenizer,
+        examples,
+        batch_size=batch_size,
+        progress=progress,
+        name="answers of the teacher,",
+    )
     check_accuracy(answered.accuracy, min_accuracy, probe)
 
     provenance = {

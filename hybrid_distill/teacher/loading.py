@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..distributed import own_device, warn_of_emulation
+from ..distributed import chosen_dtype, own_device, warn_of_emulation
 from ..model.backbone_config import rope_settings
 from ..progress import Phase
 from ..safe_loading import check_checkpoint
@@ -45,12 +45,14 @@ def load_teacher(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer of a local folder, a hub id, or the embedded ``"tiny"``.
 
-    The model is in eval mode and on the CPU. A checkpoint's own code runs only with
-    ``trust_remote_code``; ``*.bin`` weights load only with ``allow_bin``. ``flag`` is the option
-    that named the model, for error messages. Raises ValueError, in one line, if loading fails.
+    The model is in eval mode and on the CPU. ``dtype`` "auto" is as in `chosen_dtype`. A
+    checkpoint's own code runs only with ``trust_remote_code``; ``*.bin`` weights load only with
+    ``allow_bin``. ``flag`` is the option that named the model, for error messages. Raises
+    ValueError, in one line, if loading fails.
     """
+    dtype = chosen_dtype(dtype)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype is {dtype!r}; use auto or one of {', '.join(DTYPES)}.")
     path = locate(name_or_path, flag)
     with Phase(f"loading {name_or_path}"), loading_errors(name_or_path, flag):
         _check_folder(path, allow_bin, flag)

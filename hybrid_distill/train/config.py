@@ -6,7 +6,7 @@ Each field is declared only here, with its range or choices; flags, checks and t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -14,12 +14,14 @@ import tyro
 
 from ..data import DataConfig
 from ..data.config import TokensOfARow
+from ..distributed import Dtype, multiplies_bf16
 from ..io import Record
 from ..teacher import TINY
 from ..tunable import Tunable, fixed_fields
 from ..validation import Count, CountOrZero, Limits, Positive, Share, check_options
 
 T = TypeVar("T")
+Stage = TypeVar("Stage", bound="StageConfig")
 Fixed = Annotated[T, tyro.conf.Suppress]
 """Field that the command line hides."""
 Factor = Annotated[float, Limits(0)]
@@ -37,8 +39,9 @@ class TeacherConfig:
     """Teacher: ``tiny`` (the embedded default), a local Hugging Face folder, or a hub id."""
     revision: str | None = None
     """Hub revision: branch, tag or commit."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the teacher's weights; the student always trains float32 weights."""
+    dtype: Dtype = "float32"
+    """Precision of the teacher's weights; the student always trains float32 weights. ``auto``: bfloat16 if the device
+    has instructions for it, else float32. A resumed run keeps what it began with."""
     attn_implementation: Literal["sdpa", "eager"] | None = None
     """Attention implementation; by default, transformers chooses. For packed rows, ``sdpa`` runs flash-attn's kernels
     if the package is installed."""
@@ -77,8 +80,9 @@ class StageConfig:
     """Betas of AdamW."""
     clip: Positive = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """``bf16`` computes in bfloat16 with float32 weights."""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """``bf16`` computes in bfloat16 with float32 weights. ``auto``: bf16 if the device has instructions for it or the
+    teacher is in half precision, else fp32."""
     gradient_checkpointing: Tunable[bool] = False
     """Recompute each layer in the backward pass, to save memory."""
     compile: Tunable[Literal["auto", "on", "off"]] = "auto"
@@ -128,6 +132,15 @@ class StageConfig:
     def lr_multipliers(self) -> tuple[float, float, float] | None:
         """Multipliers of the learning rate, as in `Distill.lr_scale`."""
         return None
+
+    def with_precision(self: Stage, is_half: bool) -> Stage:
+        """Return the stage with the precision that ``auto`` stands for on this process's device.
+
+        ``is_half`` is True for a teacher in half precision.
+        """
+        if self.precision != "auto":
+            return self
+        return replace(self, precision="bf16" if is_half or multiplies_bf16() else "fp32")
 
     @property
     def tokens_per_segment(self) -> int | None:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from hybrid_distill.evaluation import EvalResult, evaluate, speed
 from hybrid_distill.evaluation.evaluate import MOST_FAR
-from hybrid_distill.evaluation.measure import agreement, compare_on_text
+from hybrid_distill.evaluation.measure import agreement, compare_on_text, text_figures
 from hybrid_distill.evaluation.result import binomial_error, relative_score
 from hybrid_distill.evaluation.speed import Speed, measure_speed
 from hybrid_distill.model import layer_windows
@@ -162,7 +162,7 @@ def test_perplexity_and_agreement_by_hand() -> None:
     agreed = torch.stack(same).double().mean().item()
     kl = torch.stack(divergences).mean().item()
 
-    result = compare_on_text(model, teacher, batches)
+    result = text_figures(compare_on_text(model, teacher, batches))
     assert result["n_text_tokens"] == len(losses) == 5 + 2 + 4
     assert result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert result["top1_agreement"] == pytest.approx(agreed)
@@ -176,7 +176,7 @@ def test_a_student_that_diverged_has_an_infinite_perplexity() -> None:
     with torch.no_grad():
         model.lm_head.weight *= 1e6
     batches = list(text_batches(model, tokenizer, [words], max_tokens=6, batch_size=2))
-    assert compare_on_text(model, None, batches)["perplexity"] == math.inf
+    assert text_figures(compare_on_text(model, None, batches))["perplexity"] == math.inf
 
 
 def test_texts_end_with_the_context_of_the_model() -> None:
@@ -216,8 +216,8 @@ def test_a_teacher_reads_the_texts_once_and_agrees_with_itself() -> None:
     teacher = make_family_model("llama", vocab_size=len(tokenizer))
     batches = list(text_batches(teacher, tokenizer, [words], max_tokens=6, batch_size=2))
     with patch.object(teacher, "forward", wraps=teacher.forward) as forward:
-        itself = compare_on_text(teacher, teacher, batches)
-    alone = compare_on_text(teacher, None, batches)
+        itself = text_figures(compare_on_text(teacher, teacher, batches))
+    alone = text_figures(compare_on_text(teacher, None, batches))
     assert forward.call_count == len(batches)
     assert itself == {**alone, "top1_agreement": 1.0, "kl_to_teacher": 0.0}
 

@@ -230,6 +230,14 @@ def test_fields_of_the_recipe_can_be_changed() -> None:
     assert base.stage("distill").steps == 3
 
 
+def test_all_cells_have_the_dtypes_of_the_machine_that_began_the_sweep(monkeypatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    changes = ("teacher.dtype=auto", "align.precision=auto")
+    base = base_config(SweepJob(set=changes), recipe())
+    assert base.teacher.dtype == "bfloat16"
+    assert base.stage("align").precision == "bf16"
+
+
 def opened(base: RunConfig, asked: Grid, share: bool = True) -> Sweep:
     return Sweep.open(Definition(base, asked, asked.cells(SHAPE), share))
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...distributed import own_device
+from ...distributed import Dtype, own_device
 from ...io import Record, write_text
 from ...kernels import Kernels, use_kernels
 from ...plan import HeadId
@@ -75,8 +75,9 @@ class Subject:
 
     model: str = TINY
     """Local folder (a student's export too), hub id, or ``tiny`` for the embedded teacher."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU."""
+    dtype: Dtype | None = None
+    """Dtype of the weights; by default bfloat16 on a GPU, float32 on a CPU. ``auto``: bfloat16 also
+    on a CPU that has instructions for it."""
     allow_bin: bool = False
     """Allow pickled weights (``*.bin``)."""
     kernels: Kernels = "auto"

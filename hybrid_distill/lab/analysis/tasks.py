@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import read_held_out
-from ...evaluation.measure import compare_on_text
+from ...evaluation.measure import compare_on_text, text_figures
 from ...probes import Example, Probe
 from ...probes.answering import answer_choices, answer_generation
 from ...probes.checks import check_answerable
@@ -205,6 +205,6 @@ def perplexity_task(texts: Sequence[str], batch_size: int) -> Task:
             max_tokens=MAX_TEXT_TOKENS,
             batch_size=batch_size,
         )
-        return compare_on_text(model, None, list(batches))["perplexity"]
+        return text_figures(compare_on_text(model, None, list(batches)))["perplexity"]
 
     return Task(Column("perplexity", "", digits=3), perplexity)

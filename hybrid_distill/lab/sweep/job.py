@@ -192,13 +192,15 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
         )
     # The grid decides what a cache would.
-    return replace(
+    base = replace(
         base,
         out=job.out.resolve(),
         cache=None,
         dry_run=False,
         trackers=job.trackers or base.trackers,
     )
+    # Once for all cells, which may run on machines of several kinds.
+    return base.with_dtypes()
 
 
 def _defaults(recipe: ModuleType, function: str, names: Collection[str]) -> dict[str, Any]:
