@@ -5,7 +5,7 @@ hybrid-distill run untrained --teacher HuggingFaceTB/SmolLM2-135M-Instruct
 hybrid-distill run untrained --teacher PATH --cache 200MB --context 32768 --dry-run    # what that would keep
 
 Time: a minute for the embedded teacher. Scoring the heads is most of it: some ten minutes for SmolLM2 on a CPU core
-with bfloat16 instructions, and nothing with ``--scoring.file`` of an earlier run.
+with bfloat16 instructions, a quarter of an hour on two others, and nothing with ``--scoring.file`` of an earlier run.
 Expected result: 16 % of the cache; needles and knowledge as the teacher, and text within the window; of dictionaries
 farther back, SmolLM2 keeps four fifths (docs/real_models.md). The embedded teacher answers dictionaries of 16 pairs as
 before.
