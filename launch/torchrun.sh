@@ -71,6 +71,11 @@ fi
 # torchrun kills what has not stopped 30 s after a SIGTERM; saving a large student takes longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
+# torchrun ends at a hangup, even under nohup.
+if [[ -n $(trap -p HUP) ]]; then
+    export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
+fi
+
 # The launchers would die of SIGUSR1, and torchrun ends with an error after SIGTERM: so they hear of neither, and the
 # processes that train, their children, are told.
 (

@@ -286,6 +286,33 @@ def test_a_machine_that_is_told_to_stop_ends_with_status_0(machine: dict[str, st
     assert status == 0, output
 
 
+@pytest.mark.launched
+def test_a_launch_under_nohup_outlives_a_hangup(machine: dict[str, str], tmp_path: Path) -> None:
+    """With torchrun itself, which would end."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(5)\n"
+    )
+    begun = tmp_path / "begun"
+    process = subprocess.Popen(
+        ["nohup", "bash", "launch/torchrun.sh", str(program), str(begun)],
+        cwd=ROOT,
+        env=machine | {"PYTHON": sys.executable, "ACCELERATE_USE_CPU": "true", "NPROC": "1"},
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    STARTED.append(process)
+    while not begun.exists() and process.poll() is None:
+        time.sleep(0.1)
+    # To all processes, as from a terminal that closes.
+    os.killpg(process.pid, signal.SIGHUP)
+    output, _ = process.communicate(timeout=480)
+    assert process.returncode == 0, output
+
+
 def steps(out: Path) -> list[int]:
     """Those in the metrics of a run's alignment, as far as they are written."""
     path = out / ALIGNED / "metrics.jsonl"
