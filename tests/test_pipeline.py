@@ -237,6 +237,29 @@ def test_a_run_resumes_in_its_dtypes_on_another_kind_of_machine(tmp_path, monkey
     assert begin(is_native=True) == ("bfloat16", "bf16"), "nothing is left to resume"
 
 
+def test_a_run_that_moved_with_the_files_it_names_resumes(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+
+    def config(folder: Path) -> RunConfig:
+        base = small_run(folder / "cells" / "run")
+        return replace(base, scoring=replace(base.scoring, file=folder / "scores.json"))
+
+    old.mkdir()
+    scores = some_scores(torch.zeros(6, 8), n_kv_heads=4)
+    scores.save(old / "scores.json")
+    begun = config(old)
+    prepare(RunInputs(begun))
+    choose_heads(RunInputs(begun))
+    old.rename(new)
+
+    prepare(RunInputs(config(new)))
+
+    scores.save(tmp_path / "others.json")
+    elsewhere = replace(begun.scoring, file=tmp_path / "others.json")
+    with pytest.raises(ValueError, match=naming("scoring.file")):
+        prepare(RunInputs(replace(config(new), scoring=elsewhere)))
+
+
 def test_what_is_measured_may_change_and_nothing_is_trained_again(finished: Path) -> None:
     out = finished
     base = small_run(finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +82,7 @@ def outdated(config: RunConfig) -> list[Path]:
         return _left_by_an_earlier_run(config)
     if not has_result(config.out):
         return []
-    before = from_json(paths.config)
+    before = _as_moved(from_json(paths.config), config.out)
     _check_same(config, before)
     return _measured_otherwise(config, before)
 
@@ -119,6 +120,24 @@ def settings(config: RunConfig, stages: Sequence[str]) -> Record:
         if stage.name in stages:
             record[stage.name] = stage.identity()
     return record
+
+
+def _as_moved(before: RunConfig, out: Path) -> RunConfig:
+    """Return the config of the run in ``out``, whose folder may have moved together with the files that it names, as
+    those of a sweep do."""
+
+    def moved(file: Path | None) -> Path | None:
+        if file is None or file.exists():
+            return file
+        new = Path(os.path.normpath(out / os.path.relpath(file, before.out)))
+        return new if new.exists() else file
+
+    return replace(
+        before,
+        scoring=replace(before.scoring, file=moved(before.scoring.file)),
+        plan=replace(before.plan, file=moved(before.plan.file)),
+        student=replace(before.student, aligned=moved(before.student.aligned)),
+    )
 
 
 def _check_same(config: RunConfig, before: RunConfig) -> None:
