@@ -76,11 +76,14 @@ class Answers:
 
     def figures(self) -> Record:
         """Return the fields of an `EvalResult` that depend on the answers."""
+        knowledge = None
+        if self.knowledge is not None:
+            knowledge = _accuracy(self.knowledge)
         return {
             "kv_choice": _accuracies(self.choice),
             "kv_generation": _accuracies(self.generation),
             "far_choice": _accuracies(self.far),
-            "knowledge": None if self.knowledge is None else _accuracy(self.knowledge),
+            "knowledge": knowledge,
             **text_figures(self.texts_X4),
         }
 
