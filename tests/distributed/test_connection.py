@@ -13,7 +13,12 @@ from messages import naming
 from processes import ON_CPU
 from training import free_port
 
-from hybrid_distill.distributed import WorldError, make_accelerator, warn_of_emulation
+from hybrid_distill.distributed import (
+    WorldError,
+    make_accelerator,
+    multiplies_bf16,
+    warn_of_emulation,
+)
 from hybrid_distill.distributed.connection import _name_gloo_interface
 
 FSDP_2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -26,6 +31,22 @@ def test_bfloat16_on_a_cpu_without_it_is_warned_of(monkeypatch, caplog, is_nativ
     assert not caplog.text
     warn_of_emulation(torch.device("cpu"), "--dtype float32")
     assert ("--dtype float32" in caplog.text) is not is_native
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_gpu_decides_what_auto_stands_for_where_there_is_one(monkeypatch, is_native) -> None:
+    """GPUs before Ampere emulate bfloat16, which torch counts as support unless told otherwise."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not is_native)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or is_native,
+    )
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert multiplies_bf16() is is_native
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert multiplies_bf16() is not is_native
 
 
 @pytest.mark.parametrize(
