@@ -102,7 +102,7 @@ def attribute_heads(
         examples,
         batch_size=batch_size,
         progress=progress,
-        name="answers of the teacher,",
+        name="answers of the teacher",
     )
     check_accuracy(answered.accuracy, min_accuracy, probe)
 
