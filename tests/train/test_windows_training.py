@@ -203,7 +203,9 @@ def test_two_processes_compute_the_losses_of_one(
 
     assert ended.returncode == 0, ended.stderr
     for name in STAGES:
-        assert losses(tmp_path / name) == pytest.approx(losses(alone / name), rel=1e-4)
+        # An alignment's loss is a share of 1, which float32 rounds to 1e-7.
+        expected = pytest.approx(losses(alone / name), rel=1e-4, abs=1e-7)
+        assert losses(tmp_path / name) == expected
 
 
 def main(out: Path) -> None:
