@@ -43,8 +43,9 @@ def as_started(config: RunConfig) -> RunConfig:
 
     A run that resumes has the dtypes that ``auto`` stood for when it began, maybe on another kind of machine.
     """
-    is_resumed = config.resume == "auto" and is_run(config.out) and has_result(config.out)
-    if is_resumed:
+    is_open = config.with_dtypes() != config
+    # Asked last: a sweep opens many runs, and `has_result` searches the whole folder.
+    if is_open and config.resume == "auto" and is_run(config.out) and has_result(config.out):
         config = _with_dtypes_of(from_json(RunPaths(config.out).config), config)
     return config.resolved()
 
