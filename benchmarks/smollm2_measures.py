@@ -182,6 +182,11 @@ def missing_figures(
 def measure_one(model: PreTrainedModel, measures: Measures, path: Path) -> None:
     """Write what a model's measured.json lacks, each figure as soon as it is known."""
     record = read(path)
+    dtype = str(model.dtype).removeprefix("torch.")
+    if record.setdefault("dtype", dtype) != dtype:
+        raise SystemExit(
+            f"{path} was measured in {record['dtype']}; pass --dtype {record['dtype']}"
+        )
     record["cache"] = model_cache_bytes(model)["cache_bytes"][4096]
     for name, figure in missing_figures(model, measures.all(), record, path):
         print(f"{path.parent.name}: {name}: {figure}", flush=True)

@@ -16,7 +16,8 @@ students without training and those whose training has ended, and skips what a m
 the record and prints the tables, ``losses`` the record of training losses by tokens. Each process has one thread; on a
 GPU, let several work at the same time on rows of their own: a model this small leaves most of the device idle.
 Training a student on 3 million tokens takes some five hours of an idle core with bfloat16 instructions or two minutes
-of an H200, measuring one ten minutes of a core.
+of an H200, measuring one ten minutes of a core. A CPU without such instructions measures with ``--dtype float32``: each
+row says in which dtype it was measured.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.student.build import build_student
+from hybrid_distill.student.dtypes import settle
 from hybrid_distill.train.config import Distill, TeacherConfig
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.stages import make_stage
@@ -73,6 +75,7 @@ LEARNING_RATE = 1e-4
 STATE_RATE = 1e-3
 """Rate of recurrent heads, at least: ten times that of the other weights, more where theirs is small."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = ("bfloat16", "float32")
 LOSSES = RESULTS / "smollm2_losses.json"
 LOGGED = ("loss", "tokens_per_s")
 """Fields of the metrics that the record of losses holds."""
@@ -257,6 +260,9 @@ def main() -> None:
     default = "on" if DEVICE == "cpu" else "off"
     parser.add_argument("--compile", choices=["on", "off"], default=default, help="decoder layers")
     parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype that rows are measured in"
+    )
+    parser.add_argument(
         "--only", nargs="+", choices=[TEACHER, *STUDENTS], metavar="NAME", help="rows to work on"
     )
     options = parser.parse_args()
@@ -338,14 +344,13 @@ def train_control(options: argparse.Namespace, student: Student) -> None:
     vocab_size = vocabulary_size(inputs.tokenizer)
     training = make_stage(stage, model, inputs.teacher, vocab_size=vocab_size)
     train_stage(training, inputs.rows(stage), out / "stage")
-    torch.nn.Module.to(model, torch.bfloat16)
-    model.save_pretrained(out / "trained")
+    settle(model, torch.bfloat16).save_pretrained(out / "trained")
 
 
 def measure_all(options: argparse.Namespace, names: list[str]) -> None:
     """Measure every named row that can be, one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
-    teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=options.dtype).eval()
     torch.nn.Module.to(teacher, DEVICE)
     measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
     for name in names:
@@ -359,7 +364,7 @@ def measure_all(options: argparse.Namespace, names: list[str]) -> None:
 
 
 def model_of(name: str, out: Path, teacher: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a row's model, in bfloat16 on the device. None if its training has not ended."""
+    """Return a row's model, in the teacher's dtype on the device. None if its training has not ended."""
     folder = out / name
     model: PreTrainedModel = teacher
     if name in STUDENTS:
@@ -368,12 +373,12 @@ def model_of(name: str, out: Path, teacher: PreTrainedModel) -> PreTrainedModel 
             plan = plan_of(student.heads)
             model, _ = build_student(teacher, plan, d_state=0, window=student.window, sinks=SINKS)
         elif (folder / "trained").exists():
-            model = HybridForCausalLM.from_pretrained(folder / "trained")
+            model = HybridForCausalLM.from_pretrained(folder / "trained", dtype=teacher.dtype)
         elif not (folder / "evaluation.json").exists():
             return None
         else:
-            model, _ = trained_student(finished_run(folder))
-            torch.nn.Module.to(model, torch.bfloat16)
+            trained, _ = trained_student(finished_run(folder))
+            model = settle(trained, teacher.dtype)
     torch.nn.Module.to(model, DEVICE)
     return model.eval()
 

@@ -144,6 +144,16 @@ def _one_thread_one_seed() -> None:
 
 
 @pytest.fixture
+def set_cpu_bf16(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Return a function that sets whether torch finds bfloat16 instructions in this CPU."""
+
+    def set_native(is_native: bool) -> None:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+
+    return set_native
+
+
+@pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Show what a kernel forgets to write: ``torch.empty`` and ``empty_like`` return NaN."""
     for name in ("empty", "empty_like"):

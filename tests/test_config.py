@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from messages import naming
 
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, from_record, to_json
@@ -65,9 +64,9 @@ def test_steps_from_tokens_are_final() -> None:
     ],
 )
 def test_auto_stands_for_what_the_device_computes_fast_in(
-    monkeypatch, is_native: bool, given: tuple[Any, Any], expected: tuple[str, str]
+    set_cpu_bf16, is_native: bool, given: tuple[Any, Any], expected: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+    set_cpu_bf16(is_native)
     dtype, precision = given
     config = run(Distill(precision=precision), teacher=TeacherConfig(dtype=dtype)).resolved()
     assert (config.teacher.dtype, config.stages[0].precision) == expected

@@ -220,12 +220,12 @@ def test_a_run_with_other_settings_names_them(tmp_path: Path) -> None:
         prepare(RunInputs(base.with_stage("align", steps=3)))
 
 
-def test_a_run_resumes_in_its_dtypes_on_another_kind_of_machine(tmp_path, monkeypatch) -> None:
+def test_a_run_resumes_in_its_dtypes_on_another_kind_of_machine(tmp_path, set_cpu_bf16) -> None:
     base = small_run(tmp_path / "run").with_stage("distill", precision="auto")
     base = replace(base, teacher=replace(base.teacher, dtype="auto"))
 
     def begin(*, is_native: bool) -> tuple[str, str]:
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+        set_cpu_bf16(is_native)
         inputs = RunInputs(base)
         prepare(inputs)
         choose_heads(inputs)

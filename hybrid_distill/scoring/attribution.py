@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distributed import compute_everywhere, own_share, rank_and_world
 from ..io import Record
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..probes import Probe, check_counts
+from ..probes import Example, Probe, check_counts
 from ..probes.answering import answer_choices, forward, left_pad
 from ..probes.checks import check_answerable
 from ..probes.encoding import EncodedExample, encode_example
@@ -82,7 +82,7 @@ def attribute_heads(
         n_steps: Points of the integral (midpoint rule); each costs a forward and a backward pass.
         batch_size: Rows per pass, at most 8; None: 1 on a CPU, 8 on a GPU.
         min_accuracy: Accuracy required of the teacher. None: `ablation.ENOUGH`.
-        resume_path: File that saves the measurements after every 8 examples.
+        resume_path: File that saves the teacher's accuracy, then the measurements after every 8 examples.
 
     Raises ValueError for questions within the student's window, for a teacher below ``min_accuracy``, and if the
     student loses nothing.
@@ -96,15 +96,6 @@ def attribute_heads(
     check_answerable(examples, tokenizer, longest_context(teacher.config) or sys.maxsize)
     encoded = [encode_example(tokenizer, example) for example in examples]
     _check_distance(encoded, student.config.window)
-    answered = answer_choices(
-        teacher,
-        tokenizer,
-        examples,
-        batch_size=batch_size,
-        progress=progress,
-        name="answers of the teacher",
-    )
-    check_accuracy(answered.accuracy, min_accuracy, probe)
 
     provenance = {
         "method": METHOD,
@@ -115,6 +106,10 @@ def attribute_heads(
         **describe_run(teacher),
     }
     resume_log = ResumeLog(resume_path, provenance)
+    ask = partial(_ask_teacher, teacher, tokenizer, examples, batch_size, progress)
+    accuracy = resume_log.next(ask)["accuracy"]
+    check_accuracy(accuracy, min_accuracy, probe)
+
     gains: list[float] = []
     shares: list[list[list[float]]] = []
     with (
@@ -133,9 +128,27 @@ def attribute_heads(
     gain_E = torch.tensor(gains)
     share_ELH = torch.tensor(shares).double()
     scores = _scores(teacher, share_ELH, gain_E, provenance)
-    scores.baseline.update(accuracy=answered.accuracy, chance=probe.chance)
+    scores.baseline.update(accuracy=accuracy, chance=probe.chance)
     _check_gain(scores.baseline, probe, student)
     return scores
+
+
+def _ask_teacher(
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    batch_size: int,
+    progress: bool,
+) -> Record:
+    answers = answer_choices(
+        teacher,
+        tokenizer,
+        examples,
+        batch_size=batch_size,
+        progress=progress,
+        name="answers of the teacher",
+    )
+    return {"accuracy": answers.accuracy}
 
 
 def _check_distance(encoded: Sequence[EncodedExample], window: int) -> None:

@@ -25,8 +25,8 @@ FSDP_2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-def test_bfloat16_on_a_cpu_without_it_is_warned_of(monkeypatch, caplog, is_native):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+def test_bfloat16_on_a_cpu_without_it_is_warned_of(set_cpu_bf16, caplog, is_native):
+    set_cpu_bf16(is_native)
     warn_of_emulation(torch.device("cuda"), "--dtype float32")
     assert not caplog.text
     warn_of_emulation(torch.device("cpu"), "--dtype float32")
@@ -34,9 +34,11 @@ def test_bfloat16_on_a_cpu_without_it_is_warned_of(monkeypatch, caplog, is_nativ
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-def test_a_gpu_decides_what_auto_stands_for_where_there_is_one(monkeypatch, is_native) -> None:
+def test_a_gpu_decides_what_auto_stands_for_where_there_is_one(
+    monkeypatch, set_cpu_bf16, is_native
+) -> None:
     """GPUs before Ampere emulate bfloat16, which torch counts as support unless told otherwise."""
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not is_native)
+    set_cpu_bf16(not is_native)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda,

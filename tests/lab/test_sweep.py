@@ -230,8 +230,8 @@ def test_fields_of_the_recipe_can_be_changed() -> None:
     assert base.stage("distill").steps == 3
 
 
-def test_all_cells_have_the_dtypes_of_the_machine_that_began_the_sweep(monkeypatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+def test_all_cells_have_the_dtypes_of_the_machine_that_began_the_sweep(set_cpu_bf16) -> None:
+    set_cpu_bf16(True)
     changes = ("teacher.dtype=auto", "align.precision=auto")
     base = base_config(SweepJob(set=changes), recipe())
     assert base.teacher.dtype == "bfloat16"

@@ -148,6 +148,8 @@ def test_a_stopped_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attribution, "_attribute", stop_at_tenth)
     with pytest.raises(KeyboardInterrupt):
         attributed(n_examples=12, resume_path=path)
+    # The teacher's own answers are in the file, too: it is not asked again.
+    monkeypatch.delattr(attribution, "answer_choices")
     resumed = attributed(n_examples=12, resume_path=path)
     # Eight of twelve examples are read from the file: a round is eight.
     assert next(n_calls) == 10 + 4 + 1

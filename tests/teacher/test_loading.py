@@ -97,7 +97,7 @@ def test_the_reach_of_a_config(rope: dict[str, Any], reach: int) -> None:
     assert longest_context(config) == reach
 
 
-def test_a_local_folder_is_loaded(folder: Path, monkeypatch) -> None:
+def test_a_local_folder_is_loaded(folder: Path, set_cpu_bf16) -> None:
     model, tokenizer = load_teacher(folder)
     assert tokenizer("few words")["input_ids"] == [2, 3]
     assert model.dtype == torch.float32
@@ -106,10 +106,10 @@ def test_a_local_folder_is_loaded(folder: Path, monkeypatch) -> None:
 
     rounded, _ = load_teacher(str(folder), dtype="bfloat16")
     assert fingerprint(rounded) == fingerprint(model)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    set_cpu_bf16(True)
     fast, _ = load_teacher(folder, dtype="auto")
     assert fast.dtype == torch.bfloat16
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    set_cpu_bf16(False)
     slow, _ = load_teacher(folder, dtype="auto")
     assert slow.dtype == torch.float32
     eager, _ = load_teacher(folder, attn_implementation="eager")
