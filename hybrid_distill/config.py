@@ -15,7 +15,7 @@ from .data import DataConfig
 from .distributed import chosen_dtype
 from .io import Record, refused
 from .kernels import Kernels
-from .model.field_rules import OWN_RULES, check_field, check_windows
+from .model.field_rules import OWN_RULES, RecurrenceName, check_field, check_windows
 from .plan import Unit
 from .probes.prompt_formats import check_prompt_format
 from .student.init import Init
@@ -126,7 +126,7 @@ class StudentConfig:
     """First tokens of a document that replaced heads attend to beside their ``window``."""
     conv_width: Count = 4
     """Width of the causal convolution before each head, in tokens."""
-    recurrence: Literal["discrete", "mamba2", "mamba2-stock", "gdn"] = "discrete"
+    recurrence: RecurrenceName = "discrete"
     """``discrete``: the method's heads. ``mamba2``: Mamba-2's heads, with a SiLU after the convolution and the input
     scaled by the step size; they export without remote code (docs/export.md). ``mamba2-stock``: ``mamba2`` without the
     gate bias, which llama.cpp does not support. ``gdn``: the gated delta rule, which overwrites the value that the

@@ -26,6 +26,8 @@ from ..model.backbone_config import rope_settings
 from ..model.mixer import HybridMixer
 from .weights import tied_weights, write_weights
 
+SSD_RECURRENCES = ("discrete", "mamba2", "mamba2-stock")
+"""Recurrences whose states only add."""
 BACKBONES = ("llama", "mistral", "qwen2")
 ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
 SAME_AS_BACKBONE = (
@@ -89,6 +91,15 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
             "from which the decay is computed (train one with --student.recurrence mamba2)"
         )
     return reasons + backbone_obstacles(student)
+
+
+def recurrence_obstacles(student: HybridForCausalLM) -> list[str]:
+    """List the reason why the ONNX graph and the MLX model cannot express a student's recurrent heads."""
+    recurrence = student.config.recurrence
+    has_recurrent_heads = any(mixer.ssm is not None for mixer in student.mixers())
+    if has_recurrent_heads and recurrence not in SSD_RECURRENCES:
+        return [f"its recurrent heads are {recurrence}, not one of {', '.join(SSD_RECURRENCES)}"]
+    return []
 
 
 def backbone_obstacles(

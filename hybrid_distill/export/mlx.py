@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..io import write_json
 from ..model import HybridForCausalLM
 from ..model.backbone_config import rope_settings
-from .falcon_h1 import backbone_obstacles, rope_kinds
+from .falcon_h1 import backbone_obstacles, recurrence_obstacles, rope_kinds
 from .weights import student_config, tied_weights, write_weights
 
 MODEL_FILE = Path(__file__).with_name("mlx_model.py")
@@ -21,8 +21,7 @@ DEFAULT_THETA = 10000.0
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why the shipped MLX model cannot express a student."""
     reasons = backbone_obstacles(student)
-    if student.config.recurrence == "gdn":
-        reasons.append("its recurrent heads are gdn")
+    reasons += recurrence_obstacles(student)
     if student.config.conv_bias:
         reasons.append("its convolutions have a bias, as Llamba's")
     kinds = rope_kinds(student)

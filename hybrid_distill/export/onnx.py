@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..model import HybridForCausalLM
-from .falcon_h1 import backbone_obstacles, rope_kinds
+from .falcon_h1 import backbone_obstacles, recurrence_obstacles, rope_kinds
 from .onnx_graph import GraphBuilder
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ ROPE_BY_LENGTH = {"dynamic", "longrope"}
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why a student cannot be written as ONNX."""
     reasons = backbone_obstacles(student, BACKBONES)
-    mixers = student.mixers()
-    has_recurrent_heads = any(mixer.ssm is not None for mixer in mixers)
-    if student.config.recurrence == "gdn" and has_recurrent_heads:
-        reasons.append("its recurrent heads are gdn")
-    windows = [mixer.windowed for mixer in mixers if mixer.windowed is not None]
+    reasons += recurrence_obstacles(student)
+    windows = [mixer.windowed for mixer in student.mixers() if mixer.windowed is not None]
     if any(windowed.reach.limit is not None for windowed in windows):
         reasons.append("its windows are in layers with sliding-window attention")
     kinds = rope_kinds(student) & ROPE_BY_LENGTH

@@ -7,12 +7,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, Literal, get_args
 
 import transformers
 from transformers import PretrainedConfig
 
-RECURRENCES = ("discrete", "mamba2", "mamba2-stock", "gdn")
+RecurrenceName = Literal["discrete", "mamba2", "mamba2-stock", "gdn"]
+RECURRENCES: tuple[str, ...] = get_args(RecurrenceName)
 ATTENTION = ("sdpa", "eager")
 """Attention implementations that run on every machine."""
 

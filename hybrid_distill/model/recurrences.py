@@ -5,13 +5,14 @@ Shapes: B batch, L length, S source length, N state size, R recurrent heads, G g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from .decays import log_decay
 from .gated_delta import delta_mixing_matrix, gated_delta_scan, gated_delta_step, gates, unit_keys
+from .kernel_choice import DELTA_RULE
 from .ssd import gated_ssd_scan, gated_ssd_step, mixing_matrix
 
 
@@ -40,6 +41,16 @@ def _b_of_unit_length(b: Tensor, raw: Tensor) -> Tensor:
     return unit_keys(b)
 
 
+class ScanKernel(NamedTuple):
+    """Kernel that a scan asks for, as `kernel_choice` names it."""
+
+    name: str
+    options: Mapping[str, bool]
+
+
+SSD_KERNEL = ScanKernel("recurrence", {"gated": True})
+
+
 class Recurrence(NamedTuple):
     """Everything in which the `RECURRENCES` differ.
 
@@ -56,6 +67,10 @@ class Recurrence(NamedTuple):
     has_silu: bool = False
     """Hold the biases of x, B and C in the convolution, and apply a SiLU after it."""
     has_gate_bias: bool = True
+    delta_rule: bool = False
+    """Overwrite what the state holds for a key, by a write gate that is the second of two, instead of adding to it."""
+    kernel: ScanKernel | None = SSD_KERNEL
+    """Kernel that the scan asks for; None if it has only torch."""
     steps_in_place: bool = False
     """Decoding step may run in one kernel."""
 
@@ -71,6 +86,8 @@ FORMS = {
         matrix=_delta_matrix,
         keys=_b_of_unit_length,
         n_gates=2,
+        delta_rule=True,
+        kernel=ScanKernel(DELTA_RULE, {}),
     ),
 }
 """Forms of the recurrent heads, by name (`RECURRENCES`)."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from .aligned_rows import AlignedParts, aligned_parts, join_aligned
 from .convolution import causal_conv
 from .decays import raw_decay
-from .kernel_choice import DELTA_RULE, KERNEL_WIDTHS, KernelCall
+from .kernel_choice import KERNEL_WIDTHS, KernelCall
 from .layer_cache import HybridLayerCache
 from .recurrences import FORMS, Recurrence
 from .rows import TokensFirst
@@ -139,10 +139,12 @@ class SSMHeads(nn.Module):
         """List the kernels that `forward` asks for on rows, if they run."""
         options = {"training": training, "packed": packed}
         sizes = self.head_dim, self.d_state
-        if self.recurrence == "gdn":
-            calls = [KernelCall(DELTA_RULE, dtype, sizes, options)]
-        else:
-            calls = [KernelCall("recurrence", dtype, sizes, {"gated": True, **options})]
+        calls = []
+        scan_kernel = self.form.kernel
+        if scan_kernel is not None:
+            calls.append(
+                KernelCall(scan_kernel.name, dtype, sizes, {**scan_kernel.options, **options})
+            )
         if self.conv_width in KERNEL_WIDTHS:
             calls.append(KernelCall("convolution", dtype, (self.conv_width,), options))
         return calls

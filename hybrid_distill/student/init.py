@@ -112,7 +112,7 @@ def init_ssm(
 def _gate_biases(form: Recurrence, half_life_R: Tensor) -> Tensor:
     """Return the bias of a_proj: the decay of each head, and its write gate if it has one."""
     decay_R = raw_decay(half_life_R)
-    if form.n_gates == 1:
+    if not form.delta_rule:
         return decay_R
     write_R = torch.full_like(decay_R, WRITE).logit()
     # The rows of a head are neighbors.
@@ -213,7 +213,7 @@ def _teacher_start(
     # One state dimension holds the constant.
     factors = _factors_of_layer(site, heads, config.d_state - 1, inputs, generator)
 
-    is_delta = config.recurrence == "gdn"
+    is_delta = FORMS[config.recurrence].delta_rule
     width = config.conv_width
     if trace is not None:
         coefficients = fit_coefficients(heads, x.weight, x.bias, factors, width, trace, is_delta)

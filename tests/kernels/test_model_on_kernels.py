@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hybrid_kernels import common
+from students import COMPUTATIONS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_distill.model import HybridForCausalLM, HybridLayerCache, SSMHeads
@@ -70,7 +71,7 @@ def test_training_on_the_kernels_is_training_on_torch(student: HybridForCausalLM
         torch.testing.assert_close(gradient / scale, right / scale, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+@pytest.mark.parametrize("recurrence", COMPUTATIONS)
 @pytest.mark.parametrize(
     ("d_state", "segment_len", "packed"), [(5, None, True), (5, 7, False), (16, None, False)]
 )

@@ -7,9 +7,9 @@ from conftest import make_family_model
 from students import HARD, keep, mixed_student, recurrent_parameters
 
 from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model.field_rules import RECURRENCES
 from hybrid_distill.student.build import build_student
 
-RECURRENCES = ("discrete", "mamba2", "mamba2-stock", "gdn")
 KINDS = (*RECURRENCES, "windows", "gdn and windows", "windows alone", "sliding")
 
 

@@ -19,7 +19,7 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from students import byte_tokenizer, close, logits, mixed_student, tokens
+from students import COMPUTATIONS, byte_tokenizer, close, logits, mixed_student, tokens
 from transformers import PreTrainedModel
 
 from hybrid_distill.model import HybridForCausalLM, SSMHeads
@@ -42,7 +42,7 @@ PROMPTS: dict[str, PeftConfig] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+@pytest.mark.parametrize("recurrence", COMPUTATIONS)
 def test_a_merged_adapter_computes_what_the_adapter_does(
     recurrence: str,
     adapter: str,

@@ -15,6 +15,7 @@ from conftest import make_family_model
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from messages import naming
 from students import (
+    COMPUTATIONS,
     left_padded,
     logits,
     mixed_student,
@@ -101,7 +102,7 @@ COPIES: dict[str, Callable[[HybridForCausalLM], HybridForCausalLM]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+@pytest.mark.parametrize("recurrence", COMPUTATIONS)
 def test_a_copy_is_the_same_model(way: str, recurrence: str) -> None:
     student = mixed_student(make_family_model("qwen2"), recurrence)
     ids, mask = left_padded([tokens(9), tokens(4)])

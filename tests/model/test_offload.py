@@ -10,6 +10,7 @@ from conftest import make_family_model
 from students import ALL_BUT_ONE, close, keep, logits, student_of, tokens
 
 from hybrid_distill.model import HybridForCausalLM
+from hybrid_distill.model.field_rules import RECURRENCES
 
 IN_MEMORY = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
@@ -32,7 +33,7 @@ def in_memory(folder: Path) -> HybridForCausalLM:
 @pytest.mark.parametrize(
     ("offloaded", "impl"), [(on_disk, "torch"), (in_memory, "torch"), (in_memory, "triton")]
 )
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "mamba2-stock", "gdn"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_offloaded_weights_give_the_same_logits_and_tokens(
     recurrence: str,
     impl: str,

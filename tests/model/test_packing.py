@@ -9,6 +9,7 @@ import transformers
 from conftest import make_family_model
 from messages import naming
 from students import (
+    COMPUTATIONS,
     HARD,
     THREE,
     close,
@@ -284,7 +285,7 @@ def test_padding_anywhere_in_a_row_is_as_if_it_were_not_there(
             torch.testing.assert_close(ours.conv_state[row], theirs.conv_state[0], **exact)
 
 
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+@pytest.mark.parametrize("recurrence", COMPUTATIONS)
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_gradients_go_past_padding_inside_a_row(recurrence: str, width: int) -> None:
     heads = SSMHeads(12, 3, 4, 5, width, conv_bias=True, recurrence=recurrence).double()

@@ -8,6 +8,7 @@ import transformers
 from conftest import make_family_model
 from messages import naming
 from students import (
+    COMPUTATIONS,
     close,
     left_padded,
     logits,
@@ -214,7 +215,7 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+@pytest.mark.parametrize("recurrence", COMPUTATIONS)
 def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, monkeypatch) -> None:
     """A child process for each of them would take long to start."""
     student = mixed_student(make_family_model("llama"), recurrence=recurrence).to(dtype)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import FAMILIES, make_family_model
 from memory_use import LargestTensor
-from students import logits, logits_in_pieces, positions_of
+from students import COMPUTATIONS, logits, logits_in_pieces, positions_of
 from torch import Tensor
 from torch.nn.attention import flex_attention
 from transformers import PreTrainedModel
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_masked_teacher_and_of_checkpointing(teacher)
 
 
 @pytest.mark.parametrize("kept", PLANS)
-@pytest.mark.parametrize("recurrence", ["discrete", "mamba2", "gdn"])
+@pytest.mark.parametrize("recurrence", COMPUTATIONS)
 def test_cached_equals_whole(teacher, kept: str, recurrence: str) -> None:
     plan = HeadPlan.from_pairs(teacher, PLANS[kept])
     student = opened(windowed_student(teacher, plan, recurrence=recurrence))

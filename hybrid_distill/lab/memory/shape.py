@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ...model.logits import finishes_logits
 from ...model.mixer import HybridMixer
 from ...model.modeling_hybrid import HybridForCausalLM
+from ...model.recurrences import FORMS
 from ...teacher import decoder_blocks, text_config
 from ...train.config import Align, Distill, StageConfig
 from ...train.end_to_end import EndToEnd
@@ -85,7 +86,7 @@ class StudentShape:
         self.sinks = student.config.sinks
         self.d_state = student.config.d_state
         self.conv_width = student.config.conv_width
-        self.delta_rule = student.config.recurrence == "gdn"
+        self.delta_rule = FORMS[student.config.recurrence].delta_rule
         # Not the teacher's config: a stage may have its own, larger teacher.
         backbone = text_config(student.model)
         self.width: int = backbone.hidden_size
