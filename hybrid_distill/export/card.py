@@ -18,6 +18,7 @@ from ..evaluation.evaluate import EvalResult
 from ..evaluation.result import binomial_error, size_shown
 from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
+from ..model.recurrences import FORMS
 from ..plan import HeadPlan, cache_bytes, container_bytes
 from ..scoring import HeadScores
 from ..teacher import TINY
@@ -82,6 +83,7 @@ def model_card(
         plan=plan,
         n_heads=plan.n_layers * plan.n_heads,
         config=config,
+        recurrence=FORMS[config.recurrence].title,
         export_format=export_format,
         oldest=oldest_transformers(model_type),
         newest=TRIED["tried"][-1],

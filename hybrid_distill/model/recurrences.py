@@ -58,6 +58,8 @@ class Recurrence(NamedTuple):
     which ``keys`` computes from B and the raw gates.
     """
 
+    title: str
+    """Name in a model card."""
     scan: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_scan
     step: Callable[..., tuple[Tensor, Tensor]] = gated_ssd_step
     matrix: Callable[..., Tensor] = _ssd_matrix
@@ -75,12 +77,13 @@ class Recurrence(NamedTuple):
     """Decoding step may run in one kernel."""
 
 
-_MAMBA2 = Recurrence(keys=_b_by_step_size, has_silu=True)
+_MAMBA2 = Recurrence("Mamba-2", keys=_b_by_step_size, has_silu=True)
 FORMS = {
-    "discrete": Recurrence(steps_in_place=True),
+    "discrete": Recurrence("discrete Mamba-2", steps_in_place=True),
     "mamba2": _MAMBA2,
     "mamba2-stock": _MAMBA2._replace(has_gate_bias=False),
     "gdn": Recurrence(
+        "gated delta rule",
         scan=gated_delta_scan,
         step=gated_delta_step,
         matrix=_delta_matrix,

@@ -110,13 +110,12 @@ def init_ssm(
 
 
 def _gate_biases(form: Recurrence, half_life_R: Tensor) -> Tensor:
-    """Return the bias of a_proj: the decay of each head, and its write gate if it has one."""
+    """Return the bias of a_proj: the decay of each head, and its write gates if it has any."""
     decay_R = raw_decay(half_life_R)
-    if not form.delta_rule:
-        return decay_R
     write_R = torch.full_like(decay_R, WRITE).logit()
+    gates = [decay_R] + [write_R] * (form.n_gates - 1)
     # The rows of a head are neighbors.
-    return torch.stack([decay_R, write_R], dim=1).flatten()
+    return torch.stack(gates, dim=1).flatten()
 
 
 def _start_before_silu(start: _Start, a_bias: Tensor, d_state: int) -> _Start:
