@@ -39,7 +39,7 @@ from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.prompt_formats import with_prompt_format
-from hybrid_distill.student.dtypes import settle
+from hybrid_distill.student.dtypes import cast_weights
 from hybrid_distill.teacher import ablate_heads
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_students.json"
@@ -197,7 +197,7 @@ def measure_one(out: Path, name: str) -> None:
         limit=RULER_EXAMPLES,
         batch_size=32,
     )
-    settle(model, torch.bfloat16)
+    cast_weights(model, torch.bfloat16)
     ruler = summary(run_suite(model, run.tokenizer, job, load_tasks(job)))
     record["ruler"] = dict(zip(ruler.task, ruler.value))
     path.write_text(json.dumps(record, indent=1))

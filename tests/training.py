@@ -43,6 +43,7 @@ from hybrid_distill.distributed import connect, rank_and_world
 from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
+from hybrid_distill.student.dtypes import cast_weights
 from hybrid_distill.train.config import Align, Distill, DistillOnPolicy, StageConfig
 from hybrid_distill.train.loop import train_stage
 from hybrid_distill.train.parallel import fsdp2
@@ -157,7 +158,8 @@ def sure_models(bf16: bool = False) -> tuple[HybridForCausalLM, PreTrainedModel]
     """
     student, teacher = small_models(initializer_range=0.1)
     if bf16:
-        return student.bfloat16(), teacher.bfloat16()
+        cast_weights(student, torch.bfloat16)
+        cast_weights(teacher, torch.bfloat16)
     return student, teacher
 
 

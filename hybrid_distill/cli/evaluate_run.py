@@ -78,7 +78,7 @@ def time_run(run_dir: Path, kernels: Kernels | None) -> None:
     rows = []
     with alone_in(run_dir):
         for name, model in {"teacher": inputs.teacher, "student": student}.items():
-            nn.Module.to(model, device, inputs.teacher.dtype)
+            nn.Module.to(model, device)
             if model is student:
                 use_kernels(model, kernels or inputs.config.student.kernels, device)
             for figures in measure_speed(model):

@@ -20,6 +20,7 @@ from ..io import replacing
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
 from ..model.logits import logits_of
+from ..model.self_check import check_numbers
 from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint
@@ -211,6 +212,7 @@ def _packed_logits(teacher: PreTrainedModel, batch: Batch, header: LogitHeader) 
         temperature=header.temperature,
         bf16=header.precision == "bf16",
     )
+    check_numbers(top_k.log_probs_BLK[batch["mask"]], teacher)
     return pack(*top_k, batch["mask"], header).tobytes()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..io import Record
+from ..model.self_check import check_numbers
 from ..probes import Example
 from ..probes.answering import answer_choices, answer_generation
 from ..probes.plain_text import TextBatch, text_batches
@@ -183,7 +184,9 @@ def compare_on_text(
         figures_BT4 = torch.stack([counts_BT, loss_BT, same_BT, kl_BT], dim=-1)
         # float64: a sum over many thousand tokens would lose digits in float32.
         of_text_BT4 = figures_BT4.double().masked_fill(~counts_BT[..., None], 0)
-        sums_X4.append(of_text_BT4.sum(1).cpu())
+        sums_B4 = of_text_BT4.sum(1).cpu()
+        check_numbers(sums_B4[:, 1], model)
+        sums_X4.append(sums_B4)
     return torch.cat(sums_X4)
 
 

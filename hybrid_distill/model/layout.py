@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
@@ -179,6 +179,11 @@ def head_dim_of(config: Any) -> int:
 def decoder_of(model: PreTrainedModel) -> Any:
     """Return the decoder inside a causal language model; Llama-4 declares a base model that does not exist."""
     return model.model if model.base_model is model else model.base_model
+
+
+def rope_frequencies(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a model that hold RoPE's frequencies, by name; some families have several."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
 
 
 def attention_name(layer: nn.Module) -> str:

@@ -13,7 +13,7 @@ from .cache import HybridCache
 from .configuration_hybrid import HybridConfig
 from .decoder import make_cache, put_mixers
 from .kernel_choice import check_implementation
-from .layout import attention_name, decoder_of
+from .layout import attention_name, decoder_of, rope_frequencies
 from .mixer import HeadPart, HybridMixer
 from .recurrent_heads import SSMHeads
 from .self_check import check_new_version
@@ -80,6 +80,20 @@ class HybridPreTrainedModel(PreTrainedModel):
             _refuse_tensors(path or "this checkpoint", missing, unexpected, unties)
         check_new_version(model, path)
         return model
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast as `nn.Module` does, but leave RoPE's frequencies as exact as they are.
+
+        ``.to(torch.bfloat16)`` would round them, which turns positions by half a radian after 500 tokens;
+        ``from_pretrained`` does not.
+        """
+        exact = rope_frequencies(self)
+        super()._apply(fn, recurse)
+        for name, rounded in rope_frequencies(self).items():
+            if rounded.dtype.itemsize < exact[name].dtype.itemsize:
+                module, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(module), attribute, exact[name].to(rounded.device))
+        return self
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

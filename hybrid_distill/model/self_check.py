@@ -138,6 +138,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator,
         alone_LV = _logits(model, document_1L)
         with rounded_once_more(model, generator, _eps(model)):
             limit = MARGIN * _size(_logits(model, document_1L) - alone_LV)
+    check_numbers(alone_LV, model)
     for way, logits in ways.items():
         with _refusal(model, way, fix):
             difference = _size(logits() - alone_LV)
@@ -146,6 +147,16 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator,
                 raise ValueError(
                     f"logits differ by {difference:.2g} from those alone (at most {limit:.2g}: rounding)"
                 )
+
+
+def check_numbers(values: Tensor, model: PreTrainedModel) -> None:
+    """Raise ValueError if results of a model are NaN: in float16, large activations overflow."""
+    if values.isnan().any():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{type(model).__name__} computes logits that are not numbers in {dtype}; load it in float32 or "
+            "bfloat16, or check its weights."
+        )
 
 
 @contextmanager
@@ -271,7 +282,9 @@ def rounded_once_more(
 
     def perturbed(hidden_BLD: Tensor) -> Tensor:
         # Drawn on the CPU, for the same numbers on every device.
-        uniform_BLD = torch.rand(hidden_BLD.shape, generator=generator, device="cpu")
+        uniform_BLD = torch.rand(
+            hidden_BLD.shape, generator=generator, device="cpu", dtype=torch.float32
+        )
         change_BLD = eps * (2 * uniform_BLD.to(hidden_BLD.device) - 1)
         return (hidden_BLD * (1 + change_BLD)).to(hidden_BLD.dtype)
 

@@ -46,7 +46,7 @@ from ..student.build import check_plan, check_teacher_rows
 from ..student.confined import confined
 from ..student.dtypes import settle
 from ..student.sharing import unshare_weights
-from ..teacher import fingerprint
+from ..teacher import fingerprint, float16_note
 from ..train.config import Align, StageConfig
 from ..train.loop import train_stage
 from ..train.result import StageManifest
@@ -187,6 +187,7 @@ def score(inputs: RunInputs) -> HeadScores:
             raise ValueError(
                 f"{options.file} ranks the heads of another teacher ({scores.fingerprint or 'unknown'}); score this "
                 "one, pass its own scores.json, or --scoring.other-weights if it is another copy of this model."
+                + float16_note(inputs.teacher)
             )
         # Copied, so that the run's folder says alone which scores it used.
         on_main_process(lambda: scores.save(path))

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.layout import cache_argument, cache_of
+from ..model.self_check import check_numbers
 from ..progress import track
 from ..teacher import eval_mode, generated, may_cache
 from . import Example, check_counts
@@ -106,6 +107,7 @@ class ChoiceBatch:
             cache = cache_of(output) if use_cache else None
             logits_RTV = self._context_logits(model, cache)
             self._read(logits_RTV, logprob_A, in_contexts=True)
+        check_numbers(logprob_A, model)
         return logprob_A.split([len(example.reads) for example in self.encoded])
 
     def _context_logits(self, model: PreTrainedModel, cache: Cache | None) -> Tensor:

@@ -137,7 +137,9 @@ def _perturbed(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
         hidden_BLD = output[0] if isinstance(output, tuple) else output
         # Drawn on the CPU: the same errors on every device.
         generator = torch.Generator().manual_seed(seed_of[module])
-        uniform_BLD = torch.rand(hidden_BLD.shape, generator=generator, device="cpu")
+        uniform_BLD = torch.rand(
+            hidden_BLD.shape, generator=generator, device="cpu", dtype=torch.float32
+        )
         error_BLD = rounding * (2 * uniform_BLD - 1)
         factor_BLD = 1 + error_BLD.to(hidden_BLD.device)
         perturbed_BLD = (hidden_BLD * factor_BLD).to(hidden_BLD.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
-from ..model.layout import decoder_of
+from ..model.layout import decoder_of, rope_frequencies
 from ..model.mixer import silence
 from ..model.self_check import check_rows
 from ..plan import HeadPlan
@@ -22,6 +22,7 @@ from ..teacher import (
     attention_sites,
     eval_mode,
     fingerprint,
+    float16_note,
     trace_mixers,
 )
 from .copying import (
@@ -32,6 +33,7 @@ from .copying import (
     copy_buffers,
     mixer_names,
 )
+from .dtypes import default_dtype
 from .grafting import recurrent_tensors
 from .init import DEFAULT_INIT, INITS, Init, LayerTrace, init_ssm
 
@@ -51,6 +53,7 @@ class BuildReport:
     recurrent_heads: int
 
 
+@default_dtype(torch.float32)
 def build_student(
     teacher: PreTrainedModel,
     plan: HeadPlan,
@@ -127,12 +130,22 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
     if plan.teacher != actual:
         raise ValueError(
             f"the plan was made for the teacher {plan.teacher}, this one is {actual}; "
-            "score this teacher and make a new plan."
+            f"score this teacher and make a new plan.{float16_note(teacher)}"
         )
 
 
 def check_teacher_rows(teacher: PreTrainedModel) -> None:
-    """Check that the teacher itself computes a document in every way alike. Raises ValueError as `check_rows` does."""
+    """Check that the teacher itself computes a document in every way alike, with exact positions.
+
+    Raises ValueError for RoPE's frequencies in half precision, and as `check_rows` does.
+    """
+    for name, frequencies in rope_frequencies(teacher).items():
+        if frequencies.dtype.itemsize < 4:
+            dtype = str(frequencies.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"the teacher's {name} is {dtype}, so its positions are inexact; load it with "
+                f"from_pretrained(..., dtype=torch.{dtype}) instead of casting it with .to(), .half() or .bfloat16()."
+            )
     check_rows(teacher, _OTHER_TEACHER)
 
 
@@ -159,14 +172,9 @@ def empty_student(
     )
     # to_dict() leaves it out.
     config._attn_implementation = teacher.config._attn_implementation
-    default = torch.get_default_dtype()
     # As from_pretrained does: modules are made in the default dtype.
-    torch.set_default_dtype(teacher.dtype)
-    try:
-        with torch.device("meta"):
-            return HybridForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
+    with default_dtype(teacher.dtype), torch.device("meta"):
+        return HybridForCausalLM(config)
 
 
 def checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:

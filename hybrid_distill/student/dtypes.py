@@ -11,7 +11,8 @@ the one that was measured, at the teacher's size, and `trained_student` returns 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,6 +27,23 @@ def make_master_weights(parameters: Iterable[nn.Parameter]) -> None:
         parameter.data = parameter.data.float()
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors in a dtype, whatever the caller's default is."""
+    callers_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(callers_dtype)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model's parameters, as `from_pretrained` does: ``.to(dtype)`` would also round RoPE's frequencies."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def settle(student: HybridForCausalLM, dtype: torch.dtype | None = None) -> HybridForCausalLM:
     """Cast all parameters of a student to one dtype and return it; the default is the teacher's.
 
@@ -33,8 +51,7 @@ def settle(student: HybridForCausalLM, dtype: torch.dtype | None = None) -> Hybr
     """
     target = dtype or student.config.dtype
     assert isinstance(target, torch.dtype)
-    for parameter in student.parameters():
-        parameter.data = parameter.data.to(target)
+    cast_weights(student, target)
     return student
 
 

@@ -11,7 +11,7 @@ from .hooks import (
     trace_mixers,
     watch_calls,
 )
-from .identity import IMPORTED, fingerprint, imported_from
+from .identity import IMPORTED, fingerprint, float16_note, imported_from
 from .loading import (
     DTYPES,
     load_config,

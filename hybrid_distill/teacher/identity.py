@@ -30,7 +30,8 @@ def fingerprint(model: nn.Module) -> str:
     """Hash a teacher's config shape, and the names, shapes and some elements of its parameters.
 
     Of a student, also its settings. Elements are rounded to bfloat16, so that a checkpoint has the
-    same fingerprint in bfloat16 and in float32. Reads about 64 elements per tensor: cheap for any model size.
+    same fingerprint in bfloat16 and in float32. In float16 it has another one (`float16_note`).
+    Reads about 64 elements per tensor: cheap for any model size.
     """
     config = text_config(model)
     shape = [getattr(config, name, None) for name in SHAPE_FIELDS]
@@ -47,6 +48,13 @@ def fingerprint(model: nn.Module) -> str:
         bits = sample.view(torch.int16).tolist()
         digest.update(f"{name} {tuple(parameter.shape)} {bits}".encode())
     return digest.hexdigest()[:16]
+
+
+def float16_note(teacher: nn.Module) -> str:
+    """Explain that a teacher in float16 has a fingerprint of its own; empty for other dtypes."""
+    if next(teacher.parameters()).dtype != torch.float16:
+        return ""
+    return " In float16, a teacher has a fingerprint of its own: score it and cache its logits in the dtype of the run."
 
 
 def imported_from(name_or_path: str | Path) -> str | None:

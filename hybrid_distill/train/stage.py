@@ -68,7 +68,8 @@ class Stage(nn.Module, ABC, Generic[Config]):
         config: Config,
     ) -> None:
         super().__init__()
-        self.config = config.with_precision(student.dtype.itemsize < 4)
+        dtype = student.dtype if teacher is None else teacher.dtype
+        self.config = config.with_precision(dtype.itemsize < 4)
         self.bf16 = self.config.precision == "bf16"
         """True to compute in bfloat16 where that is safe (autocast); weights and sums keep their dtype."""
         # In tuples, neither model becomes a submodule.

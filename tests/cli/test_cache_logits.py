@@ -339,6 +339,21 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     assert n_calls == 5, "a finished folder is made again"
 
 
+def test_logits_that_are_not_numbers_stop_at_the_first_batch(
+    job: CacheJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = caching.top_k_of
+
+    def overflowing(*args: Any, **kwargs: Any) -> Any:
+        top = plain(*args, **kwargs)
+        return top._replace(log_probs_BLK=torch.full_like(top.log_probs_BLK, torch.nan))
+
+    monkeypatch.setattr(caching, "top_k_of", overflowing)
+    with pytest.raises(ValueError, match=naming("float32", "bfloat16")):
+        cache_logits(job)
+    assert not list(job.folder.glob("logits-*.bin"))
+
+
 def test_more_than_an_epoch_is_every_row_once() -> None:
     rows = small_rows()
     every_row = list(range(rows.n_rows))

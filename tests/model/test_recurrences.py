@@ -1,4 +1,4 @@
-"""What every entry of `FORMS` promises: scan, step and mixing matrix are one function of the same inputs."""
+"""Promises of every entry of `FORMS`: scan, step and mixing matrix are one function of the same inputs."""
 
 import pytest
 import torch

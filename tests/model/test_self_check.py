@@ -36,6 +36,7 @@ from hybrid_distill.model.layout import cache_argument, cache_of
 from hybrid_distill.model.self_check import CACHED, PACKED, PADDED
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, check_teacher_rows
+from hybrid_distill.student.dtypes import cast_weights
 from hybrid_distill.student.family_check import check_family
 from hybrid_distill.train.end_to_end import checkpoint_activations
 
@@ -131,7 +132,8 @@ def test_a_teacher_that_fails_is_refused_by_name(settings: Any) -> None:
 def test_a_layer_that_drops_arguments_is_found(lost: str, way: str, monkeypatch) -> None:
     (passed,) = {"token_mask", "seq_idx"} - {lost}
     monkeypatch.setattr(decoder, "ROW_ARGUMENTS", (passed,))
-    teacher = make_family_model("nemotron").to(torch.bfloat16)
+    teacher = make_family_model("nemotron")
+    cast_weights(teacher, torch.bfloat16)
     with pytest.raises(ValueError, match=naming("NemotronModel", way)):
         build_student(teacher, HeadPlan.from_pairs(teacher, [(0, 1)]), d_state=4)
 
@@ -142,7 +144,8 @@ def test_a_teacher_whose_documents_leak_is_found(dtype: Any, monkeypatch) -> Non
         inputs = packed_inputs(seq_idx, *args)
         return {**inputs, "attention_mask": torch.ones_like(seq_idx)}
 
-    teacher = make_family_model("llama").to(dtype)
+    teacher = make_family_model("llama")
+    cast_weights(teacher, dtype)
     check_teacher_rows(teacher)
     monkeypatch.setattr(self_check, "packed_inputs", without_mask)
     monkeypatch.setattr(self_check, "_checked", {})
@@ -163,7 +166,8 @@ def test_a_small_student_shows_what_a_family_does(family: str, monkeypatch) -> N
 
 
 def test_a_deep_model_in_bfloat16_is_not_refused() -> None:
-    teacher = make_family_model("llama", num_hidden_layers=24).bfloat16()
+    teacher = make_family_model("llama", num_hidden_layers=24)
+    cast_weights(teacher, torch.bfloat16)
     build_student(teacher, HeadPlan.random(teacher, 40, seed=0), d_state=4)
 
 

@@ -10,6 +10,7 @@ from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from hybrid_distill.evaluation.measure import compare_on_text
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import (
     answer_choices,
@@ -20,6 +21,7 @@ from hybrid_distill.probes.answering import (
 )
 from hybrid_distill.probes.encoding import EncodedExample, encode_example, tokenize
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.probes.plain_text import text_batches
 from hybrid_distill.teacher import eval_mode, without_cache
 
 # Numbers are one token, or one token a digit.
@@ -108,6 +110,21 @@ def test_prompts_run_once_however_many_choices(monkeypatch) -> None:
     _, contexts = shapes
     assert contexts[0] <= 10, "ten first digits at most"
     assert contexts[1] == 1, "one token each"
+
+
+def test_logits_that_are_not_numbers_are_no_answers(planted) -> None:
+    """In float16, large activations overflow."""
+    model, tokenizer = planted
+    overflowing = copy.deepcopy(model)
+    with torch.no_grad():
+        overflowing.model.layers[0].mlp.down_proj.weight.fill_(torch.inf)
+    examples = KVRetrieval(3, keys=KEYS).examples(2)
+    refused = pytest.raises(ValueError, match=naming("LlamaForCausalLM", "bfloat16"))
+    with refused:
+        answer_choices(overflowing, tokenizer, examples)
+    batches = text_batches(overflowing, tokenizer, [examples[0].prompt], max_tokens=8, batch_size=1)
+    with refused:
+        compare_on_text(overflowing, None, list(batches))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -25,6 +25,7 @@ from hybrid_distill.model.field_rules import release
 from hybrid_distill.model.ssd import ssd_scan
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
+from hybrid_distill.student.dtypes import cast_weights
 from hybrid_distill.student.init import LayerTrace, init_ssm
 from hybrid_distill.student.score_factors import norm_gains
 from hybrid_distill.student.sharing import share_frozen_weights, unshare_weights
@@ -125,7 +126,7 @@ def test_tied_embeddings_stay_tied(family: str) -> None:
 
 
 def test_the_teacher_is_left_alone(teacher) -> None:
-    teacher.bfloat16().train()
+    cast_weights(teacher.train(), torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     student, _ = build_student(teacher, some_heads(teacher), d_state=8)
     assert student.training

@@ -1,5 +1,6 @@
 """A student outside training has its teacher's dtype, whatever was trained, up to its export."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -18,9 +19,17 @@ from training import SMALL, small_run
 from hybrid_distill.config import EvaluationConfig, PlanConfig, RunConfig, TeacherConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.export import GateReport, export_checkpoint
+from hybrid_distill.model.layout import rope_frequencies
 from hybrid_distill.pipeline import finished_run, last_stage, trained_student
 from hybrid_distill.pipeline.run import run
-from hybrid_distill.student.dtypes import make_master_weights, settle
+from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student.build import build_student, check_plan
+from hybrid_distill.student.dtypes import (
+    cast_weights,
+    default_dtype,
+    make_master_weights,
+    settle,
+)
 from hybrid_distill.teacher import DTYPES, load_tokenizer
 from hybrid_distill.train.config import (
     Align,
@@ -189,6 +198,67 @@ def test_settling_rounds_parameters_and_leaves_frequencies_and_ties_alone() -> N
     assert frequencies.dtype == torch.float32
     assert torch.equal(student.model.rotary_emb.inv_freq, frequencies)
     assert student.lm_head.weight is student.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_casting_a_student_leaves_frequencies_exact(family: str, dtype: torch.dtype) -> None:
+    """Also inside another module, as DeepSpeed casts; Gemma 3 has frequencies of two kinds."""
+    student, _ = tiny_student(family)
+    exact = {name: tensor.clone() for name, tensor in rope_frequencies(student).items()}
+    assert exact
+    torch.nn.Module.to(torch.nn.ModuleList([student]), dtype)
+    assert {parameter.dtype for parameter in student.parameters()} == {dtype}
+    for name, frequencies in rope_frequencies(student).items():
+        assert frequencies.dtype == torch.float32
+        assert torch.equal(frequencies, exact[name])
+    on_meta = student.to("meta").to(dtype)
+    assert all(frequencies.is_meta for frequencies in rope_frequencies(on_meta).values())
+
+
+def test_a_teacher_with_rounded_frequencies_is_refused() -> None:
+    teacher = make_family_model("llama").to(torch.bfloat16)
+    plan = HeadPlan.none(teacher)
+    with pytest.raises(ValueError, match=naming("inv_freq", "bfloat16", "from_pretrained")):
+        build_student(teacher, plan, d_state=4)
+
+
+def test_a_teacher_that_overflows_is_not_blamed_on_its_family(family_model: Any) -> None:
+    teacher = family_model("llama")
+    with torch.no_grad():
+        teacher.model.layers[0].mlp.down_proj.weight.fill_(torch.inf)
+    plan = HeadPlan.none(teacher)
+    with pytest.raises(ValueError, match=naming("LlamaForCausalLM", "bfloat16")) as refused:
+        build_student(teacher, plan, d_state=4)
+    assert "family" not in str(refused.value)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("init", ["fitted", "random"])
+def test_the_callers_default_dtype_changes_no_bit(default: torch.dtype, init: Any) -> None:
+    teacher = make_family_model("llama")
+    plan = HeadPlan.from_pairs(teacher, [(0, 1)])
+    ids = torch.arange(60).view(2, 30)
+    options = {"d_state": 4, "init": init}
+    if init == "fitted":
+        options["calibration"] = {"input_ids": ids}
+    expected, _ = build_student(teacher, plan, **options)
+    with default_dtype(default):
+        student, _ = build_student(teacher, plan, **options)
+        assert torch.get_default_dtype() == default
+    for name, tensor in student.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
+def test_a_plan_of_a_float16_teacher_says_why_it_does_not_fit(family_model: Any) -> None:
+    teacher = family_model("llama")
+    plan = dataclasses.replace(HeadPlan.none(teacher), teacher="0123")
+    with pytest.raises(ValueError, match="0123") as refused:
+        check_plan(plan, teacher)
+    assert "float16" not in str(refused.value)
+    cast_weights(teacher, torch.float16)
+    with pytest.raises(ValueError, match=naming("0123", "float16")):
+        check_plan(plan, teacher)
 
 
 def test_a_student_between_two_stages_is_not_exported(tmp_path: Path) -> None:

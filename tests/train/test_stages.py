@@ -15,6 +15,7 @@ from training import random_student, small_models, small_rows, small_run
 from hybrid_distill.model import packed_inputs
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
+from hybrid_distill.student.dtypes import cast_weights
 from hybrid_distill.teacher import MixerCall, attention_sites, replaced_forward, trace_mixers
 from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy
@@ -374,6 +375,14 @@ def test_trained_parameters_are_float32_over_a_bfloat16_teacher(batch):
     assert loss.dtype == torch.float32
     assert {parameter.dtype for parameter in trained_parameters(stage)} == {torch.float32}
     assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
+
+
+def test_auto_precision_follows_the_teacher_not_a_student_that_was_trained(set_cpu_bf16) -> None:
+    """A stage before may have left the student's weights in float32."""
+    set_cpu_bf16(False)
+    student, teacher = small_models()
+    cast_weights(teacher, torch.bfloat16)
+    assert make_stage(Align(precision="auto"), student, teacher).bf16
 
 
 def shard_teacher_of_layers() -> None:
