@@ -89,6 +89,10 @@ class Flag(NamedTuple):
         """Name it as a field of any stage, to compare it with that of another ``section``."""
         return self._replace(name=self.name.replace(f"--{section}.", "--STAGE."))
 
+    def with_default(self, name: str, default: str) -> Flag:
+        """Change the default of the flag of this name, and leave others alone."""
+        return self._replace(default=default) if self.name == name else self
+
     def briefly(self, common: Flag) -> str:
         """Name it, with its default where that of its shared row is another."""
         name = self.name.partition(",")[0]
@@ -222,7 +226,8 @@ def _recipe() -> Iterator[str]:
                 yield from _stage(group, of_every, "those of every stage")
         else:
             yield f"### {title or 'the run'}\n\n{_text(group.description or RunConfig.__doc__ or '')}\n"
-            yield _table(group.flags)
+            # These stages are the reference's; each recipe has its own.
+            yield _table([flag.with_default("--stages", "all") for flag in group.flags])
 
 
 def _stage(group: Group, known: Sequence[Flag], where: str) -> Iterator[str]:

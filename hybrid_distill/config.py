@@ -300,6 +300,10 @@ class RunConfig:
         """
         stages = tuple(stage for stage in self.stages if not self.is_idle(stage))
         if self.tokens is not None:
+            if not stages:
+                raise ValueError(
+                    f"tokens is {self.tokens!r}, but no stage of this run trains; leave out --stages or --tokens."
+                )
             stages = self._within_tokens(stages)
         return replace(self, stages=stages, tokens=None).with_dtypes()
 

@@ -6,8 +6,8 @@ python recipes/hybrid_smollm2_135m.py --dry-run
 python recipes/hybrid_smollm2_135m.py --teacher FOLDER    # for example from import-gguf
 
 Time: without training three minutes of two cores with bfloat16 instructions, nine of others; head scores are shipped.
-``--tokens 0.3M`` takes half an hour of an idle core with these instructions, the 3 million of this recipe five hours;
-``--dry-run`` estimates it on this machine. The run resumes where it was stopped.
+``--tokens 0.3M`` takes half an hour of an idle core with these instructions, the 3 million of this recipe five and a
+half; ``--dry-run`` estimates it on this machine. The run resumes where it was stopped.
 Expected result: without training, needles in 2,048 tokens, knowledge and dictionaries within the window as the teacher,
 four fifths of what it finds farther back, perplexity 4 % higher; after 0.1 million tokens of text, eleven minutes, 3 %;
 after 3 million 1 % (docs/real_models.md).

@@ -39,6 +39,11 @@ def test_tokens_set_the_steps_of_both_kinds_of_stages() -> None:
     assert steps(without_alignment.resolved()) == [round(3e6 / OF_8_ROWS)]
 
 
+def test_tokens_for_a_run_that_trains_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=naming("3M", "--stages", "--tokens")):
+        run(tokens="3M").resolved()
+
+
 def test_steps_from_tokens_are_final() -> None:
     """Parts of a started run, such as an alignment in a folder of its own, keep their steps."""
     stages = (Align(batch_size=4), Distill(steps=1000), Distill(name="post", steps=700))

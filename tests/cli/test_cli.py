@@ -315,7 +315,7 @@ def test_help_and_version_load_no_library(tmp_path: Path) -> None:
     for command in ("evaluate", "verify", "run"):
         assert ran(f"{command} --help").stdout.startswith(f"usage: hybrid-distill {command} ")
     recipes = ran("run --help").stdout
-    assert "\nuntrained " in recipes
+    assert "\nwindowed " in recipes
     assert "\nsweep_tiny " not in recipes
     assert ran("--version").stdout == f"hybrid-distill {hybrid_distill.__version__}\n"
     assert ran("recipes").stdout.startswith("llama_1b ")
@@ -470,7 +470,7 @@ def test_recipes_are_listed_printed_and_found_by_name(
         "qwen2_1_5b",
         "smollm2_135m",
         "tiny",
-        "untrained",
+        "windowed",
         "sweep_llama_1b",
         "sweep_tiny",
         "sweep_demo",
