@@ -1,5 +1,6 @@
 """The option that selects kernels: what it reaches in every command, what it refuses before anything is computed."""
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -14,7 +15,7 @@ from hybrid_distill.config import PlanConfig, StudentConfig
 from hybrid_distill.kernels import Kernels, check_kernels, use_kernels
 from hybrid_distill.lab.analysis.experiment import Subject
 from hybrid_distill.model import kernel_choice
-from hybrid_distill.pipeline import RunInputs, building
+from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import build, choose_heads, prepare
 from hybrid_distill.train import end_to_end
 from hybrid_distill.train.end_to_end import LOSS, loss_implementation
@@ -53,14 +54,14 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
     tmp_path: Path, monkeypatch
 ):
     checked_on = []
-    globals_of_build = building.build_student.__globals__
-    check_rows = globals_of_build["check_rows"]
+    build_module = importlib.import_module("hybrid_distill.student.build")
+    check_rows = build_module.check_rows
 
     def note_and_check(model, fix):
         checked_on.append(getattr(model, "ssm_implementation", None))
         check_rows(model, fix)
 
-    monkeypatch.setitem(globals_of_build, "check_rows", note_and_check)
+    monkeypatch.setattr(build_module, "check_rows", note_and_check)
     base = small_run(tmp_path / "run", plan=PlanConfig("none", k=0))
 
     def prepared(**changes) -> RunInputs:

@@ -153,10 +153,8 @@ def check_numbers(values: Tensor, model: PreTrainedModel) -> None:
     """Raise ValueError if results of a model are NaN: in float16, large activations overflow."""
     if values.isnan().any():
         dtype = str(model.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{type(model).__name__} computes logits that are not numbers in {dtype}; load it in float32 or "
-            "bfloat16, or check its weights."
-        )
+        fix = "load it in float32 or bfloat16" if dtype == "float16" else "check its weights"
+        raise ValueError(f"{type(model).__name__} computes NaN in {dtype}; {fix}.")
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from hybrid_distill.model import (
     packed_inputs,
 )
 from hybrid_distill.model.document_mask import DocumentMask
+from hybrid_distill.student.dtypes import cast_weights
 from hybrid_distill.train.grouped import grouped_attention
 from hybrid_distill.train.stages import make_stage
 
@@ -155,7 +156,8 @@ def test_documents_and_windows_without_their_mask(family, kernel, as_on_a_gpu):
     batch = packed_rows()
     # FlexAttention that is not compiled rounds every step to 16 bits.
     dtype = torch.float32 if kernel is None else torch.bfloat16
-    teacher = make_family_model(family, **FAMILIES[family], head_dim=16).to(dtype)
+    teacher = make_family_model(family, **FAMILIES[family], head_dim=16)
+    cast_weights(teacher, dtype)
     models = [teacher, mixed_student(teacher).to(dtype)]
     q, k, v = torch.randn(3, 2, 4, LENGTH, 16).to(dtype)
 
