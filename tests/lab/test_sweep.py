@@ -585,7 +585,7 @@ from training import small_run
 
 def config():
     base = small_run()
-    return replace(base, stages=tuple(replace(stage, steps=8, checkpoint_every=2) for stage in base.stages))
+    return replace(base, stages=tuple(replace(stage, steps=40, checkpoint_every=2) for stage in base.stages))
 """
 
 

@@ -159,7 +159,7 @@ def test_the_end_of_a_session_saves_too(uninterrupted, tmp_path):
 
     def hang_up() -> None:
         waits.touch()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while os.isatty(2) or not os.path.samestat(os.fstat(2), os.stat(os.devnull)):
             assert time.monotonic() < end, "stderr still is the terminal"
             time.sleep(0.01)
