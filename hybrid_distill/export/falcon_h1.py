@@ -26,7 +26,9 @@ from ..model.backbone_config import rope_settings
 from ..model.mixer import HybridMixer
 from .weights import tied_weights, write_weights
 
-SSD_RECURRENCES = ("discrete", "mamba2", "mamba2-stock")
+MAMBA2 = ("mamba2", "mamba2-stock")
+"""Recurrences that Falcon-H1's heads compute."""
+SSD_RECURRENCES = ("discrete", *MAMBA2)
 """Recurrences whose states only add."""
 BACKBONES = ("llama", "mistral", "qwen2")
 ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
@@ -83,11 +85,10 @@ class _Layout:
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why Falcon-H1 cannot express a student."""
     reasons = []
-    recurrence = student.config.recurrence
-    has_recurrent_heads = any(mixer.ssm for mixer in student.mixers())
-    if has_recurrent_heads and not recurrence.startswith("mamba2"):
+    unsupported = _unsupported_recurrence(student, MAMBA2)
+    if unsupported is not None:
         reasons.append(
-            f"its recurrent heads are {recurrence}: Falcon-H1's states only add, and scale their input by the step "
+            f"its recurrent heads are {unsupported}: Falcon-H1's states only add, and scale their input by the step "
             "from which the decay is computed (train one with --student.recurrence mamba2)"
         )
     return reasons + backbone_obstacles(student)
@@ -95,11 +96,19 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
 
 def recurrence_obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reason why the ONNX graph and the MLX model cannot express a student's recurrent heads."""
+    unsupported = _unsupported_recurrence(student, SSD_RECURRENCES)
+    if unsupported is None:
+        return []
+    return [f"its recurrent heads are {unsupported}, not one of {', '.join(SSD_RECURRENCES)}"]
+
+
+def _unsupported_recurrence(student: HybridForCausalLM, supported: Sequence[str]) -> str | None:
+    """Return the recurrence of a student's recurrent heads if it is not among those ``supported``."""
     recurrence = student.config.recurrence
     has_recurrent_heads = any(mixer.ssm is not None for mixer in student.mixers())
-    if has_recurrent_heads and recurrence not in SSD_RECURRENCES:
-        return [f"its recurrent heads are {recurrence}, not one of {', '.join(SSD_RECURRENCES)}"]
-    return []
+    if has_recurrent_heads and recurrence not in supported:
+        return recurrence
+    return None
 
 
 def backbone_obstacles(

@@ -107,7 +107,6 @@ class ChoiceBatch:
             cache = cache_of(output) if use_cache else None
             logits_RTV = self._context_logits(model, cache)
             self._read(logits_RTV, logprob_A, in_contexts=True)
-        check_numbers(logprob_A, model)
         return logprob_A.split([len(example.reads) for example in self.encoded])
 
     def _context_logits(self, model: PreTrainedModel, cache: Cache | None) -> Tensor:
@@ -178,7 +177,10 @@ def answer_choices(
         for part in _parts(examples, batch_size, name, progress):
             encoded = [encode_example(tokenizer, example) for example in part]
             batch = ChoiceBatch(encoded, model.device)
-            for example, read_Q in zip(encoded, batch.reads(model)):
+            reads = batch.reads(model)
+            # Not in `reads`: scoring names the head and the prompt of what is NaN.
+            check_numbers(torch.cat(list(reads)), model)
+            for example, read_Q in zip(encoded, reads):
                 logprob_C = example.choice_logprobs(read_Q[None])[0]
                 logprob_EC.append(logprob_C.tolist())
                 answers.append(example.answer)

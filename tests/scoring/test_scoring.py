@@ -466,5 +466,5 @@ def test_logits_that_are_not_finite_are_named_and_the_rest_is_kept(
 def test_a_baseline_that_is_not_finite_is_refused() -> None:
     model, tokenizer = planted_teacher()
     model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match=naming("LlamaForCausalLM", "float32")):
+    with pytest.raises(ValueError, match=naming("prompt 0", "resume_path")):
         score(model, tokenizer, PROBE, n_examples=2)
