@@ -25,7 +25,7 @@ import torch
 from records import RESULTS, about, read, write
 from scipy.stats import bootstrap
 from smollm2_measures import SIZES, Measures, missing_figures
-from smollm2_windows import STUDENTS, TEACHER, model_of
+from smollm2_windows import DTYPES, STUDENTS, TEACHER, model_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -66,10 +66,14 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=[TEACHER, *STUDENTS], metavar="NAME", default=[]
     )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype that rows answer in"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of the process")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
-    teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=options.dtype).eval()
     measures = Measures(teacher, tokenizer, options.text / "held_out.jsonl")
     questions = make_questions(measures)
     for name in options.only:

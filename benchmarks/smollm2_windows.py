@@ -13,11 +13,11 @@ called ``self`` also read ``TEXT/self``, conversations that the teacher wrote:
 
 ``train`` trains one student after the other and resumes where it was stopped; ``measure`` measures the teacher, the
 students without training and those whose training has ended, and skips what a measured.json holds; ``report`` writes
-the record and prints the tables, ``losses`` the record of training losses by tokens. Each process has one thread; on a
-GPU, let several work at the same time on rows of their own: a model this small leaves most of the device idle.
-Training a student on 3 million tokens takes some five hours of an idle core with bfloat16 instructions or two minutes
-of an H200, measuring one ten minutes of a core. A CPU without such instructions measures with ``--dtype float32``: each
-row says in which dtype it was measured.
+the record and prints the tables, ``losses`` the record of training losses by tokens. On a GPU, let several processes
+work at the same time on rows of their own: a model this small leaves most of the device idle. Training a student on
+3 million tokens takes some five hours of an idle core with bfloat16 instructions or two minutes of an H200, measuring
+one ten minutes of a core. A CPU without such instructions trains and measures with ``--dtype float32``: each row says
+in which dtype it was measured.
 """
 
 from __future__ import annotations
@@ -260,8 +260,12 @@ def main() -> None:
     default = "on" if DEVICE == "cpu" else "off"
     parser.add_argument("--compile", choices=["on", "off"], default=default, help="decoder layers")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="dtype that rows are measured in"
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="dtype that rows are trained and measured in",
     )
+    parser.add_argument("--threads", type=int, default=1, help="threads of the process")
     parser.add_argument(
         "--only", nargs="+", choices=[TEACHER, *STUDENTS], metavar="NAME", help="rows to work on"
     )
@@ -281,7 +285,7 @@ def main() -> None:
             else:
                 train(options, student)
     else:
-        torch.set_num_threads(1)
+        torch.set_num_threads(options.threads)
         measure_all(options, names)
 
 
@@ -294,7 +298,7 @@ def train(options: argparse.Namespace, student: Student) -> None:
         shares = f"{1 - student.own_share} {student.own_share}"
         sources += f" {options.text / 'self'} --data.weights {shares}"
     flags = f"""
-        --teacher {options.teacher} --teacher.dtype bfloat16
+        --teacher {options.teacher} --teacher.dtype {options.dtype}
         --scoring.file {scores_of(student.heads)} --scoring.prompt-format plain
         {sources} --data.no-chat --data.seq-len {student.seq_len}
         {PLANS[student.heads]}
@@ -312,7 +316,8 @@ def train(options: argparse.Namespace, student: Student) -> None:
     flags += ["--evaluation.n-texts", "0"]
     if not student.d_state:
         flags += ["--stages", "distill"]
-    alone = environment(ROOT, OMP_WAIT_POLICY="passive")
+    threads = str(options.threads)
+    alone = environment(ROOT, OMP_WAIT_POLICY="passive", OMP_NUM_THREADS=threads)
     if DEVICE == "cpu":
         alone["ACCELERATE_USE_CPU"] = "true"
     subprocess.run([sys.executable, str(RECIPE), *flags], check=True, env=alone)
@@ -331,11 +336,11 @@ def train_control(options: argparse.Namespace, student: Student) -> None:
         micro_batch_size=n_rows,
         learning_rate=LEARNING_RATE,
         lr_scale=student.lr_scale,
-        precision="bf16",
+        precision="auto",
         compile="on",
         checkpoint_every=25,
     )
-    teacher = TeacherConfig(path=options.teacher, dtype="bfloat16")
+    teacher = TeacherConfig(path=options.teacher, dtype=options.dtype)
     out = options.out / student.name
     config = RunConfig(out=out, teacher=teacher, data=data, stages=(stage,))
     inputs = RunInputs(config)
@@ -344,7 +349,7 @@ def train_control(options: argparse.Namespace, student: Student) -> None:
     vocab_size = vocabulary_size(inputs.tokenizer)
     training = make_stage(stage, model, inputs.teacher, vocab_size=vocab_size)
     train_stage(training, inputs.rows(stage), out / "stage")
-    settle(model, torch.bfloat16).save_pretrained(out / "trained")
+    settle(model, inputs.teacher.dtype).save_pretrained(out / "trained")
 
 
 def measure_all(options: argparse.Namespace, names: list[str]) -> None:
