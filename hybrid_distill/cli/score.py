@@ -231,7 +231,9 @@ def _finished(job: ScoreJob, model: PreTrainedModel) -> HeadScores | None:
     if isinstance(settings, dict):
         changed = differences(settings, job.settings)
     if scores.fingerprint != fingerprint(model):
-        changed.append(f"the scores of a model with other weights ({scores.fingerprint[:16]})")
+        changed.append(
+            f"the scores of a model with other weights or settings ({scores.fingerprint[:16]})"
+        )
     if changed:
         raise ValueError(
             f"{job.out} holds {', '.join(changed)}; pass another --out, or delete it to score again."

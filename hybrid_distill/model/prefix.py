@@ -21,10 +21,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FORMAT = "hybrid-distill prefix 1"
-SAMPLES_PER_TENSOR = 16
+SAMPLES_PER_TENSOR = 64
 """Elements of each weight that a fingerprint reads."""
+GOLDEN_RATIO = (1 + 5**0.5) / 2
 STUDENT_FIELDS = ("kept", "d_state", "conv_width", "conv_bias", "recurrence", "window", "sinks")
 """Settings of a student that its weights may not show: beside windows, attention stays whole."""
+OF_OUTPUT = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "return_dict", "output_attentions",
+    "output_hidden_states", "output_router_logits",
+)  # fmt: skip
+"""Settings of a decoder that the state after a prompt does not depend on."""
 OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 """Attributes of PEFT's layers that decide what their weights do."""
 
@@ -107,7 +113,8 @@ def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
     """
     config = model.config
     settings = {name: getattr(config, name) for name in STUDENT_FIELDS}
-    description_of_config = json.dumps([settings, config.backbone], sort_keys=True, default=str)
+    backbone = {name: value for name, value in config.backbone.items() if name not in OF_OUTPUT}
+    description_of_config = json.dumps([settings, backbone], sort_keys=True, default=str)
     digest = hashlib.sha256(description_of_config.encode())
     # Training may change the embeddings of a few tokens alone, which a sample would not notice.
     token_T = ids_BL[mask_BL != 0].unique()
@@ -134,13 +141,26 @@ def _sampled_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name in names:
                 weight = getattr(module, name)
                 for part in _plain_parts(weight.detach()):
-                    yield f"{path}.{name} {tuple(part.shape)} {part.dtype}", _sample(part)
+                    yield (
+                        f"{path}.{name} {tuple(part.shape)} {part.dtype}",
+                        spread_elements(part, SAMPLES_PER_TENSOR),
+                    )
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Return some elements of a tensor, spread evenly."""
-    stride = max(1, tensor.numel() // SAMPLES_PER_TENSOR)
-    return tensor.flatten()[::stride][:SAMPLES_PER_TENSOR]
+def spread_elements(tensor: Tensor, n: int) -> Tensor:
+    """Return at most about n elements of a tensor, from evenly spread rows and columns.
+
+    Both matter: a head is some rows of the query's weight and some columns of the output's. Columns follow the golden
+    ratio, which leaves no gap of more than 3 in n of them.
+    """
+    if tensor.numel() <= n:
+        return tensor.flatten()
+    matrix = tensor.reshape(tensor.shape[0], -1)
+    n_rows, n_columns = matrix.shape
+    steps = torch.arange(n, dtype=torch.float64)
+    rows = (steps * n_rows / n).long()
+    columns = (steps * GOLDEN_RATIO % 1 * n_columns).long()
+    return matrix[rows.to(tensor.device), columns.to(tensor.device)]
 
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:

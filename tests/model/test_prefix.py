@@ -434,6 +434,16 @@ def test_generate_refuses_the_prefix_of_another_student(llama_student) -> None:
         continued(llama_student, cache, longer)
 
 
+def test_settings_of_generation_do_not_make_another_student(llama_student) -> None:
+    ids = tokens(1, 9)
+    longer = followed_by(ids, 2)
+    cache = llama_student.prefill(ids)
+    expected = continued(llama_student, cache.copy(), longer)
+    llama_student.config.pad_token_id = 5
+    llama_student.config.use_cache = False
+    assert torch.equal(continued(llama_student, cache, longer), expected)
+
+
 def test_a_prefix_belongs_to_the_adapters_that_were_on(llama_student, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["down_proj"], r=2, init_lora_weights=False)

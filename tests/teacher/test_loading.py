@@ -45,6 +45,37 @@ def test_fingerprints_tell_teachers_apart(family_model: FamilyModel) -> None:
     assert fingerprint(model) != own
 
 
+@torch.no_grad()
+def test_a_fingerprint_sees_every_head(family_model: FamilyModel) -> None:
+    """Weights of 512 x 512: an even stride through them would read one column of each."""
+    shape = {"hidden_size": 512, "num_attention_heads": 64, "head_dim": 8, "num_hidden_layers": 1}
+    model = family_model("llama", num_key_value_heads=64, **shape)
+    attention = model.model.layers[0].self_attn
+    own = fingerprint(model)
+    for head in range(64):
+        of_head = slice(8 * head, 8 * head + 8)
+        for weight in (attention.o_proj.weight[:, of_head], attention.q_proj.weight[of_head]):
+            original = weight.clone()
+            weight.zero_()
+            assert fingerprint(model) != own
+            weight.copy_(original)
+    assert fingerprint(model) == own
+
+
+def test_a_fingerprint_sees_settings_that_change_what_the_weights_compute(
+    family_model: FamilyModel,
+) -> None:
+    own = fingerprint(family_model("llama"))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert fingerprint(family_model("llama", rope_parameters={"rope_theta": 1e4, **yarn})) != own
+    assert fingerprint(family_model("llama", rope_parameters={"rope_theta": 5e5})) != own
+    # The same, spelled otherwise: as a checkpoint's config.json may.
+    spelled = {"rope_theta": 10_000, "rope_type": "default", "type": "default"}
+    assert fingerprint(family_model("llama", rope_parameters=spelled)) == own
+    windowed = family_model("mistral", sliding_window=3)
+    assert fingerprint(windowed) != fingerprint(family_model("mistral", sliding_window=4))
+
+
 def test_fingerprints_tell_students_of_windows_apart(family_model: FamilyModel) -> None:
     """Their attention stays whole: no parameter shows which heads are kept, or how far the others see."""
     teacher = family_model("llama")
