@@ -180,7 +180,11 @@ def compare_on_text(
             kl_BT = torch.zeros_like(loss_BT)
         else:
             with eval_mode(teacher):
-                same_BT, kl_BT = agreement(logits_BTV, batch.logits(teacher))
+                teacher_BTV = batch.logits(teacher)
+            # One number a token to look at: a maximum is NaN if any of its logits is.
+            largest_BT = teacher_BTV.amax(-1).to(counts_BT.device)
+            check_numbers(largest_BT[counts_BT], teacher)
+            same_BT, kl_BT = agreement(logits_BTV, teacher_BTV)
         figures_BT4 = torch.stack([counts_BT, loss_BT, same_BT, kl_BT], dim=-1)
         # float64: a sum over many thousand tokens would lose digits in float32.
         of_text_BT4 = figures_BT4.double().masked_fill(~counts_BT[..., None], 0)

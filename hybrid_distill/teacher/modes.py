@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from ..model.self_check import check_numbers
 
 
 @contextmanager
@@ -51,8 +53,39 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def generated(model: PreTrainedModel, **options: object) -> Tensor:
-    """Return the tokens of ``model.generate``, typed."""
+def generated(
+    model: PreTrainedModel, *, processors: Sequence[LogitsProcessor] = (), **options: object
+) -> Tensor:
+    """Return the tokens of ``model.generate``, typed. Raises ValueError if logits are NaN."""
     # By name: transformers' decorators hide the method's return type from type checkers.
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009
-    return generate(**options)
+    numbers = _RefusesNaN(model)
+    all_processors = LogitsProcessorList([numbers, *processors])
+    tokens = generate(**options, logits_processor=all_processors)
+    numbers.check()
+    return tokens
+
+
+class _RefusesNaN(LogitsProcessor):
+    """Refuse NaN, for which `generate` would choose token 0, or fail on the device.
+
+    Checks the first token's logits at once, so that it fails early, and those of all tokens in `check`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.largest: Tensor | None = None
+        """Largest logit so far, on the device. NaN once any logit is."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.largest is None:
+            self.largest = scores.max()
+            self.check()
+        # Not checked here: on a GPU each check waits for the device.
+        self.largest = torch.maximum(self.largest, scores.max())
+        return scores
+
+    def check(self) -> None:
+        """Raise ValueError if a logit was NaN."""
+        if self.largest is not None:
+            check_numbers(self.largest, self.model)

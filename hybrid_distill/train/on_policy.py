@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from ..data import Batch, pick_rows
 from ..model.modeling_hybrid import HybridForCausalLM
@@ -188,7 +188,7 @@ class OnPolicy(EndToEnd):
                 # transformers samples all rows with one generator; a row's text would then depend
                 # on the others. Greedy decoding of noisy logits samples with one per row.
                 do_sample=False,
-                logits_processor=LogitsProcessorList([sample]),
+                processors=[sample],
                 # A teacher's generation_config may set these, and transformers warns if greedy
                 # decoding gets them.
                 temperature=None,

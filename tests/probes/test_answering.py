@@ -8,6 +8,7 @@ from conftest import FAMILIES, make_family_model
 from messages import naming
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_distill.evaluation.measure import compare_on_text
@@ -18,11 +19,13 @@ from hybrid_distill.probes.answering import (
     begins_with,
     choice_result,
     generate_greedily,
+    left_pad,
 )
 from hybrid_distill.probes.encoding import EncodedExample, encode_example, tokenize
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.plain_text import text_batches
 from hybrid_distill.teacher import eval_mode, without_cache
+from hybrid_distill.teacher.modes import generated
 
 # Numbers are one token, or one token a digit.
 WHOLE = r"\n|:|'|\p{N}+"
@@ -122,9 +125,39 @@ def test_logits_that_are_not_numbers_are_no_answers(planted) -> None:
     refused = pytest.raises(ValueError, match=naming("LlamaForCausalLM", "float32"))
     with refused:
         answer_choices(overflowing, tokenizer, examples)
+    with refused:
+        answer_generation(overflowing, tokenizer, examples)
     batches = text_batches(overflowing, tokenizer, [examples[0].prompt], max_tokens=8, batch_size=1)
     with refused:
         compare_on_text(overflowing, None, list(batches))
+    batches = text_batches(model, tokenizer, [examples[0].prompt], max_tokens=8, batch_size=1)
+    with refused:
+        compare_on_text(model, overflowing, list(batches))
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 3])
+def test_logits_that_become_nan_while_decoding_are_no_answers(planted, n_steps: int) -> None:
+    """Whichever token they would have chosen, ``n_steps`` after the prompt."""
+    model, tokenizer = planted
+    breaking = copy.deepcopy(model)
+    steps: list[int] = []
+
+    def break_last_step(head: nn.Module, args: object, logits_BLV: Tensor) -> None:
+        steps.append(len(steps))
+        if len(steps) == n_steps:
+            logits_BLV[-1, -1, 5] = torch.nan
+
+    breaking.lm_head.register_forward_hook(break_last_step)
+    prompt = tokenize(tokenizer, [KVRetrieval(3, keys=KEYS).examples(1)[0].prompt])
+    ids_BL, mask_BL = left_pad(prompt, model.device)
+    with pytest.raises(ValueError, match=naming("LlamaForCausalLM", "float32")):
+        generated(
+            breaking, input_ids=ids_BL, attention_mask=mask_BL, max_new_tokens=3, do_sample=False
+        )
+    expected = 3
+    if n_steps == 1:
+        expected = 1
+    assert len(steps) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
