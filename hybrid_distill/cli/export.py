@@ -63,8 +63,12 @@ def export_student(job: ExportJob) -> GateReport:
     check_unchanged(job.model)
     license, base_model = on_card(job.model / CARD)
     # An export may have been made without scores, evaluation or training; the plan is always there.
-    results = _read_if_there(job.model / EVALUATION)
-    training = _read_if_there(job.model / TRAINING)
+    evaluations = _read_if_there(job.model / EVALUATION)
+    results = None
+    if evaluations is not None:
+        results = {name: EvalResult.from_dict(result) for name, result in evaluations.items()}
+    record = _read_if_there(job.model / TRAINING)
+    training = None if record is None else record["stages"]
     scores = job.model / HEAD_SCORES
     return export_checkpoint(
         student,
@@ -72,17 +76,17 @@ def export_student(job: ExportJob) -> GateReport:
         job.out,
         plan=HeadPlan.load(job.model / PLAN),
         export_format=job.format,
-        results={name: EvalResult.from_dict(result) for name, result in results.items()},
+        results=results,
         scores=HeadScores.load(scores) if scores.is_file() else None,
         max_shard_size=job.max_shard_size,
-        training=training.get("stages", ()),
+        training=training,
         license=license,
         base_model=base_model,
     )
 
 
-def _read_if_there(path: Path) -> Record:
-    return read_json(path) if path.is_file() else {}
+def _read_if_there(path: Path) -> Record | None:
+    return read_json(path) if path.is_file() else None
 
 
 def command(job: tyro.conf.OmitArgPrefixes[ExportJob]) -> None:

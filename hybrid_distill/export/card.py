@@ -22,7 +22,9 @@ from ..model.recurrences import FORMS
 from ..plan import HeadPlan, cache_bytes, container_bytes
 from ..scoring import HeadScores
 from ..teacher import TINY
+from .check import PACKAGES
 from .falcon_h1 import container
+from .formats import FORMATS
 from .versions import TRIED, oldest_transformers
 
 UNKNOWN = "unknown"
@@ -85,6 +87,8 @@ def model_card(
         config=config,
         recurrence=FORMS[config.recurrence].title,
         export_format=export_format,
+        library=FORMATS[export_format].library,
+        is_for_other_program=export_format in PACKAGES,
         oldest=oldest_transformers(model_type),
         newest=TRIED["tried"][-1],
         stock_versions=", ".join(TRIED["falcon-h1"]),
@@ -135,7 +139,11 @@ def on_card(card: str | Path) -> tuple[str, str]:
         fields = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # no file, no network, or a header that YAML or ModelCard rejects
         fields = {}
-    return fields.get("license") or UNKNOWN, fields.get("base_model") or ""
+    base_model = fields.get("base_model") or ""
+    if isinstance(base_model, list):
+        # The hub's form for merges of several models.
+        base_model = base_model[0]
+    return fields.get("license") or UNKNOWN, base_model
 
 
 def _best_heads(scores: HeadScores, plan: HeadPlan) -> list[str]:

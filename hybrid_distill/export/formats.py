@@ -55,15 +55,29 @@ class Format:
     """True if replaced heads may attend to a window."""
     extra: str | None = None
     """Extra that installs the program that runs it, if it is not named after the format."""
+    library: str | None = None
+    """Library that the hub shows code for, on the model card. The hub knows GGUF and ONNX by their files, as formats
+    and not as libraries, and this package not at all."""
 
 
 FORMATS = {
-    "remote-code": Format(native.write_with_code, tensors=native.tensors, holds_windows=True),
+    "remote-code": Format(
+        native.write_with_code,
+        tensors=native.tensors,
+        holds_windows=True,
+        library="transformers",
+    ),
     "safetensors": Format(native.write, tensors=native.tensors, holds_windows=True),
-    "falcon-h1": Format(falcon_h1.write, falcon_h1.obstacles, falcon_h1.tensors),
-    "vllm": Format(vllm.write, vllm.obstacles),
+    "falcon-h1": Format(
+        falcon_h1.write,
+        falcon_h1.obstacles,
+        falcon_h1.tensors,
+        library="transformers",
+    ),
+    # Transformers reads it too.
+    "vllm": Format(vllm.write, vllm.obstacles, library="transformers"),
     "gguf": Format(gguf.write, gguf.obstacles, written_with="gguf", extra="llama-cpp"),
-    "mlx": Format(mlx.write, mlx.obstacles),
+    "mlx": Format(mlx.write, mlx.obstacles, library="mlx"),
     "onnx": Format(onnx.write, onnx.obstacles, written_with="onnxscript", holds_windows=True),
 }
 

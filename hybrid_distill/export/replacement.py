@@ -15,7 +15,7 @@ from .errors import ExportError
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ValueError for a path that holds anything but an export or an empty folder."""
+    """Raise ValueError for a path that holds anything but an export or an empty folder, or the current folder."""
     if not path.is_dir():
         # A broken link does not exist, and yet no folder can be renamed to its place.
         if path.exists() or path.is_symlink():
@@ -25,16 +25,24 @@ def check_replaceable(path: Path) -> None:
         raise ValueError(
             f"{path} holds files that are not an export; pass a new folder, or an export to replace."
         )
+    # Another folder takes its place: whoever works in it would be left in a deleted one.
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise ValueError(
+            f"{path} is or holds the current folder, which an export cannot replace; pass a new folder, or change to "
+            "another one first."
+        )
 
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces ``path`` if the block succeeds.
+    """Yield a temporary folder that replaces ``path``, or the folder that it links to, if the block succeeds.
 
     If the block fails, the temporary folder is deleted and ``path`` stays as it was. Leftovers of a
     killed process are restored or deleted first. Raises InUse when another process is writing
     ``path``, ExportError when the disk is full or not writable.
     """
+    # Beside the folder itself: a link may lead to another disk, and renaming would put a folder in its place.
+    path = path.resolve()
     new = path.with_name(f".{path.name}.new.tmp")
     old = path.with_name(f".{path.name}.old.tmp")
     with locked(path, beside=True):

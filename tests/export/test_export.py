@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import transformers
 from conftest import make_family_model
 from damaged import file_of
 from head_tables import some_scores
+from huggingface_hub import ModelCard
 from messages import has_facts, naming
 from safetensors.torch import load_file, save_file
 from students import byte_tokenizer, lose_caches, tiny_student
@@ -32,9 +34,10 @@ from hybrid_distill.export import (
     origin,
     verify_export,
 )
-from hybrid_distill.export.card import model_card
+from hybrid_distill.export.card import model_card, on_card
 from hybrid_distill.export.check import (
     CACHED,
+    PACKAGES,
     PADDED,
     RELOADED,
     Check,
@@ -43,9 +46,11 @@ from hybrid_distill.export.check import (
     table,
     weight_files,
 )
+from hybrid_distill.export.formats import FORMATS
 from hybrid_distill.export.native import checked_attention
+from hybrid_distill.export.replacement import check_replaceable
 from hybrid_distill.export.versions import checked_transformers
-from hybrid_distill.export_paths import MARK
+from hybrid_distill.export_paths import CARD, EVALUATION, HEAD_SCORES, MARK, TRAINING
 from hybrid_distill.model import HybridForCausalLM, field_rules, mixer, self_check, ssd
 from hybrid_distill.model.field_rules import check_version
 from hybrid_distill.plan import HeadPlan
@@ -257,6 +262,15 @@ def test_license_and_name_come_from_the_teachers_own_card(tmp_path, monkeypatch)
     assert origin("tiny") == ("apache-2.0", "")
 
 
+def test_a_card_may_list_its_base_models(tmp_path: Path) -> None:
+    """The first base of a merge is the one that the export's own card names."""
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\nbase_model:\n- a/b\n- c/d\n---\n")
+    assert on_card(card) == ("mit", "a/b")
+    card.write_text("---\nlicense: mit\nbase_model: []\n---\n")
+    assert on_card(card) == ("mit", "")
+
+
 def test_the_origin_of_a_snapshot_in_the_hubs_cache_is_its_identifier(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--Some-Org--Some--1B" / "snapshots" / "0123abc"
     snapshot.mkdir(parents=True)
@@ -264,10 +278,10 @@ def test_the_origin_of_a_snapshot_in_the_hubs_cache_is_its_identifier(tmp_path: 
 
 
 def test_the_card_says_distilled_only_of_a_student_that_was() -> None:
-    """A student whose training is not recorded counts as one."""
+    """Not of one whose training is not recorded: it may have had none."""
     student, plan = tiny_student("llama")
     distill = {"name": "distill", "steps": 1, "tokens": 8}
-    for training, is_distilled in (([], False), ([distill], True), (None, True)):
+    for training, is_distilled in (([], False), ([distill], True), (None, False)):
         card = model_card(
             student,
             plan,
@@ -280,6 +294,57 @@ def test_the_card_says_distilled_only_of_a_student_that_was() -> None:
         tags = next(line for line in card.splitlines() if line.startswith("tags: "))
         assert ("distillation, " in tags) == is_distilled
         assert ("distilled from a/b" in card) == is_distilled
+
+
+def test_a_conversion_records_nothing_that_its_export_did_not(
+    exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_distill.export.gate.run_gate", lambda *_, **__: GateReport())
+    _, path = exports["qwen2"]
+    out = tmp_path / "export"
+    export_student(ExportJob(path, out, format="safetensors"))
+    for folder in (path, out):
+        names = {file.name for file in folder.iterdir()}
+        assert not names & {TRAINING, EVALUATION, HEAD_SCORES}
+        assert "distillation" not in ModelCard.load(folder / CARD).data.tags
+
+
+LIBRARIES = {
+    "remote-code": "transformers",
+    "falcon-h1": "transformers",
+    "vllm": "transformers",
+    "mlx": "mlx",
+    "gguf": None,
+    "onnx": None,
+    "safetensors": None,
+}
+"""Library on the hub that loads each form, None for forms that none loads."""
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+def test_the_card_claims_the_library_and_the_checks_of_its_form(export_format: str) -> None:
+    # The recurrence that every form can hold.
+    student, plan = tiny_student("llama", recurrence="mamba2")
+    text = model_card(
+        student,
+        plan,
+        None,
+        None,
+        export_format=export_format,
+        license="mit",
+        base_model="a/b",
+        kernels={"implementation": "triton", "difference": 1e-6},
+    )
+    assert ModelCard(text).data.library_name == LIBRARIES[export_format]
+    # As in `check.py`: a program's logits are compared with the record alone, and vLLM has none to show.
+    check = text.partition("`python gate/check.py`")[2].partition("Where it was exported")[0]
+    is_for_other_program = export_format in PACKAGES
+    assert ("left-padded" in check) is not is_for_other_program
+    assert ("tensor" in check) is not is_for_other_program
+    assert ("logits" in check) is (export_format != "vllm")
+    # Stock Falcon-H1 refuses to, and other programs have other ways.
+    speculates = export_format in ("remote-code", "safetensors")
+    assert ("assistant_model" in text) is speculates
 
 
 def test_the_card_gives_shares_of_heads_that_were_ranked_by_attribution() -> None:
@@ -399,6 +464,36 @@ def test_an_export_is_replaced_whole_or_not_at_all(exports, copied, monkeypatch)
     assert not (path / "tokenizer.json").exists()
     assert (path / "model.safetensors").is_file()
     assert {other.name for other in path.parent.iterdir()} <= {path.name, "modules"}
+
+
+def test_an_export_behind_a_link_is_replaced_where_it_is(exports, copied, tmp_path: Path) -> None:
+    student, _ = exports["llama"]
+    path, _ = copied
+    plan = HeadPlan.load(path / "plan.json")
+    other_disk = tmp_path / "disk"
+    other_disk.mkdir()
+    place = path.rename(other_disk / "big")
+    link = tmp_path / "link"
+    link.symlink_to(place)
+    for _ in range(3):
+        (place / "tokenizer.json").touch()
+        export_checkpoint(student, None, link, plan=plan, gate=False)
+        assert link.is_symlink()
+        assert not (place / "tokenizer.json").exists()
+        assert list(other_disk.iterdir()) == [place]
+
+
+@pytest.mark.parametrize("out", [".", "..", "../link"])
+def test_the_current_folder_is_not_replaced(
+    copied, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """A shell in it would stay in the deleted one."""
+    path, _ = copied
+    check_replaceable(path)
+    path.with_name("link").symlink_to(path)
+    monkeypatch.chdir(path / "gate" if out == ".." else path)
+    with pytest.raises(ValueError, match=re.escape(out)):
+        check_replaceable(Path(out))
 
 
 def test_refuses_a_folder_that_is_not_an_export(exports, tmp_path):
