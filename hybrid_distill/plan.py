@@ -86,6 +86,10 @@ class Shape(NamedTuple):
         # A container is filled with KV groups.
         return self.n_heads // self.n_kv_heads
 
+    def units(self, unit: Unit) -> list[UnitId]:
+        """List all units, layer by layer."""
+        return list(product(range(self.n_layers), range(self.n_heads // self.heads_in(unit))))
+
 
 @dataclass(frozen=True)
 class Tie:
@@ -241,6 +245,10 @@ class HeadPlan:
             return cls.from_pairs(scores, _first_heads(scores, k, by))
         unit_size = Shape.of(scores).heads_in(unit)
         ranked = scores.unit_ranking(unit_size, by)
+        n_scored = len(ranked)
+        if unit == "container":
+            n_scored = _n_in_every_layer(ranked, Shape.of(scores).n_layers)
+        _check_scored(k, n_scored, unit)
         chosen = _first_in_each_layer(ranked, k) if unit == "container" else ranked[:k]
         return cls.from_pairs(scores, _heads_of(chosen, unit_size))
 
@@ -249,22 +257,27 @@ class HeadPlan:
         """Keep ``k`` units spread evenly over the model: as large as a plan whose heads are not ranked yet."""
         cls.check_k(shape_of, k, unit=unit)
         shape = Shape.of(shape_of)
-        unit_size = shape.heads_in(unit)
-        units = list(product(range(shape.n_layers), range(shape.n_heads // unit_size)))
+        units = shape.units(unit)
         if unit == "container":
             chosen = _first_in_each_layer(units, k)
         else:
             chosen = [units[place * len(units) // k] for place in range(k)]
-        return cls.from_pairs(shape_of, _heads_of(chosen, unit_size))
+        return cls.from_pairs(shape_of, _heads_of(chosen, shape.heads_in(unit)))
 
     @classmethod
-    def random(cls, shape_of: object, k: int, seed: int) -> HeadPlan:
-        """Keep ``k`` random heads; the same seed draws the same heads."""
-        cls.check_k(shape_of, k)
-        every = cls.all(shape_of).kept
+    def random(cls, shape_of: object, k: int, seed: int, unit: Unit = "head") -> HeadPlan:
+        """Keep ``k`` random units, as `top_k` counts them; the same seed draws the same ones."""
+        cls.check_k(shape_of, k, unit=unit)
+        shape = Shape.of(shape_of)
+        units = shape.units(unit)
         # Seeded by text, which draws alike on every Python and machine.
         rng = _random.Random(f"head-plan-{seed}")
-        return cls.from_pairs(shape_of, rng.sample(every, k))
+        if unit == "container":
+            rng.shuffle(units)
+            chosen = _first_in_each_layer(units, k)
+        else:
+            chosen = rng.sample(units, k)
+        return cls.from_pairs(shape_of, _heads_of(chosen, shape.heads_in(unit)))
 
     @classmethod
     def layers(cls, shape_of: object, layers: Sequence[int]) -> HeadPlan:
@@ -332,15 +345,26 @@ class HeadPlan:
 def _first_heads(scores: Scored, k: int, by: str) -> list[HeadId]:
     """Return the ``k`` heads that rank highest; log a warning if a head left out ranks as high."""
     ranking = scores.ranking(by)
-    # Fewer than the teacher has, if only some were scored.
-    if k > len(ranking):
-        raise ValueError(
-            f"k is {k}, but only {len(ranking)} heads of this teacher are scored; take a smaller k."
-        )
+    _check_scored(k, len(ranking), "head")
     tie = scores.tie(k, by)
     if tie is not None:
         _warn_once(tie)
     return ranking[:k]
+
+
+def _check_scored(k: int, n_scored: int, unit: Unit) -> None:
+    """Raise ValueError for more units than are scored: fewer than the teacher has, if only some heads were."""
+    if k > n_scored:
+        raise ValueError(
+            f"k is {k}, but only {n_scored} of unit {unit!r} are scored; pass at most {n_scored}, or scores of more "
+            "heads."
+        )
+
+
+def _n_in_every_layer(units: Sequence[UnitId], n_layers: int) -> int:
+    """Return the number of units of the layer that has the fewest."""
+    n_in_layer = Counter(layer for layer, _ in units)
+    return min(n_in_layer[layer] for layer in range(n_layers))
 
 
 def _heads_of(units: Iterable[UnitId], unit_size: int) -> list[HeadId]:

@@ -1,5 +1,6 @@
 """HeadPlan: which heads stay attention, by unit of a ranking, at random or by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from conftest import make_family_model
 from head_tables import some_scores
 from messages import naming
 
+from hybrid_distill.config import PlanConfig
+from hybrid_distill.pipeline.planning import make_plan
 from hybrid_distill.plan import HeadId, HeadPlan, Shape, Tie
 from hybrid_distill.scoring import HeadScores
 
@@ -190,6 +193,42 @@ def test_more_units_than_the_teacher_has_are_refused(unit: Any, most: int) -> No
     HeadPlan.check_k(GROUPED, most, unit=unit)
     with pytest.raises(ValueError, match=str(most)):
         HeadPlan.top_k(GROUPED, most + 1, unit=unit)
+
+
+@pytest.mark.parametrize(
+    ("unit", "n_scored"), [("head", 4), ("kv-group", 4), ("layer", 3), ("container", 1)]
+)
+def test_more_units_than_are_scored_are_refused(unit: Any, n_scored: int) -> None:
+    assert HeadPlan.top_k(ranked(), n_scored, unit=unit).k > 0
+    with pytest.raises(ValueError, match=naming("k", n_scored + 1)):
+        HeadPlan.top_k(ranked(), n_scored + 1, unit=unit)
+
+
+def test_units_of_every_layer_are_scored_in_every_layer_or_refused() -> None:
+    one_layer = some_scores([[0.1, 0.6, 0.2, 0.3], [torch.nan] * 4], n_kv_heads=2)
+    with pytest.raises(ValueError, match=naming("k", 1, 0)):
+        HeadPlan.top_k(one_layer, 1, unit="container")
+    assert HeadPlan.top_k(one_layer, 2, unit="kv-group").k == 4
+    with pytest.raises(ValueError, match=naming("k", 3, 2)):
+        HeadPlan.top_k(one_layer, 3, unit="kv-group")
+    with pytest.raises(ValueError, match=naming("k", 2, 1)):
+        HeadPlan.top_k(one_layer, 2, unit="layer")
+
+
+@pytest.mark.parametrize(
+    ("unit", "k", "n_kept", "n_plans"),
+    [("head", 2, 2, 28), ("kv-group", 1, 2, 4), ("layer", 1, 4, 2), ("container", 1, 4, 4)],
+)
+def test_random_units_are_kept_whole(unit: Any, k: int, n_kept: int, n_plans: int) -> None:
+    plans: set[tuple[HeadId, ...]] = set()
+    options = PlanConfig("random", k=k, unit=unit)
+    for seed in range(200):
+        plan = make_plan(replace(options, seed=seed), GROUPED, None)  # type: ignore[arg-type]
+        assert plan == HeadPlan.random(GROUPED, k, seed, unit)
+        assert plan.k == n_kept
+        plans.add(plan.kept)
+    # Each way to keep so many whole units, and no other.
+    assert len(plans) == n_plans
 
 
 def test_an_unknown_unit_is_refused() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from ..config import RunConfig, to_json
-from ..data import preparations, prepared_sources
+from ..data import DataConfig, preparations
 from ..evaluation.evaluate import CACHE_LENGTHS
 from ..lab.memory.timing import training_time
 from ..pipeline import RunInputs, RunPaths
@@ -59,11 +59,15 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     teacher = shape_of_teacher(config.teacher)
     plan, plan_text = _plan(config, teacher)
     stages = [plan_stage(config, stage, plan) for stage in config.stages]
-    commands_before = _commands_before(config)
-    if commands_before:
-        command += f" --data.sources {' '.join(prepared_sources(config.data))}"
+    summary = [heading]
+    if config.gpus > 1:
+        commands_before, source_flags = _preparations(config)
+        if commands_before:
+            listed = textwrap.indent("\n".join(commands_before), "  ")
+            summary.append(f"First, once, without GPUs:\n{listed}")
+        command += source_flags
     launch = launch_command(config, stages, command)
-    summary = [heading, *commands_before, launch, _kept_and_replaced(config), plan_text]
+    summary += [launch, _kept_and_replaced(config), plan_text]
     sizes = f"{_sizes(config, teacher, plan)}\n{memory_tables(config, stages)}"
     blocks = ["\n".join(summary), sizes]
     time = training_time(config, plan, teacher.num_parameters())
@@ -72,16 +76,33 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     return "\n\n".join([*blocks, *settings])
 
 
-def _commands_before(config: RunConfig) -> list[str]:
-    """Return the commands to run before a launch of several processes, which would refuse to
-    tokenize so much."""
-    if config.gpus == 1:
-        return []
-    commands = preparations(config.data, config.teacher.path)
-    if not commands:
-        return []
-    listed = textwrap.indent("\n".join(commands), "  ")
-    return [f"First, once, without GPUs:\n{listed}"]
+def _preparations(config: RunConfig) -> tuple[list[str], str]:
+    """Return the commands to run before a launch of several processes, which would refuse to tokenize so much, and the
+    flags of the launch that name the folders they make."""
+    # By command: what several stages read is tokenized once.
+    folders: dict[str, str] = {}
+    flags = ""
+    for name, data, tokenizer in _data_read(config):
+        commands = preparations(data, tokenizer)
+        if not commands:
+            continue
+        sources = []
+        for source in data.sources:
+            if source in commands:
+                source = folders.setdefault(commands[source], f"tokens/{len(folders) + 1}")
+            sources.append(source)
+        flags += f" --{name}.sources {' '.join(sources)}"
+    return [f"{command} --out {folder}" for command, folder in folders.items()], flags
+
+
+def _data_read(config: RunConfig) -> Iterator[tuple[str, DataConfig, str]]:
+    """Yield all data that the run reads: the name of its flags, its options, the path of its tokenizer."""
+    if config.fits_to_text or any(stage.data is None for stage in config.stages):
+        yield "data", config.data, config.teacher.path
+    for stage in config.stages:
+        if stage.data is not None:
+            name = stage.name.replace("_", "-")
+            yield f"{name}.data", stage.data, config.teacher_of(stage).path
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

@@ -92,6 +92,9 @@ def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> Planned
     names = STRATEGIES if config.gpus > 1 else STRATEGIES[:1]
     if not shape.shardable:
         names = [name for name in names if name not in ("zero3", "fsdp2")]
+    if stage.on_divergence == "skip":
+        # DeepSpeed steps before anyone has seen the gradient: `Zero` refuses.
+        names = [name for name in names if not name.startswith("zero")]
 
     def of_every_strategy(gradient_checkpointing: bool) -> pd.DataFrame:
         columns = {}

@@ -15,7 +15,6 @@ from .config import (
     check_sources,
     open_rows,
     preparations,
-    prepared_sources,
 )
 from .documents import read_documents, read_held_out
 from .folder import TokenHeader, open_tokens

@@ -129,37 +129,23 @@ def open_rows(
     return PackedRows(tokens, seq_len=config.seq_len, seed=config.seed, weights=config.weights)
 
 
-def preparations(config: DataConfig, tokenizer: str) -> list[str]:
-    """Return the commands that tokenize the sources which are too large for a launch (`check_launch`).
+def preparations(config: DataConfig, tokenizer: str) -> dict[str, str]:
+    """Map each source that is too large for a launch (`check_launch`) to the command that tokenizes it, but for --out.
 
     Does not look into the cache, which may have their tokens already.
     """
     if config.hub_tokens is None or config.hub_tokens <= LARGEST_IN_A_LAUNCH:
-        return []
+        return {}
     options = f"--tokenizer {tokenizer} --max-tokens {config.hub_tokens}"
     if config.chat:
         options += " --chat"
     elif config.text_column != DataConfig.text_column:
         options += f" --text-column {config.text_column}"
-    commands = []
-    for source, folder in zip(config.sources, prepared_sources(config)):
-        if source != folder:
-            commands.append(
-                f"hybrid-distill prepare-data {options} --sources {source} --out {folder}"
-            )
-    return commands
-
-
-def prepared_sources(config: DataConfig) -> list[str]:
-    """Return the sources, with the folders of `preparations` in place of those on the hub."""
-    prepared = []
-    n_on_hub = 0
+    commands = {}
     for source in config.sources:
         if source.startswith(HUB):
-            n_on_hub += 1
-            source = f"tokens/{n_on_hub}"
-        prepared.append(source)
-    return prepared
+            commands[source] = f"hybrid-distill prepare-data {options} --sources {source}"
+    return commands
 
 
 def check_launch(

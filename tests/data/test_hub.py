@@ -23,8 +23,10 @@ from hybrid_distill.cli.prepare_data import PrepareJob
 from hybrid_distill.config import RunConfig
 from hybrid_distill.data import DataConfig, check_launch, hub, open_rows, writer
 from hybrid_distill.data import config as data_config
+from hybrid_distill.flags import parse_as
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import prepare
+from hybrid_distill.stage_flags import with_stage_flags
 from hybrid_distill.train.config import Distill
 
 SOURCE = "hf:somebody/texts:small:train"
@@ -303,6 +305,34 @@ def test_a_dry_run_names_the_commands_to_run_first(fake, run, capsys):
     run_recipe(replace(large, gpus=1), ["--dry-run"])
     assert "prepare-data" not in capsys.readouterr().out
     assert fake.asked == 0
+
+
+def test_a_dry_run_prepares_what_stages_read_by_themselves(fake, run, capsys):
+    """Once, though the run and a stage read it; the run's data counts only where it is read."""
+    large = replace(run.data, hub_tokens=100_000_001)
+    post = replace(run.stage("post"), data=large)
+    own = replace(run, data=DataConfig(seq_len=16), stages=(DISTILL, post), gpus=2)
+    alone = replace(own, data=large, stages=(post,))
+    both = replace(alone, stages=(DISTILL, post))
+    of_run = "--data.sources tokens/1"
+    of_stage = "--post.data.sources tokens/1"
+    for config, flags in (
+        (own, [of_stage]),
+        (alone, [of_stage]),
+        (both, [of_run, of_stage]),
+    ):
+        run_recipe(config, ["--dry-run"])
+        printed = capsys.readouterr().out
+        commands = re.findall(r"^ *hybrid-distill prepare-data .*$", printed, re.MULTILINE)
+        (command,) = commands
+        assert command.endswith(f"--sources {SOURCE} --out tokens/1")
+        (launch_line,) = re.findall(r"^Launch.*$", printed, re.MULTILINE)
+        assert re.findall(r"--\S*data\.sources \S+", launch_line) == flags
+
+    default = with_stage_flags(both)
+    words = " ".join(flags).split()
+    parsed: Any = parse_as(type(default), words, default=default, prog="run", description=None)
+    assert parsed.data.sources == parsed.post.data.sources == ("tokens/1",)
 
 
 @pytest.mark.launched

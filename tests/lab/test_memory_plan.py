@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.dry_run import describe
-from hybrid_distill.cli.launch_plan import COMMUNICATION, LAUNCH
+from hybrid_distill.cli.launch_plan import COMMUNICATION, LAUNCH, plan_stage
 from hybrid_distill.config import PlanConfig
 from hybrid_distill.data import DataConfig
 from hybrid_distill.lab.memory.activations import KERNEL_CHUNK
@@ -34,6 +34,7 @@ from hybrid_distill.lab.memory.shape import StageShape
 from hybrid_distill.lab.memory.timing import training_time
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student, empty_student
+from hybrid_distill.teacher import load_config
 from hybrid_distill.train.config import (
     Align,
     AlignMatrix,
@@ -336,6 +337,18 @@ def test_a_dry_run_shows_every_strategy_and_what_to_launch(
         assert words in printed
     launch = "--config_file launch/ddp.yaml --num_processes 8"
     assert f"{launch} -m hybrid_distill run {recipe}" in printed
+
+
+def test_zero_is_not_offered_to_a_stage_that_skips_steps() -> None:
+    """DeepSpeed refuses such a stage."""
+    skipping = small_run(gpus=2).with_stage("distill", on_divergence="skip")
+    plan = HeadPlan.spread(load_config("tiny"), 3)
+    strategies = {}
+    for stage in skipping.stages:
+        planned = plan_stage(skipping, stage, plan)
+        assert list(planned.own) == list(planned.others)
+        strategies[stage.name] = tuple(planned.own)
+    assert strategies == {"align": STRATEGIES, "distill": ("ddp", "fsdp2")}
 
 
 def test_a_dry_run_for_one_gpu() -> None:

@@ -156,6 +156,29 @@ def test_all_cells_are_asked_at_the_distance_of_the_largest_window(tmp_path: Pat
     assert distances == {12}
 
 
+def test_a_wider_window_may_not_move_the_questions_of_finished_cells(tmp_path: Path) -> None:
+    job = SweepJob(out=tmp_path, heads="0", d_state="4", window="0,8", seeds=1, selection="top")
+    with_distance = replace(small_run().evaluation, distance=12)
+
+    def extended(window: str, **changes: Any) -> Sweep:
+        definition = checked(replace(job, window=window), recipe(**changes)).definition
+        return Sweep.open(replace(definition, share=False))
+
+    this = extended("0,8")
+    teacher_evaluation = this.paths.of_seed(0).teacher_evaluation
+    teacher_evaluation.parent.mkdir(parents=True)
+    teacher_evaluation.write_text("{}")
+    with pytest.raises(ValueError, match=naming(tmp_path, "8", "12")):
+        extended("0,8,12")
+    assert this.evaluation == extended("0,4,8").evaluation
+
+    # A distance of the recipe's own stays, whatever the windows.
+    teacher_evaluation.unlink()
+    extended("0,8", evaluation=with_distance)
+    teacher_evaluation.write_text("{}")
+    assert extended("0,4,8,12", evaluation=with_distance).evaluation.distance == 12
+
+
 def test_another_spelling_of_the_folder_continues_the_same_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,16 +225,20 @@ def test_a_dry_run_refuses_what_the_sweep_refuses(tmp_path: Path) -> None:
         dry_run(replace(job, out=tmp_path / "file"), recipe())
 
 
-def test_a_control_is_trained_beside_cells_with_a_shared_alignment(tmp_path: Path) -> None:
-    job = SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1, selection="top")
-    request = checked(job, recipe(control=True, cache="90%"))
-    assert request.definition.base.cache is None
-    this = Sweep.open(request.definition)
-    (alignment,) = alignments_of(this)
+def test_a_control_is_refused() -> None:
+    """With all heads, a control is a trained teacher; the cell of all heads is the teacher as it is."""
+    for job, controlled in (
+        (SweepJob(), recipe(control=True)),
+        (SweepJob(set=("control=True",)), recipe()),
+    ):
+        with pytest.raises(ValueError, match=naming("control=False")):
+            base_config(job, controlled)
+    base = base_config(SweepJob(set=("control=False",)), recipe(control=True))
+    assert not base.control
 
-    perform(this, alignment)
 
-    assert alignment.outcome().state == "done"
+def test_the_grid_decides_what_a_cache_would() -> None:
+    assert base_config(SweepJob(), recipe(cache="90%")).cache is None
 
 
 def test_fields_of_the_recipe_can_be_changed() -> None:

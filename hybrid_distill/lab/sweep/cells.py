@@ -158,9 +158,7 @@ def _alignment_run(sweep: Sweep, seed: int, d_state: int, window: int) -> RunInp
     out = sweep.paths.alignment(d_state, window, seed).out
     scores = sweep.paths.of_seed(seed).scores
     config = variant_config(of_seed, f"shared-{out.name}", out, of_seed.plan, scores)
-    # A control trains through the stages of whole models, which the cells have.
-    config = replace(with_student(config, d_state, window), control=False)
-    return RunInputs(config, sweep.teacher, sweep.pins)
+    return RunInputs(with_student(config, d_state, window), sweep.teacher, sweep.pins)
 
 
 def _seeded(sweep: Sweep, seed: int) -> RunConfig:

@@ -106,7 +106,7 @@ class Sweep:
     def check_grows(self, definition: Definition) -> None:
         """Raise ValueError, naming the differences, unless a definition continues this sweep.
 
-        It does if it has all cells and the same settings, or if nothing has run yet.
+        It does if it has all cells, the same settings and the same far questions, or if nothing has run yet.
         """
         if not any(has_result(task.folder) for task in self.tasks.values()):
             return
@@ -116,6 +116,7 @@ class Sweep:
         wanted = {cell.name for cell in definition.cells}
         missing = sorted(cell.name for cell in self.cells if cell.name not in wanted)
         if not changed and not missing:
+            self._check_distance(definition)
             return
         if not changed:
             changed = ["with " + ", ".join(missing[:5])]
@@ -123,6 +124,21 @@ class Sweep:
             f"{self.out} holds another sweep: {', '.join(changed)}; use those settings and a grid with all its values "
             "to continue or extend it, or another --out."
         )
+
+    def _check_distance(self, definition: Definition) -> None:
+        """Raise ValueError if a wider window would move the far questions, which finished cells have answered."""
+        wider = widest(definition.base, definition.grid.d_state, definition.grid.window)
+        if wider.student.window == self._cell_run.student.window:
+            return
+        # Without the teacher's weights, for this is also a dry run's check.
+        before = RunInputs(self._cell_run).evaluation_distance
+        after = RunInputs(wider).evaluation_distance
+        if before != after:
+            raise ValueError(
+                f"--window {wider.student.window} would move the far questions from {before} to {after} words, and "
+                f"cells in {self.out} have answered the former; pass another --out (begun with --set "
+                f"evaluation.distance={after}, a sweep may add windows later)."
+            )
 
     @cached_property
     def teacher(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -144,7 +160,7 @@ class Sweep:
     def _cell_run(self) -> RunConfig:
         """Run of a cell with the largest state: if any cell has a stage, this one has."""
         grid = self.record["grid"]
-        return with_student(self.base, max(grid["d_state"]), max(grid["window"])).resolved()
+        return widest(self.base, grid["d_state"], grid["window"]).resolved()
 
     @property
     def own_stages(self) -> tuple[StageConfig, ...]:
@@ -185,6 +201,11 @@ def with_student(run: RunConfig, d_state: int, window: int) -> RunConfig:
     sinks = min(run.student.sinks, window)
     student = replace(run.student, d_state=d_state, window=window, sinks=sinks)
     return replace(run, student=student)
+
+
+def widest(base: RunConfig, d_state: Sequence[int], window: Sequence[int]) -> RunConfig:
+    """Return the run of the cell with the largest state and window of a grid."""
+    return with_student(base, max(d_state), max(window))
 
 
 def _settings(base: RunConfig, share: bool) -> Record:

@@ -26,7 +26,7 @@ from ...stage_flags import with_stage_flags, without_stage_flags
 from ...train.stop import Interrupted, is_ctrl_c
 from ...train.tracking import check_trackers
 from .flags import SweepJob, split_pairs
-from .folder import Definition, Sweep, with_student
+from .folder import Definition, Sweep, widest
 from .grid import Grid
 from .paths import SweepPaths
 from .results import write_results
@@ -86,7 +86,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
         if flag is not None:
             axes[name] = flag
     grid = Grid.parse(**axes, first_seed=base.seed)
-    inputs = RunInputs(with_student(base, max(grid.d_state), max(grid.window)))
+    inputs = RunInputs(widest(base, grid.d_state, grid.window))
     check_teachers(inputs)
     check_data(inputs)
     check_evaluation(inputs)
@@ -190,6 +190,11 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
+        )
+    if base.control:
+        raise ValueError(
+            "control is set, and a sweep trains no control beside its cells; pass --set control=False, and "
+            "--control to `hybrid-distill run` for one student."
         )
     # The grid decides what a cache would.
     base = replace(
