@@ -49,6 +49,7 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     # Qwen3's head_dim is its own setting: here heads * head_dim (128) is not the model width (64).
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4},
     "olmo2": {},
     "olmo3": {},
     "phi": {},
@@ -70,6 +71,7 @@ _CLASS_PREFIX = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "phi": "Phi",

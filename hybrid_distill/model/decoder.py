@@ -340,7 +340,9 @@ def _mask_documents(decoder: Any, row: dict[str, Any], backbone_packs: bool) -> 
         return
     if has_kept_heads:
         borders = row.pop("cu_seq_lens_q", None)
-        packed = packed_inputs(seq_idx_BL, decoder.dtype, decoder.config, attention_mask, borders)
+        # Not the decoder's `dtype`: a replica of DataParallel has no parameters to read it from.
+        dtype = decoder.get_input_embeddings().weight.dtype
+        packed = packed_inputs(seq_idx_BL, dtype, decoder.config, attention_mask, borders)
         row["attention_mask"] = packed["attention_mask"]
         if row["position_ids"] is None:
             row["position_ids"] = packed["position_ids"]

@@ -44,10 +44,14 @@ class HybridPreTrainedModel(PreTrainedModel):
     def __init__(self, config: HybridConfig) -> None:
         # Read first: transformers puts its own choice in the place of None.
         requested = config._attn_implementation or config.checked_attention
+        requested_experts = getattr(config, "_experts_implementation", None)
         super().__init__(config)
         backbone = make_backbone(config.shared_backbone(), requested)
+        if requested_experts is not None:
+            backbone.set_experts_implementation(requested_experts)
         config.share_backbone(decoder_of(backbone).config)
         config._attn_implementation = backbone.config._attn_implementation
+        config._experts_implementation = getattr(backbone.config, "_experts_implementation", None)
         self.model = decoder_of(backbone)
         self._no_split_modules = backbone._no_split_modules
         put_mixers(self.model, config)

@@ -189,7 +189,18 @@ def _compared(model: PreTrainedModel) -> Any:
 def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
     """Compute the logits, or the hidden states of a decoder alone."""
     options = {"use_cache": False, "return_dict": True, **inputs}
-    return _compared(model)(input_ids=ids_1L, **options)[0][0].float()
+    if getattr(text_config(model), "output_router_logits", False):
+        # Computed of the mask, which packing has another shape of.
+        options["output_router_logits"] = False
+    return _scores_of(_compared(model)(input_ids=ids_1L, **options))
+
+
+def _scores_of(output: Any) -> Tensor:
+    """Return the logits of the first row, or the hidden states of a decoder alone."""
+    # By name: the first field of an output with a router's loss is that loss.
+    if "logits" in output:
+        return output.logits[0].float()
+    return output.last_hidden_state[0].float()
 
 
 def _padded(model: PreTrainedModel, ids_1L: Tensor) -> Tensor:
@@ -222,7 +233,7 @@ def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
     for piece_1L in document_1L.split(PIECES, dim=1):
         output = compared(input_ids=piece_1L, use_cache=True, return_dict=True, **{name: cache})
         cache = cache_of(output)
-        logits.append(output[0][0].float())
+        logits.append(_scores_of(output))
     return torch.cat(logits)
 
 

@@ -100,6 +100,9 @@ def _load_model(path: str | Path, **options: Any) -> PreTrainedModel:
     if missing:
         more = " ..." if len(missing) > 3 else ""
         raise ValueError(f"its weights lack {', '.join(missing[:3])}{more}")
+    if getattr(model.config, "output_router_logits", False):
+        # The loss that balances experts: a teacher is not trained, and it cannot be computed of packed rows.
+        model.config.output_router_logits = False
     return model
 
 

@@ -1,6 +1,7 @@
 """The student is the teacher: what kept heads do; every way to run a student gives one result."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from students import (
     tokens,
 )
 
+from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.model.layout import cache_of
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -62,6 +64,29 @@ def test_all_heads_kept_is_the_teacher(teacher) -> None:
     for model in (teacher, student):
         model.set_attn_implementation("sdpa")
     assert student.model.config._attn_implementation == "sdpa"
+    assert torch.equal(logits(student, ids), logits(teacher, ids))
+
+
+@torch.no_grad()
+def test_a_student_computes_experts_as_it_was_asked_to(tmp_path: Path) -> None:
+    """The config reports what the decoder runs."""
+    teacher = make_family_model("mixtral")
+    student, _ = build_student(teacher, keep(teacher, THREE), d_state=4)
+    assert student.config._experts_implementation == student.model.config._experts_implementation
+    student.save_pretrained(tmp_path)
+
+    loaded = HybridForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+
+    assert loaded.config._experts_implementation == "eager"
+    assert loaded.model.layers[0].mlp.experts.config._experts_implementation == "eager"
+    ids = tokens(2, 9)
+    close(logits(loaded, ids), logits(student, ids))
+
+
+def test_a_teacher_that_returns_its_routers_loss_has_students() -> None:
+    teacher = make_family_model("mixtral", output_router_logits=True)
+    student, _ = build_student(teacher, HeadPlan.all(teacher), d_state=4)
+    ids = tokens(2, 9)
     assert torch.equal(logits(student, ids), logits(teacher, ids))
 
 

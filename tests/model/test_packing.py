@@ -203,6 +203,21 @@ def test_a_cache_without_states_and_no_input_are_refused() -> None:
         student()
 
 
+def test_a_replica_without_parameters_reads_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer copies a model to several GPUs of one process: tensors of a copy are not its parameters."""
+    student = mixed_student(make_family_model("llama"))
+    ids = tokens(1, 12)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 7])
+    expected = packed_logits(student, ids, seq_idx)
+
+    def of_replica(_model: Any) -> torch.dtype:
+        raise StopIteration
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "dtype", property(of_replica))
+    with torch.no_grad():
+        close(student(ids, seq_idx=seq_idx, use_cache=False).logits, expected)
+
+
 def test_packed_rows_compile_into_one_graph() -> None:
     """A graph cannot look at the positions: it takes every row for a packed one."""
     teacher = make_family_model("llama", num_hidden_layers=1)
