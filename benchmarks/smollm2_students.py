@@ -52,13 +52,13 @@ ROWS = 4
 ROW = 512
 TEACHER = "teacher"
 STUDENTS = {
-    "top 14": "--plan.k 14",
+    "top 14": "--plan.unit head --plan.k 14",
     "0 heads": "--plan.selection none --plan.k 0",
-    "top 27": "--plan.k 27",
+    "top 27": "--plan.unit head --plan.k 27",
     "8 whole layers": "--plan.selection layers --plan.layers 2 6 10 14 18 22 25 29",
-    "14 random, draw 1": "--plan.selection random --plan.k 14 --plan.seed 1",
-    "14 random, draw 2": "--plan.selection random --plan.k 14 --plan.seed 2",
-    "14 random, draw 3": "--plan.selection random --plan.k 14 --plan.seed 3",
+    "14 random, draw 1": "--plan.selection random --plan.unit head --plan.k 14 --plan.seed 1",
+    "14 random, draw 2": "--plan.selection random --plan.unit head --plan.k 14 --plan.seed 2",
+    "14 random, draw 3": "--plan.selection random --plan.unit head --plan.k 14 --plan.seed 3",
 }
 """Flags that decide which heads a student keeps."""
 SIZES = (4, 8)

@@ -146,9 +146,9 @@ class Student:
 
 PLANS = {
     "no head": "--plan.selection none --plan.k 0",
-    "top 14": "--plan.k 14",
-    "top 27": "--plan.k 27",
-    "14 random": "--plan.selection random --plan.k 14 --plan.seed 1",
+    "top 14": "--plan.unit head --plan.k 14",
+    "top 27": "--plan.unit head --plan.k 27",
+    "14 random": "--plan.selection random --plan.unit head --plan.k 14 --plan.seed 1",
     **{f"{k} groups": f"--plan.unit kv-group --plan.k {k}" for k in (5, 7, 8, 9, 12, 14, 39)},
     **{f"{k} {FAR}": f"--plan.unit kv-group --plan.k {k}" for k in (3, 4, 5, 6, 7, 9)},
 }

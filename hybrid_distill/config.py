@@ -90,11 +90,12 @@ class PlanConfig:
     """``top``: heads with the highest scores (``scoring.method``). ``restoration``: heads that recover most when added
     one by one to an aligned student without attention; the run first aligns all heads once, in ``aligned/``."""
     k: CountOrZero = 6
-    """Number of units to keep, over all layers, for ``top``; of heads for ``restoration`` and ``random``."""
+    """Number of units to keep, over all layers, for ``top``, ``restoration`` and ``random``."""
     unit: Unit = "head"
-    """Part that ``top`` keeps whole, ranked by its best head, by ``attribution`` by the sum of its heads: ``head``;
-    ``kv-group``, the query heads of one KV head, which take no more cache than one of them; ``layer``; ``container``,
-    ``k`` KV groups in each layer, for an export as a Falcon-H1 (docs/export.md)."""
+    """Part that ``top`` and ``random`` keep whole, ranked by its best head, by ``attribution`` by the sum of its heads:
+    ``head``, the only one for ``restoration``; ``kv-group``, the query heads of one KV head, which take no more cache
+    than one of them; ``layer``; ``container``, ``k`` KV groups in each layer, for an export as a Falcon-H1
+    (docs/export.md)."""
     seed: Seed = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()
@@ -106,6 +107,11 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "plan.")
+        if self.restores and self.unit != "head":
+            raise ValueError(
+                f"plan.unit is {self.unit!r}, and plan.selection 'restoration' chooses single heads; pass --plan.unit "
+                "head, with a --plan.k of heads."
+            )
 
     @property
     def restores(self) -> bool:

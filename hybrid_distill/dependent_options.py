@@ -11,15 +11,31 @@ from .train.config import Distill
 
 T = TypeVar("T")
 
+
+def _counts_units(run: RunConfig) -> bool:
+    """Check whether the plan keeps ``k`` units. A cache sets them beside any selection."""
+    return run.plan.selection in ("top", "restoration", "random") or run.cache is not None
+
+
+def _counts_or_is_none(run: RunConfig) -> bool:
+    """Check whether the plan keeps ``k`` units, or none, and says so."""
+    return _counts_units(run) or (run.plan.selection == "none" and run.plan.k == 0)
+
+
+COUNTED = "with --plan.selection top, restoration or random"
 READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
-    "align_share": (lambda run: run.tokens is not None, "--tokens"),
-    "context": (lambda run: run.cache is not None, "--cache"),
-    "show_config": (lambda run: run.dry_run, "--dry-run"),
-    "plan.layers": (lambda run: run.plan.selection == "layers", "--plan.selection layers"),
-    "plan.pairs": (lambda run: run.plan.selection == "pairs", "--plan.selection pairs"),
-    "plan.file": (lambda run: run.plan.selection == "file", "--plan.selection file"),
-    "scoring.distance": (lambda run: run.attributes, "--scoring.method attribution"),
-    "scoring.other_weights": (lambda run: run.scoring.file is not None, "--scoring.file"),
+    "align_share": (lambda run: run.tokens is not None, "with --tokens"),
+    "context": (lambda run: run.cache is not None, "with --cache"),
+    "show_config": (lambda run: run.dry_run, "with --dry-run"),
+    "plan.k": (_counts_or_is_none, COUNTED),
+    "plan.unit": (_counts_units, COUNTED),
+    "plan.seed": (lambda run: run.plan.selection == "random", "with --plan.selection random"),
+    "plan.layers": (lambda run: run.plan.selection == "layers", "with --plan.selection layers"),
+    "plan.pairs": (lambda run: run.plan.selection == "pairs", "with --plan.selection pairs"),
+    "plan.file": (lambda run: run.plan.selection == "file", "with --plan.selection file"),
+    "scoring.method": (lambda run: run.scoring.file is None, "without --scoring.file"),
+    "scoring.distance": (lambda run: run.attributes, "with --scoring.method attribution"),
+    "scoring.other_weights": (lambda run: run.scoring.file is not None, "with --scoring.file"),
 }
 """Condition under which each option is read, and the flag that makes it true."""
 
@@ -38,7 +54,7 @@ def check_read(run: RunConfig, default: RunConfig) -> None:
         assert isinstance(before, Distill)
         if stage.kind != "jsd":
             _check_unchanged(
-                f"{stage.name}.beta", stage.beta, before.beta, f"--{stage.name}.kind jsd"
+                f"{stage.name}.beta", stage.beta, before.beta, f"with --{stage.name}.kind jsd"
             )
 
 
@@ -47,5 +63,5 @@ def _check_unchanged(name: str, value: T, default: T, reader: str) -> None:
         return
     flag = name.replace("_", "-")
     raise ValueError(
-        f"{name} is {value!r}, which is read only with {reader}; pass that too, or leave --{flag} out."
+        f"{name} is {value!r}, which is read only {reader}; change that, or leave --{flag} out."
     )

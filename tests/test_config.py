@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from messages import naming
 
-from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig, from_record, to_json
+from hybrid_distill.config import (
+    PlanConfig,
+    RunConfig,
+    ScoringConfig,
+    StudentConfig,
+    from_record,
+    to_json,
+)
 from hybrid_distill.data import DataConfig
 from hybrid_distill.dependent_options import check_read
 from hybrid_distill.train.config import Align, Distill, TeacherConfig
@@ -143,6 +151,26 @@ def test_bad_windows_are_refused(options: dict[str, object]) -> None:
             {"plan": PlanConfig("pairs", pairs=((5, 0),))},
         ),
         (
+            "plan.k",
+            {"plan": PlanConfig("none", k=3)},
+            {"plan": PlanConfig("random", k=3)},
+        ),
+        (
+            "plan.unit",
+            {"plan": PlanConfig("all", unit="layer")},
+            {"plan": PlanConfig("random", unit="layer")},
+        ),
+        (
+            "plan.seed",
+            {"plan": PlanConfig(seed=3)},
+            {"plan": PlanConfig("random", seed=3)},
+        ),
+        (
+            "scoring.method",
+            {"scoring": ScoringConfig("ablation", file=Path("scores.json"))},
+            {"scoring": ScoringConfig("ablation")},
+        ),
+        (
             "distill.beta",
             {"stages": (Distill(beta=0.3),)},
             {"stages": (Distill(beta=0.3, kind="jsd"),)},
@@ -162,6 +190,18 @@ def test_an_option_is_refused_without_the_one_that_makes_it_read(
 
     # A recipe may set it for a flag that comes later.
     check_read(unread, unread)
+
+
+def test_a_number_of_units_may_stand_beside_what_says_the_same_or_decides_it() -> None:
+    default = run(Distill())
+    check_read(replace(default, plan=PlanConfig("none", k=0)), default)
+    of_cache = PlanConfig("layers", k=3, unit="kv-group", layers=(1,))
+    check_read(replace(default, plan=of_cache, cache="1MB"), default)
+
+
+def test_restoration_chooses_single_heads() -> None:
+    with pytest.raises(ValueError, match=naming("plan.unit", "'layer'", "--plan.unit head")):
+        PlanConfig("restoration", unit="layer")
 
 
 @pytest.mark.parametrize(

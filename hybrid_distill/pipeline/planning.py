@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig, RunConfig
-from ..plan import HeadPlan, Unit, check_same_shape
+from ..plan import HeadPlan, check_same_shape
 from ..scoring import HeadScores
 from .inputs import RunInputs
 
@@ -16,7 +16,7 @@ def make_plan(options: PlanConfig, teacher: PreTrainedModel, scores: HeadScores 
         assert scores is not None
         return HeadPlan.top_k(scores, options.k, unit=options.unit)
     if options.selection == "random":
-        return HeadPlan.random(teacher, options.k, options.seed)
+        return HeadPlan.random(teacher, options.k, options.seed, options.unit)
     if options.selection == "layers":
         return HeadPlan.layers(teacher, options.layers)
     if options.selection == "pairs":
@@ -39,7 +39,7 @@ def known_plan(
     """
     options = options or inputs.config.plan
     if options.selection in ("top", "restoration", "random"):
-        HeadPlan.check_k(teacher, options.k, "--plan.k", _unit_of(options))
+        HeadPlan.check_k(teacher, options.k, "--plan.k", options.unit)
     if options.restores:
         return None
     scores = None
@@ -65,9 +65,4 @@ def given_scores(config: RunConfig, teacher: PreTrainedModel) -> HeadScores | No
 
 def unranked_plan(teacher: PreTrainedModel, options: PlanConfig) -> HeadPlan:
     """Return a plan of the same size as one whose heads are not ranked yet: its units, evenly spread."""
-    return HeadPlan.spread(teacher, options.k, _unit_of(options))
-
-
-def _unit_of(options: PlanConfig) -> Unit:
-    """Return what ``k`` counts: only ``top`` keeps other units than heads."""
-    return options.unit if options.selection == "top" else "head"
+    return HeadPlan.spread(teacher, options.k, options.unit)
