@@ -114,6 +114,16 @@ def test_wherever_the_groups_are_they_fit(
         assert student_cache(plan, teacher, run.student, length) <= allowed_bytes(run, teacher)
 
 
+def test_states_and_sinks_take_their_part_of_the_cache(teacher) -> None:
+    run = within_cache(run_of(cache="60%"), teacher.config, d_state=4, sinks=12)
+
+    assert (run.student.d_state, run.student.sinks) == (4, 12)
+    assert run.student.window >= 12
+    plan = HeadPlan.spread(teacher, run.plan.k, "kv-group")
+    stored = student_cache(plan, teacher.config, run.student, CONTEXT)
+    assert stored <= allowed_bytes(run, teacher.config)
+
+
 def test_more_cache_never_keeps_less(teacher) -> None:
     runs = [within_cache(run_of(cache=f"{share}%"), teacher.config) for share in range(10, 100, 5)]
     kept = [run.plan.k for run in runs]

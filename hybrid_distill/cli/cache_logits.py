@@ -21,7 +21,7 @@ from ..stage_flags import with_stage_flags, without_stage_flags
 from ..train.config import Distill
 from ..validation import Count, check_options
 from ..vocabulary import vocabulary_size
-from .recipes import fitted_flags, load_recipe, override, recipe_of, usage
+from .recipes import fitted, load_recipe, override, recipe_of, usage
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def main(words: list[str]) -> None:
     defaults = with_stage_flags(config)
     job = parsed(defaults)
     if job.run.cache is not None:
-        # Once more: the size of the cache decides the defaults of some flags.
-        job = parsed(fitted_flags(defaults, job.run))
+        run = fitted(defaults, job.run, lambda others: parsed(others).run)
+        job = replace(job, run=run)
     summary = cache_logits(job)
     if is_launched_main():
         print(summary)

@@ -141,18 +141,25 @@ def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
     return Path(words[0]), list(words[1:])
 
 
-def fitted_flags(flags: RunConfig, config: RunConfig) -> RunConfig:
-    """Return flags whose defaults are the plan and student that fit ``config.cache``.
+def fitted(
+    flags: RunConfig, config: RunConfig, parsed: Callable[[RunConfig], RunConfig]
+) -> RunConfig:
+    """Return the run with the plan and student that fit ``config.cache``; what words set by hand stands.
 
-    For a second parse: what words set by hand stands over what the cache decides.
+    ``config`` is what the words have made of the ``flags``, and ``parsed`` makes it of others.
     """
     # The command line answers before transformers is imported.
-    from ..pipeline.budget import within_cache
+    from ..pipeline.budget import SINKS, longest_window, within_cache
     from ..teacher import load_config
 
+    # States and sinks that were set by hand take their part of the cache first.
+    windowed = replace(
+        flags.student, d_state=0, window=max(SINKS, longest_window(config)), sinks=SINKS
+    )
+    by_hand = parsed(replace(flags, student=windowed)).student
     teacher = load_config(config.teacher.path, config.teacher.revision)
-    fitting = within_cache(config, teacher)
-    return replace(flags, plan=fitting.plan, student=fitting.student)
+    fitting = within_cache(config, teacher, d_state=by_hand.d_state, sinks=by_hand.sinks)
+    return parsed(replace(flags, plan=fitting.plan, student=fitting.student))
 
 
 def override(

@@ -44,7 +44,7 @@ def run_with_flags(
     from ..pipeline.run import run
     from ..recipe import checked_config, on_asked_teacher
     from ..stage_flags import with_stage_flags, without_stage_flags
-    from .recipes import fitted_flags, override
+    from .recipes import fitted, override
 
     base = on_asked_teacher(checked_config(default, recipe), words)
     flags = with_stage_flags(base)
@@ -54,8 +54,7 @@ def run_with_flags(
 
     config = parsed(flags)
     if config.cache is not None:
-        # Once more: the size of the cache decides the defaults of some flags.
-        config = parsed(fitted_flags(flags, config))
+        config = fitted(flags, config, parsed)
     if config.dry_run:
         from .dry_run import describe
 

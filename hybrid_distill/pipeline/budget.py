@@ -49,22 +49,31 @@ def allowed_bytes(config: RunConfig, teacher: PretrainedConfig) -> int:
     return allowed
 
 
-def within_cache(config: RunConfig, teacher: PretrainedConfig) -> RunConfig:
+def within_cache(
+    config: RunConfig, teacher: PretrainedConfig, *, d_state: int = 0, sinks: int = SINKS
+) -> RunConfig:
     """Return the run with the KV groups and the window that fill ``config.cache`` at ``config.context`` tokens.
 
-    Replaced heads get windows alone. Raises ValueError for a cache too small for the smallest window.
+    Replaced heads get windows, and states of ``d_state`` beside them. Raises ValueError for a cache too small for the
+    smallest window.
     """
     allowed = allowed_bytes(config, teacher)
-    windowed = replace(config.student, d_state=0, window=SMALLEST_WINDOW, sinks=SINKS)
-    none_kept = HeadPlan.none(teacher)
-    longest = _longest_window(config)
-    smallest_cache = student_cache(none_kept, teacher, windowed, config.context)
-    shortest = min(_shortest_window(config, allowed, smallest_cache), longest)
+    smallest = max(SMALLEST_WINDOW, sinks)
+    windowed = replace(config.student, d_state=d_state, window=smallest, sinks=sinks)
 
     def size(k: int, window: int) -> int:
         student = replace(windowed, window=window)
         return student_cache(_most_expensive_groups(teacher, k), teacher, student, config.context)
 
+    least = size(0, smallest)
+    if least > allowed:
+        raise ValueError(
+            f"cache is {config.cache!r}, and windows of {smallest} tokens, {sinks} sinks and states of {d_state} take "
+            f"{least / MB:.4g} MB; pass at least that."
+        )
+    longest = longest_window(config)
+    shortest = min(_shortest_window(allowed, least, size(0, smallest + 1), windowed), longest)
+    none_kept = HeadPlan.none(teacher)
     k = none_kept.n_layers * none_kept.n_kv_heads
     while k > 0 and size(k, shortest) > allowed:
         k -= 1
@@ -79,20 +88,16 @@ def within_cache(config: RunConfig, teacher: PretrainedConfig) -> RunConfig:
     )
 
 
-def _shortest_window(config: RunConfig, allowed: int, smallest_cache: int) -> int:
+def _shortest_window(allowed: int, least: int, next_larger: int, student: StudentConfig) -> int:
     """Return the shortest window to choose: one that takes `WINDOW_SHARE` of the allowed bytes, if it is not too short.
 
-    ``smallest_cache`` is that of a student with the smallest windows and no kept head. Raises ValueError if even that
-    is more than allowed.
+    ``least`` is the cache of the ``student``, whose window is the smallest, without a kept head; ``next_larger`` is
+    that of one token more. States come first: the share is of what they leave.
     """
-    if smallest_cache > allowed:
-        raise ValueError(
-            f"cache is {config.cache!r}, and windows of {SMALLEST_WINDOW} tokens and {SINKS} sinks take "
-            f"{smallest_cache / MB:.4g} MB; pass at least that."
-        )
-    per_token = smallest_cache / (SMALLEST_WINDOW + SINKS)
-    window = int(WINDOW_SHARE * allowed / per_token) - SINKS
-    return max(SMALLEST_WINDOW, window)
+    per_token = max(1, next_larger - least)
+    of_states = max(0, least - per_token * (student.window + student.sinks))
+    window = int(WINDOW_SHARE * (allowed - of_states) / per_token) - student.sinks
+    return max(student.window, window)
 
 
 def _most_expensive_groups(teacher: PretrainedConfig, k: int) -> HeadPlan:
@@ -116,7 +121,7 @@ def _most_expensive_groups(teacher: PretrainedConfig, k: int) -> HeadPlan:
     return HeadPlan.from_pairs(teacher, heads)
 
 
-def _longest_window(config: RunConfig) -> int:
+def longest_window(config: RunConfig) -> int:
     """Return the longest window that leaves something out of the shortest row that a stage trains on."""
     row_lengths = [config.data_of(stage).seq_len for stage in config.stages]
     return min([*row_lengths, config.context]) // 2
