@@ -33,7 +33,7 @@ from ..io import Record
 from ..progress import Phase
 from .checkpoint import Checkpoints, Snapshot
 from .compiling import compiled_layers
-from .config import COLLECTIVE_TIMEOUT
+from .config import COLLECTIVE_TIMEOUT, StageConfig
 from .end_to_end import EndToEnd
 from .grouped import grouped_attention
 from .meter import Meter, flops_per_token
@@ -94,7 +94,7 @@ def train_stage(
     if tracked is None:
         tracked = TrackedRun(out, config.name, config=config.to_dict())
     accelerator = tracked.accelerator(trackers)
-    _check_precision(stage)
+    check_precision(config, stage.teacher.dtype if stage.teachers else stage.student.dtype)
     parent = weights_hash(stage.student)
     if parent_hash and parent != parent_hash:
         raise StageParentError(
@@ -146,11 +146,8 @@ def train_stage(
         training.close()
 
 
-def _check_precision(stage: Stage) -> None:
-    config = stage.config
-    dtype = stage.student.dtype
-    if stage.teachers:
-        dtype = stage.teacher.dtype
+def check_precision(config: StageConfig, dtype: torch.dtype) -> None:
+    """Raise ValueError for a stage that computes in float32 with a teacher of a ``dtype`` in half precision."""
     if config.precision == "fp32" and dtype.itemsize < 4:
         raise ValueError(
             f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "

@@ -10,6 +10,7 @@ from ..io import Record, differences
 from .checkpoint import Checkpoints
 from .metrics import METRICS
 from .result import MANIFEST, WEIGHTS
+from .tracking import RUN_ID
 
 
 class StageParentError(ValueError):
@@ -38,7 +39,7 @@ def check_same_run(ours: Record, stored: Record, place: Path) -> None:
 def clear(out: Path, checkpoints: Checkpoints) -> None:
     """Remove the files of an earlier start of the stage."""
     checkpoints.clear()
-    for name in (MANIFEST, WEIGHTS, METRICS):
+    for name in (MANIFEST, WEIGHTS, METRICS, RUN_ID):
         (out / name).unlink(missing_ok=True)
 
 

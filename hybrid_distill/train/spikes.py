@@ -11,6 +11,9 @@ from ..io import Record
 
 WINDOW = 64
 """Number of past losses whose median a loss is compared with; until there are that many, only NaN and Inf count."""
+LEAST_USUAL = 0.01
+"""Least median that counts, in nats or as a share of the target: of a student that equals its teacher on most rows, the
+median is rounding, and the first row on which it does not would seem to be a spike."""
 
 
 class SpikeDetector:
@@ -39,7 +42,7 @@ class SpikeDetector:
             return description
         usual = math.inf
         if len(self.recent) == WINDOW:
-            usual = statistics.median(self.recent)
+            usual = max(LEAST_USUAL, statistics.median(self.recent))
         if loss > self.factor * usual:
             description = f"loss {loss:.4g} is more than {self.factor:g} times the usual "
             description += f"{usual:.4g}"

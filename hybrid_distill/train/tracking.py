@@ -5,19 +5,19 @@ Everything stays on this machine unless the user has set up a key or a server (`
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import netrc
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..distributed import make_accelerator
-from ..io import Record
+from ..distributed import from_main, make_accelerator
+from ..io import Record, write_text
 from ..validation import first_line
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PROJECT = "hybrid-distill"
 TRACKERS = ("tensorboard", "trackio", "wandb")
+RUN_ID = "tracker-id.txt"
+"""File in a run's folder with the identifier of its run in trackers."""
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +47,13 @@ class TrackedRun:
 
     @property
     def id(self) -> str:
-        """Identifier of the run, the same for every stage and every start."""
-        return hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
+        """Identifier of the run, the same for every stage and every start; drawn and saved on first use."""
+        file = self.folder / RUN_ID
+        if not file.exists():
+            # Not a hash of the path: a new run in an old folder would resume the old run, and wandb ignores
+            # all steps up to its last one.
+            write_text(file, secrets.token_hex(6))
+        return file.read_text()
 
     def accelerator(self, trackers: Sequence[str]) -> Accelerator:
         """Make an accelerator that logs to these trackers.
@@ -61,7 +68,8 @@ class TrackedRun:
         if not accelerator.log_with:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        options = self._options()
+        # One process draws the identifier.
+        options = from_main(self._options)
         try:
             accelerator.init_trackers(PROJECT, init_kwargs=options)
         except Exception as error:
@@ -101,13 +109,15 @@ class TrackedRun:
 
 
 def log_figures(trackers: Sequence[str], tracked: TrackedRun, figures: Mapping[str, float]) -> None:
-    """Log evaluation results after the last stage of a run.
-
-    One step later: wandb ignores steps that it already has.
-    """
+    """Log evaluation results after the last stage of a run, and after earlier evaluations."""
     accelerator = tracked.accelerator(trackers)
     tracked.start(accelerator)
-    tracked.log(accelerator, "evaluation", figures, 1)
+    step = 1
+    for tracker in accelerator.trackers:
+        # wandb ignores steps that it already has: those of the last stage, and of an earlier evaluation.
+        if tracker.name == "wandb":
+            step = max(step, tracker.tracker.step - tracked.first_step)
+    tracked.log(accelerator, "evaluation", figures, step)
     finish_trackers(accelerator)
 
 

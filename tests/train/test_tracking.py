@@ -7,15 +7,20 @@ import json
 import os
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from training import small_config, small_rows, small_run, small_stage
 
-from hybrid_distill.pipeline.run import run
+from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.run import prepare, run
+from hybrid_distill.train.checkpoint import Checkpoints
 from hybrid_distill.train.loop import train_stage
-from hybrid_distill.train.tracking import check_trackers
+from hybrid_distill.train.resume import clear
+from hybrid_distill.train.tracking import TrackedRun, check_trackers, log_figures
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
@@ -108,6 +113,36 @@ def test_a_server_that_does_not_answer_stops_no_stage(tmp_path, monkeypatch, cap
     train_stage(stage, small_rows(), out, progress=False, trackers=("wandb",))
     assert "wandb sync" in caplog.text
     assert len(logged(out)["align/loss"]) == 2
+
+
+def test_a_run_that_begins_again_is_another_run_of_the_tracker(tmp_path):
+    config = small_run(tmp_path)
+    tracked = TrackedRun(tmp_path, "name")
+    prepare(RunInputs(config))
+    first = tracked.id
+    prepare(RunInputs(config))
+    assert tracked.id == first
+    prepare(RunInputs(replace(config, resume="never")))
+    second = tracked.id
+    assert second != first
+    # Of a stage that is trained without a run.
+    clear(tmp_path, Checkpoints(tmp_path / "checkpoints", 1))
+    assert tracked.id != second
+
+
+@pytest.mark.parametrize(("next_step", "expected"), [(0, 5), (5, 5), (6, 6)])
+def test_a_later_evaluation_is_logged_after_the_steps_that_wandb_has(
+    tmp_path, monkeypatch, next_step, expected
+):
+    steps: list[int] = []
+    run_of_wandb = SimpleNamespace(step=next_step)
+    tracker = SimpleNamespace(name="wandb", tracker=run_of_wandb, finish=lambda: None)
+    accelerator = SimpleNamespace(
+        log_with=[], trackers=[tracker], log=lambda values, step: steps.append(step)
+    )
+    monkeypatch.setattr(TrackedRun, "accelerator", lambda tracked, trackers: accelerator)
+    log_figures(["wandb"], TrackedRun(tmp_path, "name", first_step=4), {"perplexity": 2.0})
+    assert steps == [expected]
 
 
 def test_a_tracker_is_requested_by_name(monkeypatch):
