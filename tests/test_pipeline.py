@@ -3,7 +3,7 @@
 import io
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from damaged import file_of
 from head_tables import some_scores
 from messages import has_facts, logged_by, naming
 from students import gate_in_this_process, lose_caches, only_error
+from torch import nn
 from training import ALIGN, DISTILL, metrics, small_run
 
 from hybrid_distill.cli.app import main
@@ -24,6 +25,7 @@ from hybrid_distill.config import PlanConfig, RunConfig, ScoringConfig, StudentC
 from hybrid_distill.evaluation import EvalResult
 from hybrid_distill.export import ExportError, GateReport, check
 from hybrid_distill.export.check import Check
+from hybrid_distill.io import Record
 from hybrid_distill.lab.reporting.record import read_run
 from hybrid_distill.lab.reporting.run import write_report
 from hybrid_distill.model import ssd
@@ -33,10 +35,19 @@ from hybrid_distill.pipeline.checks import check_teachers
 from hybrid_distill.pipeline.finished import trained_student, training_record
 from hybrid_distill.pipeline.paths import RunPaths
 from hybrid_distill.pipeline.planning import known_plan
-from hybrid_distill.pipeline.run import build, choose_heads, evaluate_run, prepare, run
-from hybrid_distill.plan import HeadPlan, Shape
+from hybrid_distill.pipeline.run import (
+    build,
+    choose_heads,
+    evaluate_run,
+    prepare,
+    restoration_plan,
+    run,
+)
+from hybrid_distill.plan import HeadId, HeadPlan, Shape
 from hybrid_distill.probes.checks import CannotAnswer
 from hybrid_distill.scoring import HeadScores
+from hybrid_distill.scoring.resume_log import ResumeLog
+from hybrid_distill.train.config import AlignMatrix, DistillOnPolicy
 from hybrid_distill.train.result import MANIFEST, StageManifest
 from hybrid_distill.train.weights import weights_hash
 
@@ -88,6 +99,7 @@ def test_a_plan_by_restoration_aligns_once_and_plans_then(tmp_path, monkeypatch)
     plan = HeadPlan.load(out / "plan.json")
     assert plan.k == 2
     assert plan == HeadPlan.load(out / "restoration-2.json")
+    assert not RunPaths(out).partial_restoration(2).exists()
     record = training_record(finished_run(out))
     assert [stage["name"] for stage in record] == ["align", "distill"]
 
@@ -140,6 +152,29 @@ def test_a_resumed_run_builds_and_measures_on_its_device(finished, monkeypatch) 
 
     assert built_on == ["gpu"]
     assert measured_on == ["gpu", "gpu"]
+
+
+def test_a_resumed_restoration_computes_on_its_device(tmp_path, monkeypatch) -> None:
+    device_of: dict[int, str] = {}
+    computed_on: list[str] = []
+    inputs = RunInputs(small_run(tmp_path))
+    aligned = (nn.Linear(1, 1), HeadPlan.none(inputs.teacher))
+
+    def move(model: Any, device: str) -> None:
+        device_of[id(model)] = device
+
+    def note_restoration(*models: Any, **_: Any) -> list[HeadId]:
+        computed_on.extend(device_of[id(model)] for model in models[:2])
+        return [HeadId(0, 0)]
+
+    monkeypatch.setattr(steps.nn.Module, "to", move)
+    monkeypatch.setattr(steps, "connect", lambda: SimpleNamespace(device="gpu"))
+    monkeypatch.setattr(steps, "align_all_heads", lambda inputs: inputs)
+    monkeypatch.setattr(steps, "trained_student", lambda inputs: aligned)
+    monkeypatch.setattr(steps, "greedy_restoration", note_restoration)
+
+    assert restoration_plan(inputs, 1).kept == (HeadId(0, 0),)
+    assert computed_on == ["gpu", "gpu"]
 
 
 def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, monkeypatch) -> None:
@@ -222,6 +257,7 @@ def test_a_run_with_other_settings_names_them(tmp_path: Path) -> None:
 
 def test_a_run_resumes_in_its_dtypes_on_another_kind_of_machine(tmp_path, set_cpu_bf16) -> None:
     base = small_run(tmp_path / "run").with_stage("distill", precision="auto")
+    base = base.with_stage("align", precision="auto")
     base = replace(base, teacher=replace(base.teacher, dtype="auto"))
 
     def begin(*, is_native: bool) -> tuple[str, str]:
@@ -514,11 +550,42 @@ def test_a_teacher_that_cannot_answer_from_afar_is_ranked_by_ablation(tmp_path: 
     inputs = RunInputs(windowed_run(tmp_path / "auto", **settings))
     choose_heads(inputs)
     assert not HeadScores.load(inputs.paths.scores).is_additive
+    assert not inputs.paths.partial_attribution.exists()
 
     asked_for = RunInputs(windowed_run(tmp_path / "asked", method="attribution", **settings))
     with pytest.raises(CannotAnswer):
         choose_heads(asked_for)
     assert not asked_for.paths.scores.exists()
+
+
+def test_ablation_after_a_given_up_attribution_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = RunInputs(windowed_run(tmp_path, n_pairs=16, distance=300))
+    measured: list[str] = []
+    original = ResumeLog.next
+
+    def stopped_from_the_fourth(resume_log: ResumeLog, measure: Callable[[], Record]) -> Record:
+        def noted() -> Record:
+            if len(measured) == 3:
+                raise KeyboardInterrupt
+            measured.append(resume_log.path.name)
+            return measure()
+
+        return original(resume_log, noted)
+
+    monkeypatch.setattr(ResumeLog, "next", stopped_from_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        choose_heads(inputs)
+    partial = inputs.paths.partial_scores
+    saved = json.loads(partial.read_text())["steps"]
+    assert measured == [inputs.paths.partial_attribution.name, partial.name, partial.name]
+
+    # Nothing is measured again: neither the teacher's answers from afar nor a layer's heads.
+    with pytest.raises(KeyboardInterrupt):
+        choose_heads(RunInputs(inputs.config))
+
+    assert json.loads(partial.read_text())["steps"] == saved
 
 
 def test_a_student_with_windows_is_measured_beyond_them(tmp_path: Path) -> None:
@@ -545,6 +612,31 @@ def test_questions_longer_than_the_context_are_not_asked_or_refused(tmp_path: Pa
     with pytest.raises(ValueError, match=naming("--evaluation.distance")):
         run(asked_for)
     assert not asked_for.out.exists()
+
+
+WINDOWS = StudentConfig(d_state=0, window=8, sinks=2)
+STATES = StudentConfig(d_state=4, init="teacher")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"teacher": TeacherConfig(dtype="bfloat16")}, "align.precision"),
+        ({"student": WINDOWS, "stages": (replace(DISTILL, train="ssm"),)}, "distill.train"),
+        ({"stages": (ALIGN, replace(DISTILL, lr_scale=(0, 0, 0)))}, "distill.lr-scale"),
+        ({"stages": (ALIGN, AlignMatrix(), DISTILL)}, "eager"),
+        ({"stages": (DISTILL, DistillOnPolicy(new_tokens=5000))}, "on_policy.new-tokens"),
+    ],
+    ids=["half precision", "windows alone", "frozen", "attention maps", "long texts"],
+)
+def test_a_stage_that_could_not_be_made_is_refused_before_anything_is_computed(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    """The last stage, too: it would fail after hours of the others."""
+    config = small_run(tmp_path / "run", student=STATES)
+    with pytest.raises(ValueError, match=naming(named)):
+        run(replace(config, **changes))
+    assert not config.out.exists()
 
 
 def test_attribution_without_a_window_is_refused(tmp_path: Path) -> None:

@@ -31,8 +31,10 @@ def command(
 
     Args:
         run_dir: The folder of a run.
-        n_examples: Questions per dictionary size, instead of the run's; implies --again.
+        n_examples: Questions per dictionary size, instead of the run's; implies --again. The next
+            start of the run measures again with its own.
         prompt_format: Prompt format, instead of the run's: plain, shots=1 or chat; implies --again.
+            The next start of the run measures again in its own.
         speed: Measure speed and memory of the run's student and teacher instead, at contexts of 2,048,
             8,192 and 32,768 tokens as far as they reach and as a length takes at most five minutes;
             writes RUN_DIR/speed.json.

@@ -18,6 +18,7 @@ from ..lab.reporting import text_table
 from ..lab.reporting.speed import speed_table
 from ..pipeline import RunInputs, finished_run, trained_student
 from ..pipeline.checks import check_evaluation
+from ..pipeline.folder import other_questions
 from ..pipeline.run import evaluate_run
 from ..scoring import describe_run
 
@@ -34,8 +35,9 @@ def measure_run(
     if n_examples is not None or prompt_format is not None:
         inputs = _with_questions(inputs, n_examples, prompt_format)
         check_evaluation(inputs)
-        # Earlier results are answers to other questions.
         again = True
+    # Answers to other questions than the run's are not its figures.
+    again = again or bool(other_questions(inputs.config))
     if kernels is not None:
         student = replace(inputs.config.student, kernels=kernels)
         inputs = RunInputs(replace(inputs.config, student=student))

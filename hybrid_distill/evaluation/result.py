@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..io import Record, refused, write_json
+from ..io import Record, differences, refused, write_json
+from ..probes.prompt_formats import PLAIN
 
 FORMAT = "hybrid-distill/evaluation/1"
 BY_SIZE = ("kv_choice", "kv_generation", "far_choice", "cache_bytes")
@@ -60,6 +61,15 @@ class EvalResult:
     def figures(self) -> dict[str, float]:
         """Return every measured number under a name of its own, such as ``kv_choice_16``."""
         return flatten(vars(self), [*FIGURES, "conv_state_bytes", "cache_bytes"])
+
+    @property
+    def prompt_format(self) -> str:
+        return self.provenance.get("prompt_format", PLAIN)
+
+    def asked_otherwise(self, n_examples: int, prompt_format: str) -> list[str]:
+        """List the settings in which its questions differ from these."""
+        asked = {"n_examples": self.n_examples, "prompt_format": self.prompt_format}
+        return differences(asked, {"n_examples": n_examples, "prompt_format": prompt_format})
 
     @property
     def text_length(self) -> float:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..config import PlanConfig
 from ..data import check_launch, check_same_vocabulary, check_sources
+from ..distributed import chosen_dtype
 from ..model.documents import check_packs
 from ..plan import HeadPlan
 from ..probes.checks import CannotAnswer, check_answerable
@@ -23,9 +24,11 @@ from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..student.build import checked_sites, empty_student
 from ..student.family_check import check_family
 from ..student.teachers import check_teacher
-from ..teacher import TINY, longest_context
+from ..teacher import DTYPES, TINY, longest_context
 from ..train.config import StageConfig
+from ..train.loop import check_precision
 from ..train.result import StageManifest
+from ..train.stages import make_stage
 from ..train.tracking import check_trackers
 from .budget import check_cache
 from .inputs import RunInputs
@@ -42,6 +45,7 @@ def checks_of(inputs: RunInputs) -> list[Callable[[], object]]:
         partial(check_data, inputs),
         partial(check_evaluation, inputs),
         partial(check_student, inputs),
+        partial(check_stages, inputs),
     ]
 
 
@@ -82,8 +86,16 @@ def check_data(inputs: RunInputs) -> None:
 
 def _check_context(inputs: RunInputs, stage: StageConfig, longest: int | None) -> None:
     """Raise ValueError if a row of the stage is longer than the ``longest`` that its teacher can read."""
+    if longest is None:
+        return
+    if stage.tokens_generated > longest:
+        raise ValueError(
+            f"{stage.name} reads prompts and writes {stage.tokens_generated} tokens in all, but the context of the "
+            f"teacher {inputs.config.teacher_of(stage).path!r} is {longest} tokens; use a smaller "
+            f"{stage.name}.new-tokens or {stage.name}.prompt-tokens."
+        )
     seq_len = inputs.config.data_of(stage).seq_len
-    if longest is None or seq_len <= longest:
+    if seq_len <= longest:
         return
     option = "data.seq_len"
     if stage.data is not None:
@@ -158,16 +170,42 @@ def _check_family_once(teacher: PreTrainedModel, recurrence: str, window: int) -
         _checked_families.add(family)
 
 
+def _plan_of(
+    inputs: RunInputs, teacher: PreTrainedModel, plan: PlanConfig | None = None
+) -> HeadPlan:
+    """Return the heads to keep; before they are ranked, as many others."""
+    if plan is None and inputs.config.resume != "never" and inputs.paths.plan.exists():
+        return HeadPlan.load(inputs.paths.plan)
+    known = known_plan(inputs, teacher, plan)
+    if known is None:
+        return unranked_plan(teacher, plan or inputs.config.plan)
+    return known
+
+
+def check_stages(inputs: RunInputs) -> None:
+    """Check that every stage has something to train, and a teacher that suits it.
+
+    A stage is made for it, of models without weights: the last one would fail after all others have trained.
+    """
+    teacher = inputs.shape_of_teacher()
+    plan = _plan_of(inputs, teacher)
+    if plan.keeps_all and not inputs.config.is_control:
+        return
+    for stage in inputs.config.stages:
+        dtype = teacher.dtype
+        if inputs.has_own_teacher(stage):
+            dtype = DTYPES[chosen_dtype(inputs.config.teacher_of(stage).dtype)]
+        check_precision(stage, dtype)
+        # Of its own: making a stage freezes and shares parameters.
+        student = empty_student(teacher, plan, **inputs.config.student.head_options)
+        make_stage(stage, student, inputs.shape_of_teacher())
+
+
 def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""
     options = inputs.config.student
     teacher = inputs.shape_of_teacher()
-    if plan is None and inputs.config.resume != "never" and inputs.paths.plan.exists():
-        head_plan = HeadPlan.load(inputs.paths.plan)
-    else:
-        head_plan = known_plan(inputs, teacher, plan)
-    if head_plan is None:
-        head_plan = unranked_plan(teacher, plan or inputs.config.plan)
+    head_plan = _plan_of(inputs, teacher, plan)
     check_cache(inputs.config, teacher.config, head_plan)
     checked_sites(teacher, head_plan, options.init)
     # Built without weights, for the checks of the config and of every layer's shapes.

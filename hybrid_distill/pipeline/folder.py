@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import RunConfig, from_json
+from ..evaluation import EvalResult
 from ..io import Record, check_out, differences
 from ..train.config import StageConfig
 from ..train.result import MANIFEST
@@ -66,7 +67,8 @@ def _with_dtypes_of(before: RunConfig, config: RunConfig) -> RunConfig:
 
 def outdated(config: RunConfig) -> list[Path]:
     """List the files in a run's directory that the run must not read: with ``resume`` "never", all results of an
-    earlier run; if only ``evaluation`` has changed, the measurements; those of the student alone if its stages have.
+    earlier run; if only ``evaluation`` has changed, or `other_questions` were asked, the measurements; those of the
+    student alone if its stages have.
 
     Raises ValueError if the directory holds a run with other settings, naming the fields, or if its config.json is
     not a run's.
@@ -95,6 +97,7 @@ def _measured_otherwise(config: RunConfig, before: RunConfig) -> list[Path]:
     changed = differences(
         fixed_fields(before.evaluation), fixed_fields(config.evaluation), prefix="evaluation."
     )
+    changed = changed or other_questions(config)
     if changed:
         log.info("teacher and student are measured again: %s", ", ".join(changed))
         if paths.teacher_evaluation.exists():
@@ -108,6 +111,20 @@ def _measured_otherwise(config: RunConfig, before: RunConfig) -> list[Path]:
             " ".join(before.stage_names) or "none",
         )
     return of_student
+
+
+def other_questions(config: RunConfig) -> list[str]:
+    """List the settings in which the questions behind a run's figures differ from its config's: `hybrid-distill
+    evaluate` can ask others."""
+    paths = RunPaths(config.out)
+    for path in (paths.teacher_evaluation, paths.evaluation):
+        if path.exists():
+            changed = EvalResult.load(path).asked_otherwise(
+                config.evaluation.n_examples, config.scoring.prompt_format
+            )
+            if changed:
+                return changed
+    return []
 
 
 def settings(config: RunConfig, stages: Sequence[str]) -> Record:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..train.config import StageConfig
 from ..train.resume import METRICS
-from ..train.tracking import PROJECT
+from ..train.tracking import PROJECT, RUN_ID
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,27 @@ class RunPaths:
         return self.out / "scores.partial.json"
 
     @property
+    def partial_attribution(self) -> Path:
+        """Attribution that was interrupted, or given up because the teacher cannot answer from afar.
+
+        Not one file with `partial_scores`: a run that was given up for ablation starts with it again.
+        """
+        return self.out / "attribution.partial.json"
+
+    @property
     def plan(self) -> Path:
         return self.out / "plan.json"
 
     def restoration_plan(self, k: int) -> Path:
         """Plan of the ``k`` heads that recover most, made from the student in `aligned`."""
         return self.out / f"restoration-{k}.json"
+
+    def partial_restoration(self, k: int) -> Path:
+        """Heads chosen for `restoration_plan` before it was interrupted.
+
+        One file a plan: cells of a sweep choose heads in the same folder at the same time.
+        """
+        return self.out / f"restoration-{k}.partial.json"
 
     @property
     def aligned(self) -> RunPaths:
@@ -105,6 +120,7 @@ class RunPaths:
         patterns = (
             self.scores.name,
             self.partial_scores.name,
+            self.partial_attribution.name,
             self.plan.name,
             "restoration-*.json",
             self.aligned.out.name,
@@ -119,6 +135,7 @@ class RunPaths:
             ".export.*.tmp",
             f"{self.report.stem}.*",
             f"{PROJECT}/events.out.tfevents.*",
+            RUN_ID,
         )
         existing: list[Path] = []
         for pattern in patterns:

@@ -58,7 +58,7 @@ from .building import build_and_save, made_for, new_student
 from .built import built_weights, load_built
 from .checks import check_sizes, checks_of
 from .finished import last_stage, trained_student, training_record
-from .folder import outdated
+from .folder import other_questions, outdated
 from .inputs import PROBE_SEEDS, RunInputs
 from .paths import RunPaths
 from .planning import make_plan
@@ -210,6 +210,7 @@ def measure_heads(inputs: RunInputs) -> None:
         scores.save(inputs.paths.scores)
         # After the scores are written: a process killed in between measures nothing twice.
         inputs.paths.partial_scores.unlink(missing_ok=True)
+        inputs.paths.partial_attribution.unlink(missing_ok=True)
 
     on_main_process(save)
 
@@ -246,7 +247,7 @@ def attributed_scores(inputs: RunInputs) -> HeadScores | None:
             n_examples=options.n_examples or ATTRIBUTED,
             batch_size=options.batch_size,
             min_accuracy=options.min_accuracy,
-            resume_path=inputs.paths.partial_scores,
+            resume_path=inputs.paths.partial_attribution,
         )
     except CannotAnswer as error:
         if options.method == "attribution":
@@ -283,19 +284,27 @@ def restoration_plan(inputs: RunInputs, k: int) -> HeadPlan:
     HeadPlan.check_k(inputs.teacher, k)
     path = inputs.paths.restoration_plan(k)
     if not is_there(path):
-        # All processes load the student together; the main one chooses.
         student, none_kept = trained_student(align_all_heads(inputs))
-        probe = inputs.scoring_probe()
+        # A resumed run has loaded them on the CPU.
+        for model in (student, inputs.teacher):
+            nn.Module.to(model, connect().device)
+        partial_path = inputs.paths.partial_restoration(k)
+        heads = greedy_restoration(
+            student.eval(),
+            inputs.teacher,
+            inputs.tokenizer,
+            inputs.scoring_probe(),
+            k,
+            n_examples=inputs.config.scoring.restoration_examples,
+            resume_path=partial_path,
+        )
 
-        def choose() -> None:
-            teacher, tokenizer = inputs.teacher_and_tokenizer
-            n_examples = inputs.config.scoring.restoration_examples
-            heads = greedy_restoration(
-                student.eval(), teacher, tokenizer, probe, k, n_examples=n_examples
-            )
+        def save() -> None:
             HeadPlan.from_pairs(none_kept, heads).save(path)
+            # After the plan is written: a process killed in between measures nothing twice.
+            partial_path.unlink(missing_ok=True)
 
-        on_main_process(choose)
+        on_main_process(save)
     return HeadPlan.load(path)
 
 
@@ -537,6 +546,14 @@ def export(
     """
     paths = inputs.paths
     license, base_model = origin(inputs.config.teacher.path)
+    changed = other_questions(inputs.config)
+    if changed:
+        log.warning(
+            "the exported figures answer other questions than the run's: %s; for the run's own, "
+            "`hybrid-distill evaluate %s` first",
+            ", ".join(changed),
+            paths.out,
+        )
     results = measured(paths)
     scores = HeadScores.load(paths.scores) if paths.scores.exists() else None
     reports: list[GateReport] = []

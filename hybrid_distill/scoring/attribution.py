@@ -34,7 +34,7 @@ from ..probes.answering import answer_choices, forward, left_pad
 from ..probes.checks import check_answerable
 from ..probes.encoding import EncodedExample, encode_example
 from ..progress import Phase
-from ..teacher import attention_sites, eval_mode, longest_context
+from ..teacher import attention_sites, eval_mode, fingerprint, longest_context
 from .ablation import check_accuracy
 from .head_scores import HeadScores, describe_run, head_table, heads_of
 from .measure import AGREEMENT_AT
@@ -167,7 +167,10 @@ def _describe_student(student: HybridForCausalLM) -> Record:
         "window": config.window,
         "sinks": config.sinks,
         "d_state": config.d_state,
+        "recurrence": config.recurrence,
         "kept": sum(len(heads) for heads in config.kept),
+        # Numbers of heads do not say which, nor whether it was trained.
+        "fingerprint": fingerprint(student),
     }
 
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..distributed import from_main
+from ..io import Record
 from ..model.cache import HybridCache
 from ..model.layout import given_cache
 from ..model.mixer import ROW_ARGUMENTS
@@ -30,10 +33,12 @@ from ..teacher import (
     AttentionSite,
     attention_sites,
     check_exists,
+    fingerprint,
     replaced_forward,
     without_cache,
 )
 from .head_scores import HeadScores, describe_run, heads_of
+from .resume_log import ResumeLog
 
 
 @contextmanager
@@ -200,14 +205,25 @@ def greedy_restoration(
     *,
     n_examples: int = 128,
     progress: bool = True,
+    resume_path: str | Path | None = None,
 ) -> list[HeadId]:
     """Choose ``k`` heads one by one, each with the largest gain given the heads chosen before it.
 
     The gain is in the answer's log-probability: accuracy stays flat until a whole circuit is in
-    place.
+    place. ``resume_path`` is a file that saves each chosen head. Every connected process must call
+    this; the main one measures, and each gets the same heads.
     """
+    provenance = {
+        "method": "greedy restoration",
+        "probe": probe.describe(),
+        "n_examples": n_examples,
+        "student": fingerprint(student),
+        **describe_run(teacher),
+    }
+    resume_log = ResumeLog(resume_path, provenance)
     chosen: list[HeadId] = []
-    while len(chosen) < k:
+
+    def choose_next() -> Record:
         scores = score_restoration(
             student,
             teacher,
@@ -222,6 +238,9 @@ def greedy_restoration(
         for head in chosen:
             gain_LH[head] = -torch.inf
         best = int(gain_LH.argmax())
-        layer, head = divmod(best, scores.n_heads)
-        chosen.append(HeadId(layer, head))
+        return HeadId(*divmod(best, scores.n_heads))._asdict()
+
+    while len(chosen) < k:
+        step = resume_log.next(lambda: from_main(choose_next))
+        chosen.append(HeadId(**step))
     return chosen

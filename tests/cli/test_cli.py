@@ -128,6 +128,26 @@ def test_evaluate_prints_what_was_measured_before_and_measures_again_when_asked(
     assert [json.loads(file.read_text())["n_examples"] for file in files] == [2, 2]
 
 
+def test_answers_to_other_questions_are_not_kept_as_the_figures_of_a_run(done: Path) -> None:
+    files = [done / "evaluation.json", done / "teacher" / "evaluation.json"]
+
+    def asked() -> set[tuple[int, str]]:
+        results = map(EvalResult.load, files)
+        return {(result.n_examples, result.prompt_format) for result in results}
+
+    def evaluate_otherwise() -> None:
+        main(["evaluate", str(done), "--n-examples", "2", "--prompt-format", "shots=1"])
+        assert asked() == {(2, "shots=1")}
+
+    evaluate_otherwise()
+    main(["evaluate", str(done)])
+    assert asked() == {(4, "plain")}
+
+    evaluate_otherwise()
+    run_recipe(small_run(done), [])
+    assert asked() == {(4, "plain")}
+
+
 def test_speed_is_measured_in_turns_and_reported(
     done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

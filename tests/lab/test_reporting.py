@@ -324,6 +324,21 @@ def test_what_windows_lose_has_a_column_and_a_task(tmp_path: Path) -> None:
     assert has_facts(text, "75.0", "50.0", 24, 300)
 
 
+def test_a_model_that_was_asked_otherwise_is_named(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / "run")
+    in_chat = replace(evaluation((1.0,)), n_examples=8, provenance={"prompt_format": "chat"})
+    for path in (run.teacher_evaluation, run.evaluation):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        in_chat.save(path)
+    run.control.out.mkdir()
+    in_chat.save(run.control.evaluation)
+    assert "plain" not in read_run(run.out).questions
+
+    evaluation((1.0,)).save(run.control.evaluation)
+    facts = ("control", "n_examples", 400, 8, "prompt_format", "plain", "chat")
+    assert has_facts(read_run(run.out).questions, *facts)
+
+
 def test_broken_files_are_named_and_stop_nothing(tmp_path: Path) -> None:
     RunPaths(tmp_path).evaluation.write_text("{")
     text = write_report(tmp_path).with_suffix(".md").read_text()

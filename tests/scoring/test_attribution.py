@@ -11,6 +11,7 @@ import torch
 from conftest import make_family_model
 from messages import naming
 from planted import AGGREGATE, GATHER_ASKED_KEY, KEYS, PLANTED, planted_teacher
+from torch import nn
 
 from hybrid_distill.lab.reporting.heads import score_map, score_table
 from hybrid_distill.plan import HeadId, HeadPlan
@@ -154,6 +155,19 @@ def test_a_stopped_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # Eight of twelve examples are read from the file: a round is eight.
     assert next(n_calls) == 10 + 4 + 1
     assert torch.equal(resumed.logprob_drop_LH, whole.logprob_drop_LH)
+
+
+def test_measurements_of_another_student_are_not_used(tmp_path: Path) -> None:
+    """Its window and its heads are the same, its weights are not."""
+    path = tmp_path / "partial.json"
+    teacher, tokenizer = planted_teacher()
+    student = confined(teacher, WINDOW, 0)
+    gains = []
+    for scale in (1, 0.9):
+        student.lm_head.weight = nn.Parameter(scale * teacher.lm_head.weight)
+        scores = attribute(student, teacher, tokenizer, PROBE, n_examples=2, resume_path=path)
+        gains.append(scores.baseline["gain"])
+    assert gains[0] != gains[1]
 
 
 def test_questions_within_the_window_are_refused() -> None:

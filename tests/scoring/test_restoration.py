@@ -1,6 +1,8 @@
 """A restored head is the teacher's; all of them make the student the teacher."""
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hybrid_distill.model.modeling_hybrid import HybridForCausalLM
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
+from hybrid_distill.scoring import restoration
 from hybrid_distill.scoring.restoration import (
     greedy_restoration,
     restore_heads,
@@ -108,6 +111,41 @@ def test_greedy_restoration_takes_each_head_once_and_finds_the_aggregate_head() 
     )
     assert len(set(chosen)) == n_heads
     assert AGGREGATE in chosen
+
+
+def test_a_stopped_choice_of_heads_resumes(tmp_path: Path, monkeypatch) -> None:
+    teacher, tokenizer = planted_teacher()
+    student = recurrent_student(teacher)
+    original = score_restoration
+    rounds: list[list[HeadId]] = []
+
+    def stopped_in_the_third(*args: Any, restored: list[HeadId], **options: Any) -> Any:
+        if len(rounds) == 2:
+            raise InterruptedError
+        rounds.append(list(restored))
+        return original(*args, restored=restored, **options)
+
+    def choose(path: Path | None) -> list[HeadId]:
+        return greedy_restoration(
+            student, teacher, tokenizer, PROBE, 3, n_examples=2, progress=False, resume_path=path
+        )
+
+    expected = choose(None)
+    path = tmp_path / "partial.json"
+    monkeypatch.setattr(restoration, "score_restoration", stopped_in_the_third)
+    with pytest.raises(InterruptedError):
+        choose(path)
+    rounds.clear()
+    assert choose(path) == expected
+    assert rounds == [expected[:2]]
+
+    # An aligned student of other weights starts over.
+    rounds.clear()
+    with torch.no_grad():
+        student.lm_head.weight.mul_(0.5)
+    with pytest.raises(InterruptedError):
+        choose(path)
+    assert rounds[0] == []
 
 
 def test_what_cannot_be_restored_is_named() -> None:

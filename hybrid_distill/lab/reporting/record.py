@@ -46,7 +46,8 @@ class RunRecord:
     plan: HeadPlan | None
     scores: HeadScores | None
     questions: str
-    """Number of questions behind the accuracies; empty if the teacher was not evaluated."""
+    """Number and format of the questions behind the accuracies, and which models answered others; empty if the teacher
+    was not evaluated."""
     window: int
     """Tokens of the windows of replaced heads; 0 if they have none, or if it is not known."""
     unit: str
@@ -104,7 +105,7 @@ def read_run(folder: Path) -> RunRecord:
         losses=pd.concat([_losses(paths.aligned, SHARED), losses]),
         plan=plan,
         scores=scores,
-        questions=_questions(teacher) if teacher else "",
+        questions=_questions(teacher, results) if teacher else "",
         window=settings.get("student", {}).get("window", 0),
         unit=settings.get("plan", {}).get("unit", "head"),
         text_length=student.text_length if student else 0.0,
@@ -127,11 +128,22 @@ def _frame(rows: dict[str, dict[str, float]]) -> pd.DataFrame:
     return pd.DataFrame(list(rows.values()), index=list(rows), dtype=float)
 
 
-def _questions(result: EvalResult) -> str:
-    kinds = [f"{result.n_examples} for each dictionary size", f"{result.n_knowledge} on knowledge"]
-    if result.n_far:
-        kinds.append(f"{result.n_far} on dictionaries {result.distance} words earlier")
-    return f"Questions: {', '.join(kinds)}."
+def _questions(teacher: EvalResult, results: Mapping[str, EvalResult | None]) -> str:
+    kinds = [
+        f"{teacher.n_examples} for each dictionary size",
+        f"{teacher.n_knowledge} on knowledge",
+    ]
+    if teacher.n_far:
+        kinds.append(f"{teacher.n_far} on dictionaries {teacher.distance} words earlier")
+    sentences = [f"Questions: {', '.join(kinds)}.", f"Prompt format: {teacher.prompt_format}."]
+    for name, result in results.items():
+        if result is None:
+            continue
+        # `hybrid-distill evaluate` may have asked teacher and student otherwise, and the control not.
+        changed = result.asked_otherwise(teacher.n_examples, teacher.prompt_format)
+        if changed:
+            sentences.append(f"The {name} was asked otherwise: {', '.join(changed)}.")
+    return " ".join(sentences)
 
 
 def all_figures(result: EvalResult) -> dict[str, float]:
