@@ -6,12 +6,15 @@ Shapes: B batch, L length.
 from __future__ import annotations
 
 import threading
-from dataclasses import fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, __version__
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -32,9 +35,23 @@ _like_prepare_inputs: Any = wraps(_prepare_inputs)
 GENERATION_CACHE = cache_argument(_prepare_inputs)
 
 
+@dataclass
+class KeptCache:
+    """Static cache of the last `generate`, for the next one that it fits."""
+
+    key: tuple[Any, ...]
+    length: int
+    """Length of the longest static cache so far."""
+    cache: HybridCache | None
+    """None if `generate` has returned it to its caller."""
+    is_in_use: bool = False
+
+
 # GenerationMixin is a base by name, because `PreTrainedModel.can_generate` looks for it among the bases' names.
 class HybridGeneration(HybridPrefill, GenerationMixin):
     """Model that `generate` runs with a `HybridCache`: by steps, by drafts, and from the cache of a `prefill`."""
+
+    _static_cache: KeptCache | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: no cache of an earlier `generate`."""
@@ -107,7 +124,7 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
     def _assisted_decoding(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Speculate as transformers does, on a cache that records what it has to undo.
 
-        Raises ValueError without a cache, with a static one and with LongRoPE.
+        Raises ValueError without a cache, with a static one, with LongRoPE and for new tokens alone after a cache.
         """
         self._check_speculation()
         cache = kwargs.get(GENERATION_CACHE)
@@ -116,6 +133,13 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
                 "speculation needs a cache that can be rolled back; leave use_cache and cache_implementation out."
             )
         options: Any = kwargs["generation_config"]
+        # Before anything is read: a refused call leaves its cache as it was.
+        self._check_prompt(input_ids, options, kwargs)
+        if _is_new_alone(cache, input_ids, options, kwargs):
+            raise ValueError(
+                f"the cache holds {cache.get_seq_length()} tokens that the input lacks, and speculation looks up the "
+                "whole text; pass all tokens, or leave assistant_model and prompt_lookup_num_tokens out."
+            )
         shows_prompt = options.output_hidden_states or options.output_attentions
         has_one_row = kwargs.get("inputs_embeds") is None and len(input_ids) == 1
         n_past = cache.get_seq_length()
@@ -137,28 +161,111 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         finally:
             cache.stop_recording()
 
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Read the prompt as transformers does. Raises ValueError for one that would be read wrong.
+
+        transformers cuts the prompt into pieces here, so this is the last place that knows all of it.
+        """
+        # An assistant goes on from its own cache, which is cropped to the text so far.
+        if not getattr(generation_config, "is_assistant", False):
+            self._check_prompt(input_ids, generation_config, model_kwargs)
+        parent: Any = super()
+        return parent._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _check_prompt(
+        self, input_ids: Tensor, options: GenerationConfig, kwargs: dict[str, Any]
+    ) -> None:
+        """Raise ValueError for a prompt that does not go on from its cache, or is cut at the LongRoPE switch."""
+        cache = kwargs.get(GENERATION_CACHE)
+        if not isinstance(cache, HybridCache):
+            return
+        n_past = int(cache.get_seq_length())
+        if n_past:
+            _check_continued(self, cache, input_ids, options, kwargs)
+        n_all = _n_given(input_ids, kwargs)
+        is_new_alone = _is_new_alone(cache, input_ids, options, kwargs)
+        if is_new_alone:
+            # Steps cannot read all tokens anew: they know the new ones alone. No step reads the last one.
+            n_all = n_past + options.max_length - 1
+            cache.layer(0).check_room(n_all)
+        switch = self._longrope_switch
+        is_cut = is_new_alone or options.prefill_chunk_size is not None
+        if switch is not None and is_cut and n_past <= switch < n_all:
+            raise ValueError(
+                f"LongRoPE changes at {switch} tokens, so {n_all} cannot be read in pieces; pass all tokens, "
+                "those of the cache too, without prefill_chunk_size."
+            )
+
+    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Sample as transformers does, on a cache that no other `generate` uses."""
+        parent: Any = super()
+        with self._in_use(kwargs.get(GENERATION_CACHE)):
+            return parent._sample(input_ids, *args, **kwargs)
+
+    def _beam_search(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Search beams as transformers does, on a cache that no other `generate` uses."""
+        parent: Any = super()
+        with self._in_use(kwargs.get(GENERATION_CACHE)):
+            return parent._beam_search(input_ids, *args, **kwargs)
+
+    @contextmanager
+    def _in_use(self, cache: Any) -> Iterator[None]:
+        """Keep the kept static cache from a `generate` within this one, which a logits processor may call."""
+        kept = self._static_cache
+        if kept is None or kept.cache is not cache:
+            yield
+            return
+        kept.is_in_use = True
+        try:
+            yield
+        finally:
+            kept.is_in_use = False
+
     def _kept_cache(self, n_rows: int, max_length: int, is_shared: bool) -> HybridCache:
         """Return an empty static cache: if possible that of the last call, for which the step is compiled.
 
         A new one is as long as the longest so far. If ``is_shared``, `generate` returns the cache to its caller, who
         may go on from it: it is not used again.
         """
+        key = self._static_cache_key(n_rows)
+        kept = self._static_cache
+        longest = max_length
+        if kept is not None:
+            longest = max(max_length, kept.length)
+            if kept.is_in_use:
+                return self.new_cache(max_length=longest)
+            if kept.cache is not None and kept.key == key and longest == kept.length:
+                cache = kept.cache
+                cache.reset()
+                if is_shared:
+                    kept.cache = None
+                return cache
+        cache = self.new_cache(max_length=longest)
+        self._static_cache = KeptCache(key, longest, None if is_shared else cache)
+        return cache
+
+    def _static_cache_key(self, n_rows: int) -> tuple[Any, ...]:
+        """Return everything that a call must share with an earlier one to use its static cache."""
+        # Autocast decides in which dtype a layer stores what it has read.
+        autocast_dtype = None
+        if torch.is_autocast_enabled(self.device.type):
+            autocast_dtype = torch.get_autocast_dtype(self.device.type)
         # Tensors of inference mode cannot be reset outside it; threads generate at the same time.
-        key = (
+        return (
             n_rows,
             self.dtype,
+            autocast_dtype,
             self.device,
             torch.is_inference_mode_enabled(),
             threading.get_ident(),
         )
-        kept_key, kept_length, kept = getattr(self, "_static_cache", (None, 0, None))
-        if kept is not None and kept_key == key and max_length <= kept_length:
-            kept.reset()
-            cache = kept
-        else:
-            cache = self.new_cache(max_length=max(max_length, kept_length))
-        self._static_cache = (key, max(max_length, kept_length), None if is_shared else cache)
-        return cache
 
     @_like_prepare_inputs
     def prepare_inputs_for_generation(
@@ -181,7 +288,6 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             is_whole = "next_sequence_length" in kwargs and kwargs["next_sequence_length"] is None
             if is_whole and n_past and cache.layer(0).record_past:
                 kwargs["next_sequence_length"] = input_ids.shape[1] - n_past
-            _check_continued(self, cache, input_ids, kwargs)
         # For a call that goes on from this cache.
         kwargs[GENERATION_CACHE].mask_BL = _mask_so_far(input_ids, kwargs)
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
@@ -189,7 +295,9 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             read = inputs.get("inputs_embeds")
             if read is None:
                 read = inputs["input_ids"]
-            if read.shape[1] > 1:
+            # A piece of a prompt may be one column, of padding. Steps are given all tokens, and read the last.
+            is_piece = kwargs.get("inputs_embeds") is None and read.shape[1] == input_ids.shape[1]
+            if is_piece or read.shape[1] > 1:
                 inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
 
@@ -240,6 +348,12 @@ def _check_pieces(model_kwargs: dict[str, Any]) -> None:
             f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
             "install version 5.5 or newer, or leave prefill_chunk_size out."
         )
+    cache = model_kwargs.get(GENERATION_CACHE)
+    if release(__version__) < (5, 21) and cache is not None and cache.get_seq_length():
+        raise ValueError(
+            f"transformers {__version__} reads a prompt in pieces from its beginning, and the cache holds "
+            f"{int(cache.get_seq_length())} tokens; install version 5.21 or newer, or leave prefill_chunk_size out."
+        )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "inputs_embeds are given with a prefill_chunk_size, and transformers cuts tokens alone into pieces; "
@@ -254,14 +368,32 @@ def _n_tokens_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> int:
     return length if prompt is None else length + prompt.shape[1]
 
 
-def _covers_more(kwargs: dict[str, Any], length: int) -> bool:
-    """Return True if the mask or the positions are longer than the input.
+def _n_given(input_ids: Tensor, kwargs: dict[str, Any]) -> int:
+    """Count the tokens or embeddings of a row of the prompt."""
+    embedded = kwargs.get("inputs_embeds")
+    return input_ids.shape[1] if embedded is None else embedded.shape[1]
 
-    The input is then the new tokens alone. Of tokens, `generate` sees that, but it cuts the past off any embeddings.
+
+def _n_covered(input_ids: Tensor, options: GenerationConfig, kwargs: dict[str, Any]) -> int:
+    """Count the columns of the attention mask that `generate` was given; without one, those of the prompt."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        return mask.shape[-1]
+    # transformers 5.24 drops a mask without padding, and notes its length.
+    return getattr(options, "_mask_length", _n_given(input_ids, kwargs))
+
+
+def _is_new_alone(
+    cache: HybridCache, input_ids: Tensor, options: GenerationConfig, kwargs: dict[str, Any]
+) -> bool:
+    """Return True if the input is the tokens after those of the cache, and the mask covers both.
+
+    transformers 5.5 or newer then reads the whole input. It cuts the past off any embeddings.
     """
-    # Positions too: transformers 5.24 drops a mask without padding.
-    given = [kwargs.get("attention_mask"), kwargs.get("position_ids")]
-    return any(tensor is not None and tensor.shape[-1] > length for tensor in given)
+    n_past = int(cache.get_seq_length())
+    if not n_past or kwargs.get("inputs_embeds") is not None or release(__version__) < (5, 5):
+        return False
+    return _n_covered(input_ids, options, kwargs) == n_past + input_ids.shape[1]
 
 
 def _mask_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -273,6 +405,12 @@ def _mask_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
     return input_ids.new_ones(()).expand(len(input_ids), length)
 
 
+def _is_padding(mask_BS: Tensor, n_columns: int) -> Tensor:
+    """Return which of the first columns are padding; those beyond the mask are tokens."""
+    is_padding_BS = mask_BS[:, :n_columns] == 0
+    return functional.pad(is_padding_BS, (0, n_columns - is_padding_BS.shape[1]))
+
+
 def _check_padding(cache: HybridCache, n_past: int, mask_BS: Tensor) -> None:
     """Raise ValueError if columns of the cache that were read as tokens count as padding now, or the reverse.
 
@@ -282,8 +420,7 @@ def _check_padding(cache: HybridCache, n_past: int, mask_BS: Tensor) -> None:
     before_BL = cache.mask_BL
     if before_BL is None or len(before_BL) != len(mask_BS):
         return
-    n_known = min(n_past, before_BL.shape[1], mask_BS.shape[1])
-    is_other_BL = (before_BL[:, :n_known] != 0) != (mask_BS[:, :n_known] != 0)
+    is_other_BL = _is_padding(before_BL, n_past) != _is_padding(mask_BS, n_past)
     if bool(is_other_BL.any()):
         raise ValueError(
             f"attention_mask counts other columns as padding than the call that filled the cache, in "
@@ -293,30 +430,34 @@ def _check_padding(cache: HybridCache, n_past: int, mask_BS: Tensor) -> None:
 
 
 def _check_continued(
-    student: HybridGeneration, cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
+    student: HybridGeneration,
+    cache: HybridCache,
+    input_ids: Tensor,
+    options: GenerationConfig,
+    kwargs: dict[str, Any],
 ) -> None:
-    """Raise ValueError if the tokens so far do not go on from those of the cache."""
+    """Raise ValueError if the prompt does not go on from the tokens of the cache."""
     n_past = int(cache.get_seq_length())
-    embedded = kwargs.get("inputs_embeds")
-    mask = kwargs.get("attention_mask")
-    n_new = kwargs.get("next_sequence_length")
-    # transformers before 5.5 passes the places of the new tokens.
-    if n_new is None and kwargs.get("cache_position") is not None:
-        n_new = len(kwargs["cache_position"])
-    # Otherwise the input is the new tokens alone.
-    if n_new is None or not n_past:
-        return
-    length = input_ids.shape[1] if embedded is None else embedded.shape[1]
-    if n_new < 1 or (embedded is not None and _covers_more(kwargs, length)):
+    n_given = _n_given(input_ids, kwargs)
+    n_covered = _n_covered(input_ids, options, kwargs)
+    is_new_alone = _is_new_alone(cache, input_ids, options, kwargs)
+    is_whole = n_covered == n_given > n_past
+    if not is_whole and not is_new_alone:
         raise ValueError(
-            f"the cache holds {n_past} tokens and the input {length}; pass the tokens of the cache "
-            "and at least one more, and a cache.copy() to each of several continuations."
+            f"the cache holds {n_past} tokens, the input {n_given} and attention_mask covers {n_covered}; pass the "
+            "tokens of the cache and at least one more, and a cache.copy() to each of several continuations."
         )
     _check_padding(cache, n_past, _mask_so_far(input_ids, kwargs))
     prefix = cache.prefix
     if prefix is None:
         return
-    if embedded is None:
+    mask = kwargs.get("attention_mask")
+    embedded = kwargs.get("inputs_embeds")
+    if is_new_alone:
+        # Their rows and padding can be compared, the tokens before them cannot.
+        has_same_rows = len(input_ids) == len(prefix.ids_BL)
+        begins = has_same_rows and prefix.begins(prefix.ids_BL.to(input_ids.device), mask)
+    elif embedded is None:
         begins = prefix.begins(input_ids, mask)
     else:
         begins = prefix.begins_embedded(embedded, mask, student.get_input_embeddings())

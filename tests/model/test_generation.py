@@ -237,6 +237,128 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     generated(llama_student, ids, attention_mask=without_padding, prefill_chunk_size=2)
 
 
+def test_a_filled_cache_and_pieces_are_refused_where_transformers_reads_the_past_again(
+    llama_student, monkeypatch
+) -> None:
+    monkeypatch.setattr("hybrid_distill.model.generation.__version__", "5.20.0")
+    ids = tokens(1, 9)
+    cache = llama_student.prefill(ids[:, :5])
+    with pytest.raises(ValueError, match=naming("5.20.0", 5, "prefill_chunk_size")):
+        generated(llama_student, ids, cache=cache, prefill_chunk_size=2)
+
+
+# A prompt after a cache
+
+
+def new_alone(ids: Tensor, n_past: int) -> dict[str, Any]:
+    """Return the arguments of `generate` for the tokens after ``n_past``, and a mask for all."""
+    return {"inputs": ids[:, n_past:], "attention_mask": torch.ones_like(ids)}
+
+
+@since("5.21")
+def test_a_prompt_in_pieces_goes_on_from_its_own_prefix_alone(llama_student) -> None:
+    """Another prompt, nothing new, and the state of other weights."""
+    prefix = tokens(1, 8)
+    ids = torch.cat([prefix, tokens(1, 5)], dim=1)
+    cache = llama_student.prefill(prefix)
+    whole = generated(llama_student, ids)
+    options = {"prefill_chunk_size": 3}
+    assert torch.equal(generated(llama_student, ids, cache=cache.copy(), **options), whole)
+
+    other = ids.clone()
+    other[0, 4] += 1
+    for wrong in (other, prefix):
+        with pytest.raises(ValueError):
+            generated(llama_student, wrong, cache=cache, **options)
+    with torch.no_grad():
+        llama_student.recurrent_heads()[0].x_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match=naming("student")):
+        generated(llama_student, ids, cache=cache, **options)
+    assert cache.get_seq_length() == 8
+
+
+@since("5.5.0")
+def test_new_tokens_alone_go_on_from_the_rows_padding_and_student_of_a_prefix(
+    llama_student,
+) -> None:
+    ids = tokens(2, 13)
+    cache = llama_student.prefill(ids[:, :8])
+    new_tokens = new_alone(ids, 8)
+    text = llama_student.generate(**new_tokens, cache=cache.copy(), **GREEDY)
+    assert torch.equal(text[:, 5:], generated(llama_student, ids))
+
+    with pytest.raises(ValueError, match=naming("cache.repeat")):
+        llama_student.generate(**new_alone(ids[:1], 8), cache=cache, **GREEDY)
+    padded = torch.ones_like(ids)
+    padded[0, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask"):
+        llama_student.generate(**{**new_tokens, "attention_mask": padded}, cache=cache, **GREEDY)
+    with pytest.raises(ValueError, match=naming(8, 5, 12)):
+        too_short = torch.ones(2, 12, dtype=torch.long)
+        llama_student.generate(**{**new_tokens, "attention_mask": too_short}, cache=cache, **GREEDY)
+    with torch.no_grad():
+        llama_student.recurrent_heads()[0].x_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match=naming("student")):
+        llama_student.generate(**new_tokens, cache=cache, **GREEDY)
+
+
+@since("5.5.0")
+def test_new_tokens_alone_fit_a_static_cache_after_its_tokens(llama_student) -> None:
+    ids = tokens(1, 13)
+    for room, is_enough in ((12 + NEW, True), (11 + NEW, False)):
+        cache = llama_student.prefill(ids[:, :8], cache=llama_student.new_cache(max_length=room))
+        if is_enough:
+            text = llama_student.generate(**new_alone(ids, 8), cache=cache, **GREEDY)
+            assert torch.equal(text[:, 5:], generated(llama_student, ids))
+            continue
+        with pytest.raises(ValueError, match=naming(room, 12 + NEW, "max_length")):
+            llama_student.generate(**new_alone(ids, 8), cache=cache, **GREEDY)
+
+
+@since("5.21")
+@pytest.mark.parametrize("n_new", [1, 4])
+def test_columns_read_as_tokens_are_no_padding_for_a_prompt_in_pieces(
+    llama_student, n_new: int
+) -> None:
+    """The first answer may be one token, after a prompt in pieces."""
+    options = {"return_dict_in_generate": True, "prefill_chunk_size": 3}
+    first_turn = llama_student.generate(
+        tokens(2, 8), **{**GREEDY, "max_new_tokens": n_new}, **options
+    )
+    ids = torch.cat([first_turn.sequences, tokens(2, 5)], dim=1)
+    mask = torch.ones_like(ids)
+    mask[0, 5:7] = 0
+    with pytest.raises(ValueError, match=naming("1 of 2", "attention_mask")):
+        generated(
+            llama_student,
+            ids,
+            attention_mask=mask,
+            cache=cache_of(first_turn),
+            prefill_chunk_size=2,
+        )
+
+
+@since("5.14")
+def test_a_prompt_is_not_cut_at_the_longrope_switch() -> None:
+    """In pieces, or as new tokens alone, whose steps may cross it too."""
+    settings = {"initializer_range": 0.2, "original_max_position_embeddings": 20}
+    student = mixed_student(make_family_model("phi3", rope_parameters=LONGROPE, **settings))
+    ids = tokens(1, 28)
+    with pytest.raises(ValueError, match=naming(20, 28, "prefill_chunk_size")):
+        generated(student, ids, prefill_chunk_size=6)
+    # Up to the switch, pieces are the prompt: the steps beyond it read all tokens anew.
+    in_pieces = generated(student, ids[:, :16], prefill_chunk_size=6)
+    assert torch.equal(in_pieces, generated(student, ids[:, :16]))
+
+    cache = student.prefill(ids[:, :8])
+    for length in (28, 13):
+        with pytest.raises(ValueError, match=naming(20, length + NEW - 1)):
+            student.generate(**new_alone(ids[:, :length], 8), cache=cache, **GREEDY)
+    options = {**GREEDY, "max_new_tokens": 8}
+    text = student.generate(**new_alone(ids[:, :13], 8), cache=cache, **options)
+    assert torch.equal(text[:, 5:], generated(student, ids[:, :13], max_new_tokens=8))
+
+
 @pytest.mark.parametrize("kind", ["offloaded", "quantized", "paged"])
 def test_another_kind_of_cache_is_refused(llama_student, kind: str) -> None:
     with pytest.raises(ValueError, match=f"'{kind}"):
@@ -253,6 +375,46 @@ def test_a_static_cache_gives_the_same_text(student, way: dict[str, Any]) -> Non
         options = {"attention_mask": mask, "cache_implementation": kind, **way}
         texts.append(student.generate(ids, **options))
     assert torch.equal(*texts)
+
+
+@since("5.5.0")
+def test_a_piece_of_one_token_may_be_padding_in_a_static_cache(llama_student) -> None:
+    ids, mask = left_padded([tokens(9), tokens(5)])
+    whole = generated(llama_student, ids, attention_mask=mask)
+    options = {"cache_implementation": "static", "prefill_chunk_size": 1}
+    assert torch.equal(generated(llama_student, ids, attention_mask=mask, **options), whole)
+
+
+def test_a_logits_processor_generates_with_a_static_cache_of_its_own(llama_student) -> None:
+    ids = tokens(1, 9)
+    other = tokens(1, 3)
+    static = {"cache_implementation": "static"}
+
+    def generate_another(input_ids: Tensor, scores: Tensor) -> Tensor:
+        generated(llama_student, other, max_new_tokens=2, **static)
+        return scores
+
+    expected = generated(llama_student, ids)
+    text = generated(llama_student, ids, logits_processor=[generate_another], **static)
+    assert torch.equal(text, expected)
+    # The outer call's is kept.
+    kept = llama_student._static_cache.cache
+    assert torch.equal(generated(llama_student, ids, **static), expected)
+    assert llama_student._static_cache.cache is kept
+
+
+def test_a_static_cache_of_autocast_is_not_used_outside_it(llama_student) -> None:
+    """It stores the inputs of convolutions in 16 bits."""
+    ids = tokens(2, 9)
+    static = {"cache_implementation": "static"}
+    caches = []
+    for is_on in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            generated(llama_student, ids, **static)
+        caches.append(llama_student._static_cache.cache)
+    of_autocast, plain = caches
+    assert of_autocast.layer(0).conv_state.dtype == torch.bfloat16
+    assert plain.layer(0).conv_state.dtype == torch.float32
 
 
 def addresses_of(cache: HybridCache) -> list[int]:

@@ -283,6 +283,38 @@ def test_speculation_goes_on_from_a_prefix(student) -> None:
         check_text(student.generate(prompt, **LOOKUP, cache=cache), expected)
 
 
+def test_a_refused_speculation_leaves_its_cache_as_it_was(llama_student) -> None:
+    """Another prompt than the prefix, nothing new, and new tokens alone."""
+    prompt = repetitive()
+    expected = llama_student.generate(prompt, **GREEDY)
+    cache = llama_student.prefill(prompt[:, :8])
+    other = prompt.clone()
+    other[0, 4] += 1
+    alone = prompt[:, 8:]
+    refused = (
+        (other, torch.ones_like(other)),
+        (prompt[:, :8], torch.ones_like(prompt[:, :8])),
+        (alone, torch.ones_like(prompt)),
+    )
+    for ids, mask in refused:
+        with pytest.raises(ValueError):
+            llama_student.generate(ids, attention_mask=mask, cache=cache, **LOOKUP)
+        assert cache.get_seq_length() == 8
+    check_text(llama_student.generate(prompt, cache=cache, **LOOKUP), expected)
+
+
+def test_speculation_refuses_new_tokens_alone_after_a_conversation(llama_student) -> None:
+    prompt = repetitive()
+    cache = llama_student.new_cache()
+    with torch.no_grad():
+        logits(llama_student, prompt[:, :6], cache=cache)
+    with pytest.raises(ValueError, match=naming(6)):
+        mask = torch.ones_like(prompt)
+        llama_student.generate(prompt[:, 6:], attention_mask=mask, cache=cache, **LOOKUP)
+    expected = llama_student.generate(prompt, **GREEDY)
+    check_text(llama_student.generate(prompt, cache=cache, **LOOKUP), expected)
+
+
 def test_speculation_shows_what_decoding_shows(llama_student) -> None:
     options = {
         "return_dict_in_generate": True,
