@@ -21,6 +21,7 @@ from torch import nn
 from training import ALIGN, DISTILL, metrics, small_run
 
 from hybrid_distill.cli.app import main
+from hybrid_distill.cli.dry_run import describe
 from hybrid_distill.config import PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
 from hybrid_distill.evaluation import EvalResult
 from hybrid_distill.export import ExportError, GateReport, check
@@ -31,7 +32,7 @@ from hybrid_distill.lab.reporting.run import write_report
 from hybrid_distill.model import ssd
 from hybrid_distill.pipeline import RunInputs, building, checks, finished_run, last_stage
 from hybrid_distill.pipeline import run as steps
-from hybrid_distill.pipeline.checks import check_teachers
+from hybrid_distill.pipeline.checks import check_stages, check_teachers
 from hybrid_distill.pipeline.finished import trained_student, training_record
 from hybrid_distill.pipeline.paths import RunPaths
 from hybrid_distill.pipeline.planning import known_plan
@@ -47,7 +48,7 @@ from hybrid_distill.plan import HeadId, HeadPlan, Shape
 from hybrid_distill.probes.checks import CannotAnswer
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.scoring.resume_log import ResumeLog
-from hybrid_distill.train.config import AlignMatrix, DistillOnPolicy
+from hybrid_distill.train.config import AlignMatrix, DistillOnPolicy, StageConfig
 from hybrid_distill.train.result import MANIFEST, StageManifest
 from hybrid_distill.train.weights import weights_hash
 
@@ -614,6 +615,24 @@ def test_questions_longer_than_the_context_are_not_asked_or_refused(tmp_path: Pa
     assert not asked_for.out.exists()
 
 
+def test_a_stage_with_cached_logits_trains_the_student_of_a_half_precision_teacher_in_float32(
+    tmp_path: Path,
+) -> None:
+    """No teacher is in memory then, and the trained weights are float32."""
+    config = small_run(
+        tmp_path / "run",
+        teacher=TeacherConfig(dtype="bfloat16"),
+        stages=(replace(DISTILL, teacher_logits=tmp_path),),
+    )
+    check_stages(RunInputs(config))
+
+
+def test_a_fault_of_the_plan_is_told_once(tmp_path: Path) -> None:
+    config = small_run(tmp_path / "run", plan=PlanConfig("random", k=49))
+    with pytest.raises(ValueError, match=r"start: [^(]"):
+        describe(config)
+
+
 WINDOWS = StudentConfig(d_state=0, window=8, sinks=2)
 STATES = StudentConfig(d_state=4, init="teacher")
 
@@ -637,6 +656,34 @@ def test_a_stage_that_could_not_be_made_is_refused_before_anything_is_computed(
     with pytest.raises(ValueError, match=naming(named)):
         run(replace(config, **changes))
     assert not config.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("launch", "stage", "named"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, replace(DISTILL, on_divergence="skip"), "DeepSpeed"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+            DistillOnPolicy(),
+            "ZeRO-3",
+        ),
+        ({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}, DistillOnPolicy(), "FSDP2"),
+    ],
+    ids=["skip", "zero3", "fsdp2"],
+)
+def test_a_stage_that_cannot_train_as_launched_is_refused_at_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: dict[str, str],
+    stage: StageConfig,
+    named: str,
+) -> None:
+    inputs = RunInputs(small_run(tmp_path / "run", stages=(ALIGN, stage)))
+    check_stages(inputs)
+    for variable, value in launch.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=naming(stage.name, named)):
+        check_stages(inputs)
 
 
 def test_attribution_without_a_window_is_refused(tmp_path: Path) -> None:

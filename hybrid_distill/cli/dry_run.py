@@ -51,7 +51,8 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
             f"--teacher.path {first_line(error)} (--teacher tiny is the embedded one.)"
         )
         return "\n\n".join([*settings, heading, missing])
-    problems = list(_problems(config))
+    # Several checks read the plan.
+    problems = list(dict.fromkeys(_problems(config)))
     if problems:
         if len(problems) > 1:
             problems = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]

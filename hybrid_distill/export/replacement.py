@@ -26,11 +26,19 @@ def check_replaceable(path: Path) -> None:
             f"{path} holds files that are not an export; pass a new folder, or an export to replace."
         )
     # Another folder takes its place: whoever works in it would be left in a deleted one.
-    if Path.cwd().is_relative_to(path.resolve()):
+    if _current_folder().is_relative_to(path.resolve()):
         raise ValueError(
             f"{path} is or holds the current folder, which an export cannot replace; pass a new folder, or change to "
             "another one first."
         )
+
+
+def _current_folder() -> Path:
+    """Return the current folder, or the root if it has been deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")
 
 
 @contextmanager

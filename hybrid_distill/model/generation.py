@@ -196,7 +196,8 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             n_all = n_past + options.max_length - 1
             cache.layer(0).check_room(n_all)
         switch = self._longrope_switch
-        is_cut = is_new_alone or options.prefill_chunk_size is not None
+        piece = options.prefill_chunk_size
+        is_cut = is_new_alone or (piece is not None and (n_past > 0 or piece < n_all))
         if switch is not None and is_cut and n_past <= switch < n_all:
             raise ValueError(
                 f"LongRoPE changes at {switch} tokens, so {n_all} cannot be read in pieces; pass all tokens, "
@@ -255,8 +256,10 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         """Return everything that a call must share with an earlier one to use its static cache."""
         # Autocast decides in which dtype a layer stores what it has read.
         autocast_dtype = None
-        if torch.is_autocast_enabled(self.device.type):
-            autocast_dtype = torch.get_autocast_dtype(self.device.type)
+        device_type = self.device.type
+        # An offloaded student is on the meta device, which has no autocast.
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            autocast_dtype = torch.get_autocast_dtype(device_type)
         # Tensors of inference mode cannot be reset outside it; threads generate at the same time.
         return (
             n_rows,

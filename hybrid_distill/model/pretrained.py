@@ -61,6 +61,11 @@ class HybridPreTrainedModel(PreTrainedModel):
         for heads in self.recurrent_heads():
             heads.reset_parameters(config.initializer_range)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Return True: transformers looks for experts in the source of the class, and those are the backbone's."""
+        return True
+
     def _add_head(self, config: HybridConfig, backbone: PreTrainedModel) -> None:
         """Add the modules that read the last hidden states; a decoder alone has none."""
 

@@ -27,6 +27,7 @@ from ..student.teachers import check_teacher
 from ..teacher import DTYPES, TINY, longest_context
 from ..train.config import StageConfig
 from ..train.loop import check_precision
+from ..train.parallel.choice import check_launched
 from ..train.result import StageManifest
 from ..train.stages import make_stage
 from ..train.tracking import check_trackers
@@ -183,7 +184,7 @@ def _plan_of(
 
 
 def check_stages(inputs: RunInputs) -> None:
-    """Check that every stage has something to train, and a teacher that suits it.
+    """Check that every stage has something to train, and that its teacher and the launch suit it.
 
     A stage is made for it, of models without weights: the last one would fail after all others have trained.
     """
@@ -192,13 +193,16 @@ def check_stages(inputs: RunInputs) -> None:
     if plan.keeps_all and not inputs.config.is_control:
         return
     for stage in inputs.config.stages:
-        dtype = teacher.dtype
-        if inputs.has_own_teacher(stage):
-            dtype = DTYPES[chosen_dtype(inputs.config.teacher_of(stage).dtype)]
-        check_precision(stage, dtype)
         # Of its own: making a stage freezes and shares parameters.
         student = empty_student(teacher, plan, **inputs.config.student.head_options)
-        make_stage(stage, student, inputs.shape_of_teacher())
+        made = make_stage(stage, student, inputs.shape_of_teacher())
+        dtype = student.dtype
+        if made.teachers:
+            dtype = DTYPES[chosen_dtype(inputs.config.teacher_of(stage).dtype)]
+            if inputs.given_teacher is not None and not inputs.has_own_teacher(stage):
+                dtype = teacher.dtype
+        check_precision(stage, dtype)
+        check_launched(made)
 
 
 def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:

@@ -54,11 +54,20 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def generated(
-    model: PreTrainedModel, *, processors: Sequence[LogitsProcessor] = (), **options: object
+    model: PreTrainedModel,
+    *,
+    processors: Sequence[LogitsProcessor] = (),
+    refuses_nan: bool = True,
+    **options: object,
 ) -> Tensor:
-    """Return the tokens of ``model.generate``, typed. Raises ValueError if logits are NaN."""
+    """Return the tokens of ``model.generate``, typed.
+
+    Raises ValueError if the first token's logits are NaN, or in greedy decoding any token's, if ``refuses_nan``.
+    """
     # By name: transformers' decorators hide the method's return type from type checkers.
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009
+    if not refuses_nan:
+        return generate(**options, logits_processor=LogitsProcessorList(processors))
     numbers = _RefusesNaN(model)
     all_processors = LogitsProcessorList([numbers, *processors])
     tokens = generate(**options, logits_processor=all_processors)

@@ -90,8 +90,8 @@ class StageConfig:
     compiles on a GPU if the stage's remaining matrix products take about ten minutes or more; compiling takes one to
     three. Layers that are sharded, aligned in parts (mixers, heads) or trained on policy are not compiled."""
     spike: Tunable[Positive] = 20.0
-    """Multiple of the median of the last 64 losses above which a loss counts as diverged. A loss that is not finite
-    always does."""
+    """Multiple of the median of the last 64 losses, at least 0.01, above which a loss counts as diverged. A loss that
+    is not finite always does."""
     on_divergence: Tunable[Literal["stop", "skip"]] = "stop"
     """``skip`` drops the batch, notes it in the metrics, and stops after more than ``max_skips`` in a row."""
     max_skips: Tunable[Count] = 3
@@ -295,7 +295,7 @@ class DistillOnPolicy(Distill):
 
     @property
     def tokens_generated(self) -> int:
-        return self.prompt_tokens + self.new_tokens
+        return self.prompt_tokens + self.new_tokens if self.share else 0
 
 
 STAGE_KINDS: dict[str, type[StageConfig]] = {

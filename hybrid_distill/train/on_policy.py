@@ -189,6 +189,8 @@ class OnPolicy(EndToEnd):
                 # on the others. Greedy decoding of noisy logits samples with one per row.
                 do_sample=False,
                 processors=[sample],
+                # The loss of this text is NaN too: all processes then skip or stop together.
+                refuses_nan=False,
                 # A teacher's generation_config may set these, and transformers warns if greedy
                 # decoding gets them.
                 temperature=None,

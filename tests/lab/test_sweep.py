@@ -172,6 +172,12 @@ def test_a_wider_window_may_not_move_the_questions_of_finished_cells(tmp_path: P
         extended("0,8,12")
     assert this.evaluation == extended("0,4,8").evaluation
 
+    # Cells without windows have answered none.
+    teacher_evaluation.unlink()
+    extended("0")
+    teacher_evaluation.write_text("{}")
+    extended("0,8")
+
     # A distance of the recipe's own stays, whatever the windows.
     teacher_evaluation.unlink()
     extended("0,8", evaluation=with_distance)

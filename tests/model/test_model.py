@@ -74,6 +74,8 @@ def test_a_student_computes_experts_as_it_was_asked_to(tmp_path: Path) -> None:
     student, _ = build_student(teacher, keep(teacher, THREE), d_state=4)
     assert student.config._experts_implementation == student.model.config._experts_implementation
     student.save_pretrained(tmp_path)
+    again = HybridForCausalLM(student.config)
+    assert again.config._experts_implementation == student.config._experts_implementation
 
     loaded = HybridForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
 
@@ -81,6 +83,9 @@ def test_a_student_computes_experts_as_it_was_asked_to(tmp_path: Path) -> None:
     assert loaded.model.layers[0].mlp.experts.config._experts_implementation == "eager"
     ids = tokens(2, 9)
     close(logits(loaded, ids), logits(student, ids))
+    for model in (student, student.model):
+        student.set_experts_implementation("eager")
+        assert model.config._experts_implementation == "eager"
 
 
 def test_a_teacher_that_returns_its_routers_loss_has_students() -> None:

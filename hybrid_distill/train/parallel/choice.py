@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from ...distributed.launch import FSDP_REQUESTED, is_on
+from ...distributed.launch import DEEPSPEED_REQUESTED, FSDP_REQUESTED, is_on, launched_world
 from ..stage import Stage
-from .strategy import Strategy
+from .strategy import Strategy, check_suits
+
+ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
+"""accelerate's variable for a launch file's ``zero_stage``."""
 
 
 def is_deepspeed(accelerator: Accelerator) -> bool:
@@ -23,6 +27,16 @@ def is_fsdp2(accelerator: Accelerator) -> bool:
     (`make_accelerator`).
     """
     return is_on(FSDP_REQUESTED) and accelerator.num_processes > 1
+
+
+def check_launched(stage: Stage) -> None:
+    """Raise ValueError for a stage that cannot train as the launch file says, before the processes are connected."""
+    if is_on(DEEPSPEED_REQUESTED):
+        check_suits(stage, "ZeRO")
+        if os.environ.get(ZERO_STAGE) == "3":
+            check_suits(stage, "ZeRO-3")
+    elif is_on(FSDP_REQUESTED) and launched_world() > 1:
+        check_suits(stage, "FSDP2")
 
 
 def set_batch(accelerator: Accelerator, *, rows: int, micro_batch_size: int, clip: float) -> None:

@@ -29,7 +29,7 @@ from ...model.recurrent_heads import SSMHeads
 from ...teacher import decoder_blocks
 from ..optimizer import trainable
 from ..stage import Stage
-from .strategy import Strategy, placeholder, stage_adamw, whole_tensor
+from .strategy import Strategy, check_suits, placeholder, stage_adamw, whole_tensor
 
 IN_BF16 = MixedPrecisionPolicy(
     torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -45,10 +45,7 @@ class Fsdp2(Strategy):
     """FSDP2: every process holds a shard of each parameter; a layer is gathered while it runs."""
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
-        if not stage.shardable:
-            raise ValueError(
-                f"{stage.config.name} cannot run under FSDP2; use ZeRO-2 or DDP for this stage."
-            )
+        check_suits(stage, "FSDP2")
         # Without super(): accelerate, which is connected as for DDP, would wrap the stage in it.
         self._whole = stage
         self._accelerator = accelerator

@@ -25,6 +25,18 @@ from ..weights import ShardedTensors
 from .copies import Bf16Copies
 
 
+def check_suits(stage: Stage, kind: str) -> None:
+    """Raise ValueError for a stage that cannot train under a kind of strategy: ``ZeRO``, ``ZeRO-3`` or ``FSDP2``."""
+    name = stage.config.name
+    if kind == "ZeRO" and stage.config.on_divergence == "skip":
+        raise ValueError(
+            f"{name}.on_divergence is 'skip', but DeepSpeed steps before the gradient can be looked at; use 'stop', or "
+            "DDP or FSDP2."
+        )
+    if kind in ("ZeRO-3", "FSDP2") and not stage.shardable:
+        raise ValueError(f"{name} cannot run under {kind}; use ZeRO-2 or DDP for this stage.")
+
+
 class Strategy:
     """Stage on its device, ready to train: in one process, or under DDP.
 

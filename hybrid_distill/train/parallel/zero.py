@@ -16,7 +16,7 @@ from ...distributed import build_whole_models
 from ..optimizer import MOMENTS, trainable
 from ..stage import Stage
 from ..weights import ShardedTensors
-from .strategy import Strategy, placeholder
+from .strategy import Strategy, check_suits, placeholder
 
 USED_OUTSIDE = ("x_proj", "b_proj", "c_proj", "a_proj")
 """Linears of the recurrent heads whose weights their parent reads, instead of calling them."""
@@ -30,18 +30,12 @@ class Zero(Strategy):
     may_copy = False
 
     def __init__(self, stage: Stage, accelerator: Accelerator) -> None:
-        if stage.config.on_divergence == "skip":
-            raise ValueError(
-                f"{stage.config.name}.on_divergence is 'skip', but DeepSpeed steps before the "
-                "gradient can be looked at; use 'stop', or DDP or FSDP2."
-            )
+        check_suits(stage, "ZeRO")
         super().__init__(stage, accelerator)
         # Both below look for ZeRO-3's mark, which parameters have only from `prepare` on.
         _register_outside_use(stage)
-        if not stage.shardable and any(map(_is_zero_3, stage.parameters())):
-            raise ValueError(
-                f"{stage.config.name} cannot run under ZeRO-3; use ZeRO-2 or DDP for this stage."
-            )
+        if any(map(_is_zero_3, stage.parameters())):
+            check_suits(stage, "ZeRO-3")
 
     @property
     def _engine(self) -> Any:
