@@ -346,7 +346,7 @@ def test_a_prompt_is_not_cut_at_the_longrope_switch() -> None:
     ids = tokens(1, 28)
     with pytest.raises(ValueError, match=naming(20, 28, "prefill_chunk_size")):
         generated(student, ids, prefill_chunk_size=6)
-    # One piece is no cut.
+    # A single piece cuts nothing.
     assert torch.equal(generated(student, ids, prefill_chunk_size=28), generated(student, ids))
     # Up to the switch, pieces are the prompt: the steps beyond it read all tokens anew.
     in_pieces = generated(student, ids[:, :16], prefill_chunk_size=6)
