@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,12 +156,20 @@ def spread_elements(tensor: Tensor, n: int) -> Tensor:
     """
     if tensor.numel() <= n:
         return tensor.flatten()
-    matrix = tensor.reshape(tensor.shape[0], -1)
-    n_rows, n_columns = matrix.shape
-    steps = torch.arange(n, dtype=torch.float64)
-    rows = (steps * n_rows / n).long()
-    columns = (steps * GOLDEN_RATIO % 1 * n_columns).long()
-    return matrix[rows.to(tensor.device), columns.to(tensor.device)]
+    n_rows = tensor.shape[0]
+    places = _spread_places(n_rows, tensor.numel() // n_rows, n)
+    return tensor.flatten()[torch.tensor(places, device=tensor.device)]
+
+
+@cache
+def _spread_places(n_rows: int, n_columns: int, n: int) -> tuple[int, ...]:
+    """Return the places of `spread_elements` in a flat tensor. Few shapes occur, in many layers and calls."""
+    places = []
+    for step in range(n):
+        row = step * n_rows // n
+        column = int(step * GOLDEN_RATIO % 1 * n_columns)
+        places.append(row * n_columns + column)
+    return tuple(places)
 
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:

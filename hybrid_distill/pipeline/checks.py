@@ -193,9 +193,9 @@ def check_stages(inputs: RunInputs) -> None:
     if plan.keeps_all and not inputs.config.is_control:
         return
     for stage in inputs.config.stages:
-        # Of its own: making a stage freezes and shares parameters.
+        # Of its own: making a stage replaces a student's parameters.
         student = empty_student(teacher, plan, **inputs.config.student.head_options)
-        made = make_stage(stage, student, inputs.shape_of_teacher())
+        made = make_stage(stage, student, teacher)
         dtype = student.dtype
         if made.teachers:
             dtype = DTYPES[chosen_dtype(inputs.config.teacher_of(stage).dtype)]
