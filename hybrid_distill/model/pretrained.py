@@ -44,14 +44,17 @@ class HybridPreTrainedModel(PreTrainedModel):
     def __init__(self, config: HybridConfig) -> None:
         # Read first: transformers puts its own choice in the place of None.
         requested = config._attn_implementation or config.checked_attention
-        requested_experts = getattr(config, "_experts_implementation", None)
+        requested_experts = config._experts_implementation
+        config._experts_implementation = None
         super().__init__(config)
         backbone = make_backbone(config.shared_backbone(), requested)
+        # transformers looks for experts in the source of a class; here they are the backbone's.
+        self.__dict__["_can_set_experts_implementation"] = backbone._can_set_experts_implementation
         if requested_experts is not None:
             backbone.set_experts_implementation(requested_experts)
         config.share_backbone(decoder_of(backbone).config)
         config._attn_implementation = backbone.config._attn_implementation
-        config._experts_implementation = getattr(backbone.config, "_experts_implementation", None)
+        config._experts_implementation = backbone.config._experts_implementation
         self.model = decoder_of(backbone)
         self._no_split_modules = backbone._no_split_modules
         put_mixers(self.model, config)
@@ -60,11 +63,6 @@ class HybridPreTrainedModel(PreTrainedModel):
         # post_init uses the backbone's initialization, which skips these.
         for heads in self.recurrent_heads():
             heads.reset_parameters(config.initializer_range)
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """Return True: transformers looks for experts in the source of the class, and those are the backbone's."""
-        return True
 
     def _add_head(self, config: HybridConfig, backbone: PreTrainedModel) -> None:
         """Add the modules that read the last hidden states; a decoder alone has none."""

@@ -86,6 +86,16 @@ def test_a_student_computes_experts_as_it_was_asked_to(tmp_path: Path) -> None:
     for model in (student, student.model):
         student.set_experts_implementation("eager")
         assert model.config._experts_implementation == "eager"
+        assert model._can_set_experts_implementation()
+
+
+def test_a_student_without_experts_refuses_an_implementation_for_them() -> None:
+    """transformers asks the class whether it has experts; one class has students of all families."""
+    teacher = make_family_model("llama")
+    student, _ = build_student(teacher, keep(teacher, THREE), d_state=4)
+    assert not HybridForCausalLM._can_set_experts_implementation()
+    with pytest.raises(ValueError, match="does not support setting experts implementation"):
+        student.set_experts_implementation("grouped_mm")
 
 
 def test_a_teacher_that_returns_its_routers_loss_has_students() -> None:
