@@ -22,7 +22,18 @@ def _counts_or_is_none(run: RunConfig) -> bool:
     return _counts_units(run) or (run.plan.selection == "none" and run.plan.k == 0)
 
 
+def _scores(run: RunConfig) -> bool:
+    """Check whether the run ranks heads itself."""
+    return run.scoring.file is None
+
+
+def _asks(run: RunConfig) -> bool:
+    """Check whether the run asks the teacher for what each head is worth; restoration does beside any scores."""
+    return _scores(run) or run.plan.restores
+
+
 COUNTED = "with --plan.selection top, restoration or random"
+UNSCORED = "without --scoring.file"
 READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "align_share": (lambda run: run.tokens is not None, "with --tokens"),
     "context": (lambda run: run.cache is not None, "with --cache"),
@@ -33,7 +44,17 @@ READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "plan.layers": (lambda run: run.plan.selection == "layers", "with --plan.selection layers"),
     "plan.pairs": (lambda run: run.plan.selection == "pairs", "with --plan.selection pairs"),
     "plan.file": (lambda run: run.plan.selection == "file", "with --plan.selection file"),
-    "scoring.method": (lambda run: run.scoring.file is None, "without --scoring.file"),
+    "scoring.method": (_scores, UNSCORED),
+    "scoring.n_pairs": (_asks, UNSCORED),
+    "scoring.n_queries": (_asks, UNSCORED),
+    "scoring.n_examples": (_scores, UNSCORED),
+    "scoring.batch_size": (_scores, UNSCORED),
+    "scoring.n_control_texts": (_scores, UNSCORED),
+    "scoring.min_accuracy": (_scores, UNSCORED),
+    "scoring.restoration_examples": (
+        lambda run: run.plan.restores,
+        "with --plan.selection restoration",
+    ),
     "scoring.distance": (lambda run: run.attributes, "with --scoring.method attribution"),
     "scoring.other_weights": (lambda run: run.scoring.file is not None, "with --scoring.file"),
 }

@@ -171,6 +171,21 @@ def test_bad_windows_are_refused(options: dict[str, object]) -> None:
             {"scoring": ScoringConfig("ablation")},
         ),
         (
+            "scoring.n_examples",
+            {"scoring": ScoringConfig(n_examples=8, file=Path("scores.json"))},
+            {"scoring": ScoringConfig(n_examples=8)},
+        ),
+        (
+            "scoring.n_queries",
+            {"scoring": ScoringConfig(n_queries=2, file=Path("scores.json"))},
+            {"plan": PlanConfig("restoration"), "stages": (Align(), Distill())},
+        ),
+        (
+            "scoring.restoration_examples",
+            {"scoring": ScoringConfig(restoration_examples=8)},
+            {"plan": PlanConfig("restoration"), "stages": (Align(), Distill())},
+        ),
+        (
             "distill.beta",
             {"stages": (Distill(beta=0.3),)},
             {"stages": (Distill(beta=0.3, kind="jsd"),)},
