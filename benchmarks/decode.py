@@ -16,7 +16,7 @@ import torch
 from records import parser_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybrid_distill.evaluation.evaluate import cache_bytes
+from hybrid_distill.cache_size import cache_bytes
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import empty_student
 

@@ -31,11 +31,12 @@ from records import RESULTS, about, parser_of, read, write
 from serving_worker import BATCH, CONTEXT, ENGINES, N_PROMPTS, NEW_TOKENS, Tokens
 from transformers import PreTrainedModel
 
+from hybrid_distill.cache_size import cache_bytes, container_bytes
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.check import Greedy, greedy, left_padded
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
-from hybrid_distill.plan import HeadPlan, cache_bytes, container_bytes
+from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
 LEAD = 1e-3

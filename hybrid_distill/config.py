@@ -475,19 +475,28 @@ def from_record(record: Record) -> RunConfig:
 def _rebuilt(kind: Any, value: object) -> object:
     """Convert ``value``, read from JSON, to the type that its field is declared with."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise TypeError(f"{value!r} stands for a {kind.__name__}")
-        if kind is StageConfig:
-            kind = STAGE_KINDS[str(value["stage"])]
-            value = {name: item for name, item in value.items() if name != "stage"}
-        hints = get_type_hints(kind)
-        fields = {name: _rebuilt(hints[name], item) for name, item in value.items()}
-        return kind(**fields)
+        return _rebuilt_section(kind, value)
+    # Entries of a tuple, or the type beside None of an optional field.
+    inner = get_args(kind)
+    if isinstance(value, dict):
+        return _rebuilt(inner[0], value)
     if isinstance(value, list):
-        is_tuple = get_origin(kind) is tuple  # otherwise an optional tuple
-        return (
-            tuple(_rebuilt(get_args(kind)[0], item) for item in value) if is_tuple else tuple(value)
-        )
-    if isinstance(value, dict):  # an optional section
-        return _rebuilt(get_args(kind)[0], value)
-    return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value
+        if get_origin(kind) is tuple:
+            return tuple(_rebuilt(inner[0], item) for item in value)
+        # An optional tuple, of plain values.
+        return tuple(value)
+    if isinstance(value, str) and Path in (kind, *inner):
+        return Path(value)
+    return value
+
+
+def _rebuilt_section(kind: type, value: object) -> object:
+    """Make a dataclass from its fields; a stage names its class."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} stands for a {kind.__name__}")
+    entries = dict(value)
+    if kind is StageConfig:
+        kind = STAGE_KINDS[str(entries.pop("stage"))]
+    hints = get_type_hints(kind)
+    fields = {name: _rebuilt(hints[name], item) for name, item in entries.items()}
+    return kind(**fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import TypeVar
 
@@ -61,14 +61,15 @@ READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 """Condition under which each option is read, and the flag that makes it true."""
 
 
-def check_read(run: RunConfig, default: RunConfig) -> None:
+def check_read(run: RunConfig, default: RunConfig, unchecked: Collection[str] = ()) -> None:
     """Raise ValueError for an option that flags have changed although nothing in ``run`` reads it.
 
-    ``default`` is the run before the flags: a recipe may set what only a flag makes it read.
+    ``default`` is the run before the flags: a recipe may set what only a flag makes it read. Options in ``unchecked``
+    may be read by runs that are made of this one.
     """
     for name, (is_read, reader) in READERS.items():
         option = attrgetter(name)
-        if not is_read(run):
+        if name not in unchecked and not is_read(run):
             _check_unchanged(name, option(run), option(default), reader)
     for stage in run.student_stages:
         before = default.stage(stage.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import tyro
@@ -39,15 +40,17 @@ def with_stage_flags(config: RunConfig) -> RunConfig:
     return kind(**{**options, "stages": names})
 
 
-def without_stage_flags(flags: RunConfig, default: RunConfig) -> RunConfig:
+def without_stage_flags(
+    flags: RunConfig, default: RunConfig, unchecked: Collection[str] = ()
+) -> RunConfig:
     """Return the run with the stages that the flags chose and changed; ``default`` is the run before that.
 
-    Raises ValueError as `RunConfig` and `check_read` do.
+    Raises ValueError as `RunConfig` and `check_read`, which leaves out ``unchecked``, do.
     """
     options = {field.name: getattr(flags, field.name) for field in dataclasses.fields(RunConfig)}
     stages = tuple(getattr(flags, str(name)) for name in flags.stages)
     run = RunConfig(**{**options, "stages": stages})
-    check_read(run, default)
+    check_read(run, default, unchecked)
     return run
 
 

@@ -24,7 +24,7 @@ LAYERS = (
         "progress",
         "vocabulary",
     ),
-    ("assets", "model", "plan"),
+    ("assets", "model", "plan", "cache_size"),
     ("safe_loading", "export_paths", "kernels"),
     ("teacher",),
     ("student", "probes"),

@@ -14,7 +14,7 @@ from ..export.gate import GateReport, check_not_quantized, check_unchanged
 from ..export_paths import CARD, EVALUATION, HEAD_SCORES, PLAN, TRAINING
 from ..io import Record, read_json
 from ..pipeline import finished_run, is_run, trained_student
-from ..pipeline.run import export
+from ..pipeline.exporting import export
 from ..plan import HeadPlan
 from ..safe_loading import load_student
 from ..scoring import HeadScores

@@ -1,6 +1,6 @@
 """`hybrid-distill memory`: cache sizes by kept heads, state size and context, before training.
 
-    bytes(L) = 2 H_kv P L b + 2 H_ring P (W + S) b + H_ssm P N s        (`plan.cache_bytes`)
+    bytes(L) = 2 H_kv P L b + 2 H_ring P (W + S) b + H_ssm P N s        (`cache_size.cache_bytes`)
 
 In a layer with a window of its own, L is at most that window less the token that reads it. The number of KV heads
 that k kept heads need depends on their positions: heads of one group share a K and a V. A scores.json gives the
@@ -20,10 +20,11 @@ from typing import Literal, NamedTuple
 import pandas as pd
 import tyro
 
+from ..cache_size import cache_bytes
 from ..lab.reporting import text_table
 from ..model import layer_windows
 from ..model.field_rules import OWN_RULES, check_field
-from ..plan import HeadId, HeadPlan, cache_bytes
+from ..plan import HeadId, HeadPlan
 from ..scoring import HeadScores
 from ..student.teachers import check_teacher
 from ..teacher import head_dim_of, load_config

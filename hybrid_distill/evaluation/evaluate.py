@@ -9,10 +9,11 @@ from typing import cast, get_args
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assets.dictionaries import NOUNS
+from ..cache_size import cache_bytes
 from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM, layer_windows
 from ..model.mixer import HeadPart, silence
-from ..plan import HeadId, HeadPlan, cache_bytes
+from ..plan import HeadId, HeadPlan
 from ..probes import Example
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval

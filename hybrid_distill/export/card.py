@@ -14,12 +14,13 @@ from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPO_ID_SEPARATOR
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ..cache_size import cache_bytes, container_bytes
 from ..evaluation.evaluate import EvalResult
 from ..evaluation.result import binomial_error, size_shown
 from ..io import Record
 from ..model import HybridForCausalLM, layer_windows
 from ..model.recurrences import FORMS
-from ..plan import HeadPlan, cache_bytes, container_bytes
+from ..plan import HeadPlan
 from ..scoring import HeadScores
 from ..teacher import TINY
 from .check import PACKAGES

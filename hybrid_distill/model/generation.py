@@ -14,16 +14,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, __version__
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import HybridCache
-from .field_rules import release
 from .layout import CACHE_NAMES, cache_argument
 from .prefill import HybridPrefill
-from .prefix import fingerprint
+from .prompt import Prompt, check_pieces, check_prompt, mask_so_far, n_tokens_so_far
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
 OUTPUT_CACHE = next(
@@ -75,25 +73,15 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         for name in CACHE_NAMES[:2]:  # callers may use either spelling
             if model_kwargs.get(name) is not None:
                 model_kwargs[GENERATION_CACHE] = model_kwargs.pop(name)
-        if generation_config.prefill_chunk_size is not None:
-            _check_pieces(model_kwargs)
-        _, batch_size, max_length, *_ = args
         cache = model_kwargs.get(GENERATION_CACHE)
+        if generation_config.prefill_chunk_size is not None:
+            check_pieces(cache, model_kwargs)
+        _, batch_size, max_length, *_ = args
         if isinstance(cache, HybridCache):
-            cache.layer(0).check_room(max_length)
-            if is_static and not cache.is_compileable:
-                raise ValueError(
-                    "cache_implementation is 'static' and the given cache is not; leave one of them out, or prefill "
-                    f"into model.new_cache(max_length={max_length})."
-                )
+            _check_kind_and_room(cache, is_static, max_length)
         if cache is None and generation_config.use_cache:
             if is_static:
-                # As transformers counts the rows of its own static cache.
-                n_rows = batch_size * max(
-                    generation_config.num_beams, generation_config.num_return_sequences
-                )
-                is_shared = bool(generation_config.return_dict_in_generate)
-                cache = self._kept_cache(n_rows, max_length, is_shared)
+                cache = self._static_cache_for(generation_config, batch_size, max_length)
             else:
                 cache = self.new_cache()
             model_kwargs[GENERATION_CACHE] = cache
@@ -134,15 +122,16 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             )
         options: Any = kwargs["generation_config"]
         # Before anything is read: a refused call leaves its cache as it was.
-        self._check_prompt(input_ids, options, kwargs)
-        if _is_new_alone(cache, input_ids, options, kwargs):
+        prompt = Prompt(cache, input_ids, options, kwargs)
+        check_prompt(self, prompt)
+        if prompt.is_new_alone:
             raise ValueError(
-                f"the cache holds {cache.get_seq_length()} tokens that the input lacks, and speculation looks up the "
+                f"the cache holds {prompt.n_past} tokens that the input lacks, and speculation looks up the "
                 "whole text; pass all tokens, or leave assistant_model and prompt_lookup_num_tokens out."
             )
         shows_prompt = options.output_hidden_states or options.output_attentions
         has_one_row = kwargs.get("inputs_embeds") is None and len(input_ids) == 1
-        n_past = cache.get_seq_length()
+        n_past = prompt.n_past
         n_early = input_ids.shape[1] - 1
         # A record of the prompt would hold what every layer has read: all but its last token come before.
         if has_one_row and n_early > n_past and not shows_prompt:
@@ -182,27 +171,10 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
     def _check_prompt(
         self, input_ids: Tensor, options: GenerationConfig, kwargs: dict[str, Any]
     ) -> None:
-        """Raise ValueError for a prompt that does not go on from its cache, or is cut at the LongRoPE switch."""
+        """Raise ValueError for a prompt that cannot be read after its cache; see `check_prompt`."""
         cache = kwargs.get(GENERATION_CACHE)
-        if not isinstance(cache, HybridCache):
-            return
-        n_past = int(cache.get_seq_length())
-        if n_past:
-            _check_continued(self, cache, input_ids, options, kwargs)
-        n_all = _n_given(input_ids, kwargs)
-        is_new_alone = _is_new_alone(cache, input_ids, options, kwargs)
-        if is_new_alone:
-            # Steps cannot read all tokens anew: they know the new ones alone. No step reads the last one.
-            n_all = n_past + options.max_length - 1
-            cache.layer(0).check_room(n_all)
-        switch = self._longrope_switch
-        piece = options.prefill_chunk_size
-        is_cut = is_new_alone or (piece is not None and (n_past > 0 or piece < n_all))
-        if switch is not None and is_cut and n_past <= switch < n_all:
-            raise ValueError(
-                f"LongRoPE changes at {switch} tokens, so {n_all} cannot be read in pieces; pass all tokens, "
-                "those of the cache too, without prefill_chunk_size."
-            )
+        if isinstance(cache, HybridCache):
+            check_prompt(self, Prompt(cache, input_ids, options, kwargs))
 
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Sample as transformers does, on a cache that no other `generate` uses."""
@@ -228,6 +200,15 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             yield
         finally:
             kept.is_in_use = False
+
+    def _static_cache_for(
+        self, options: GenerationConfig, batch_size: int, max_length: int
+    ) -> HybridCache:
+        """Return an empty static cache for the rows of one `generate`."""
+        # As transformers counts the rows of its own static cache.
+        n_rows = batch_size * max(options.num_beams, options.num_return_sequences)
+        is_shared = bool(options.return_dict_in_generate)
+        return self._kept_cache(n_rows, max_length, is_shared)
 
     def _kept_cache(self, n_rows: int, max_length: int, is_shared: bool) -> HybridCache:
         """Return an empty static cache: if possible that of the last call, for which the step is compiled.
@@ -292,7 +273,7 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             if is_whole and n_past and cache.layer(0).record_past:
                 kwargs["next_sequence_length"] = input_ids.shape[1] - n_past
         # For a call that goes on from this cache.
-        kwargs[GENERATION_CACHE].mask_BL = _mask_so_far(input_ids, kwargs)
+        kwargs[GENERATION_CACHE].mask_BL = mask_so_far(input_ids, kwargs)
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if cache.is_compileable:
             read = inputs.get("inputs_embeds")
@@ -311,7 +292,7 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         switch = self._longrope_switch
         if switch is None:
             return False
-        return 0 < cache.get_seq_length() <= switch < _n_tokens_so_far(input_ids, kwargs)
+        return 0 < cache.get_seq_length() <= switch < n_tokens_so_far(input_ids, kwargs)
 
     def _all_tokens_anew(
         self, cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
@@ -322,7 +303,7 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         if "next_sequence_length" in kwargs:
             changed["next_sequence_length"] = None
         if "cache_position" in kwargs:
-            length = _n_tokens_so_far(input_ids, kwargs)
+            length = n_tokens_so_far(input_ids, kwargs)
             changed["cache_position"] = torch.arange(length, device=input_ids.device)
         prompt = kwargs.get("inputs_embeds")
         if prompt is not None:
@@ -343,134 +324,11 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         )
 
 
-def _check_pieces(model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for a prompt that transformers cannot cut into pieces (``prefill_chunk_size``)."""
-    mask = model_kwargs.get("attention_mask")
-    if release(__version__) < (5, 5) and mask is not None and not mask.all():
+def _check_kind_and_room(cache: HybridCache, is_static: bool, max_length: int) -> None:
+    """Raise ValueError for a given cache that is too short, or that is not static where a static one is asked for."""
+    cache.layer(0).check_room(max_length)
+    if is_static and not cache.is_compileable:
         raise ValueError(
-            f"transformers {__version__} gives wrong positions to padded rows that are read in pieces; "
-            "install version 5.5 or newer, or leave prefill_chunk_size out."
-        )
-    cache = model_kwargs.get(GENERATION_CACHE)
-    if release(__version__) < (5, 21) and cache is not None and cache.get_seq_length():
-        raise ValueError(
-            f"transformers {__version__} reads a prompt in pieces from its beginning, and the cache holds "
-            f"{int(cache.get_seq_length())} tokens; install version 5.21 or newer, or leave prefill_chunk_size out."
-        )
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError(
-            "inputs_embeds are given with a prefill_chunk_size, and transformers cuts tokens alone into pieces; "
-            "leave prefill_chunk_size out."
-        )
-
-
-def _n_tokens_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> int:
-    """Count a row's tokens in `generate`: beside embeddings of a prompt, ``input_ids`` are the new tokens alone."""
-    prompt = kwargs.get("inputs_embeds")
-    length = input_ids.shape[1]
-    return length if prompt is None else length + prompt.shape[1]
-
-
-def _n_given(input_ids: Tensor, kwargs: dict[str, Any]) -> int:
-    """Count the tokens or embeddings of a row of the prompt."""
-    embedded = kwargs.get("inputs_embeds")
-    return input_ids.shape[1] if embedded is None else embedded.shape[1]
-
-
-def _n_covered(input_ids: Tensor, options: GenerationConfig, kwargs: dict[str, Any]) -> int:
-    """Count the columns of the attention mask that `generate` was given; without one, those of the prompt."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None:
-        return mask.shape[-1]
-    # transformers 5.24 drops a mask without padding, and notes its length.
-    return getattr(options, "_mask_length", _n_given(input_ids, kwargs))
-
-
-def _is_new_alone(
-    cache: HybridCache, input_ids: Tensor, options: GenerationConfig, kwargs: dict[str, Any]
-) -> bool:
-    """Return True if the input is the tokens after those of the cache, and the mask covers both.
-
-    transformers 5.5 or newer then reads the whole input. It cuts the past off any embeddings.
-    """
-    n_past = int(cache.get_seq_length())
-    if not n_past or kwargs.get("inputs_embeds") is not None or release(__version__) < (5, 5):
-        return False
-    return _n_covered(input_ids, options, kwargs) == n_past + input_ids.shape[1]
-
-
-def _mask_so_far(input_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Return the 2-D mask of all tokens so far; without one, all count."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None and mask.dim() == 2:
-        return mask
-    length = _n_tokens_so_far(input_ids, kwargs)
-    return input_ids.new_ones(()).expand(len(input_ids), length)
-
-
-def _is_padding(mask_BS: Tensor, n_columns: int) -> Tensor:
-    """Return which of the first columns are padding; those beyond the mask are tokens."""
-    is_padding_BS = mask_BS[:, :n_columns] == 0
-    return functional.pad(is_padding_BS, (0, n_columns - is_padding_BS.shape[1]))
-
-
-def _check_padding(cache: HybridCache, n_past: int, mask_BS: Tensor) -> None:
-    """Raise ValueError if columns of the cache that were read as tokens count as padding now, or the reverse.
-
-    `generate` fills rows that have ended with padding until all have, and reads it as tokens: a key can be masked
-    later, but a state or a ring has it for good.
-    """
-    before_BL = cache.mask_BL
-    if before_BL is None or len(before_BL) != len(mask_BS):
-        return
-    is_other_BL = _is_padding(before_BL, n_past) != _is_padding(mask_BS, n_past)
-    if bool(is_other_BL.any()):
-        raise ValueError(
-            f"attention_mask counts other columns as padding than the call that filled the cache, in "
-            f"{int(is_other_BL.any(dim=1).sum())} of {len(mask_BS)} rows. Rows that ended early went on with padding, "
-            "which their states hold; leave the cache out, or continue each row from a cache of its own."
-        )
-
-
-def _check_continued(
-    student: HybridGeneration,
-    cache: HybridCache,
-    input_ids: Tensor,
-    options: GenerationConfig,
-    kwargs: dict[str, Any],
-) -> None:
-    """Raise ValueError if the prompt does not go on from the tokens of the cache."""
-    n_past = int(cache.get_seq_length())
-    n_given = _n_given(input_ids, kwargs)
-    n_covered = _n_covered(input_ids, options, kwargs)
-    is_new_alone = _is_new_alone(cache, input_ids, options, kwargs)
-    is_whole = n_covered == n_given > n_past
-    if not is_whole and not is_new_alone:
-        raise ValueError(
-            f"the cache holds {n_past} tokens, the input {n_given} and attention_mask covers {n_covered}; pass the "
-            "tokens of the cache and at least one more, and a cache.copy() to each of several continuations."
-        )
-    _check_padding(cache, n_past, _mask_so_far(input_ids, kwargs))
-    prefix = cache.prefix
-    if prefix is None:
-        return
-    mask = kwargs.get("attention_mask")
-    embedded = kwargs.get("inputs_embeds")
-    if is_new_alone:
-        # Their rows and padding can be compared, the tokens before them cannot.
-        has_same_rows = len(input_ids) == len(prefix.ids_BL)
-        begins = has_same_rows and prefix.begins(prefix.ids_BL.to(input_ids.device), mask)
-    elif embedded is None:
-        begins = prefix.begins(input_ids, mask)
-    else:
-        begins = prefix.begins_embedded(embedded, mask, student.get_input_embeddings())
-    if not begins:
-        raise ValueError(
-            "the input does not begin with the prompt that the cache holds; pass all tokens and their "
-            "attention_mask, in rows as many as the cache has (cache.repeat)."
-        )
-    if prefix.student != fingerprint(student, prefix.ids_BL, prefix.mask_BL):
-        raise ValueError(
-            "the cache holds the state of another student, or of this one with other weights, adapters or "
-            "settings; call prefill again."
+            "cache_implementation is 'static' and the given cache is not; leave one of them out, or prefill "
+            f"into model.new_cache(max_length={max_length})."
         )

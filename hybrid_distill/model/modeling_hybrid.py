@@ -43,6 +43,7 @@ from .once import once
 from .prefill import HybridPrefill
 from .prefix import Prefix
 from .pretrained import HybridPreTrainedModel
+from .prompt import Prompt
 from .recurrences import FORMS
 from .recurrent_heads import SSMHeads
 from .ring import TokenRing

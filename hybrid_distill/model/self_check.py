@@ -283,21 +283,21 @@ def rounded_once_more(
 ) -> Iterator[None]:
     """Perturb every decoder layer's output by about one rounding error of relative size ``eps``."""
 
-    def perturb(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
-        # Decoder layers return the hidden states alone, or first among others: it depends on the family.
-        if isinstance(output, tuple):
-            return (perturbed(output[0]), *output[1:])
-        return perturbed(output)
-
-    def perturbed(hidden_BLD: Tensor) -> Tensor:
-        # Drawn on the CPU, for the same numbers on every device.
-        uniform_BLD = torch.rand(
-            hidden_BLD.shape, generator=generator, device="cpu", dtype=torch.float32
-        )
-        change_BLD = eps * (2 * uniform_BLD.to(hidden_BLD.device) - 1)
-        return (hidden_BLD * (1 + change_BLD)).to(hidden_BLD.dtype)
+    def perturb(module: nn.Module, args: object, output: object) -> object:
+        return rounded_output(output, generator, eps)
 
     with ExitStack() as hooks:
         for layer in decoder_of(model).layers:
             hooks.enter_context(layer.register_forward_hook(perturb))
         yield
+
+
+def rounded_output(output: Any, generator: torch.Generator, eps: float) -> Any:
+    """Perturb a decoder layer's output by about one rounding error of relative size ``eps``."""
+    # Decoder layers return the hidden states alone, or first among others: it depends on the family.
+    if isinstance(output, tuple):
+        return (rounded_output(output[0], generator, eps), *output[1:])
+    # Drawn on the CPU, for the same numbers on every device.
+    uniform = torch.rand(output.shape, generator=generator, device="cpu", dtype=torch.float32)
+    change = eps * (2 * uniform.to(output.device) - 1)
+    return (output * (1 + change)).to(output.dtype)

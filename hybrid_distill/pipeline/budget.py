@@ -9,9 +9,10 @@ from itertools import product
 
 from transformers import PretrainedConfig
 
+from ..cache_size import cache_bytes
 from ..config import RunConfig, StudentConfig
 from ..model import layer_windows
-from ..plan import HeadPlan, cache_bytes
+from ..plan import HeadPlan
 from ..teacher import head_dim_of
 from ..validation import MB, number_of_bytes
 

@@ -12,7 +12,6 @@ import logging
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,7 +29,6 @@ from ..distributed import (
     own_device,
 )
 from ..evaluation.evaluate import EvalResult, evaluate
-from ..export import ExportError, GateReport, export_checkpoint, is_exported, origin
 from ..io import Record, write_json, write_text
 from ..kernels import check_kernels
 from ..model.kernel_choice import check_implementation
@@ -57,8 +55,9 @@ from ..vocabulary import vocabulary_size
 from .building import build_and_save, made_for, new_student
 from .built import built_weights, load_built
 from .checks import check_sizes, checks_of
-from .finished import last_stage, trained_student, training_record
-from .folder import other_questions, outdated
+from .exporting import export_once
+from .finished import last_stage, trained_student
+from .folder import outdated
 from .inputs import PROBE_SEEDS, RunInputs
 from .paths import RunPaths
 from .planning import make_plan
@@ -496,91 +495,6 @@ def _measure(inputs: RunInputs, model: PreTrainedModel) -> EvalResult:
             batch_size=options.batch_size,
             progress=True,
         )
-
-
-# Export
-
-
-def export_once(inputs: RunInputs, student: HybridForCausalLM, plan: HeadPlan) -> None:
-    """Export the student unless the run's folder holds the same export, checked and unchanged."""
-    paths = inputs.paths
-
-    def is_done() -> bool:
-        return is_exported(paths.export, student, measured(paths), training_record(inputs))
-
-    if from_main(is_done):
-        log.info(
-            "export: %s is there and unchanged; `hybrid-distill verify` checks it again",
-            paths.export,
-        )
-    else:
-        export(inputs, student, plan)
-
-
-def measured(paths: RunPaths) -> dict[str, EvalResult]:
-    """Return the run's evaluations by role: teacher, control and student, as far as there are any."""
-    files = {
-        "teacher": paths.teacher_evaluation,
-        "control": paths.control.evaluation,
-        "student": paths.evaluation,
-    }
-    results = {}
-    for role, file in files.items():
-        if file.exists():
-            results[role] = EvalResult.load(file)
-    return results
-
-
-def export(
-    inputs: RunInputs,
-    student: HybridForCausalLM,
-    plan: HeadPlan,
-    path: Path | None = None,
-    **options: Any,
-) -> GateReport | None:
-    """Export the student through the export gate, with the scores and results in the run directory.
-
-    ``options`` go to `export_checkpoint`. Returns the gate's report on the main process, None on the others. Raises
-    ExportError if the exported model does not compute the same as the student. Nothing is lost then: the student is
-    in its last stage's folder, and the same command finds everything but the export.
-    """
-    paths = inputs.paths
-    license, base_model = origin(inputs.config.teacher.path)
-    changed = other_questions(inputs.config)
-    if changed:
-        log.warning(
-            "the exported figures answer other questions than the run's: %s; for the run's own, "
-            "`hybrid-distill evaluate %s` first",
-            ", ".join(changed),
-            paths.out,
-        )
-    results = measured(paths)
-    scores = HeadScores.load(paths.scores) if paths.scores.exists() else None
-    reports: list[GateReport] = []
-
-    def write() -> None:
-        try:
-            report = export_checkpoint(
-                student,
-                inputs.tokenizer,
-                path or paths.export,
-                plan=plan,
-                results=results,
-                scores=scores,
-                training=training_record(inputs),
-                license=license,
-                base_model=base_model,
-                **options,
-            )
-        except ExportError as error:
-            raise ExportError(
-                f"{error}\nNothing else is lost: the trained student is in {paths.stages} and its "
-                "results are written; the same command repeats the export alone."
-            ) from error
-        reports.append(report)
-
-    on_main_process(write)
-    return reports[0] if reports else None
 
 
 # Runs beside one another

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..model.self_check import rounded_output
 from ..probes.answering import forward
 from ..teacher import HeadSite, text_config
 from .batch_sizer import BatchSizer
@@ -133,19 +134,9 @@ def _perturbed(blocks: Sequence[nn.Module], rounding: float) -> Iterator[None]:
     """Perturb each layer's output by up to one rounding error, the same with and without a head."""
     seed_of = {block: number for number, block in enumerate(blocks)}
 
-    def perturb(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
-        hidden_BLD = output[0] if isinstance(output, tuple) else output
-        # Drawn on the CPU: the same errors on every device.
+    def perturb(module: nn.Module, args: object, output: object) -> object:
         generator = torch.Generator().manual_seed(seed_of[module])
-        uniform_BLD = torch.rand(
-            hidden_BLD.shape, generator=generator, device="cpu", dtype=torch.float32
-        )
-        error_BLD = rounding * (2 * uniform_BLD - 1)
-        factor_BLD = 1 + error_BLD.to(hidden_BLD.device)
-        perturbed_BLD = (hidden_BLD * factor_BLD).to(hidden_BLD.dtype)
-        if isinstance(output, tuple):
-            return (perturbed_BLD, *output[1:])
-        return perturbed_BLD
+        return rounded_output(output, generator, rounding)
 
     with ExitStack() as hooks:
         for block in blocks:

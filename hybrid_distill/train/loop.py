@@ -95,18 +95,7 @@ def train_stage(
         tracked = TrackedRun(out, config.name, config=config.to_dict())
     accelerator = tracked.accelerator(trackers)
     check_precision(config, stage.teacher.dtype if stage.teachers else stage.student.dtype)
-    parent = weights_hash(stage.student)
-    if parent_hash and parent != parent_hash:
-        raise StageParentError(
-            f"stage {config.name!r} must start from the weights {parent_hash[:16]}, but the "
-            f"student has {parent[:16]}; load the result of the stage before it."
-        )
-    identity = {
-        "parent": parent,
-        "data": rows.fingerprint,
-        "seed": seed,
-        "config": config.identity(),
-    }
+    identity = _identity(stage, rows, seed, parent_hash)
     # Before anything is written there.
     check_shared(out)
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
@@ -127,21 +116,7 @@ def train_stage(
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
         training.begin(snapshot, teacher_sharding, collective_timeout)
-        with stop_requests() as stop_requested:
-            compiled = compiled_layers(
-                training.strategy.stage, accelerator.device, training.flops_left()
-            )
-            with grouped_attention(), compiled:
-                training.run(stop_requested, progress, trace)
-            manifest = training.finish()
-            # A request in the last step, or while the result was written. One process may have it
-            # alone.
-            if any(compute_everywhere(stop_requested)):
-                raise Interrupted(
-                    f"{config.name} is finished and saved in {out}; run the same command to resume.",
-                    number=stop_requested(),
-                )
-        return manifest
+        return training.complete(progress, trace)
     finally:
         training.close()
 
@@ -153,6 +128,25 @@ def check_precision(config: StageConfig, dtype: torch.dtype) -> None:
             f"{config.name}.precision is 'fp32' and the teacher is {dtype}; load it with "
             "--teacher.dtype float32, or use precision bf16."
         )
+
+
+def _identity(stage: Stage, rows: Rows, seed: int, parent_hash: str) -> Record:
+    """Return what a run has in common with the one that it resumes.
+
+    Raises StageParentError if the student has other weights than those of ``parent_hash``.
+    """
+    parent = weights_hash(stage.student)
+    if parent_hash and parent != parent_hash:
+        raise StageParentError(
+            f"stage {stage.config.name!r} must start from the weights {parent_hash[:16]}, but the "
+            f"student has {parent[:16]}; load the result of the stage before it."
+        )
+    return {
+        "parent": parent,
+        "data": rows.fingerprint,
+        "seed": seed,
+        "config": stage.config.identity(),
+    }
 
 
 class _StepFigures(NamedTuple):
@@ -242,10 +236,26 @@ class _Training:
             cut_metrics(self.out, self.step)
         self.tracked.start(self.accelerator)
 
-    def flops_left(self) -> float:
-        """Count the FLOPs of the remaining steps' matrix products in this process."""
-        rows_left = (self.config.steps - self.step) * self.n_rows
-        return rows_left * self.rows.seq_len * self.flops
+    def complete(self, progress: bool, trace: Path | None) -> StageManifest:
+        """Run the remaining steps and write the result.
+
+        Raises what `run` and `finish` do, and Interrupted if the stop was requested too late for `run`.
+        """
+        with stop_requests() as stop_requested:
+            rows_left = (self.config.steps - self.step) * self.n_rows
+            flops_left = rows_left * self.rows.seq_len * self.flops
+            compiled = compiled_layers(self.strategy.stage, self.accelerator.device, flops_left)
+            with grouped_attention(), compiled:
+                self.run(stop_requested, progress, trace)
+            manifest = self.finish()
+            # A request in the last step, or while the result was written. One process may have it
+            # alone.
+            if any(compute_everywhere(stop_requested)):
+                raise Interrupted(
+                    f"{self.config.name} is finished and saved in {self.out}; run the same command to resume.",
+                    number=stop_requested(),
+                )
+        return manifest
 
     def run(
         self, stop_requested: Callable[[], int | None], progress: bool, trace: Path | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,38 +120,58 @@ def _recurrence(draw: _Draw, head_dim: int, d_state: int, **options: bool) -> Tr
         yield from _block_of_recurrence(draw, p, n, **options)
 
 
+class _Leaves(NamedTuple):
+    """Inputs of the recurrence, in float64."""
+
+    x: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    state: Tensor | None
+
+
+def _draw_leaves(
+    draw: _Draw, head_dim: int, d_state: int, *, gated: bool, has_state: bool
+) -> _Leaves:
+    tokens = (1, LENGTH, N_HEADS)
+    x = draw(*tokens, head_dim)
+    a = draw(*tokens)
+    b = draw(*tokens, d_state)
+    c = draw(*tokens, d_state)
+    # A log decay, as it is used without a gate, is never positive.
+    if not gated:
+        a = -a.detach().abs().requires_grad_()
+    D = None
+    z = None
+    if gated:
+        D = draw(N_HEADS)
+        z = draw(*tokens, head_dim)
+    state = None
+    if has_state:
+        state = draw(1, N_HEADS, head_dim, d_state)
+    return _Leaves(x, a, b, c, D, z, state)
+
+
 def _block_of_recurrence(
     draw: _Draw, head_dim: int, d_state: int, *, gated: bool, packed: bool, training: bool
 ) -> Triples:
     """Test in one part of the row and without a state, then in two parts and with one."""
-    tokens = (1, LENGTH, N_HEADS)
     document = _documents(packed)
     seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
     for n_segments in (1, 2):
-        x = draw(*tokens, head_dim)
-        a = draw(*tokens)
-        b = draw(*tokens, d_state)
-        c = draw(*tokens, d_state)
-        # A log decay, as it is used without a gate, is never positive.
-        if not gated:
-            a = -a.detach().abs().requires_grad_()
-        D = None
-        z = None
-        if gated:
-            D = draw(N_HEADS)
-            z = draw(*tokens, head_dim)
-        state = None
-        if n_segments > 1:
-            state = draw(1, N_HEADS, head_dim, d_state)
-        y, final = _define_recurrence(x, a, b, c, D, z, state, document)
+        has_state = n_segments > 1
+        leaves = _draw_leaves(draw, head_dim, d_state, gated=gated, has_state=has_state)
+        y, final = _define_recurrence(*leaves, document)
 
         arguments = ssd_launch.ScanArguments(
-            draw.given(x),
-            draw.given(a, torch.float32),
-            draw.given(b),
-            draw.given(c),
-            D_H=draw.given(D),
-            state_BHPN=draw.given(state, torch.float32),
+            draw.given(leaves.x),
+            draw.given(leaves.a, torch.float32),
+            draw.given(leaves.b),
+            draw.given(leaves.c),
+            D_H=draw.given(leaves.D),
+            state_BHPN=draw.given(leaves.state, torch.float32),
             seq_idx_BL=seq_idx,
             softplus=gated,
             n_segments=n_segments,
@@ -160,21 +180,25 @@ def _block_of_recurrence(
             arguments, save_chunk_states=training
         )
         output = before_gate
-        if z is not None:
-            output = ssd_operators.gate(before_gate, draw.given(z))
+        if leaves.z is not None:
+            output = ssd_operators.gate(before_gate, draw.given(leaves.z))
         yield "output", output, y
         yield "last state", actual_final, final
         if not training or chunk_states is None:
             continue
 
         # So that no sum over tokens is small by chance.
-        dy = draw(*y.shape).detach().abs() * x.detach().sign()
-        dfinal = draw(*final.shape).detach() if n_segments > 1 else None
-        actual = {}
+        dy = draw(*y.shape).detach().abs() * leaves.x.detach().sign()
+        loss = (y * dy).sum()
+        dfinal = None
+        if has_state:
+            dfinal = draw(*final.shape).detach()
+            loss = loss + (final * dfinal).sum()
         upstream = draw.given(dy)
-        if z is not None:
+        actual = {}
+        if leaves.z is not None:
             upstream, actual["z"] = ssd_operators.gate_gradients(
-                upstream, before_gate, draw.given(z)
+                upstream, before_gate, draw.given(leaves.z)
             )
         gradients = ssd_launch.ssd_backward(
             upstream, draw.given(dfinal, torch.float32), chunk_states, arguments
@@ -182,11 +206,7 @@ def _block_of_recurrence(
         for name, gradient in gradients._asdict().items():
             # Without the dimensions: x_BLHP is x.
             actual[name.rpartition("_")[0]] = gradient
-        loss = (y * dy).sum()
-        if dfinal is not None:
-            loss = loss + (final * dfinal).sum()
-        leaves = {"x": x, "a": a, "b": b, "c": c, "D": D, "z": z, "state": state}
-        yield from _gradients(loss, leaves, actual)
+        yield from _gradients(loss, leaves._asdict(), actual)
 
 
 def _gradients(

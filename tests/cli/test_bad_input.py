@@ -66,6 +66,7 @@ CASES = """
     run tiny --show-config: show_config True
     run tiny --dry-run --plan.pairs 5 0: --plan.selection pairs
     run tiny --dry-run --plan.layers 1 2: --plan.selection layers
+    run tiny --dry-run --scoring.restoration-examples 8: --plan.selection restoration
     run tiny --dry-run --plan.file plan.json: --plan.selection file
     run tiny --dry-run --scoring.distance 9: scoring.distance 9
     run tiny --dry-run --scoring.other-weights: scoring.other_weights True
@@ -83,6 +84,7 @@ CASES = """
     sweep --set distill.steps: NAME=VALUE
     sweep --set distill.steps=many: 'many'
     sweep --set plan.k=3: --heads
+    sweep --set plan.seed=3: --seeds
     sweep --set student.d_state=4: --d-state
     sweep --set cache=1MB: --heads --window
     sweep --set context=100: --heads --window

@@ -14,13 +14,14 @@ from messages import naming
 from planted import KEYS, planted_teacher, word_tokenizer
 from transformers import DynamicCache
 
+from hybrid_distill.cache_size import cache_bytes
 from hybrid_distill.evaluation import EvalResult, evaluate, speed
 from hybrid_distill.evaluation.evaluate import MOST_FAR
 from hybrid_distill.evaluation.measure import agreement, compare_on_text, text_figures
 from hybrid_distill.evaluation.result import binomial_error, relative_score
 from hybrid_distill.evaluation.speed import Speed, measure_speed
 from hybrid_distill.model import layer_windows
-from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
+from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.knowledge import Knowledge
 from hybrid_distill.probes.kv_retrieval import KVRetrieval

@@ -15,6 +15,7 @@ from students import gate_in_this_process, keep, tiny_student
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybrid_distill.cache_size import container_bytes
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.export import export_checkpoint
@@ -24,7 +25,7 @@ from hybrid_distill.export.falcon_h1 import container, obstacles
 from hybrid_distill.export.formats import check_expressible
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
 from hybrid_distill.model.layout import cache_of
-from hybrid_distill.plan import HeadPlan, container_bytes
+from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
 
 TOLERANCE = 1e-5  # relative to the largest logit; measured: 2e-7 to 8e-7

@@ -263,6 +263,11 @@ def test_fields_of_the_recipe_can_be_changed() -> None:
     assert base.stage("distill").steps == 3
 
 
+def test_options_that_only_some_cells_read_can_be_changed() -> None:
+    base = base_config(SweepJob(set=("scoring.restoration_examples=8",)), recipe())
+    assert base.scoring.restoration_examples == 8
+
+
 def test_all_cells_have_the_dtypes_of_the_machine_that_began_the_sweep(set_cpu_bf16) -> None:
     set_cpu_bf16(True)
     changes = ("teacher.dtype=auto", "align.precision=auto")

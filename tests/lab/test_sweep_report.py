@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from messages import has_facts
 
+from hybrid_distill.cache_size import cache_bytes
 from hybrid_distill.cli.app import main
 from hybrid_distill.lab.reporting.document import NO_FIGURES
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.job import SweepFailed
 from hybrid_distill.lab.sweep.measured import SweepResults, without
 from hybrid_distill.lab.sweep.report import NO_TEACHER, write_sweep_report
-from hybrid_distill.plan import HeadId, HeadPlan, cache_bytes
+from hybrid_distill.plan import HeadId, HeadPlan
 
 SHAPE = HeadPlan(6, 8, 4, ())
 HEAD_DIM = 16

@@ -229,7 +229,7 @@ def test_a_prompt_in_pieces_is_the_prompt(student, size: int) -> None:
 def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
     llama_student, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hybrid_distill.model.generation.__version__", "5.4.1")
+    monkeypatch.setattr("hybrid_distill.model.prompt.__version__", "5.4.1")
     ids, mask = left_padded([tokens(5), tokens(3)])
     with pytest.raises(ValueError, match=naming("5.4.1", "prefill_chunk_size")):
         generated(llama_student, ids, attention_mask=mask, prefill_chunk_size=2)
@@ -240,7 +240,7 @@ def test_padded_rows_in_pieces_are_refused_where_transformers_misplaces_them(
 def test_a_filled_cache_and_pieces_are_refused_where_transformers_reads_the_past_again(
     llama_student, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hybrid_distill.model.generation.__version__", "5.20.0")
+    monkeypatch.setattr("hybrid_distill.model.prompt.__version__", "5.20.0")
     ids = tokens(1, 9)
     cache = llama_student.prefill(ids[:, :5])
     with pytest.raises(ValueError, match=naming("5.20.0", 5, "prefill_chunk_size")):
@@ -313,6 +313,40 @@ def test_new_tokens_alone_fit_a_static_cache_after_its_tokens(llama_student) -> 
             continue
         with pytest.raises(ValueError, match=naming(room, 12 + NEW, "max_length")):
             llama_student.generate(**new_alone(ids, 8), cache=cache, **GREEDY)
+
+
+@pytest.mark.parametrize("max_length", [None, 40], ids=["dynamic", "static"])
+@pytest.mark.parametrize("way", ["num_return_sequences", "num_beams"])
+def test_a_cache_of_other_rows_than_the_input_is_refused(
+    llama_student, way: str, max_length: int | None
+) -> None:
+    """Both options repeat the input's rows. No prefill has noted those of the cache."""
+    options = {**GREEDY, way: 3, "do_sample": way == "num_return_sequences"}
+    cache = llama_student.new_cache(max_length=max_length)
+    text = llama_student.generate(tokens(1, 8), cache=cache, **GREEDY)
+    ids = torch.cat([text, tokens(1, 5)], dim=1)
+    with pytest.raises(ValueError, match=naming(3, 1, way, "cache.repeat")):
+        llama_student.generate(ids, cache=cache, **options)
+    with pytest.raises(ValueError, match=naming(2, 1, "cache.repeat")):
+        generated(llama_student, ids.expand(2, -1), cache=cache)
+    assert cache.get_seq_length() == 8 + NEW - 1
+
+    texts = []
+    for of_three_rows in (cache.repeat(3), None):
+        torch.manual_seed(0)
+        texts.append(llama_student.generate(ids, cache=of_three_rows, **options))
+    assert torch.equal(*texts)
+
+
+def test_a_reset_static_cache_keeps_its_rows(llama_student) -> None:
+    ids = tokens(3, 8)
+    cache = llama_student.new_cache(max_length=20)
+    generated(llama_student, ids[:1], cache=cache)
+    cache.reset()
+    with pytest.raises(ValueError, match=naming(3, 1, "cache.repeat")):
+        generated(llama_student, ids, cache=cache)
+    text = generated(llama_student, ids, cache=cache.repeat(3))
+    assert torch.equal(text, generated(llama_student, ids))
 
 
 @since("5.21")

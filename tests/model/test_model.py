@@ -232,6 +232,7 @@ CODE = {
     "prefill",
     "prefix",
     "pretrained",
+    "prompt",
     "recurrences",
     "recurrent_heads",
     "ring",

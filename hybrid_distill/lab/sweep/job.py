@@ -49,6 +49,7 @@ DECIDED = {
     "plan.selection": "--selection",
     "plan.k": "--heads",
     "plan.unit": "--heads, which counts single heads",
+    "plan.seed": "--seeds",
     "student.d-state": "--d-state",
     "student.window": "--window",
     "cache": "--heads and --window",
@@ -57,6 +58,13 @@ DECIDED = {
     "dry-run": "--dry-run",
 }
 """Fields of a run that the sweep sets itself, and the flag to use instead."""
+OF_SOME_CELLS = (
+    "scoring.distance",
+    "scoring.n_pairs",
+    "scoring.n_queries",
+    "scoring.restoration_examples",
+)
+"""Options that cells with a window or of ``restoration`` read, whatever the recipe's own plan and student are."""
 
 
 class SweepFailed(Exception):
@@ -186,7 +194,7 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
     of_recipe = on_asked_teacher(config_of(recipe), flags)
     default = with_stage_flags(of_recipe)
     changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
-    base = without_stage_flags(changed, of_recipe)
+    base = without_stage_flags(changed, of_recipe, unchecked=OF_SOME_CELLS)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
