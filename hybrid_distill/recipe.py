@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,8 +92,9 @@ def in_recipe(file: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        path = os.path.abspath(file)
         frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path
         ]
         where = f"{file}, line {frames[-1].lineno}" if frames else file
         raise ValueError(

@@ -51,6 +51,8 @@ fi
 check_number NNODES "$nnodes" 1 100000
 check_number NPROC "$nproc" 1 "$most"
 check_number MASTER_PORT "$port" 1 65535
+# Without a leading zero, which is octal.
+nnodes=$((10#$nnodes)) nproc=$((10#$nproc))
 if ((nnodes > 1)); then
     [[ -n ${MASTER_ADDR:-} ]] || fail "MASTER_ADDR is not set; with $nnodes machines it is the address of machine 0."
     [[ -n ${NODE_RANK:-} ]] || fail "NODE_RANK is not set; with $nnodes machines each has its own, from 0."

@@ -34,6 +34,7 @@ from hybrid_distill.pipeline import RunInputs, building, checks, finished_run, l
 from hybrid_distill.pipeline import run as steps
 from hybrid_distill.pipeline.checks import check_stages, check_teachers
 from hybrid_distill.pipeline.finished import trained_student, training_record
+from hybrid_distill.pipeline.folder import outdated
 from hybrid_distill.pipeline.paths import RunPaths
 from hybrid_distill.pipeline.planning import known_plan
 from hybrid_distill.pipeline.run import (
@@ -236,6 +237,11 @@ def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
     reading = replace(base, resume="never", scoring=replace(base.scoring, file=out / "scores.json"))
     with pytest.raises(ValueError, match=naming(out / "scores.json", "--resume never")):
         prepare(RunInputs(reading))
+    (out / "export").mkdir()
+    teacher = TeacherConfig(path=str(out / "export"))
+    with pytest.raises(ValueError, match=naming(out / "export", "--resume never")):
+        outdated(replace(base, resume="never", teacher=teacher))
+    assert (out / "export").is_dir()
     assert names(out) == {"config.json", "plan.json", "scores.json"}
 
     # A model's config.json, not a run's.

@@ -4,9 +4,11 @@ import ast
 import csv
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from messages import naming
 from train_tiny_teacher import (
     Batches,
     TeacherRun,
@@ -19,6 +21,7 @@ from transformers import AutoTokenizer
 
 from hybrid_distill.assets import tiny_teacher_path
 from hybrid_distill.cli import main
+from hybrid_distill.cli.recipes import load_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RUNS = sorted(RECIPES.glob("hybrid_*.py"))
@@ -122,3 +125,23 @@ def test_the_first_step_of_the_embedded_teacher(tmp_path: Path) -> None:
     Trainer(run, model).step(loss)
 
     assert (model.lm_head.weight != before).any()
+
+
+@pytest.mark.parametrize("recipe", [*RUNS, *SWEEPS], ids=lambda path: path.stem)
+def test_a_copy_of_a_recipe_elsewhere_loads(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``hybrid-distill recipes NAME > mine.py`` is how a recipe of one's own begins."""
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(RECIPES)])
+    mine = tmp_path / "mine.py"
+    mine.write_text(recipe.read_text())
+    assert callable(load_recipe(mine).config)
+
+
+def test_an_error_in_a_recipe_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("import math\nimport no_such_module\n")
+    with pytest.raises(ValueError, match=naming("mine.py", "line 2")):
+        load_recipe(Path("mine.py"))

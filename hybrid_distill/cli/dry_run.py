@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -92,7 +93,7 @@ def _preparations(config: RunConfig) -> tuple[list[str], str]:
             if source in commands:
                 source = folders.setdefault(commands[source], f"tokens/{len(folders) + 1}")
             sources.append(source)
-        flags += f" --{name}.sources {' '.join(sources)}"
+        flags += f" --{name}.sources {shlex.join(sources)}"
     return [f"{command} --out {folder}" for command, folder in folders.items()], flags
 
 

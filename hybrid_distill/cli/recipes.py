@@ -86,12 +86,17 @@ def usage(main: Callable[..., None]) -> str:
 
 def shipped() -> dict[str, Path]:
     """Map names to the shipped recipes, which are next to the package in a wheel and in a clone."""
+    folder = _shipped_folder()
+    recipes = [*folder.glob("hybrid_*.py"), *folder.glob("sweep_*.py")]
+    return {path.stem.removeprefix("hybrid_"): path for path in recipes}
+
+
+def _shipped_folder() -> Path:
     home = Path(__file__).parents[2]
     folder = home / "hybrid_distill_recipes"
     if not folder.is_dir():
         folder = home / "recipes"
-    recipes = [*folder.glob("hybrid_*.py"), *folder.glob("sweep_*.py")]
-    return {path.stem.removeprefix("hybrid_"): path for path in recipes}
+    return folder
 
 
 def find_recipe(path: Path) -> Path:
@@ -120,8 +125,9 @@ def load_recipe(path: Path) -> ModuleType:
     path = find_recipe(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    # Recipes import one another.
+    # Recipes import one another, a copy elsewhere the shipped ones.
     sys.path.insert(0, str(path.parent.resolve()))
+    sys.path.append(str(_shipped_folder()))
     module = importlib.util.module_from_spec(spec)
     with in_recipe(str(path)):
         spec.loader.exec_module(module)

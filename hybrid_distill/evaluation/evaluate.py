@@ -17,6 +17,7 @@ from ..plan import HeadId, HeadPlan
 from ..probes import Example
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
+from ..probes.plain_text import predictable
 from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..scoring import describe_run
 from ..teacher import attention_sites, text_config
@@ -76,7 +77,7 @@ def evaluate(
         examples=examples,
         far_examples=far_prompts,
         questions=knowledge.examples() if knowledge else [],
-        texts=list(held_out_texts or []),
+        texts=predictable(tokenizer, held_out_texts or []),
         max_text_tokens=max_text_tokens,
         batch_size=batch_size,
         progress=progress,

@@ -13,6 +13,7 @@ from ..student.dtypes import settle
 from ..train.result import StageManifest
 from .building import new_student, student_of_stage
 from .built import load_built
+from .folder import as_moved
 from .inputs import RunInputs
 from .paths import RunPaths
 
@@ -24,7 +25,7 @@ def finished_run(folder: Path) -> RunInputs:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; pass the folder of a finished run.")
-    config = from_json(RunPaths(folder).config)
+    config = as_moved(from_json(RunPaths(folder).config), folder)
     return RunInputs(dataclasses.replace(config, resume="auto", out=folder))
 
 

@@ -85,7 +85,7 @@ def outdated(config: RunConfig) -> list[Path]:
         return _left_by_an_earlier_run(config)
     if not has_result(config.out):
         return []
-    before = _as_moved(from_json(paths.config), config.out)
+    before = as_moved(from_json(paths.config), config.out)
     _check_same(config, before)
     return _measured_otherwise(config, before)
 
@@ -140,7 +140,7 @@ def settings(config: RunConfig, stages: Sequence[str]) -> Record:
     return record
 
 
-def _as_moved(before: RunConfig, out: Path) -> RunConfig:
+def as_moved(before: RunConfig, out: Path) -> RunConfig:
     """Return the config of the run in ``out``, whose folder may have moved together with the files that it names, as
     those of a sweep do."""
 
@@ -186,6 +186,8 @@ def _left_by_an_earlier_run(config: RunConfig) -> list[Path]:
     results = RunPaths(config.out).results()
     files = [config.scoring.file, config.plan.file, config.student.aligned]
     files += [stage.cached_logits for stage in config.stages]
+    # Of a model on the hub it looks for a folder that is not there.
+    files += [Path(config.teacher_of(stage).path).expanduser() for stage in config.stages]
     for result in results:
         for file in files:
             if file is not None and file.resolve().is_relative_to(result.resolve()):

@@ -234,13 +234,7 @@ def generate_greedily(
         attention_mask=mask_BL,
         # One more token than the answer, to see whether a number has ended.
         max_new_tokens=max(longest, 1) + 1,
-        # All set: the model's own settings would apply to any that are missing.
         do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_k=None,
-        top_p=None,
-        repetition_penalty=1.0,
         pad_token_id=_pad_token(model, tokenizer),
     )
     new_BT = output_BL[:, input_ids_BL.shape[1] :]

@@ -77,3 +77,10 @@ def text_rows(
             f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict."
         )
     return rows
+
+
+def predictable(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
+    """Return the texts of two tokens or more: others have no next token. Raises ValueError as `text_rows` does."""
+    text_rows(tokenizer, texts, max_tokens=2)
+    lengths = map(len, tokenize(tokenizer, texts))
+    return [text for text, length in zip(texts, lengths, strict=True) if length > 1]

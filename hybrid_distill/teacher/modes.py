@@ -7,7 +7,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from ..model.self_check import check_numbers
 
@@ -60,19 +65,40 @@ def generated(
     refuses_nan: bool = True,
     **options: object,
 ) -> Tensor:
-    """Return the tokens of ``model.generate``, typed.
+    """Return the tokens of ``model.generate``, typed, by ``options`` alone: the model's own penalties are left out.
 
     Raises ValueError if the first token's logits are NaN, or in greedy decoding any token's, if ``refuses_nan``.
     """
     # By name: transformers' decorators hide the method's return type from type checkers.
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009
-    if not refuses_nan:
-        return generate(**options, logits_processor=LogitsProcessorList(processors))
     numbers = _RefusesNaN(model)
-    all_processors = LogitsProcessorList([numbers, *processors])
-    tokens = generate(**options, logits_processor=all_processors)
+    all_processors = LogitsProcessorList(processors)
+    if refuses_nan:
+        all_processors.insert(0, numbers)
+    with _special_tokens_alone(model):
+        tokens = generate(**options, logits_processor=all_processors)
     numbers.check()
     return tokens
+
+
+@contextmanager
+def _special_tokens_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Leave out a model's settings for `generate`, which transformers puts where a call has none; restore afterwards.
+
+    Instruct models bring penalties and limits of sampling. Probes and texts for training want the model itself.
+    """
+    own = model.generation_config
+    assert own is not None
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id,
+        use_cache=own.use_cache,
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class _RefusesNaN(LogitsProcessor):

@@ -191,11 +191,6 @@ class OnPolicy(EndToEnd):
                 processors=[sample],
                 # The loss of this text is NaN too: all processes then skip or stop together.
                 refuses_nan=False,
-                # A teacher's generation_config may set these, and transformers warns if greedy
-                # decoding gets them.
-                temperature=None,
-                top_k=None,
-                top_p=None,
                 # Any token will do: it stands behind a row's end, where the mask is off.
                 pad_token_id=0,
             )

@@ -93,6 +93,7 @@ CASES = """
     sweep --set scoring.file=/no/scores.json: /no/scores.json
     sweep --launcher nonsense: 'nonsense'
     sweep --set student.sinks=4: student.sinks 4
+    sweep --window 2 --set student.sinks=4: student.sinks 4 2
     sweep sweep_llama_1b --set teacher.path=no/such: no/such
     sweep --trackers mlflow: mlflow
     sweep README.md: README.md

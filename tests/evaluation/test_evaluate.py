@@ -307,6 +307,17 @@ def test_dictionaries_far_from_their_question_are_measured_once_more() -> None:
     assert near.kv_choice == result.kv_choice
 
 
+def test_texts_without_a_next_token_are_left_out(planted) -> None:
+    """However many come first: a student is measured without its parts on the first texts alone."""
+    model, tokenizer = planted
+    student, _ = build_student(model, HeadPlan.none(model), d_state=4)
+    texts = [""] * 30 + [" ".join(KEYS[:6])]
+    result = evaluate(student, tokenizer, n_pairs=(), held_out_texts=texts)
+    assert result.n_texts == 1
+    with pytest.raises(ValueError, match=naming("30", "two tokens")):
+        evaluate(student, tokenizer, n_pairs=(), held_out_texts=texts[:30])
+
+
 def test_a_file_that_is_not_an_evaluation_is_refused(planted, tmp_path) -> None:
     result = evaluate(*planted, n_pairs=(), held_out_texts=["apple anchor arrow"])
     record = result.to_dict()

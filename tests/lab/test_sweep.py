@@ -167,22 +167,23 @@ def test_a_wider_window_may_not_move_the_questions_of_finished_cells(tmp_path: P
     this = extended("0,8")
     teacher_evaluation = this.paths.of_seed(0).teacher_evaluation
     teacher_evaluation.parent.mkdir(parents=True)
-    teacher_evaluation.write_text("{}")
+    teacher_evaluation.write_text('{"distance": 8}')
     with pytest.raises(ValueError, match=naming(tmp_path, "8", "12")):
         extended("0,8,12")
     assert this.evaluation == extended("0,4,8").evaluation
 
-    # Cells without windows have answered none.
+    # Cells without windows have answered none, and the teacher is asked again.
     teacher_evaluation.unlink()
     extended("0")
-    teacher_evaluation.write_text("{}")
+    teacher_evaluation.write_text('{"distance": 0}')
     extended("0,8")
+    assert not teacher_evaluation.exists()
 
     # A distance of the recipe's own stays, whatever the windows.
-    teacher_evaluation.unlink()
     extended("0,8", evaluation=with_distance)
-    teacher_evaluation.write_text("{}")
+    teacher_evaluation.write_text('{"distance": 12}')
     assert extended("0,4,8,12", evaluation=with_distance).evaluation.distance == 12
+    assert teacher_evaluation.exists()
 
 
 def test_another_spelling_of_the_folder_continues_the_same_cells(
@@ -263,9 +264,24 @@ def test_fields_of_the_recipe_can_be_changed() -> None:
     assert base.stage("distill").steps == 3
 
 
-def test_options_that_only_some_cells_read_can_be_changed() -> None:
-    base = base_config(SweepJob(set=("scoring.restoration_examples=8",)), recipe())
-    assert base.scoring.restoration_examples == 8
+def test_trackers_without_a_name_are_none() -> None:
+    tracked = recipe(trackers=("wandb",))
+    assert base_config(SweepJob(), tracked).trackers == ("wandb",)
+    assert base_config(SweepJob(trackers=()), tracked).trackers == ()
+
+
+def test_options_that_only_some_cells_read_can_be_changed(tmp_path: Path) -> None:
+    changes = ("scoring.restoration_examples=8", "student.sinks=4", "scoring.method=attribution")
+    grid_of = {"heads": "2", "d_state": "4", "window": "0,8", "seeds": 1}
+    job = SweepJob(out=tmp_path, set=changes, share=False, **grid_of)
+
+    this = Sweep.open(checked(job, recipe()).definition)
+
+    assert this.base.scoring.restoration_examples == 8
+    student_of = {cell.window: cell_config(this, cell).student for cell in this.cells}
+    assert student_of[0].sinks == 0
+    assert student_of[8].sinks == 4
+    assert student_of[8].window == 8
 
 
 def test_all_cells_have_the_dtypes_of_the_machine_that_began_the_sweep(set_cpu_bf16) -> None:

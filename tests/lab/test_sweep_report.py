@@ -43,10 +43,10 @@ def saturating(selection: str, heads: int, d_state: int) -> float:
     return of_heads * of_states
 
 
-def held(heads: int, d_state: int, length: int) -> tuple[int, int]:
-    """(keys, values and states; convolutions) of the first heads of RANKING, by the house's own formula."""
+def held(heads: int, d_state: int, length: int, window: int = 0) -> tuple[int, int]:
+    """(keys, values, rings and states; convolutions) of the first heads of RANKING, by the house's own formula."""
     plan = HeadPlan.from_pairs(SHAPE, RANKING[:heads])
-    size = cache_bytes(plan, length=length, head_dim=HEAD_DIM, d_state=d_state)
+    size = cache_bytes(plan, length=length, head_dim=HEAD_DIM, d_state=d_state, window=window)
     return size.total, size.conv
 
 
@@ -191,6 +191,21 @@ def test_memory_at_any_length_is_the_formula(tmp_path: Path) -> None:
         students = without(SweepResults.read(out, length).settings, "teacher", "all")
         for (_, heads, d_state), size in students.bytes.items():
             assert size == pytest.approx(sum(held(heads, d_state, length)))
+
+
+def test_memory_beyond_a_window_is_the_formula(tmp_path: Path) -> None:
+    """A ring that is not full yet at the shortest measured length must not tilt the line."""
+    window = 440
+    rows = cells(heads=(2,), states=(16,), selections=("top",))
+    for row in rows:
+        if row["selection"] == "top":
+            row["window"] = window
+            for length in (128, 2048, 4096):
+                row[f"cache_bytes_{length}"], _ = held(2, 16, length, window)
+    out = write(tmp_path, rows)
+    for length in (3000, 32768):
+        settings = SweepResults.read(out, length).settings
+        assert settings.bytes.loc["top"].tolist() == [sum(held(2, 16, length, window))]
 
 
 def front_of(folder: Path, rows: list[dict[str, object]], quality: str = "retrieval") -> list[str]:

@@ -160,6 +160,23 @@ def test_logits_that_become_nan_while_decoding_are_no_answers(planted, n_steps: 
     assert len(steps) == expected
 
 
+def test_a_models_own_settings_for_generate_are_left_out(planted, recwarn) -> None:
+    """Instruct models bring penalties for repeating what they were told, which is what a probe asks for."""
+    model, tokenizer = planted
+    examples = KVRetrieval(3, keys=KEYS).examples(4)
+    expected = generate_greedily(model, tokenizer, examples)
+    own = copy.deepcopy(model.generation_config)
+    own.update(
+        repetition_penalty=9.0, no_repeat_ngram_size=1, do_sample=True, top_k=5, temperature=0.6
+    )
+    penalized = copy.deepcopy(model)
+    penalized.generation_config = own
+
+    assert generate_greedily(penalized, tokenizer, examples) == expected
+    assert penalized.generation_config is own
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_without_a_cache_the_answers_are_the_same(family: str) -> None:
     tokenizer = word_tokenizer(probe_texts(), DIGITS)

@@ -129,8 +129,8 @@ def _results(record: RunRecord, names: pd.DataFrame, columns: list[Column]) -> l
         blocks.append(
             f"The held-out texts have {record.text_length:.0f} tokens on average, fewer than the window of "
             f"{record.window}: what the student loses further back does not show here, nor in dictionaries that fit "
-            "into the window. It shows in longer texts (--evaluation.texts) and in dictionaries that are far away "
-            "(--evaluation.distance)."
+            "into the window. It shows in dictionaries that are far away (--evaluation.distance), and beside a window "
+            "below 512 in longer texts (--evaluation.texts)."
         )
     return [*blocks, NOTE]
 

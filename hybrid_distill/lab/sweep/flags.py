@@ -47,15 +47,15 @@ class SweepJob:
     resumes."""
     options: tuple[str, ...] = ()
     """Other options of the jobs, as submitit names them: ``slurm_partition=gpu mem_gb=128``."""
-    launcher: str = ""
+    launcher: str | None = None
     """Command that starts a cell's processes, for example ``accelerate launch --config_file
     launch/ddp.yaml``."""
     share: bool = True
     """Share one head-by-head alignment between all cells of a state size and seed; otherwise
     each cell aligns as in the recipe."""
-    trackers: tuple[str, ...] = ()
+    trackers: tuple[str, ...] | None = None
     """``tensorboard``, ``trackio``, ``wandb``: one run per cell, grouped by sweep. By default the
-    recipe's."""
+    recipe's; without a name none."""
     dry_run: bool = False
     """Check everything and print cells and jobs; start nothing."""
 

@@ -101,7 +101,20 @@ class Sweep:
         paths.tasks.mkdir(parents=True, exist_ok=True)
         write_json(paths.record, definition.record())
         # Read back: jobs in other processes work from the same file.
-        return cls(out)
+        this = cls(out)
+        if max(this.record["grid"]["window"]):
+            this._ask_teachers_what_is_far()
+        return this
+
+    def _ask_teachers_what_is_far(self) -> None:
+        """Delete evaluations of the teacher from before the grid had windows: they lack the far questions."""
+        distance = RunInputs(self._cell_run).evaluation_distance
+        for task in self.tasks.values():
+            evaluation = task.run.teacher_evaluation
+            if task.kind != "teacher" or not evaluation.exists():
+                continue
+            if read_json(evaluation)["distance"] != distance:
+                evaluation.unlink()
 
     def check_grows(self, definition: Definition) -> None:
         """Raise ValueError, naming the differences, unless a definition continues this sweep.
@@ -211,8 +224,7 @@ def widest(base: RunConfig, d_state: Sequence[int], window: Sequence[int]) -> Ru
 
 def _settings(base: RunConfig, share: bool) -> Record:
     """Return all settings of a sweep, its evaluation included, that may not change when it resumes."""
-    return {
-        "share": share,
-        "evaluation": fixed_fields(base.evaluation),
-        **settings(base, base.stage_names),
-    }
+    of_runs = settings(base, base.stage_names)
+    # The grid's, which may grow.
+    del of_runs["student"]["window"]
+    return {"share": share, "evaluation": fixed_fields(base.evaluation), **of_runs}

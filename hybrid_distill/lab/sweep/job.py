@@ -86,14 +86,15 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
         raise ValueError(
             "a sweep starts the processes of its cells itself; pass --launcher 'accelerate launch ...'."
         )
-    base = base_config(job, recipe)
-    check_trackers(base.trackers)
     axes = {**AXES, **_defaults(recipe, "grid", AXES)}
     for name in AXES:
         flag = getattr(job, name)
         if flag is not None:
             axes[name] = flag
-    grid = Grid.parse(**axes, first_seed=base.seed)
+    grid = Grid.parse(**axes)
+    base = base_config(job, recipe, max(grid.window))
+    grid = replace(grid, seeds=tuple(base.seed + number for number in grid.seeds))
+    check_trackers(base.trackers)
     inputs = RunInputs(widest(base, grid.d_state, grid.window))
     check_teachers(inputs)
     check_data(inputs)
@@ -175,8 +176,8 @@ def _raise_if_failed(sweep: Sweep) -> None:
         )
 
 
-def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
-    """Return the recipe's config with the command's changes."""
+def base_config(job: SweepJob, recipe: ModuleType, window: int = 0) -> RunConfig:
+    """Return the recipe's config with the command's changes, of which some need a ``window`` of the grid."""
     flags = []
     for name, value in split_pairs("set", job.set, "distill.steps=100"):
         flag = DECIDED.get(name.replace("_", "-"))
@@ -192,6 +193,8 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
         else:
             flags += [f"--{name}", *value.split(",")]
     of_recipe = on_asked_teacher(config_of(recipe), flags)
+    widest = max(of_recipe.student.window, window)
+    of_recipe = replace(of_recipe, student=replace(of_recipe.student, window=widest))
     default = with_stage_flags(of_recipe)
     changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
     base = without_stage_flags(changed, of_recipe, unchecked=OF_SOME_CELLS)
@@ -205,13 +208,9 @@ def base_config(job: SweepJob, recipe: ModuleType) -> RunConfig:
             "--control to `hybrid-distill run` for one student."
         )
     # The grid decides what a cache would.
-    base = replace(
-        base,
-        out=job.out.resolve(),
-        cache=None,
-        dry_run=False,
-        trackers=job.trackers or base.trackers,
-    )
+    base = replace(base, out=job.out.resolve(), cache=None, dry_run=False)
+    if job.trackers is not None:
+        base = replace(base, trackers=job.trackers)
     # Once for all cells, which may run on machines of several kinds.
     return base.with_dtypes()
 

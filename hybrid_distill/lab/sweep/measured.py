@@ -262,8 +262,11 @@ def _label(selection: str, heads: int, held: object) -> str:
 
 
 def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
-    """Return bytes of a sequence after ``length`` tokens: a line through the measured sizes,
-    plus convolutions."""
+    """Return bytes of a sequence after ``length`` tokens: a line through the two nearest measured sizes, plus
+    convolutions.
+
+    Beyond the longest it is exact: the windows are full there.
+    """
     lengths = sizes(rows, "cache_bytes")
     conv = rows.get("conv_state_bytes", 0.0)
     if length in lengths:
@@ -272,8 +275,9 @@ def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
         raise ValueError(
             f"the context is {length} tokens, and the cache was measured at {lengths}; pass that."
         )
-    short = min(lengths)
-    long = max(lengths)
+    n_shorter = sum(measured < length for measured in lengths)
+    first = min(max(n_shorter - 1, 0), len(lengths) - 2)
+    short, long = lengths[first : first + 2]
     at_short = rows[f"cache_bytes_{short}"]
     slope = (rows[f"cache_bytes_{long}"] - at_short) / (long - short)
     return at_short + slope * (length - short) + conv

@@ -42,7 +42,7 @@ class WorkerOptions:
         chosen = {**JOB_DEFAULTS, **of_recipe}
         for name in JOB_DEFAULTS:
             flag = getattr(job, name)
-            if flag not in (None, ""):
+            if flag is not None:
                 chosen[name] = flag
         launcher = chosen["launcher"]
         COUNT.check("--minutes", chosen["minutes"])
@@ -72,7 +72,9 @@ class WorkerOptions:
             program_here(launcher)
         options: dict[str, str | int] = {}
         for name, value in split_pairs("options", job.options, "slurm_partition=gpu"):
-            options[name] = int(value) if value.isdigit() else value
+            # An account of 0123 is not a number.
+            is_number = value.isdigit() and str(int(value)) == value
+            options[name] = int(value) if is_number else value
         if options and job.cluster is None:
             raise ValueError(
                 "--options are for jobs of a cluster; pass --cluster slurm too, or leave them out."
