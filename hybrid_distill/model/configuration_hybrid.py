@@ -169,23 +169,32 @@ class HybridConfig(PretrainedConfig):
                 "backbone cannot be replaced; make a new HybridConfig, or set the backbone's fields."
             )
         elif name in OWN or not (name in DERIVED or hasattr(shared, name)):
-            if name in OWN_RULES:
-                check_field(name, value, OWN_RULES[name])
-            if name in _WINDOW_FIELDS:
-                fields = {field: getattr(self, field) for field in _WINDOW_FIELDS}
-                check_windows(**{**fields, name: value})
-            if name == "kept":
-                value = check_kept(value, shared)
-            super().__setattr__(name, value)
+            super().__setattr__(name, self._checked_own_value(name, value))
         else:
-            if name in RULES and value is not None:
-                check_field(name, value, RULES[name])
-            if name in ("num_hidden_layers", "num_attention_heads"):
-                # Tried on a copy: a refused value must leave the config as it was.
-                changed = copy.copy(shared)
-                setattr(changed, name, value)
-                check_kept(self.kept, changed)
+            self._check_backbone_value(name, value)
             setattr(shared, name, value)
+
+    def _checked_own_value(self, name: str, value: Any) -> Any:
+        """Return a new value of an own field, as it is stored. Raises ValueError for one that breaks its rule."""
+        if name in OWN_RULES:
+            check_field(name, value, OWN_RULES[name])
+        if name in _WINDOW_FIELDS:
+            fields = {field: getattr(self, field) for field in _WINDOW_FIELDS}
+            fields[name] = value
+            check_windows(**fields)
+        if name == "kept":
+            return check_kept(value, self.shared_backbone())
+        return value
+
+    def _check_backbone_value(self, name: str, value: Any) -> None:
+        """Raise ValueError for a value that no backbone can have, or that contradicts ``kept``."""
+        if name in RULES and value is not None:
+            check_field(name, value, RULES[name])
+        if name in ("num_hidden_layers", "num_attention_heads"):
+            # Tried on a copy: a refused value must leave the config as it was.
+            changed = copy.copy(self.shared_backbone())
+            setattr(changed, name, value)
+            check_kept(self.kept, changed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields: this config's own, the backbone's, and the latter once more as ``backbone``."""

@@ -113,46 +113,60 @@ def packed_inputs(
     """
     implementation = getattr(config, "_attn_implementation", None)
     check_packs(implementation)
-    device = seq_idx_BL.device
-    index_L = torch.arange(seq_idx_BL.shape[1], device=device)
+    index_L = torch.arange(seq_idx_BL.shape[1], device=seq_idx_BL.device)
     begin_BL = document_begins(seq_idx_BL)
-    position_ids = index_L - begin_BL
-    is_token_BL = (
-        torch.ones_like(seq_idx_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
+    # Such a mask has no elements: kernels read its borders.
+    has_document_mask = (
+        implementation == "sdpa" and mask_BL is None and has_document_attention(seq_idx_BL.device)
     )
-    place_BL = is_token_BL.cumsum(dim=1)  # windows count tokens, not padding
-    without_elements = (
-        implementation == "sdpa" and mask_BL is None and has_document_attention(device)
-    )
-
     masks = {}
     for kind, window in set(kinds_and_windows(config)) or {(FULL, None)}:
-        first_BL = begin_BL
+        first_BL = _first_visible(kind, window, begin_BL, mask_BL)
         borders = cu_seqlens
         if kind == "chunked_attention" and window is not None:
             # A chunk is a document of its own: new borders, and no window within it.
-            first_BL = index_L - position_ids % window
             borders = None
             window = None
-        elif window is not None:
-            window_begin_BL = torch.searchsorted(place_BL, place_BL - window, right=True)
-            first_BL = begin_BL.maximum(window_begin_BL)
-        if without_elements:
+        if has_document_mask:
             masks[kind] = DocumentMask.of(first_BL, borders, window)
             continue
-        visible_BLL = visible(first_BL)
-        if mask_BL is not None:
-            # Padding sees itself: a row of the softmax without any key would be NaN.
-            itself_LL = torch.eye(len(index_L), dtype=torch.bool, device=device)
-            visible_BLL = visible_BLL & (is_token_BL.unsqueeze(1) | itself_LL)
+        visible_BLL = _visible_tokens(first_BL, mask_BL)
         if implementation == "sdpa":
             masks[kind] = visible_BLL.unsqueeze(1)
         else:
             masks[kind] = _additive(visible_BLL, dtype)
-    if len(masks) > 1:
-        return {"position_ids": position_ids, "attention_mask": masks}
-    (mask,) = masks.values()
-    return {"position_ids": position_ids, "attention_mask": mask}
+    attention_mask: Any = masks
+    if len(masks) == 1:
+        (attention_mask,) = masks.values()
+    return {"position_ids": index_L - begin_BL, "attention_mask": attention_mask}
+
+
+def _first_visible(
+    kind: str, window: int | None, begin_BL: Tensor, mask_BL: Tensor | None
+) -> Tensor:
+    """Return the index of the first token that each token sees in a layer of this kind, [B, L]."""
+    if window is None:
+        return begin_BL
+    if kind == "chunked_attention":
+        index_L = torch.arange(begin_BL.shape[1], device=begin_BL.device)
+        return index_L - (index_L - begin_BL) % window
+    is_token_BL = torch.ones_like(begin_BL, dtype=torch.bool)
+    if mask_BL is not None:
+        is_token_BL = mask_BL.bool()
+    # Windows count tokens, not padding.
+    place_BL = is_token_BL.cumsum(dim=1)
+    window_begin_BL = torch.searchsorted(place_BL, place_BL - window, right=True)
+    return begin_BL.maximum(window_begin_BL)
+
+
+def _visible_tokens(first_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+    """Return which tokens (columns) each token (row) sees, [B, L, L]."""
+    visible_BLL = visible(first_BL)
+    if mask_BL is None:
+        return visible_BLL
+    # Padding sees itself: a row of the softmax without any key would be NaN.
+    itself_LL = torch.eye(first_BL.shape[1], dtype=torch.bool, device=first_BL.device)
+    return visible_BLL & (mask_BL.bool().unsqueeze(1) | itself_LL)
 
 
 def _additive(visible_BLL: Tensor, dtype: torch.dtype) -> Tensor:

@@ -57,7 +57,7 @@ class Limits(NamedTuple):
 
 
 OUR_LIMITS = Limits()
-# Of flash-linear-attention, which refuses float32.
+# flash-linear-attention's kernel, which refuses float32.
 LIMITS = {DELTA_RULE: Limits((torch.bfloat16, torch.float16), 256)}
 
 
@@ -92,12 +92,15 @@ def implementation_of(
     training: bool,
     **options: bool,
 ) -> str:
-    """Describe what runs for a kernel of `choose`: "triton", or another implementation and why it
-    is not triton."""
-    if impl != "auto" or device.type != "cuda":
-        return "torch" if impl == "auto" else impl
+    """Describe the implementation that `choose` takes, and why if it is not a kernel."""
+    if impl != "auto":
+        return impl
+    if device.type != "cuda":
+        return "torch"
     reason = _reason_against(kernel, device, dtype, sizes, training, tuple(options.items()))
-    return "triton" if reason is None else f"torch ({reason})"
+    if reason is None:
+        return "triton"
+    return f"torch ({reason})"
 
 
 def try_together(device: torch.device, calls: Iterable[KernelCall]) -> None:

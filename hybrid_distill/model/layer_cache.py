@@ -248,10 +248,7 @@ class HybridLayerCache(DynamicLayer):
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would leave. Raises ValueError if it cannot go back so far."""
-        if tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_LENGTH):
-            n_left = min(tokens_to_remove, self.seen)
-        else:
-            n_left = self.seen + tokens_to_remove
+        n_left = self._n_left(tokens_to_remove)
         earliest = self.seen
         if self._only_appends():
             earliest = 0
@@ -264,6 +261,14 @@ class HybridLayerCache(DynamicLayer):
                 "cache.snapshot()."
             )
         return n_left
+
+    def _n_left(self, tokens_to_remove: int) -> int:
+        """Return how many tokens `crop` leaves: a positive argument is that number, a negative one how many go."""
+        # Older versions of transformers pass 0 to leave none, newer ones to remove none.
+        leaves = tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_LENGTH)
+        if leaves:
+            return min(tokens_to_remove, self.seen)
+        return self.seen + tokens_to_remove
 
     def crop(self, tokens_to_remove: int) -> None:
         """Undo the last tokens, as many as ``-tokens_to_remove``, and drop the records of earlier forward passes.

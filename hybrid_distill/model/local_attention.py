@@ -146,7 +146,7 @@ def _attend_in_blocks(
     query_BHTP = F.pad(query_BHLP, (0, 0, 0, padding))
     query_BNHQP = query_BHTP.unflatten(2, (n_blocks, size)).transpose(1, 2)
     # Every block is a row of its own to the attention function.
-    out_NHQP = attend(
+    out_NHQP = attend_masked(
         query_BNHQP.flatten(0, 1),
         key_BNGKP.flatten(0, 1),
         value_BNGKP.flatten(0, 1),
@@ -173,7 +173,7 @@ def seen_in_ring(place_BR: Tensor, last_place_B1: Tensor, reach: Reach) -> Tenso
     return seen_BR & ~(is_sink_R & (distance_BR < reach.window))
 
 
-def attend(
+def attend_masked(
     query_BHQP: Tensor,
     key_BGKP: Tensor,
     value_BGKP: Tensor,

@@ -30,7 +30,7 @@ from .layout import (
 )
 from .recurrent_heads import SSMHeads
 from .rows import pick_heads
-from .windowed_heads import WindowedAttention
+from .windowed_heads import WindowedAttention, kv_places
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")
 """Arguments of mixers that attention modules do not accept."""
@@ -77,6 +77,17 @@ def _pick_blocks(
 def _unprojected(t_BLD: Tensor) -> Tensor:
     """Replace the output projection in kept attention. Not a module: LoRA would match it by name."""
     return t_BLD
+
+
+def _refuse_split_rows(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if accelerate splits rows over devices."""
+    # From a hook of accelerate on attention modules: a decoder does not pass it on.
+    if "is_causal" in kwargs:
+        raise ValueError(
+            "is_causal was put into the mixer's arguments, as accelerate's context parallelism does, which gives "
+            "each device a part of the row. Replaced heads need the whole row: use no context parallelism; "
+            "set_segment_len saves memory on long rows."
+        )
 
 
 class HybridMixer(nn.Module):
@@ -135,13 +146,11 @@ class HybridMixer(nn.Module):
         n_kept = len(self.kept)
         n_stored = len(self.kv_groups)
         self._cut_projections(attention)
-        n_repeats = n_kept // n_stored
-        kv_index = [self.kv_groups.index(head // self.group_size) for head in self.kept]
-        repeated = [place // n_repeats for place in range(n_stored * n_repeats)]
-        # The backbone repeats KV heads itself, which fits if all are read equally often, in order.
-        if kv_index != repeated:
-            n_repeats = 1
-            self.kv_index = kv_index
+        # None: the backbone repeats KV heads itself, because all are read equally often, in order.
+        self.kv_index = kv_places(list(self.kept), list(self.kv_groups), self.group_size)
+        n_repeats = 1
+        if self.kv_index is None:
+            n_repeats = n_kept // n_stored
         # Head counts that forwards read, under the names that the families use.
         counts = {
             "num_heads": n_kept,
@@ -202,13 +211,8 @@ class HybridMixer(nn.Module):
         not run. Attention receives all other keyword arguments. The cache may come under any of `CACHE_NAMES`.
         Raises ValueError for a row that is split over devices.
         """
-        if self.replaced and "is_causal" in kwargs:
-            # From a hook of accelerate on attention modules: a decoder does not pass it on.
-            raise ValueError(
-                "is_causal was put into the mixer's arguments, as accelerate's context parallelism does, which gives "
-                "each device a part of the row. Replaced heads need the whole row: use no context parallelism; "
-                "set_segment_len saves memory on long rows."
-            )
+        if self.replaced:
+            _refuse_split_rows(kwargs)
         if cache is None:
             cache = given_cache(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
@@ -226,26 +230,41 @@ class HybridMixer(nn.Module):
 
         inputs = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
         inputs |= kwargs
-        replaced = []
-        if self.windowed is not None:
-            call = self.windowed.call(layer_cache, token_mask, seq_idx, attended is None)
-            # Without a store: the call caches keys itself, in full or in a ring.
-            y_BLHP = self._attend(hidden_states, None, {**inputs, **call.arguments()})
-            call.check_used(self.attention)
-            if attended is None:
-                # The call returns kept heads first, then replaced ones.
-                attended = y_BLHP[:, :, : len(self.kept)]
-                y_BLHP = y_BLHP[:, :, len(self.kept) :]
-            if "window" not in self.silenced:
-                replaced.append(y_BLHP)
-        elif self.attention is not None and attended is None:
-            attended = self._attend(hidden_states, self._store(layer_cache), inputs)
+        attended, windowed = self._attention_parts(
+            hidden_states, attended, layer_cache, token_mask, seq_idx, inputs
+        )
+        parts = []
+        if windowed is not None and "window" not in self.silenced:
+            parts.append(windowed)
         if self.ssm is not None and "recurrence" not in self.silenced:
-            replaced.append(self.ssm(hidden_states, token_mask, seq_idx, layer_cache))
-
+            parts.append(self.ssm(hidden_states, token_mask, seq_idx, layer_cache))
         if layer_cache is not None:
             layer_cache.advance(length)
-        return self._in_teacher_order(attended, self._sum(replaced, hidden_states))
+        return self._in_teacher_order(attended, self._sum(parts, hidden_states))
+
+    def _attention_parts(
+        self,
+        hidden_states: Tensor,
+        attended: Tensor | None,
+        layer_cache: HybridLayerCache | None,
+        token_mask: Tensor | None,
+        seq_idx: Tensor | None,
+        inputs: dict[str, Any],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the kept heads' outputs and, with a window, the replaced heads'. ``attended`` is not run again."""
+        if self.windowed is None:
+            if self.attention is not None and attended is None:
+                attended = self._attend(hidden_states, self._store(layer_cache), inputs)
+            return attended, None
+        call = self.windowed.call(layer_cache, token_mask, seq_idx, attended is None)
+        # Without a store: the call caches keys itself, in full or in a ring.
+        y_BLHP = self._attend(hidden_states, None, {**inputs, **call.arguments()})
+        call.check_used(self.attention)
+        if attended is not None:
+            return attended, y_BLHP
+        # Kept heads come first.
+        n_kept = len(self.kept)
+        return y_BLHP[:, :, :n_kept], y_BLHP[:, :, n_kept:]
 
     def _attend(
         self, hidden_states: Tensor, store: _KVStore | None, inputs: dict[str, Any]

@@ -241,14 +241,14 @@ class SSMHeads(nn.Module):
     def _run(
         self,
         hidden_BLD: Tensor,
-        token_mask_BL: Any,
-        seq_idx_BL: Any,
-        conv_state_BCK: Any,
-        state_BRPN: Any,
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        conv_state_BCK: Tensor | None,
+        state_BRPN: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y_BLRP, conv state, SSM state) after these tokens, given the states before them."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
-        inputs, conv_state_BCK = self._convolved(
+        inputs, conv_state_BCK = self._scan_inputs(
             xbc_BLC, raw_BLR, token_mask_BL, seq_idx_BL, conv_state_BCK
         )
         y_BLRP, state_BRPN = self.form.scan(
@@ -264,11 +264,11 @@ class SSMHeads(nn.Module):
     def _run_in_segments(
         self,
         hidden_BLD: Tensor,
-        token_mask_BL: Any,
-        seq_idx_BL: Any,
-        conv_state_BCK: Any,
-        state_BRPN: Any,
-    ) -> tuple[Tensor, Any, Any]:
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        conv_state_BCK: Tensor | None,
+        state_BRPN: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run `_run` on segments of ``segment_len`` tokens. A document that begins with a segment starts from zero."""
         size: Any = self.segment_len
         ys = []
@@ -278,7 +278,7 @@ class SSMHeads(nn.Module):
                 conv_state_BCK, state_BRPN = _states_of_document(
                     seq_idx_BL, begin, conv_state_BCK, state_BRPN
                 )
-            outputs: Any = checkpoint(
+            outputs: tuple[Tensor, Tensor, Tensor] = checkpoint(
                 self._run,
                 hidden_BLD[:, segment],
                 _columns(token_mask_BL, segment),
@@ -307,7 +307,7 @@ class SSMHeads(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return the scan's inputs x_BLRP, raw gates, B_BLRN and C_BLRN, and the output gate silu(z)_BLRP."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
-        inputs, _ = self._convolved(xbc_BLC, raw_BLR, None, seq_idx_BL, None)
+        inputs, _ = self._scan_inputs(xbc_BLC, raw_BLR, None, seq_idx_BL, None)
         return (*inputs, F.silu(self._gate(hidden_BLD)))
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,7 +351,9 @@ class SSMHeads(nn.Module):
             impl=self.impl if self.has_step else "torch",
         )
         if y_BRP is None:
-            inputs, conv_state = self._convolved(xbc_BLC, raw_BLR, token_mask_BL, None, conv_state)
+            inputs, conv_state = self._scan_inputs(
+                xbc_BLC, raw_BLR, token_mask_BL, None, conv_state
+            )
             x, raw, b, c = inputs
             y_BRP, ssm_state = self.form.step(
                 x[:, 0], raw[:, 0], b[:, 0], c[:, 0], self.D, z_BLRP[:, 0], ssm_state
@@ -359,13 +361,13 @@ class SSMHeads(nn.Module):
             cache.remember(conv_state=conv_state, ssm_state=ssm_state)
         return y_BRP.unsqueeze(1)
 
-    def _convolved(
+    def _scan_inputs(
         self,
         xbc_BLC: Tensor,
         raw_BLR: Tensor,
-        token_mask_BL: Any,
-        seq_idx_BL: Any,
-        conv_state_BCK: Any,
+        token_mask_BL: Tensor | None,
+        seq_idx_BL: Tensor | None,
+        conv_state_BCK: Tensor | None,
     ) -> tuple[ScanInputs, Tensor]:
         """Return the inputs of the scan after the convolution, and the conv state.
 
@@ -380,10 +382,7 @@ class SSMHeads(nn.Module):
             # by the delta rule.
             raw_BLR = raw_BLR.masked_fill(token_BL1 == 0, -math.inf)
         xbc_BLC, conv_state_BCK = self._convolve(xbc_BLC, seq_idx_BL, conv_state_BCK, n_tokens_B)
-        x_BLC, b_BLC, c_BLC = AlignedParts.apply(xbc_BLC, self.sizes)
-        x = x_BLC.unflatten(-1, (self.n_heads, -1))
-        b = b_BLC.unflatten(-1, (self.n_heads, -1))
-        c = c_BLC.unflatten(-1, (self.n_heads, -1))
+        x, b, c = self._by_head(xbc_BLC)
         raw = raw_BLR
         if self.form.n_gates > 1:
             raw = raw_BLR.unflatten(-1, (self.n_heads, -1))
@@ -392,8 +391,17 @@ class SSMHeads(nn.Module):
             x = x * token_BL1.unsqueeze(-1)
         return ScanInputs(x, raw, self.form.keys(b, raw), c), conv_state_BCK
 
+    def _by_head(self, xbc_BLC: Tensor) -> tuple[Tensor, ...]:
+        """Split a row into x_BLRP, B_BLRN and C_BLRN."""
+        parts = AlignedParts.apply(xbc_BLC, self.sizes)
+        return tuple(part.unflatten(-1, (self.n_heads, -1)) for part in parts)
+
     def _convolve(
-        self, xbc_BLC: Tensor, seq_idx_BL: Any, conv_state_BCK: Any, n_tokens_B: Tensor | None
+        self,
+        xbc_BLC: Tensor,
+        seq_idx_BL: Tensor | None,
+        conv_state_BCK: Tensor | None,
+        n_tokens_B: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Convolve the channels of x, B and C, with the bias and SiLU of the form; return also the conv state."""
         is_padded = xbc_BLC.shape[-1] > sum(self.sizes)
@@ -425,7 +433,7 @@ class SSMHeads(nn.Module):
         return xbc_BLC, conv_state_BCK
 
 
-def _columns(t_BL: Any, columns: slice | int) -> Any:
+def _columns(t_BL: Tensor | None, columns: slice | int) -> Tensor | None:
     """Return these columns of a mask or of document numbers, if there are any."""
     if t_BL is None:
         return None

@@ -109,7 +109,7 @@ class TokenRing:
             seen_BR=seen_in_ring(self._places_BR(n_tokens_B), place_B1, reach),
         )
 
-    def take(self, step: RingStep, key_BG1P: Tensor, value_BG1P: Tensor) -> None:
+    def write_step(self, step: RingStep, key_BG1P: Tensor, value_BG1P: Tensor) -> None:
         """Store the token of a step.
 
         It is written into its slots alone: a decoding model would else copy the ring for each token.
@@ -117,7 +117,7 @@ class TokenRing:
         self._grow(step.n_columns)
         assert self.column_BR is not None and self.keys is not None and self.values is not None
         self._set("n_tokens_B", step.n_tokens_B)
-        if self._is_fixed(key_BG1P):
+        if not self._is_writable(key_BG1P):
             self._replace_slots(key_BG1P, value_BG1P, step.column_B1, step.n_new_B)
             return
         slots = (step.row_B1, step.slot_BX)
@@ -134,16 +134,16 @@ class TokenRing:
         # Places before the first token may have no slot.
         return self.sinks + place_BN.clamp_min(0) % self.window
 
-    def _is_fixed(self, key_BG1P: Tensor) -> bool:
-        """Return True if the slots cannot be written in place."""
+    def _is_writable(self, key_BG1P: Tensor) -> bool:
+        """Return True if slots can be written in place."""
         assert self.keys is not None
         # Autograd may need what an attention has read before, and cannot know that two slots hold one token.
         if key_BG1P.requires_grad or self.keys.requires_grad:
-            return True
+            return False
         # Tensors of inference mode can only be written there. torch.compile cannot ask.
         if torch.compiler.is_compiling():
-            return False
-        return self.keys.is_inference() and not torch.is_inference_mode_enabled()
+            return True
+        return not self.keys.is_inference() or torch.is_inference_mode_enabled()
 
     def _replace_slots(
         self, key_BGLP: Tensor, value_BGLP: Tensor, column_BL: Tensor, n_new_B: Tensor

@@ -1,7 +1,7 @@
 """Attention of a layer in which kept heads see everything and replaced heads a window.
 
 The backbone's own attention module computes queries, keys and values, with its norms and positions. In place of its
-attention function it calls `_attend`, and that `HeadCall.attend`, which runs each kind of head in its own way.
+attention function it calls `_attend_by_call`, and that `HeadCall.attend`, which runs each kind of head in its own way.
 
 Shapes: B batch, L length, H heads, G KV heads, P head dim, R slots of a ring, S source length.
 """
@@ -24,8 +24,8 @@ from .local_attention import (
     Earlier,
     Reach,
     Scoring,
-    attend,
     attend_locally,
+    attend_masked,
     local_maps,
 )
 from .ring import RingStep, TokenRing
@@ -33,17 +33,18 @@ from .rows import TokensFirst, document_begins, pick_heads, pick_tokens
 from .windows import kinds_and_windows
 
 IMPLEMENTATION = "hybrid_distill_windows"
-"""Name under which transformers finds `_attend`."""
+"""Name under which transformers finds `_attend_by_call`."""
 CALL = "head_call"
 """Argument by which a mixer passes its `HeadCall` through the backbone's attention module."""
 
 
-def _attend(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+def _attend_by_call(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention function that transformers calls: forward to the `HeadCall` among its arguments."""
     call: HeadCall = options.pop(CALL)
     return call.attend(*module_and_inputs, **options)
 
 
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend_by_call)
 
 
 class _KeptAttention:
@@ -80,11 +81,11 @@ class WindowedAttention:
         # The cache stores KV heads of kept heads whole; the ring holds the others.
         all_groups = range(config.num_key_value_heads)
         self.ring_groups = [group for group in all_groups if group not in self.kept_groups]
-        self.kept_index = _kv_places(self.kept, self.kept_groups, group_size)
+        self.kept_index = kv_places(self.kept, self.kept_groups, group_size)
         # KV heads that the windowed heads read: once each if all are read equally often, in order,
         # else the one of every head.
         self.window_groups = sorted({head // group_size for head in self.replaced})
-        if _kv_places(self.replaced, self.window_groups, group_size) is not None:
+        if kv_places(self.replaced, self.window_groups, group_size) is not None:
             self.window_groups = [head // group_size for head in self.replaced]
         self.backbone_config: PretrainedConfig = attention.config
         # Each family has an eager attention function of its own, beside its module's class.
@@ -118,12 +119,12 @@ class WindowedAttention:
             value = pick_heads(value, self.kept_index)
             n_repeats = 1
         implementation: Any = self.backbone_config._attn_implementation
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
+        backbone_function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
         module: Any = _KeptAttention(attention, self.backbone_config, n_repeats)
-        return attend(module, query, key, value, mask, **options)
+        return backbone_function(module, query, key, value, mask, **options)
 
 
-def _kv_places(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
+def kv_places(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
     """Return the place among ``groups`` of the KV head of each head; None if repeating each KV head gives the same."""
     places = [groups.index(head // group_size) for head in heads]
     n_repeats = len(heads) // max(1, len(groups))
@@ -160,7 +161,7 @@ class HeadCall:
         self._was_used = False
 
     def arguments(self) -> dict[str, Any]:
-        """Return the argument that brings this call to `_attend`."""
+        """Return the argument that brings this call to `_attend_by_call`."""
         return {CALL: self}
 
     def check_used(self, attention: nn.Module) -> None:
@@ -343,9 +344,9 @@ class HeadCall:
     ) -> Tensor:
         """Store one token per row, and compute the windowed heads for it, [B, H, 1, P]."""
         step = self._ring_step(ring)
-        ring.take(step, self._stored(key_BG1P), self._stored(value_BG1P))
+        ring.write_step(step, self._stored(key_BG1P), self._stored(value_BG1P))
         key_BHRP, value_BHRP = self._ring_keys(ring, full, query_BH1P.dtype)
-        return attend(query_BH1P, key_BHRP, value_BHRP, step.seen_BR.unsqueeze(1), scoring)
+        return attend_masked(query_BH1P, key_BHRP, value_BHRP, step.seen_BR.unsqueeze(1), scoring)
 
     def _ring_step(self, ring: TokenRing) -> RingStep:
         """Return what this token does to the ring; within a forward pass, only the first layer computes it."""
