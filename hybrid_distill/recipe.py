@@ -94,7 +94,9 @@ def in_recipe(file: str) -> Iterator[None]:
     except Exception as error:
         path = os.path.abspath(file)
         frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if os.path.abspath(frame.filename) == path
         ]
         where = f"{file}, line {frames[-1].lineno}" if frames else file
         raise ValueError(

@@ -133,6 +133,8 @@ def test_a_copy_of_a_recipe_elsewhere_loads(
 ) -> None:
     """``hybrid-distill recipes NAME > mine.py`` is how a recipe of one's own begins."""
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(RECIPES)])
+    for imported in RUNS:
+        monkeypatch.delitem(sys.modules, imported.stem, raising=False)
     mine = tmp_path / "mine.py"
     mine.write_text(recipe.read_text())
     assert callable(load_recipe(mine).config)

@@ -248,7 +248,7 @@ class SSMHeads(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y_BLRP, conv state, SSM state) after these tokens, given the states before them."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
-        inputs, conv_state_BCK = self._scan_inputs(
+        inputs, conv_state_BCK = self._convolved_inputs(
             xbc_BLC, raw_BLR, token_mask_BL, seq_idx_BL, conv_state_BCK
         )
         y_BLRP, state_BRPN = self.form.scan(
@@ -307,7 +307,7 @@ class SSMHeads(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return the scan's inputs x_BLRP, raw gates, B_BLRN and C_BLRN, and the output gate silu(z)_BLRP."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
-        inputs, _ = self._scan_inputs(xbc_BLC, raw_BLR, None, seq_idx_BL, None)
+        inputs, _ = self._convolved_inputs(xbc_BLC, raw_BLR, None, seq_idx_BL, None)
         return (*inputs, F.silu(self._gate(hidden_BLD)))
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,7 +351,7 @@ class SSMHeads(nn.Module):
             impl=self.impl if self.has_step else "torch",
         )
         if y_BRP is None:
-            inputs, conv_state = self._scan_inputs(
+            inputs, conv_state = self._convolved_inputs(
                 xbc_BLC, raw_BLR, token_mask_BL, None, conv_state
             )
             x, raw, b, c = inputs
@@ -361,7 +361,7 @@ class SSMHeads(nn.Module):
             cache.remember(conv_state=conv_state, ssm_state=ssm_state)
         return y_BRP.unsqueeze(1)
 
-    def _scan_inputs(
+    def _convolved_inputs(
         self,
         xbc_BLC: Tensor,
         raw_BLR: Tensor,

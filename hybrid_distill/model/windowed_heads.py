@@ -39,7 +39,7 @@ CALL = "head_call"
 
 
 def _attend_by_call(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Attention function that transformers calls: forward to the `HeadCall` among its arguments."""
+    """Pass on what transformers gives its attention function to the `HeadCall` among the arguments."""
     call: HeadCall = options.pop(CALL)
     return call.attend(*module_and_inputs, **options)
 

@@ -138,8 +138,9 @@ def check_evaluation(inputs: RunInputs) -> None:
     knowledge = inputs.knowledge()
     if knowledge is not None:
         knowledge.examples(1)
-    probes = [inputs.plain_probe]
-    probes += [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
+    probes = [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
+    if inputs.config.scoring.file is None or inputs.config.plan.restores:
+        probes.insert(0, inputs.plain_probe)
     for probe in probes:
         probe.examples(1)
     if options.distance:

@@ -186,8 +186,9 @@ def _left_by_an_earlier_run(config: RunConfig) -> list[Path]:
     results = RunPaths(config.out).results()
     files = [config.scoring.file, config.plan.file, config.student.aligned]
     files += [stage.cached_logits for stage in config.stages]
+    teachers = [config.teacher, *map(config.teacher_of, config.stages)]
     # Of a model on the hub it looks for a folder that is not there.
-    files += [Path(config.teacher_of(stage).path).expanduser() for stage in config.stages]
+    files += [Path(teacher.path).expanduser() for teacher in teachers]
     for result in results:
         for file in files:
             if file is not None and file.resolve().is_relative_to(result.resolve()):

@@ -72,15 +72,22 @@ def text_rows(
         row = tokens[:max_tokens]
         if len(row) > 1:
             rows.append(row)
-    if texts and not rows:
-        raise ValueError(
-            f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict."
-        )
+    _check_any(rows, texts)
     return rows
 
 
 def predictable(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
     """Return the texts of two tokens or more: others have no next token. Raises ValueError as `text_rows` does."""
-    text_rows(tokenizer, texts, max_tokens=2)
-    lengths = map(len, tokenize(tokenizer, texts))
-    return [text for text, length in zip(texts, lengths, strict=True) if length > 1]
+    kept = []
+    for text, tokens in zip(texts, tokenize(tokenizer, texts), strict=True):
+        if len(tokens) > 1:
+            kept.append(text)
+    _check_any(kept, texts)
+    return kept
+
+
+def _check_any(kept: Sequence[object], texts: Sequence[str]) -> None:
+    if texts and not kept:
+        raise ValueError(
+            f"none of the {len(texts)} texts has two tokens or more; there is no next token to predict."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,13 +83,17 @@ def generated(
 
 
 @contextmanager
-def _special_tokens_alone(model: PreTrainedModel) -> Iterator[None]:
+def _special_tokens_alone(model: Any) -> Iterator[None]:
     """Leave out a model's settings for `generate`, which transformers puts where a call has none; restore afterwards.
 
     Instruct models bring penalties and limits of sampling. Probes and texts for training want the model itself.
     """
-    own = model.generation_config
-    assert own is not None
+    holders: list[Any] = [model]
+    if hasattr(model, "get_base_model"):
+        # PEFT's wrapper gives its settings to the model in it at every call.
+        holders.append(model.get_base_model())
+    settings = [holder.generation_config for holder in holders]
+    own: GenerationConfig = settings[0]
     model.generation_config = GenerationConfig(
         bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
@@ -98,7 +103,8 @@ def _special_tokens_alone(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        model.generation_config = own
+        for holder, settings_of_holder in zip(holders, settings, strict=True):
+            holder.generation_config = settings_of_holder
 
 
 class _RefusesNaN(LogitsProcessor):

@@ -25,9 +25,10 @@ from torch.testing import assert_close
 from training import small_run
 
 from hybrid_distill.cli.recipes import load_recipe
-from hybrid_distill.config import PlanConfig, RunConfig, from_json
+from hybrid_distill.config import PlanConfig, RunConfig, from_json, to_json
+from hybrid_distill.io import write_json
 from hybrid_distill.lab.sweep import cells, schedule
-from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform
+from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform, teacher_run
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Definition, Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
@@ -37,6 +38,7 @@ from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task
 from hybrid_distill.locking import is_locked, locked
 from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
+from hybrid_distill.pipeline.folder import outdated
 from hybrid_distill.pipeline.run import build, choose_heads, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
@@ -175,9 +177,13 @@ def test_a_wider_window_may_not_move_the_questions_of_finished_cells(tmp_path: P
     # Cells without windows have answered none, and the teacher is asked again.
     teacher_evaluation.unlink()
     extended("0")
+    write_json(this.paths.of_seed(0).config, to_json(teacher_run(this, 0).config))
+    this.paths.of_seed(0).scores.write_text("{}")
     teacher_evaluation.write_text('{"distance": 0}')
-    extended("0,8")
+    with_windows = extended("0,8")
     assert not teacher_evaluation.exists()
+    assert outdated(teacher_run(with_windows, 0).config) == []
+    this.paths.of_seed(0).scores.unlink()
 
     # A distance of the recipe's own stays, whatever the windows.
     extended("0,8", evaluation=with_distance)
@@ -239,25 +245,25 @@ def test_a_control_is_refused() -> None:
         (SweepJob(set=("control=True",)), recipe()),
     ):
         with pytest.raises(ValueError, match=naming("control=False")):
-            base_config(job, controlled)
-    base = base_config(SweepJob(set=("control=False",)), recipe(control=True))
+            base_config(job, controlled, grid())
+    base = base_config(SweepJob(set=("control=False",)), recipe(control=True), grid())
     assert not base.control
 
 
 def test_the_grid_decides_what_a_cache_would() -> None:
-    assert base_config(SweepJob(), recipe(cache="90%")).cache is None
+    assert base_config(SweepJob(), recipe(cache="90%"), grid()).cache is None
 
 
 def test_fields_of_the_recipe_can_be_changed() -> None:
     with pytest.raises(ValueError, match=r"--distill\.steps"):
-        base_config(SweepJob(set=("distill.stesp=1",)), recipe())
+        base_config(SweepJob(set=("distill.stesp=1",)), recipe(), grid())
     changes = (
         "export=False",
         "align.gradient-checkpointing=true",
         "evaluation.n-pairs=4,8",
         "distill.steps=3",
     )
-    base = base_config(SweepJob(set=changes), recipe())
+    base = base_config(SweepJob(set=changes), recipe(), grid())
     assert not base.export
     assert base.stage("align").gradient_checkpointing
     assert base.evaluation.n_pairs == (4, 8)
@@ -266,19 +272,23 @@ def test_fields_of_the_recipe_can_be_changed() -> None:
 
 def test_trackers_without_a_name_are_none() -> None:
     tracked = recipe(trackers=("wandb",))
-    assert base_config(SweepJob(), tracked).trackers == ("wandb",)
-    assert base_config(SweepJob(trackers=()), tracked).trackers == ()
+    assert base_config(SweepJob(), tracked, grid()).trackers == ("wandb",)
+    assert base_config(SweepJob(trackers=()), tracked, grid()).trackers == ()
 
 
 def test_options_that_only_some_cells_read_can_be_changed(tmp_path: Path) -> None:
     changes = ("scoring.restoration_examples=8", "student.sinks=4", "scoring.method=attribution")
     grid_of = {"heads": "2", "d_state": "4", "window": "0,8", "seeds": 1}
+    grid_of |= {"selection": "top,restoration"}
     job = SweepJob(out=tmp_path, set=changes, share=False, **grid_of)
 
     this = Sweep.open(checked(job, recipe()).definition)
 
+    with pytest.raises(ValueError, match=naming("restoration")):
+        checked(replace(job, selection="top"), recipe())
     assert this.base.scoring.restoration_examples == 8
-    student_of = {cell.window: cell_config(this, cell).student for cell in this.cells}
+    top = [cell for cell in this.cells if cell.selection == "top"]
+    student_of = {cell.window: cell_config(this, cell).student for cell in top}
     assert student_of[0].sinks == 0
     assert student_of[8].sinks == 4
     assert student_of[8].window == 8
@@ -287,7 +297,7 @@ def test_options_that_only_some_cells_read_can_be_changed(tmp_path: Path) -> Non
 def test_all_cells_have_the_dtypes_of_the_machine_that_began_the_sweep(set_cpu_bf16) -> None:
     set_cpu_bf16(True)
     changes = ("teacher.dtype=auto", "align.precision=auto")
-    base = base_config(SweepJob(set=changes), recipe())
+    base = base_config(SweepJob(set=changes), recipe(), grid())
     assert base.teacher.dtype == "bfloat16"
     assert base.stage("align").precision == "bf16"
 

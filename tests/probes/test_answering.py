@@ -1,11 +1,13 @@
 """Reading answers: choices against brute force, and greedy generation."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from conftest import FAMILIES, make_family_model
 from messages import naming
+from peft import LoraConfig, get_peft_model
 from planted import KEYS, planted_teacher, probe_texts, word_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
@@ -175,6 +177,16 @@ def test_a_models_own_settings_for_generate_are_left_out(planted, recwarn) -> No
     assert generate_greedily(penalized, tokenizer, examples) == expected
     assert penalized.generation_config is own
     assert not recwarn.list
+
+
+def test_an_adapters_model_keeps_its_settings_for_generate(planted) -> None:
+    """PEFT gives its wrapper's settings to the model in it: merged and exported, that would have lost its own."""
+    base, tokenizer = copy.deepcopy(planted)
+    base.generation_config.repetition_penalty = 1.3
+    wrapped: Any = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    generate_greedily(wrapped, tokenizer, KVRetrieval(3, keys=KEYS).examples(1))
+    assert wrapped.generation_config.repetition_penalty == 1.3
+    assert wrapped.merge_and_unload().generation_config.repetition_penalty == 1.3
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ...config import PlanConfig, RunConfig
+from ...config import PlanConfig, RunConfig, StudentConfig
 from ...distributed import alone_in, connect, on_main_process
 from ...pipeline import RunInputs, last_stage
 from ...pipeline.run import (
@@ -77,7 +77,7 @@ def _work(sweep: Sweep, task: Task) -> None:
 
 
 def _evaluate_teacher(sweep: Sweep, task: Task) -> None:
-    run = _teacher_run(sweep, task.seed)
+    run = teacher_run(sweep, task.seed)
     prepare(run)
     # Grids of random or restored heads need no scores.
     if run.paths.scores in task.leaves:
@@ -100,7 +100,7 @@ def _align(sweep: Sweep, task: Task) -> None:
 
 def _make_student(sweep: Sweep, task: Task) -> None:
     assert task.cell is not None, "a task of this kind has a cell"
-    run_beside(_teacher_run(sweep, task.seed), cell_config(sweep, task.cell))
+    run_beside(teacher_run(sweep, task.seed), cell_config(sweep, task.cell))
 
 
 WORK: dict[TaskKind, Callable[[Sweep, Task], None]] = {
@@ -111,10 +111,10 @@ WORK: dict[TaskKind, Callable[[Sweep, Task], None]] = {
 }
 
 
-def _teacher_run(sweep: Sweep, seed: int) -> RunInputs:
+def teacher_run(sweep: Sweep, seed: int) -> RunInputs:
     """Return the run of a seed with the teacher's evaluation, and its heads' scores by ablation."""
     # By ablation, whatever the recipe says: these scores serve every window that is not ranked for itself.
-    return RunInputs(_ablating(_seeded(sweep, seed)), sweep.teacher, sweep.pins)
+    return RunInputs(_of_teacher(_ablating(_seeded(sweep, seed))), sweep.teacher, sweep.pins)
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
@@ -127,7 +127,7 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
         sweep.scores_of(cell),
     )
     if cell.d_state is None:
-        return base
+        return _of_teacher(base)
     cell_run = with_student(base, cell.d_state, cell.window).resolved()
     # A window alone has no recurrent heads to share.
     if not sweep.share or not cell.d_state:
@@ -187,6 +187,11 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
 
 def _ablating(config: RunConfig) -> RunConfig:
     return replace(config, scoring=replace(config.scoring, method="ablation"))
+
+
+def _of_teacher(config: RunConfig) -> RunConfig:
+    """Return a run that replaces no head, as one that says nothing of replaced heads: the grid may grow."""
+    return replace(config, student=StudentConfig())
 
 
 def _plan(sweep: Sweep, cell: Cell) -> PlanConfig:

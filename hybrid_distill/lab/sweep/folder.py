@@ -113,7 +113,7 @@ class Sweep:
             evaluation = task.run.teacher_evaluation
             if task.kind != "teacher" or not evaluation.exists():
                 continue
-            if read_json(evaluation)["distance"] != distance:
+            if read_json(evaluation).get("distance") != distance:
                 evaluation.unlink()
 
     def check_grows(self, definition: Definition) -> None:

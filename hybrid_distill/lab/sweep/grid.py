@@ -64,7 +64,6 @@ class Grid:
         selection: str,
         seeds: int,
         window: str = "0",
-        first_seed: int = 0,
     ) -> Grid:
         """Parse the command's flags: ``0,2,4,all``, ``4,16``, ``top,random``, a number of seeds.
 
@@ -86,7 +85,7 @@ class Grid:
             d_state=states,
             window=windows,
             selection=_selections(selection),
-            seeds=tuple(range(first_seed, first_seed + seeds)),
+            seeds=tuple(range(seeds)),
         )
 
     def cells(self, shape: HeadPlan) -> list[Cell]:

@@ -58,13 +58,6 @@ DECIDED = {
     "dry-run": "--dry-run",
 }
 """Fields of a run that the sweep sets itself, and the flag to use instead."""
-OF_SOME_CELLS = (
-    "scoring.distance",
-    "scoring.n_pairs",
-    "scoring.n_queries",
-    "scoring.restoration_examples",
-)
-"""Options that cells with a window or of ``restoration`` read, whatever the recipe's own plan and student are."""
 
 
 class SweepFailed(Exception):
@@ -92,7 +85,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
         if flag is not None:
             axes[name] = flag
     grid = Grid.parse(**axes)
-    base = base_config(job, recipe, max(grid.window))
+    base = base_config(job, recipe, grid)
     grid = replace(grid, seeds=tuple(base.seed + number for number in grid.seeds))
     check_trackers(base.trackers)
     inputs = RunInputs(widest(base, grid.d_state, grid.window))
@@ -176,8 +169,8 @@ def _raise_if_failed(sweep: Sweep) -> None:
         )
 
 
-def base_config(job: SweepJob, recipe: ModuleType, window: int = 0) -> RunConfig:
-    """Return the recipe's config with the command's changes, of which some need a ``window`` of the grid."""
+def base_config(job: SweepJob, recipe: ModuleType, grid: Grid) -> RunConfig:
+    """Return the recipe's config with the command's changes, of which some are read by cells of the ``grid`` alone."""
     flags = []
     for name, value in split_pairs("set", job.set, "distill.steps=100"):
         flag = DECIDED.get(name.replace("_", "-"))
@@ -193,11 +186,15 @@ def base_config(job: SweepJob, recipe: ModuleType, window: int = 0) -> RunConfig
         else:
             flags += [f"--{name}", *value.split(",")]
     of_recipe = on_asked_teacher(config_of(recipe), flags)
-    widest = max(of_recipe.student.window, window)
-    of_recipe = replace(of_recipe, student=replace(of_recipe.student, window=widest))
+    window = max(grid.window)
+    if window > of_recipe.student.window:
+        flags += ["--student.window", str(window)]
+    read_by_cells: tuple[str, ...] = ()
+    if "restoration" in grid.selection:
+        read_by_cells = ("scoring.n_pairs", "scoring.n_queries", "scoring.restoration_examples")
     default = with_stage_flags(of_recipe)
     changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
-    base = without_stage_flags(changed, of_recipe, unchecked=OF_SOME_CELLS)
+    base = without_stage_flags(changed, of_recipe, unchecked=read_by_cells)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."

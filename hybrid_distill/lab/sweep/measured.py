@@ -265,7 +265,7 @@ def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:
     """Return bytes of a sequence after ``length`` tokens: a line through the two nearest measured sizes, plus
     convolutions.
 
-    Beyond the longest it is exact: the windows are full there.
+    Beyond the longest it is exact for windows up to the second longest.
     """
     lengths = sizes(rows, "cache_bytes")
     conv = rows.get("conv_state_bytes", 0.0)
