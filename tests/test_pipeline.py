@@ -22,11 +22,18 @@ from training import ALIGN, DISTILL, metrics, small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.dry_run import describe
-from hybrid_distill.config import PlanConfig, RunConfig, ScoringConfig, StudentConfig, TeacherConfig
+from hybrid_distill.config import (
+    PlanConfig,
+    RunConfig,
+    ScoringConfig,
+    StudentConfig,
+    TeacherConfig,
+    to_json,
+)
 from hybrid_distill.evaluation import EvalResult
 from hybrid_distill.export import ExportError, GateReport, check
 from hybrid_distill.export.check import Check
-from hybrid_distill.io import Record
+from hybrid_distill.io import Record, write_json
 from hybrid_distill.lab.reporting.record import read_run
 from hybrid_distill.lab.reporting.run import write_report
 from hybrid_distill.model import ssd
@@ -183,6 +190,17 @@ def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, mo
     monkeypatch.chdir(finished / "stages")
     this = RunInputs(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
     assert [stage["name"] for stage in training_record(this)] == ["align", "distill"] * 2
+
+
+def test_a_moved_run_finds_the_alignment_that_moved_with_it(finished: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    (sweep / "cell").mkdir(parents=True)
+    shutil.copytree(finished, sweep / "aligned")
+    student = StudentConfig(aligned=sweep / "aligned" / "stages" / "1-align")
+    write_json(sweep / "cell" / "config.json", to_json(small_run(sweep / "cell", student=student)))
+    sweep.rename(tmp_path / "moved")
+    record = training_record(finished_run(tmp_path / "moved" / "cell"))
+    assert [stage["name"] for stage in record] == ["align", "distill"]
 
 
 def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:

@@ -175,6 +175,13 @@ def test_only_visible_gpus_are_given_out(n_gpus: Any, monkeypatch: pytest.Monkey
     assert gpus_of(2, n_gpus=1) == ["5", "2"]
 
 
+def test_an_account_that_begins_with_zero_is_not_a_number(n_gpus: Any) -> None:
+    n_gpus(0)
+    options = ("slurm_account=0123", "mem_gb=128")
+    job = filled(SweepJob(cluster="slurm", jobs=1, options=options))
+    assert job.options == {"slurm_account": "0123", "mem_gb": 128}
+
+
 def test_flags_come_before_the_recipe_and_the_recipe_before_defaults(n_gpus: Any) -> None:
     n_gpus(8)
     of_recipe = {"gpus": 4, "minutes": 90, "launcher": "accelerate launch"}
@@ -183,6 +190,8 @@ def test_flags_come_before_the_recipe_and_the_recipe_before_defaults(n_gpus: Any
     assert job.minutes == 90
     assert job.launcher == "accelerate launch"
     assert job.jobs == 2
+
+    assert filled(SweepJob(launcher="", gpus=1), jobs=lambda: of_recipe).launcher == ""
 
     job = filled(SweepJob(gpus=2, minutes=30), jobs=lambda: of_recipe)
     assert job.gpus == 2
