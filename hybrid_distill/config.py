@@ -288,6 +288,11 @@ class RunConfig:
         return self.scoring.method == "attribution"
 
     @property
+    def probes_heads(self) -> bool:
+        """True if the run asks what each head is worth; restoration does beside any scores."""
+        return self.scoring.file is None or self.plan.restores
+
+    @property
     def is_control(self) -> bool:
         """True for the run of the teacher itself through the stages."""
         return self.control and self.plan.selection == "all"

@@ -27,11 +27,6 @@ def _scores(run: RunConfig) -> bool:
     return run.scoring.file is None
 
 
-def _asks(run: RunConfig) -> bool:
-    """Check whether the run asks the teacher for what each head is worth; restoration does beside any scores."""
-    return _scores(run) or run.plan.restores
-
-
 COUNTED = "with --plan.selection top, restoration or random"
 UNSCORED = "without --scoring.file"
 READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
@@ -45,8 +40,8 @@ READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "plan.pairs": (lambda run: run.plan.selection == "pairs", "with --plan.selection pairs"),
     "plan.file": (lambda run: run.plan.selection == "file", "with --plan.selection file"),
     "scoring.method": (_scores, UNSCORED),
-    "scoring.n_pairs": (_asks, UNSCORED),
-    "scoring.n_queries": (_asks, UNSCORED),
+    "scoring.n_pairs": (attrgetter("probes_heads"), UNSCORED),
+    "scoring.n_queries": (attrgetter("probes_heads"), UNSCORED),
     "scoring.n_examples": (_scores, UNSCORED),
     "scoring.batch_size": (_scores, UNSCORED),
     "scoring.n_control_texts": (_scores, UNSCORED),

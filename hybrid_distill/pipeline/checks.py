@@ -139,7 +139,7 @@ def check_evaluation(inputs: RunInputs) -> None:
     if knowledge is not None:
         knowledge.examples(1)
     probes = [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
-    if inputs.config.scoring.file is None or inputs.config.plan.restores:
+    if inputs.config.probes_heads:
         probes.insert(0, inputs.plain_probe)
     for probe in probes:
         probe.examples(1)
