@@ -235,11 +235,10 @@ def attention(setting: Setting, name: str) -> Outcome:
 
 def kernels(work: str, setting: Setting, name: str) -> Outcome:
     """Compare every kernel with its definition, or time it; a rehearsal interprets one case."""
-    words = [str(BENCHMARKS / "gpu_kernels.py"), "--work", work]
-    path = BENCHMARKS / "results" / "gpu_kernels.json"
+    path = setting.out / "gpu_kernels.json"
+    words = [str(BENCHMARKS / "gpu_kernels.py"), "--work", work, "--out", str(path)]
     if setting.rehearse:
-        path = setting.out / "rehearsed_kernels.json"
-        words += ["--only", REHEARSED_KERNELS, "--out", str(path)]
+        words += ["--only", REHEARSED_KERNELS]
         if work == "checks":
             words.append("--again")
     interpreted = str(int(setting.rehearse))

@@ -58,8 +58,24 @@ def digest(module: ModuleType) -> str:
             if is_kernel(node):
                 if ast.get_docstring(node) is not None:
                     node.body = node.body[1:]
-                hashed.update(ast.dump(node).encode())
+                hashed.update(repr(tree_of(node)).encode())
     return hashed.hexdigest()[:16]
+
+
+def tree_of(part: Any) -> Any:
+    """Return a part of a syntax tree as nested lists.
+
+    Every version of Python returns the same: newer ones add fields that are empty, and `ast.dump` prints them.
+    """
+    if isinstance(part, ast.AST):
+        fields = []
+        for name, value in ast.iter_fields(part):
+            if value is not None and value != []:
+                fields.append([name, tree_of(value)])
+        return [type(part).__name__, fields]
+    if isinstance(part, list):
+        return [tree_of(entry) for entry in part]
+    return repr(part)
 
 
 def is_kernel(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:

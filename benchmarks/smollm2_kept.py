@@ -38,7 +38,6 @@ from hybrid_distill.lab.reporting.document import with_error
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
-from hybrid_distill.probes.registry import make_probe
 
 SEED = 2
 """Seed of the questions; the students were not chosen by these."""
@@ -103,10 +102,7 @@ def make_questions(measures: Measures) -> Questions:
         near = questions[f"{size} pairs"][:FAR]
         questions[f"{size} pairs before filler"] = [measures.apart(example) for example in near]
     for length in KEY_LENGTHS:
-        probe = make_probe(
-            "niah_multikey_2", n_tokens=length, seed=SEED, tokenizer=measures.tokenizer
-        )
-        questions[f"keys at {length}"] = probe.examples(KEYS)
+        questions[f"keys at {length}"] = measures.needles("niah_multikey_2", length, KEYS, SEED)
     return questions
 
 

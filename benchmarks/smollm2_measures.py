@@ -59,7 +59,7 @@ class Measures:
         self.tokenizer = tokenizer
         pages = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
         self.texts = list(_pieces(pages))
-        self.needles = held_out.with_name("needles.json")
+        self.kept_needles = held_out.with_name("needles.json")
         ids = tokenizer(pages[-1])["input_ids"][:N_FILLER]
         self.filler = str(tokenizer.decode(ids, skip_special_tokens=True))
         self.knowledge = Knowledge(general_facts_path()).examples()
@@ -84,27 +84,24 @@ class Measures:
             measures[f"{size} pairs before filler"] = self._choice(
                 [self.apart(e) for e in examples], batch_size=4
             )
-        for name, examples in self._needles().items():
-            measures[name] = self._choice(examples, batch_size=4)
+        for task in NEEDLES:
+            for length in LENGTHS:
+                examples = self.needles(task, length, n_needles(length), seed=1)
+                measures[f"{task} at {length}"] = self._choice(examples, batch_size=4)
         return measures
 
-    def _needles(self) -> dict[str, list[Example]]:
-        """Return RULER's questions by the name of their measure.
+    def needles(self, task: str, length: int, n: int, seed: int) -> list[Example]:
+        """Return RULER's questions.
 
         They are kept beside the text: a machine without RULER's generators can ask them too.
         """
-        kept = read(self.needles)
-        needles = {}
-        for task in NEEDLES:
-            for length in LENGTHS:
-                name = f"{task} at {length}"
-                if name not in kept:
-                    probe = make_probe(task, n_tokens=length, seed=1, tokenizer=self.tokenizer)
-                    kept[name] = [asdict(e) for e in probe.examples(n_needles(length))]
-                    write(self.needles, kept)
-                questions = [(e["prompt"], e["answer"], tuple(e["choices"])) for e in kept[name]]
-                needles[name] = [Example(*question) for question in questions]
-        return needles
+        kept = read(self.kept_needles)
+        name = f"{task} at {length}, seed {seed}"
+        if name not in kept:
+            probe = make_probe(task, n_tokens=length, seed=seed, tokenizer=self.tokenizer)
+            kept[name] = [asdict(example) for example in probe.examples(n)]
+            write(self.kept_needles, kept)
+        return [Example(e["prompt"], e["answer"], tuple(e["choices"])) for e in kept[name]]
 
     def apart(self, example: Example) -> Example:
         """Return the question with filler between its dictionary and its last line."""

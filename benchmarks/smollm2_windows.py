@@ -11,6 +11,12 @@ called ``self`` also read ``TEXT/self``, conversations that the teacher wrote:
     hybrid-distill generate-data --model smollm2 --tokens 80K --form chat --dtype bfloat16 --batch-size 64 \\
         --shard-tokens 8192 --out text/self
 
+Rows called ``more`` read ``TEXT/more``, the text of nineteen packages, the seven of ``TEXT`` among them:
+
+    apt-get download cmake-doc ghc-doc git-doc linux-doc-6.1 nodejs-doc octave-doc postgresql-doc-15 \\
+        python-django-doc python-sqlalchemy-doc rust-doc sqlite3-doc vim-doc
+    python benchmarks/debian_text.py *.deb --most 4000000 --out text/more
+
 ``train`` trains one student after the other and resumes where it was stopped; ``measure`` measures the teacher, the
 students without training and those whose training has ended, and skips what a measured.json holds; ``report`` writes
 the record and prints the tables, ``losses`` the record of training losses by tokens. On a GPU, let several processes
@@ -75,6 +81,8 @@ LEARNING_RATE = 1e-4
 STATE_RATE = 1e-3
 """Rate of recurrent heads, at least: ten times that of the other weights, more where theirs is small."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHECKPOINT_EVERY = {"cpu": 25, "cuda": 1000}
+"""Steps between checkpoints: a GPU takes 25 steps in the time that one is written."""
 DTYPES = ("bfloat16", "float32")
 LOSSES = RESULTS / "smollm2_losses.json"
 LOGGED = ("loss", "tokens_per_s")
@@ -103,6 +111,8 @@ class Student:
     learning_rate: float = LEARNING_RATE
     own_share: float = 0.0
     """Share of the tokens that are conversations and lookups written by the teacher; the others are Debian's text."""
+    more_text: bool = False
+    """True: the text is that of more packages."""
     seed: int = 0
 
     @property
@@ -123,6 +133,8 @@ class Student:
             parts.append(f"rate{self.learning_rate:g}")
         if self.own_share:
             parts.append(f"self{self.own_share:g}")
+        if self.more_text:
+            parts.append("more")
         if self.seed:
             parts.append(f"seed{self.seed}")
         return "-".join(parts)
@@ -242,6 +254,13 @@ for rate in (1e-4, 4e-4):
     faster = {**LARGE_STEP, "learning_rate": rate}
     TRAINED += [replace(student, tokens="3M", **faster) for student in ON_GPU]
 TRAINED += [replace(student, tokens="30M", **LARGE_STEP) for student in ON_GPU]
+# There, too: students that have lost little, at twice their rate, on more text.
+NEAR_ON_GPU = [
+    replace(student, step_tokens=16_384, learning_rate=4e-5, more_text=True) for student in NEAR
+]
+for tokens in ("3M", "30M"):
+    for seed in SEEDS:
+        TRAINED += [replace(student, tokens=tokens, seed=seed) for student in NEAR_ON_GPU]
 TRAINED += [Student(ALL, tokens=tokens) for tokens in ("0.1M", "0.3M")]
 STUDENTS = {student.name: student for student in [*UNTRAINED, *TRAINED]}
 
@@ -293,7 +312,8 @@ def train(options: argparse.Namespace, student: Student) -> None:
     """Train one student, or go on where it was stopped."""
     n_rows = student.step_tokens // student.seq_len
     micro_batch = n_rows if DEVICE == "cpu" else min(n_rows, MICRO_BATCH_TOKENS // student.seq_len)
-    sources = f"--data.sources {options.text / 'train.jsonl'}"
+    text = options.text / "more" if student.more_text else options.text
+    sources = f"--data.sources {text / 'train.jsonl'}"
     if student.own_share:
         shares = f"{1 - student.own_share} {student.own_share}"
         sources += f" {options.text / 'self'} --data.weights {shares}"
@@ -308,7 +328,8 @@ def train(options: argparse.Namespace, student: Student) -> None:
         --align.target head --align.batch-size {n_rows} --align.micro-batch-size {micro_batch}
         --distill.batch-size {n_rows} --distill.micro-batch-size {micro_batch}
         --distill.learning-rate {student.learning_rate} --distill.lr-scale {" ".join(map(str, student.lr_scale))}
-        --distill.compile {options.compile} --seed {student.seed} --data.seed {student.seed}
+        --distill.compile {options.compile} --distill.checkpoint-every {CHECKPOINT_EVERY[DEVICE]}
+        --seed {student.seed} --data.seed {student.seed}
         --out {options.out / student.name}
         """.split()
     # The run's own evaluation is kept short: `measure_all` replaces it.

@@ -29,7 +29,11 @@ _open: list[Phase] = []
 
 
 class Phase:
-    """Phase of known or unknown length, as a context manager; ``unit`` None shows percent."""
+    """Phase of known or unknown length, as a context manager; ``unit`` None shows percent.
+
+    ``slow_start`` says that the first update takes far longer than the others, as a step does that
+    compiles: the time left does not follow from it.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Phase:
         done: float = 0,
         unit: str | None = None,
         hidden: bool = False,
+        slow_start: bool = False,
     ) -> None:
         self.name = name
         self.total = total
@@ -47,6 +52,7 @@ class Phase:
         self.note = ""
         """Text at the end of the line."""
         self._hidden = hidden or quiet or not is_launched_main()
+        self._slow_start = slow_start
         # A phase that resumes was done in part: the time left follows from what is done since.
         self._done_before = done
         self._intervals_shown = 0
@@ -54,6 +60,7 @@ class Phase:
 
     def __enter__(self) -> Phase:
         self._begun = time.monotonic()
+        self._measured_from = self._begun
         if not self._hidden:
             _open.append(self)
             is_outermost = len(_open) == 1
@@ -75,6 +82,10 @@ class Phase:
     def update(self, n: float = 1) -> None:
         """Advance by ``n``; the line also shows ``note``."""
         self.done += n
+        if self._slow_start:
+            self._slow_start = False
+            self._done_before = self.done
+            self._measured_from = time.monotonic()
         if not self._hidden:
             self._show()
 
@@ -93,16 +104,16 @@ class Phase:
         return f"{100 * self.done / max(self.total, 1):.0f} %"
 
     def _time(self, ended: bool) -> str:
-        seconds = time.monotonic() - self._begun
+        now = time.monotonic()
         if ended:
-            return f"in {_clock(seconds)}"
+            return f"in {_clock(now - self._begun)}"
         if self.total is None or self.done <= self._done_before:
             return ""
         if self.done >= self.total and _open[0] is not self:
             # What follows within the outermost phase may take long.
             return ""
-        done_now = self.done - self._done_before
-        seconds_left = seconds * (self.total - self.done) / done_now
+        seconds_each = (now - self._measured_from) / (self.done - self._done_before)
+        seconds_left = seconds_each * (self.total - self.done)
         return f"{_clock(seconds_left)} left"
 
     def _show(self, ended: bool = False) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,7 +42,7 @@ def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
 
     def record(setting: Any, name: str, *words: str, **options: Any) -> Any:
         started.append(list(words))
-        out = Path(value_of("--out", list(words)))
+        out = Path(value_of("--out", words))
         for stage in ("1-align", "2-distill"):
             folder = out / "stages" / stage
             folder.mkdir(parents=True)
@@ -59,7 +59,7 @@ def idle(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "program", lambda *args, **options: script.Outcome(script.OK))
 
 
-def value_of(flag: str, words: list[str]) -> str:
+def value_of(flag: str, words: Sequence[str]) -> str:
     """Return the word behind a flag."""
     return words[words.index(flag) + 1]
 
@@ -173,6 +173,41 @@ def test_one_bad_row_is_named_and_the_others_run(script, tmp_path, monkeypatch, 
     assert "no such thing" in lines["broken"]
     assert "it is 7" in lines["failing"]
     assert (tmp_path / "logs" / "fine.log").read_text() == "3\n"
+
+
+@pytest.mark.parametrize("row", ["kernels", "kernel times"])
+def test_kernels_are_checked_on_this_device_whatever_the_committed_record_says(
+    row, script, monkeypatch, tmp_path
+) -> None:
+    started = []
+
+    def record(setting: Any, name: str, *words: str, **options: Any) -> Any:
+        started.append(words)
+        return script.Outcome(script.OK)
+
+    monkeypatch.setattr(script, "program", record)
+    script.check(script.Setting(tmp_path, False, 1), only=f"^{row}$")
+
+    (words,) = started
+    assert value_of("--out", words) == str(tmp_path / "gpu_kernels.json")
+
+
+def test_a_kernel_that_was_wrong_is_checked_again(monkeypatch, tmp_path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    (kernels,) = import_script("gpu_kernels")
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "conditions", lambda: {"device": "this"})
+    out = tmp_path / "gpu_kernels.json"
+    cases = {"right": {"ok": True}, "wrong": {"ok": False, "error": "ValueError: 7"}}
+    parts = {"cases": cases, "steps": {}, "times": {}, "peers": {}}
+    out.write_text(json.dumps({"device": "this"} | parts))
+    known = []
+    monkeypatch.setattr(kernels, "run_checks", lambda record, *rest: known.extend(record["cases"]))
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--work", "checks", "--out", str(out)])
+
+    with pytest.raises(SystemExit, match="0"):
+        kernels.main()
+    assert known == ["right"]
 
 
 @torch.no_grad()

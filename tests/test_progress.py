@@ -42,6 +42,18 @@ def test_plain_lines_come_seldom_and_last_at_the_end(
     assert not shown.out
 
 
+def test_a_slow_first_step_is_not_taken_for_the_others(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Phase("distill", 20, unit="steps", slow_start=True) as phase:
+        for seconds in (100.0, *[10.0] * 19):
+            clock[0] += seconds
+            phase.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["distill: 1 of 20 steps", "distill: 3 of 20 steps, 2:50 left"]
+    assert lines[-1] == "distill: 20 of 20 steps, in 4:50"
+
+
 def test_a_phase_says_what_it_waits_for(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

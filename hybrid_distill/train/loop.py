@@ -267,7 +267,14 @@ class _Training:
         config = self.config
         # Its clock starts here: distributing and restoring are not training.
         self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
-        phase = Phase(config.name, config.steps, done=self.step, unit="steps", hidden=not progress)
+        phase = Phase(
+            config.name,
+            config.steps,
+            done=self.step,
+            unit="steps",
+            hidden=not progress,
+            slow_start=True,
+        )
         batches = self._batches()
         # Closed here: workers of a generator that is left behind would outlive an error.
         with phase, profiler(trace) as profiled, closing(batches):

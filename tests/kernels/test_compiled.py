@@ -5,6 +5,7 @@ two."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import math
@@ -43,6 +44,25 @@ def checked(record: dict[str, Any]) -> tuple[list[str], list[str]]:
     import kernel_resources
 
     return kernel_resources.check(record)
+
+
+def trees_of(code: str) -> tuple[Any, Any]:
+    """Return the tree of a function as it is hashed, and that of a Python with one field more."""
+    sys.path.append(str(BENCHMARKS))
+    from kernel_resources import tree_of
+
+    function = ast.parse(code).body[0]
+    newer = ast.parse(code).body[0]
+    newer._fields = (*newer._fields, "type_params")
+    newer.type_params = []
+    return tree_of(function), tree_of(newer)
+
+
+def test_sources_have_the_same_digest_under_any_python(compiled) -> None:
+    older, newer = compiled(trees_of, "def f(x): return x + 1")
+    other, _ = compiled(trees_of, "def f(x): return x + 2")
+    assert older == newer
+    assert older != other
 
 
 @pytest.mark.parametrize(
