@@ -269,39 +269,54 @@ def _read_weights(folder: Path, is_export: bool) -> dict[str, Entry]:
 
     An export has no others.
     """
-    index = folder / INDEX
-    weight_map: Record = {}
-    if index.exists():
-        weight_map = read_json(index).get("weight_map") or {}
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map of tensors to files; copy it again.")
-    present = {path.name for path in folder.glob("*.safetensors")}
-    named = set(map(str, weight_map.values())) or {"model.safetensors"}
-    # Names in the folder only: a name with a path in it is not among them.
-    for name in sorted(named - present):
-        raise ValueError(f"{folder} has no {name}, which its weights need; copy it again.")
-    if is_export:
-        for name in sorted(present - named):
-            raise ValueError(
-                f"{folder / name} does not belong to the weights ({INDEX} names them); remove it."
-            )
+    weight_map = _read_weight_map(folder / INDEX)
+    names = set(map(str, weight_map.values())) or {"model.safetensors"}
+    _check_file_names(folder, names, is_export)
     tensors: dict[str, Entry] = {}
-    for file in sorted(named):
-        path = folder / file
-        for name, entry in _read_file(path).items():
+    for file in sorted(names):
+        for name, entry in _read_file(folder / file).items():
             if name in tensors:
                 raise ValueError(
-                    f"the tensor {name} is in {tensors[name].file.name} and in {path}; remove one."
+                    f"the tensor {name} is in {tensors[name].file.name} and in {entry.file}; remove one."
                 )
             tensors[name] = entry
     if weight_map:
-        files = {name: entry.file.name for name, entry in tensors.items()}
-        for name in sorted(weight_map.keys() | files.keys()):
-            if weight_map.get(name) != files.get(name):
-                raise ValueError(
-                    f"{index} and the files do not agree on the tensor {name}; copy both again."
-                )
+        _check_weight_map(folder / INDEX, weight_map, tensors)
     return tensors
+
+
+def _read_weight_map(index: Path) -> Record:
+    """Read which file holds each tensor; empty without an index."""
+    if not index.exists():
+        return {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map of tensors to files; copy it again.")
+    return weight_map
+
+
+def _check_file_names(folder: Path, names: set[str], is_export: bool) -> None:
+    """Raise ValueError unless the folder has all these files, and if it is an export, no others of weights."""
+    present = {path.name for path in folder.glob("*.safetensors")}
+    # Names in the folder only: a name with a path in it is not among them.
+    for name in sorted(names - present):
+        raise ValueError(f"{folder} has no {name}, which its weights need; copy it again.")
+    if not is_export:
+        return
+    for name in sorted(present - names):
+        raise ValueError(
+            f"{folder / name} does not belong to the weights ({INDEX} names them); remove it."
+        )
+
+
+def _check_weight_map(index: Path, weight_map: Record, tensors: dict[str, Entry]) -> None:
+    """Raise ValueError for a tensor that the index places in another file than the one that holds it."""
+    files = {name: entry.file.name for name, entry in tensors.items()}
+    for name in sorted(weight_map.keys() | files.keys()):
+        if weight_map.get(name) != files.get(name):
+            raise ValueError(
+                f"{index} and the files do not agree on the tensor {name}; copy both again."
+            )
 
 
 def _read_file(path: Path) -> dict[str, Entry]:

@@ -184,32 +184,42 @@ def _resolve_or_recall(source: str, root: Path) -> Pin:
 
 
 def _data_of(info: DatasetInfo, config: str) -> list[object]:
-    """Return what decides the content of a data set's config: its data files, and the card's entries on reading them.
-
-    The card may list a config's files by patterns; then only these files count. Including too many files is safe, so
-    if a pattern matches none, all count.
-    """
+    """Return what decides the content of a data set's config: its data files, and the card's entries on reading them."""
     card: Any = info.card_data
     card_fields: Record = {} if card is None else card.to_dict()
+    # A card is text that anybody wrote: any entry may be of another type than it should.
+    configs = [entry for entry in card_fields.get("configs") or () if isinstance(entry, dict)]
+    own_configs = [entry for entry in configs if entry.get("config_name") == config]
+    hash_of_file = _data_files(info)
+    names = _files_of(own_configs, list(hash_of_file))
+    content = [(name, hash_of_file[name]) for name in sorted(names)]
+    return [content, own_configs or configs, card_fields.get("dataset_info")]
+
+
+def _data_files(info: DatasetInfo) -> dict[str, str | None]:
+    """Map the repository's files, but for those about the data, to the hashes of their content."""
     hash_of_file: dict[str, str | None] = {}
     for sibling in info.siblings or ():
         if not _is_about(sibling.rfilename):
             # A large file's blob is a pointer of LFS, whose hash is not that of the content.
             file_hash = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
             hash_of_file[sibling.rfilename] = file_hash
-    # A card is text that anybody wrote: any entry may be of another type than it should.
-    configs = [entry for entry in card_fields.get("configs") or () if isinstance(entry, dict)]
-    own_configs = [entry for entry in configs if entry.get("config_name") == config]
-    matches: dict[str, list[str]] = {}
-    for entry in own_configs:
+    return hash_of_file
+
+
+def _files_of(configs: list[Record], names: list[str]) -> set[str]:
+    """Return the files that a card's entries list by patterns.
+
+    Including too many files is safe: if there is no pattern, or one matches none, all are returned.
+    """
+    listed: set[str] = set()
+    for entry in configs:
         for pattern in _patterns(entry.get("data_files")):
-            matches[pattern] = [name for name in hash_of_file if fnmatch(name, pattern)]
-    if matches and all(matches.values()):
-        names = set().union(*matches.values())
-    else:
-        names = set(hash_of_file)
-    content = [(name, hash_of_file[name]) for name in sorted(names)]
-    return [content, own_configs or configs, card_fields.get("dataset_info")]
+            matches = {name for name in names if fnmatch(name, pattern)}
+            if not matches:
+                return set(names)
+            listed |= matches
+    return listed or set(names)
 
 
 def _patterns(data_files: object) -> Iterator[str]:

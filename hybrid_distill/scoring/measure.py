@@ -120,23 +120,25 @@ class AblationRun:
         began = time.perf_counter()
         batches = [*own_batches(self.questions), *own_batches(self.texts)]
         prompt_X1E, text_11T = self._measure(forwards, batches, [])
-        seconds = time.perf_counter() - began
+        self.log_estimate(forwards, seconds=time.perf_counter() - began)
         # By number until here; from here in the order of measurement, like the tables of heads.
         self.accuracy_E, self.logprob_E = prompt_X1E[:, 0, self.order]
         self.loss_T = text_11T[0, 0]
 
+    def log_estimate(self, forwards: Forwards, seconds: float) -> None:
+        """Log how long the ablations will take, from the seconds of the baseline."""
         rows = [*self.questions, *self.texts]
         layers = [head.layer for head in self.heads]
         # The baseline took as long as full forwards with one head ablated.
         in_full = Forwards(self.model, forwards.sites, forwards.sizer)
-        minutes = seconds / 60 * forwards.work(rows, layers) / in_full.work(rows, layers[:1])
+        baselines = forwards.work(rows, layers) / in_full.work(rows, layers[:1])
         log.info(
             "%d heads, %d prompts, %d texts: %s, about %.1f minutes%s",
             len(layers),
             len(self.questions),
             len(self.texts),
             forwards,
-            minutes,
+            baselines * seconds / 60,
             "" if self.race is None else " or less, by racing",
         )
 

@@ -60,7 +60,7 @@ def test_deep_models_stay_fast_in_16_bits(family: str, tokenizer: Any, caplog) -
     texts = [" ".join(KEYS[:9])]
     with caplog.at_level(logging.INFO, logger="hybrid_distill"):
         in_bfloat16 = score(model, tokenizer, HEADS, control_texts=texts)
-    (record,) = logged_by(caplog, AblationRun.baseline)
+    (record,) = logged_by(caplog, AblationRun.log_estimate)
     assert any(isinstance(fact, FromLayer) for fact in record.args)
 
     in_float32 = score(model.float(), tokenizer, HEADS)
