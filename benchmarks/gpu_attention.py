@@ -2,19 +2,22 @@
 
     python benchmarks/gpu_attention.py cuda    # values and gradients; on a cpu values alone
 
-Each way that this machine has is compared: FlexAttention, and flash-attn where it is installed.
+Each way that this machine has is compared: FlexAttention, and flash-attn where it is installed. Windows with sinks run
+in FlexAttention and in blocks.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybrid_distill.model import document_kernels, document_mask
+from hybrid_distill.model import document_kernels, document_mask, window_kernels
+from hybrid_distill.model.local_attention import Reach, Scoring, attend_locally
 
 N_QUERIES = 8
 N_KEYS = 2
@@ -22,6 +25,7 @@ WIDTH = 64
 """Channels of a head."""
 ROWS_OF = {"cuda": ((2, 2048, 700), (2, 1900, 60)), "cpu": ((2, 300, 150),)}
 """Batch, length, and mean length of the documents of these rows."""
+REACH = Reach(window=200, sinks=4)
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}  # float32 may be computed in TF32
 
 
@@ -63,18 +67,52 @@ def compare(device: str) -> dict[str, float]:
     torch.manual_seed(0)
     for rows in packed_rows(device):
         heads = draw(rows)
-        expected = attended(heads, document_mask.visible(rows.first_BL).unsqueeze(1))
+        seen = document_mask.visible(rows.first_BL).unsqueeze(1)
+        expected = attended(heads, with_mask(seen))
         for way, function in ways.items():
             document_kernels.flash_function = lambda function=function: function
             mask = document_mask.DocumentMask.of(rows.first_BL, None, rows.window)
-            actual = attended(heads, mask)
-            dtype = str(rows.dtype).removeprefix("torch.")
-            for name, tensor in expected.items():
-                error = (actual[name] - tensor).abs().max() / tensor.abs().max()
-                key = f"{way} {name} {dtype}"
-                errors[key] = max(errors.get(key, 0.0), error.item())
+            enter(errors, way, rows.dtype, attended(heads, with_mask(mask)), expected)
+        if rows.window is None:
+            in_blocks, in_flex = attended_in_windows(heads, rows.first_BL)
+            enter(errors, "windows", rows.dtype, in_flex, in_blocks)
     document_kernels.flash_function = lambda: flash
     return errors
+
+
+def enter(
+    errors: dict[str, float],
+    way: str,
+    dtype: torch.dtype,
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+) -> None:
+    """Enter the errors of a way, where they are larger than those of other rows."""
+    for name, tensor in expected.items():
+        error = (actual[name] - tensor).abs().max() / tensor.abs().max()
+        key = f"{way} {name} {str(dtype).removeprefix('torch.')}"
+        errors[key] = max(errors.get(key, 0.0), error.item())
+
+
+def attended_in_windows(
+    heads: list[Tensor], begin_BL: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what windows with sinks compute in blocks, then in FlexAttention."""
+    window_kernels.has_document_attention = lambda device: True
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_locally(query, key, value, begin_BL, REACH, Scoring())
+
+    with document_kernels.rows_of_one_length(False):
+        in_blocks = attended(heads, attend)
+    with document_kernels.rows_of_one_length(True):
+        return in_blocks, attended(heads, attend)
+
+
+def with_mask(mask: Tensor) -> Callable[..., Tensor]:
+    """Return attention with a mask."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return partial(attend, attn_mask=mask, enable_gqa=True)
 
 
 def draw(rows: Packed) -> list[Tensor]:
@@ -87,11 +125,11 @@ def draw(rows: Packed) -> list[Tensor]:
     return heads
 
 
-def attended(heads: list[Tensor], mask: Tensor) -> dict[str, Tensor]:
+def attended(heads: list[Tensor], attend: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Return attention's output, and on a GPU its gradients: FlexAttention has none on a CPU."""
     has_gradients = heads[0].is_cuda
     leaves = [t.detach().requires_grad_(has_gradients) for t in heads]
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+    out = attend(*leaves)
     tensors = {"out": out.detach().float()}
     if has_gradients:
         # Another gradient for every entry.
@@ -120,6 +158,10 @@ def main() -> None:
     )
     parser.add_argument("device", choices=ROWS_OF)
     errors = compare(parser.parse_args().device)
+    if document_kernels._not_compiled:
+        raise SystemExit(
+            "Error: FlexAttention does not compile here, and dense attention took over."
+        )
     text = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
     if names := wrong(errors):
         raise SystemExit(f"Error: packed attention differs from its mask in {names[0]}: {text}")

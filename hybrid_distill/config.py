@@ -92,10 +92,10 @@ class PlanConfig:
     k: CountOrZero = 6
     """Number of units to keep, over all layers, for ``top``, ``restoration`` and ``random``."""
     unit: Unit = "head"
-    """Part that ``top`` and ``random`` keep whole, ranked by its best head, by ``attribution`` by the sum of its heads:
-    ``head``, the only one for ``restoration``; ``kv-group``, the query heads of one KV head, which take no more cache
-    than one of them; ``layer``; ``container``, ``k`` KV groups in each layer, for an export as a Falcon-H1
-    (docs/export.md)."""
+    """Unit to keep. ``head``: single heads, the only choice for ``restoration``. ``kv-group``: all query heads of a KV
+    head, for the cache of one of them. ``layer``: all heads of a layer. ``container``: ``k`` KV groups in every layer,
+    for Falcon-H1 exports (docs/export.md). A unit ranks by its best head; under ``attribution``, by the sum of its
+    heads."""
     seed: Seed = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()
@@ -173,8 +173,9 @@ class EvaluationConfig:
     n_examples: Count = 128
     """Dictionaries per size."""
     distance: CountOrZero | None = None
-    """Words between dictionary and question in a further reading, by choice, of the smallest size; 0 for none. By
-    default the student's window, so that it shows what windows lose, if the teacher's context is long enough."""
+    """Words between dictionary and question in an extra multiple-choice test on the smallest dictionaries; 0 skips it.
+    By default as many as the student's window has tokens, to show what windows lose, if the teacher's context is long
+    enough."""
     batch_size: Tunable[Count] = 32
     """Questions or documents per forward pass."""
     n_texts: CountOrZero = 128
@@ -276,8 +277,8 @@ class RunConfig:
             self._check_control()
         if self.scoring.method == "attribution" and not self.student.window:
             raise ValueError(
-                "scoring.method is 'attribution', which ranks heads by what a window takes from them, and "
-                "student.window is 0; pass --student.window, or 'ablation'."
+                "scoring.method is 'attribution', which needs windows, and student.window is 0; pass "
+                "--student.window, or --scoring.method ablation."
             )
 
     @property
@@ -289,7 +290,7 @@ class RunConfig:
 
     @property
     def probes_heads(self) -> bool:
-        """True if the run asks what each head is worth; restoration does beside any scores."""
+        """True if the run measures heads on probe questions: without a file of scores, and always for restoration."""
         return self.scoring.file is None or self.plan.restores
 
     @property
@@ -298,7 +299,8 @@ class RunConfig:
         return self.control and self.plan.selection == "all"
 
     def is_idle(self, stage: StageConfig) -> bool:
-        """True for a stage that trains what the student does not have: recurrent heads, or in a control any heads."""
+        """True for a stage with nothing to train: it aligns recurrent heads of a student without any, or any heads in a
+        control run."""
         if self.is_control and stage.is_alignment:
             return True
         return isinstance(stage, Align) and stage.train == "ssm" and not self.student.d_state
@@ -332,18 +334,25 @@ class RunConfig:
         """
         assert self.tokens is not None
         budget = number_of_tokens("tokens", self.tokens)
-        tokens_of_kind = {True: 0, False: 0}
+        n_align = 0
+        n_other = 0
         for stage in given:
-            tokens_of_kind[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
-        share_of_kind = {True: self.align_share, False: 1 - self.align_share}
-        for kind, n_tokens in tokens_of_kind.items():
-            if not n_tokens:
-                share_of_kind[not kind] = 1.0
+            if stage.is_alignment:
+                n_align += stage.steps * self.tokens_per_step(stage)
+            else:
+                n_other += stage.steps * self.tokens_per_step(stage)
+        align_share = self.align_share
+        if not n_align:
+            align_share = 0.0
+        if not n_other:
+            align_share = 1.0
         stages = []
         for stage in given:
-            kind = stage.is_alignment
             before = stage.steps * self.tokens_per_step(stage)
-            own_tokens = budget * share_of_kind[kind] * before / tokens_of_kind[kind]
+            if stage.is_alignment:
+                own_tokens = budget * align_share * before / n_align
+            else:
+                own_tokens = budget * (1 - align_share) * before / n_other
             steps = round(own_tokens / self.tokens_per_step(stage))
             if steps < 1:
                 raise ValueError(
@@ -395,8 +404,8 @@ class RunConfig:
             return
         if self.plan.restores and stage.train != "ssm":
             raise ValueError(
-                f"{stage.name}.train is {stage.train!r} and plan.selection 'restoration', which aligns recurrent "
-                f"heads alone, so that any of them can give way to attention; use --{stage.name}.train ssm."
+                f"{stage.name}.train is {stage.train!r}, but plan.selection 'restoration' swaps single recurrent "
+                f"heads for attention and needs them trained alone; pass --{stage.name}.train ssm."
             )
         if self.teacher_sharding == "sharded" and stage.target == "layer":
             raise ValueError(

@@ -59,8 +59,8 @@ READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 def check_read(run: RunConfig, default: RunConfig, unchecked: Collection[str] = ()) -> None:
     """Raise ValueError for an option that flags have changed although nothing in ``run`` reads it.
 
-    ``default`` is the run before the flags: a recipe may set what only a flag makes it read. Options in ``unchecked``
-    may be read by runs that are made of this one.
+    ``default`` is the run before the flags: a recipe may set an option that takes effect only with a later flag.
+    Options in ``unchecked`` may be read by runs that are made of this one.
     """
     for name, (is_read, reader) in READERS.items():
         option = attrgetter(name)
@@ -80,5 +80,5 @@ def _check_unchanged(name: str, value: T, default: T, reader: str) -> None:
         return
     flag = name.replace("_", "-")
     raise ValueError(
-        f"{name} is {value!r}, which is read only {reader}; change that, or leave --{flag} out."
+        f"{name} is {value!r}, which takes effect only {reader}; change that, or leave --{flag} out."
     )

@@ -30,11 +30,16 @@ def check_kernels(kernels: Kernels, device: torch.device, flag: str = "--kernels
         check_implementation(kernels)
     except RuntimeError as error:
         raise ValueError(f"{flag} is {kernels!r}: {error}") from error
-    is_interpreted = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if kernels in NEED_A_GPU and device.type != "cuda" and not is_interpreted:
+    if not run_on(kernels, device):
         raise ValueError(
             f"{flag} is {kernels!r}, which needs a GPU, and this process has {device}; pass auto or torch."
         )
+
+
+def run_on(kernels: str, device: torch.device) -> bool:
+    """Return True if a device of this kind is one that the kernels run on."""
+    is_interpreted = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return kernels not in NEED_A_GPU or device.type == "cuda" or is_interpreted
 
 
 def use_kernels(model: Model, kernels: Kernels, device: torch.device) -> Model:

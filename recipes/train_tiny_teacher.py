@@ -357,12 +357,14 @@ def concentrate(
     def heal(accuracy: float, wanted: float, max_steps: int) -> float:
         """Train until dictionaries are answered again, or for ``max_steps``; return the running accuracy."""
         step = 0
-        while step % run.steps_per_head or (accuracy < wanted and step < max_steps):
+        while True:
+            is_healed = accuracy >= wanted or step >= max_steps
+            if is_healed and step % run.steps_per_head == 0:
+                return accuracy
             loss, now = retrieval_loss(model, *batches.dictionaries(24, n_rows=16))
             trainer.step(loss)
             step += 1
             accuracy += 0.2 * (now - accuracy)
-        return accuracy
 
     while len(heads) > run.retrieval_heads:
         sample = batches.dictionaries(16, n_rows=12)
@@ -378,11 +380,12 @@ def concentrate(
 
 def closed_heads(model: LlamaForCausalLM) -> list[HeadId]:
     """List the heads that `concentrate` disconnected."""
-    width = model.config.hidden_size // model.config.num_attention_heads
+    head_dim = model.config.hidden_size // model.config.num_attention_heads
     closed = []
     for head in HeadPlan.all(model).kept:
         weight = output_projection(model, head.layer)
-        if not weight[:, head.head * width :][:, :width].any():
+        first = head.head * head_dim
+        if not weight[:, first : first + head_dim].any():
             closed.append(head)
     return closed
 
@@ -443,10 +446,10 @@ def isolate(
     """Teach the few heads to retrieve with or without the others, which now include heads of layer 0."""
     for step in range(run.isolation_steps):
         trainer.scale_lr(0.6 * (1 - step / run.isolation_steps))
-        together(model, batches, trainer, log, step)
+        train_on_everything(model, batches, trainer, log, step)
 
 
-def together(
+def train_on_everything(
     model: LlamaForCausalLM, batches: Batches, trainer: Trainer, log: Log, step: int
 ) -> None:
     """Train one step on facts, plain text and dictionaries."""
@@ -466,7 +469,7 @@ def polish(
     """Train on everything once more, with a learning rate that decays to zero."""
     for step in range(run.polish_steps):
         trainer.scale_lr(0.25 * (1 - step / run.polish_steps))
-        together(model, batches, trainer, log, step)
+        train_on_everything(model, batches, trainer, log, step)
 
 
 def write_corpus(run: TeacherRun) -> None:

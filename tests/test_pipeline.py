@@ -41,7 +41,7 @@ from hybrid_distill.pipeline import RunInputs, building, checks, finished_run, l
 from hybrid_distill.pipeline import run as steps
 from hybrid_distill.pipeline.checks import check_stages, check_teachers
 from hybrid_distill.pipeline.finished import trained_student, training_record
-from hybrid_distill.pipeline.folder import outdated
+from hybrid_distill.pipeline.folder import obsolete_results
 from hybrid_distill.pipeline.paths import RunPaths
 from hybrid_distill.pipeline.planning import known_plan
 from hybrid_distill.pipeline.run import (
@@ -258,7 +258,7 @@ def test_resume_never_removes_nothing_that_it_is_to_read_or_that_is_not_a_runs(
     (out / "export").mkdir()
     teacher = TeacherConfig(path=str(out / "export"))
     with pytest.raises(ValueError, match=naming(out / "export", "--resume never")):
-        outdated(replace(base, resume="never", teacher=teacher))
+        obsolete_results(replace(base, resume="never", teacher=teacher))
     assert (out / "export").is_dir()
     assert names(out) == {"config.json", "plan.json", "scores.json"}
 

@@ -17,7 +17,7 @@ from ..lab.memory.timing import training_time
 from ..pipeline import RunInputs, RunPaths
 from ..pipeline.budget import student_cache
 from ..pipeline.checks import check_teachers, checks_of
-from ..pipeline.folder import as_started, outdated
+from ..pipeline.folder import as_started, obsolete_results
 from ..pipeline.inputs import shape_of_teacher
 from ..pipeline.planning import known_plan, unranked_plan
 from ..plan import HeadPlan
@@ -118,7 +118,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield str(error).strip()
         return
     try:
-        outdated(config)
+        obsolete_results(config)
     except (OSError, ValueError) as error:
         yield str(error).strip()
         # The folder belongs to another run: its plan says nothing about this one.

@@ -47,17 +47,17 @@ class PlannedStage(NamedTuple):
 
     config: StageConfig
     heading: str
-    own: pd.DataFrame
-    others: pd.DataFrame
+    as_configured: pd.DataFrame
+    with_checkpointing_toggled: pd.DataFrame
 
     def fit(self, strategy: str, budget: float) -> Fit | None:
         """Return the way to recommend, None if none fits; requested gradient checkpointing stays on."""
-        if strategy not in self.own:
+        if strategy not in self.as_configured:
             return None
-        as_configured = self.own[strategy].sum()
+        as_configured = self.as_configured[strategy].sum()
         if as_configured <= budget:
             return Fit(as_configured, adds_checkpointing=False)
-        with_the_opposite = self.others[strategy].sum()
+        with_the_opposite = self.with_checkpointing_toggled[strategy].sum()
         if with_the_opposite <= budget and not self.config.gradient_checkpointing:
             return Fit(with_the_opposite, adds_checkpointing=True)
         return None
@@ -65,7 +65,9 @@ class PlannedStage(NamedTuple):
     @property
     def least(self) -> float:
         """Smallest total of any strategy, with or without gradient checkpointing."""
-        return min(self.own.sum().min(), self.others.sum().min())
+        least = self.as_configured.sum().min()
+        least_toggled = self.with_checkpointing_toggled.sum().min()
+        return min(least, least_toggled)
 
 
 def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> PlannedStage:
@@ -105,8 +107,8 @@ def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> Planned
     return PlannedStage(
         stage,
         _heading(stage, micro_batch, longest, n_tokens=stage.steps * stage.batch_size * seq_len),
-        own=of_every_strategy(stage.gradient_checkpointing),
-        others=of_every_strategy(not stage.gradient_checkpointing),
+        as_configured=of_every_strategy(stage.gradient_checkpointing),
+        with_checkpointing_toggled=of_every_strategy(not stage.gradient_checkpointing),
     )
 
 
@@ -173,18 +175,21 @@ def memory_tables(config: RunConfig, stages: Sequence[PlannedStage]) -> str:
     process = "the process" if config.gpus == 1 else f"each of {config.gpus} processes"
     blocks = [f"Memory of {process} while training (1 GB = 1e9 bytes):"]
     blocks += [_table(stage) for stage in stages]
-    if any(stage.own.loc["communication"].any() for stage in stages):
+    if any(stage.as_configured.loc["communication"].any() for stage in stages):
         blocks.append(COMMUNICATION)
     return "\n".join(blocks)
 
 
 def _table(stage: PlannedStage) -> str:
     """Format a table of parts x strategies."""
-    parts = stage.own[stage.own.any(axis=1)]
-    total = stage.own.sum()
+    parts = stage.as_configured[stage.as_configured.any(axis=1)]
+    total = stage.as_configured.sum()
     unit, name = (GB, "GB") if total.iloc[0] >= GB else (MB, "MB")
     how = "without" if stage.config.gradient_checkpointing else "with"
-    totals = {"total": total, f"total {how} gradient checkpointing": stage.others.sum()}
+    totals = {
+        "total": total,
+        f"total {how} gradient checkpointing": stage.with_checkpointing_toggled.sum(),
+    }
     sizes = pd.concat([parts, pd.DataFrame(totals).T]) / unit
     table = sizes.apply(lambda column: column.map("{:,.2f}".format))
     table = table.rename_axis(name).reset_index()

@@ -74,8 +74,8 @@ class ScoreJob:
     """Largest number of prompts per head; by default 24 of 8 questions, 128 of one, 24 with a
     ``window``."""
     window: CountOrZero = 0
-    """Rank heads for a student with this window: by each head's share of what all windows together
-    lose, all heads in one backward pass. 0 ablates one head at a time."""
+    """Rank heads for a student whose heads see only this many tokens: by each head's share of the
+    log-probability that all windows together lose. 0 ranks by ablation, one head at a time."""
     sinks: CountOrZero = 4
     """First tokens that heads see beside the ``window``."""
     distance: CountOrZero | None = None

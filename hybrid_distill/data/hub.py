@@ -184,7 +184,10 @@ def _resolve_or_recall(source: str, root: Path) -> Pin:
 
 
 def _data_of(info: DatasetInfo, config: str) -> list[object]:
-    """Return what decides the content of a data set's config: its data files, and the card's entries on reading them."""
+    """Return what decides the content of a data set's config: its data files, and what the card says of reading them.
+
+    It is only hashed: another order or length would be other data.
+    """
     card: Any = info.card_data
     card_fields: Record = {} if card is None else card.to_dict()
     # A card is text that anybody wrote: any entry may be of another type than it should.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -62,16 +62,13 @@ def write_tokens(
     Raises ValueError for a source that is missing or empty, and for a folder that holds other tokens or other files.
     """
     chat = text_column is None
-    # A shard ends with a batch. About 4 characters are a token, so a small shard gets small batches.
-    characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
     if generated:
-        pins = {}
-        fingerprints = [hash_of(generated.settings)]
-        read = generated.read
+        origin = _generated_origin(sources, generated)
     else:
-        pins = _all_pins(sources, {**pins, **_pins_in(folder)})
-        fingerprints = [source_fingerprint(source, pins.get(source)) for source in sources]
-        read = partial(document_batches, sources, text_column, characters, pins=pins)
+        # A shard ends with a batch. About 4 characters are a token, so a small shard gets small batches.
+        characters = min(BATCH_CHARACTERS, 4 * shard_tokens)
+        all_pins = _all_pins(sources, {**pins, **_pins_in(folder)})
+        origin = _files_origin(sources, text_column, characters, all_pins)
     header = TokenHeader(
         format=TokenHeader.FORMAT,
         tokenizer=name or tokenizer.name_or_path,
@@ -83,10 +80,8 @@ def write_tokens(
         chat_template=template_hash(tokenizer) if chat else "",
         shard_tokens=shard_tokens,
         max_tokens=max_tokens,
-        sources=[_source_record(*source, pins) for source in zip(sources, fingerprints)],
+        sources=origin.records,
     )
-    if generated:
-        header.sources[0]["settings"] = generated.settings
     existing = header.existing(folder)
     if existing is not None:
         existing.check_files(folder)
@@ -96,12 +91,37 @@ def write_tokens(
     dtype = id_dtype(tokenizer)
     phase_name = "generating text" if generated else "tokenizing"
     with Phase(phase_name, max_tokens, done=writer.header.tokens, unit="tokens") as phase:
-        for texts, place in read(writer.place):
+        for texts, place in origin.read(writer.place):
             documents = encode(texts, tokenizer, dtype, chat)
             phase.update(writer.add(documents, place))
             if writer.full:
                 break
     return writer.finish()
+
+
+class _Origin(NamedTuple):
+    """Where the texts of a folder come from."""
+
+    records: list[Record]
+    """The header's entries of the sources."""
+    read: Reader
+
+
+def _generated_origin(sources: Sequence[str], generated: Generated) -> _Origin:
+    (name,) = sources
+    record = _source_record(name, hash_of(generated.settings), {})
+    return _Origin([{**record, "settings": generated.settings}], generated.read)
+
+
+def _files_origin(
+    sources: Sequence[str], text_column: str | None, characters: int, pins: Pins
+) -> _Origin:
+    records = []
+    for source in sources:
+        fingerprint = source_fingerprint(source, pins.get(source))
+        records.append(_source_record(source, fingerprint, pins))
+    read = partial(document_batches, sources, text_column, characters, pins=pins)
+    return _Origin(records, read)
 
 
 def _source_record(source: str, fingerprint: str, pins: Pins) -> Record:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..export_paths import GATE, MARK
 from ..io import Record, file_hash, save_tensors, write_json
+from ..kernels import run_on
 from ..model import HybridForCausalLM
 from ..model.self_check import rounded_once_more
 from ..teacher import eval_mode
@@ -221,8 +222,11 @@ def _difference_of_kernels(
 ) -> Record | None:
     """Compare the student's own logits with its export's, in its dtype.
 
-    Returns None if they are equal; warns if the difference exceeds ``limit``.
+    Returns None if they are equal, or if these kernels cannot run where the student is; warns if the difference
+    exceeds ``limit``.
     """
+    if not run_on(student.ssm_implementation, student.device):
+        return None
     with computing_as_exported(student):
         exported = _recorded_logits(student, prompts)
     # Outside of `computing_as_exported`, the student runs on its own kernels.

@@ -203,7 +203,7 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
         cache = make_cache(decoder.config)
     row[cache_name] = cache
     _mask_documents(decoder, row, backbone_packs)
-    # Last: to what is above, a missing token mask means that the attention mask is not 2-D.
+    # Only here: the checks above take a missing token mask for an attention mask that is not 2-D.
     if _marks_nothing(row["token_mask"], cache):
         row["token_mask"] = None
     return row

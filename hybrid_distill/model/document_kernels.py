@@ -5,7 +5,12 @@ Shapes: B batch, L length, H heads, P head dim, K blocks, T tokens of all rows c
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +24,29 @@ from .once import once
 FLEX_BLOCK = 128  # tokens per block of FlexAttention's masks
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_WIDTH = 256  # widest head of flash-attn's kernels
+RECOMPILE_LIMIT = 256
+"""Programs of one function: layers that keep other heads need their own, as do rows of other shapes."""
+
+log = logging.getLogger(__name__)
+_one_length: bool | None = None
+"""True if all rows have one length, False if not, None if nothing says so."""
+_not_compiled: set[tuple[torch.dtype, int, torch.device]] = set()
+"""Dtypes, widths of heads and devices for which FlexAttention has failed."""
+
+
+@contextmanager
+def rows_of_one_length(one_length: bool) -> Iterator[None]:
+    """Say, while the context is open, whether all rows have one length: FlexAttention compiles for each anew.
+
+    For all threads: gradient checkpointing runs layers again in those of the backward pass.
+    """
+    global _one_length
+    before = _one_length
+    _one_length = one_length
+    try:
+        yield
+    finally:
+        _one_length = before
 
 
 def has_document_attention(device: torch.device) -> bool:
@@ -90,8 +118,15 @@ def as_autocast(
     return query_BHLP.to(dtype), key_BHLP.to(dtype), value_BHLP.to(dtype)
 
 
-def flex_runs(query_BHLP: Tensor) -> bool:
-    """Return True if FlexAttention is able to run these queries and worth its compilation."""
+def flex_runs(query_BHLP: Tensor, *, one_length: bool) -> bool:
+    """Return True if FlexAttention is able to run these queries and worth its compilation.
+
+    ``one_length`` stands where `rows_of_one_length` is not open.
+    """
+    if _one_length is not None:
+        one_length = _one_length
+    if not one_length:
+        return False
     length, width = query_BHLP.shape[-2:]
     # A row within one block skips nothing; compiling for it would cost more than its mask.
     if length <= FLEX_BLOCK or width < 16:
@@ -104,22 +139,66 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def flex_function() -> Any:
-    """Return FlexAttention, compiled unless a compiler traces it already."""
+def attend_with_flex(
+    query_BHLP: Tensor, key_BHLP: Tensor, value_BHLP: Tensor, **options: Any
+) -> Tensor | None:
+    """Run FlexAttention, compiled unless a compiler traces it already; None where it does not compile.
+
+    In float32, its blocks take more shared memory than GPUs smaller than an A100 have (pytorch issue 133254).
+    """
+    qkv = (query_BHLP, key_BHLP, value_BHLP)
     if torch.compiler.is_compiling():
-        return flex_attention.flex_attention
-    return compiled_flex_attention()
+        attended: Tensor = flex_attention.flex_attention(*qkv, **options)
+        return attended
+    kind = (query_BHLP.dtype, query_BHLP.shape[-1], query_BHLP.device)
+    if kind in _not_compiled:
+        return None
+    try:
+        attended = compiled_flex_attention()(*qkv, **options)
+    except torch.OutOfMemoryError:
+        raise
+    # The compiler and its autotuner raise many classes, RuntimeError among them.
+    except Exception as error:
+        _not_compiled.add(kind)
+        reason = str(error).partition("\n")[0]
+        log.warning(
+            "FlexAttention does not run in %s with heads of %d on %s (%s): %s; dense attention runs instead",
+            *kind,
+            type(error).__name__,
+            reason,
+        )
+        return None
+    return attended
 
 
 @lru_cache
 def compiled_flex_attention() -> Any:
-    """Compile FlexAttention for static shapes, once per process."""
-    config: Any = torch._dynamo.config
-    # Each head count compiles anew; past the limit, FlexAttention falls back to its dense form.
-    config.recompile_limit = max(64, config.recompile_limit)
-    # By default, a second shape recompiles with symbolic sizes: slower kernels, for rows whose
-    # length never changes.
-    return torch.compile(flex_attention.flex_attention, dynamic=False)
+    """Compile FlexAttention for static shapes, once per process.
+
+    Each head count compiles anew; past the limit of programs, FlexAttention falls back to its dense form.
+    """
+    return compile_static(flex_attention.flex_attention)
+
+
+def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function anew for each of up to `RECOMPILE_LIMIT` shapes, in whichever thread it is called.
+
+    By default, a second shape recompiles with symbolic sizes: slower kernels, for rows whose length never changes.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options: Any = {"recompile_limit": RECOMPILE_LIMIT}
+        return torch.compile(function, dynamic=False, **options)
+    compiled = torch.compile(function, dynamic=False)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Since torch 2.12 a thread sees only its own settings: that of backward passes, for one, which recomputes
+        # what gradient checkpointing dropped.
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(RECOMPILE_LIMIT, config.recompile_limit)
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def block_mask(first_BL: Tensor) -> flex_attention.BlockMask:

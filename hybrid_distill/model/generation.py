@@ -124,7 +124,7 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         # Before anything is read: a refused call leaves its cache as it was.
         prompt = Prompt(cache, input_ids, options, kwargs)
         check_prompt(self, prompt)
-        if prompt.is_new_alone:
+        if prompt.lacks_past:
             raise ValueError(
                 f"the cache holds {prompt.n_past} tokens that the input lacks, and speculation looks up the "
                 "whole text; pass all tokens, or leave assistant_model and prompt_lookup_num_tokens out."

@@ -193,7 +193,8 @@ class HybridLayerCache(DynamicLayer):
         self._map(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda t: t[indices])
+        # Layers may be on other devices than the indices.
+        self._map(lambda t: t[indices.to(t.device)])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; those of the ring begin with `RING`."""

@@ -51,8 +51,8 @@ class Prompt:
         return getattr(self.options, "_mask_length", self.length)
 
     @property
-    def is_new_alone(self) -> bool:
-        """True if the input is the tokens after those of the cache, and the mask covers both.
+    def lacks_past(self) -> bool:
+        """True if the input has only the tokens after those of the cache, and the mask covers both.
 
         transformers 5.5 or newer then reads the whole input. It cuts the past off any embeddings.
         """
@@ -68,17 +68,19 @@ def check_prompt(student: HybridPrefill, prompt: Prompt) -> None:
     if n_past:
         _check_continued(student, prompt)
     _check_rows(prompt)
-    n_all = prompt.length
-    if prompt.is_new_alone:
-        # Steps cannot read all tokens anew: they know the new ones alone. No step reads the last one.
-        n_all = n_past + prompt.options.max_length - 1
-        prompt.cache.layer(0).check_room(n_all)
+    n_to_read = prompt.length
+    if prompt.lacks_past:
+        # Decoding steps get the new tokens alone: they cannot read the text anew at the switch. The last token is
+        # generated, but not read.
+        n_to_read = n_past + prompt.options.max_length - 1
+        prompt.cache.layer(0).check_room(n_to_read)
     switch = student._longrope_switch
     piece = prompt.options.prefill_chunk_size
-    is_cut = prompt.is_new_alone or (piece is not None and (n_past > 0 or piece < n_all))
-    if switch is not None and is_cut and n_past <= switch < n_all:
+    reads_in_pieces = piece is not None and (n_past > 0 or piece < n_to_read)
+    is_cut = prompt.lacks_past or reads_in_pieces
+    if switch is not None and is_cut and n_past <= switch < n_to_read:
         raise ValueError(
-            f"LongRoPE changes at {switch} tokens, so {n_all} cannot be read in pieces; pass all tokens, "
+            f"LongRoPE changes at {switch} tokens, so {n_to_read} cannot be read in pieces; pass all tokens, "
             "those of the cache too, without prefill_chunk_size."
         )
 
@@ -87,7 +89,7 @@ def _check_continued(student: HybridPrefill, prompt: Prompt) -> None:
     """Raise ValueError if the prompt does not go on from the tokens of the cache."""
     n_past = prompt.n_past
     is_whole = prompt.mask_length == prompt.length > n_past
-    if not is_whole and not prompt.is_new_alone:
+    if not is_whole and not prompt.lacks_past:
         raise ValueError(
             f"the cache holds {n_past} tokens, the input {prompt.length} and attention_mask covers "
             f"{prompt.mask_length}; pass the tokens of the cache and at least one more, and a cache.copy() to each of "
@@ -100,7 +102,7 @@ def _check_continued(student: HybridPrefill, prompt: Prompt) -> None:
         return
     mask = prompt.arguments.get("attention_mask")
     embedded = prompt.arguments.get("inputs_embeds")
-    if prompt.is_new_alone:
+    if prompt.lacks_past:
         # Their rows and padding can be compared, the tokens before them cannot.
         has_same_rows = len(input_ids) == len(prefix.ids_BL)
         begins = has_same_rows and prefix.begins(prefix.ids_BL.to(input_ids.device), mask)

@@ -65,10 +65,12 @@ def _with_dtypes_of(before: RunConfig, config: RunConfig) -> RunConfig:
     return replace(config, teacher=teacher, stages=tuple(stages))
 
 
-def outdated(config: RunConfig) -> list[Path]:
-    """List the files in a run's directory that the run must not read: with ``resume`` "never", all results of an
-    earlier run; if only ``evaluation`` has changed, or `other_questions` were asked, the measurements; those of the
-    student alone if its stages have.
+def obsolete_results(config: RunConfig) -> list[Path]:
+    """List the results in a run's directory that the run must not read.
+
+    - With ``resume`` "never": all of an earlier run.
+    - After other evaluation settings or `other_questions`: both evaluations, and the report.
+    - After other stages alone: the student's evaluation, and the report.
 
     Raises ValueError if the directory holds a run with other settings, naming the fields, or if its config.json is
     not a run's.
@@ -87,22 +89,23 @@ def outdated(config: RunConfig) -> list[Path]:
         return []
     before = as_moved(from_json(paths.config), config.out)
     _check_same(config, before)
-    return _measured_otherwise(config, before)
+    return _obsolete_measurements(config, before)
 
 
-def _measured_otherwise(config: RunConfig, before: RunConfig) -> list[Path]:
-    """List the measurements that another evaluation, or a student of other stages, has made; log why."""
+def _obsolete_measurements(config: RunConfig, before: RunConfig) -> list[Path]:
+    """List the measurements that were made with other settings or of a student of other stages; log why."""
     paths = RunPaths(config.out)
-    of_student = [path for path in (paths.evaluation, paths.report) if path.exists()]
+    student_results = [path for path in (paths.evaluation, paths.report) if path.exists()]
     changed = differences(
         fixed_fields(before.evaluation), fixed_fields(config.evaluation), prefix="evaluation."
     )
-    changed = changed or other_questions(config)
+    if not changed:
+        changed = other_questions(config)
     if changed:
         log.info("teacher and student are measured again: %s", ", ".join(changed))
         if paths.teacher_evaluation.exists():
-            return [*of_student, paths.teacher_evaluation]
-        return of_student
+            return [*student_results, paths.teacher_evaluation]
+        return student_results
     if config.stage_names == before.stage_names:
         return []
     if paths.evaluation.exists():
@@ -110,7 +113,7 @@ def _measured_otherwise(config: RunConfig, before: RunConfig) -> list[Path]:
             "the student is measured again: its stages were %s",
             " ".join(before.stage_names) or "none",
         )
-    return of_student
+    return student_results
 
 
 def other_questions(config: RunConfig) -> list[str]:

@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 
 TeacherAndTokenizer = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 LONGEST_SCORED = 512
-"""Longest window that heads are ranked for: those that see beyond it are those that see beyond a longer one."""
+"""Longest window that heads are ranked for. Heads that read beyond it also read beyond longer ones, which therefore use
+this ranking."""
 GENERAL = "general"
 """Name of the shipped questions of general knowledge."""
 PROBE_SEEDS = {"scoring": 0, "evaluation": 1}

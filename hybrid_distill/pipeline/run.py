@@ -57,7 +57,7 @@ from .built import built_weights, load_built
 from .checks import check_sizes, checks_of
 from .exporting import export_once
 from .finished import last_stage, trained_student
-from .folder import outdated
+from .folder import obsolete_results
 from .inputs import PROBE_SEEDS, RunInputs
 from .paths import RunPaths
 from .planning import make_plan
@@ -112,7 +112,7 @@ def is_there(path: Path) -> bool:
 
 def prepare(inputs: RunInputs) -> None:
     """Create the directory, or check that it holds this run. Check processes and all input before anything is
-    written or computed, then remove results that are `outdated`.
+    written or computed, then remove results that are `obsolete_results`.
 
     Raises ValueError naming the fields that differ, or the problem with the input.
     """
@@ -120,7 +120,7 @@ def prepare(inputs: RunInputs) -> None:
     config = inputs.config
     check_processes(config)
     # Listed now, deleted by `begin_folder`: refused input must not cost the results of an earlier run.
-    obsolete = outdated(config)
+    obsolete = obsolete_results(config)
     for check in checks_of(inputs):
         check()
     trains = config.plan.selection != "all" or config.is_control

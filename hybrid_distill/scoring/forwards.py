@@ -16,6 +16,7 @@ width, Q value read (`ProbeBatch.read`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ from .probe_rows import ProbeRow
 
 
 @dataclass(eq=False)
-class Forwards:
-    """Full forward passes of the model, whole or with heads of one layer ablated in turn."""
+class Forwards(ABC):
+    """Forward passes of the model, whole or with heads of one layer ablated in turn."""
 
     model: PreTrainedModel
     sites: Sequence[HeadSite]
@@ -55,22 +56,9 @@ class Forwards:
         self.kind: HeadKind | None = as_head_kind(self.sites[0].kind)
         self.blocks = [block for _, block in decoder_blocks(self.model)]
 
-    def __str__(self) -> str:
-        return "full forwards"
-
-    def begin(self, batches: Sequence[ProbeBatch]) -> None:
-        """Discard everything cached for other batches."""
-
-    def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
-        """Return the cost of these rows, in tokens times layers.
-
-        ``layers`` holds the layer of each ablated head, one entry a head.
-        """
-        return _n_tokens(rows) * len(self.blocks) * len(layers)
-
     def whole(self, batch: ProbeBatch) -> Tensor:
         """Return read_1Q of the model as it is."""
-        return self.sizer.fit(batch, lambda n_rows: self._whole(batch, n_rows))
+        return self.sizer.fit(batch, lambda n_rows: self._whole_in_parts(batch, n_rows))
 
     def without(
         self,
@@ -82,13 +70,53 @@ class Forwards:
 
         Call for layers from bottom to top.
         """
-        return self.sizer.fit(batch, lambda n_rows: self._without(batch, layer, heads, n_rows))
+        return self.sizer.fit(
+            batch, lambda n_rows: self._without_in_parts(batch, layer, heads, n_rows)
+        )
 
-    def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
+    @abstractmethod
+    def begin(self, batches: Sequence[ProbeBatch]) -> None:
+        """Prepare for these batches; discard everything cached for others."""
+
+    @abstractmethod
+    def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
+        """Return the cost of these rows, in tokens times layers.
+
+        ``layers`` holds the layer of each ablated head, one entry a head.
+        """
+
+    @abstractmethod
+    def _whole_in_parts(self, batch: ProbeBatch, n_rows: int) -> Tensor:
+        """Compute `whole`, at most ``n_rows`` rows at once."""
+
+    @abstractmethod
+    def _without_in_parts(
+        self,
+        batch: ProbeBatch,
+        layer: int,
+        heads: Sequence[int],
+        n_rows: int,
+    ) -> Tensor:
+        """Compute `without`, at most ``n_rows`` rows at once."""
+
+
+class FullForwards(Forwards):
+    """Forward passes through all layers, for one ablated head after the other."""
+
+    def __str__(self) -> str:
+        return "full forwards"
+
+    def begin(self, batches: Sequence[ProbeBatch]) -> None:
+        """Do nothing: no batch has anything cached."""
+
+    def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
+        return _n_tokens(rows) * len(self.blocks) * len(layers)
+
+    def _whole_in_parts(self, batch: ProbeBatch, n_rows: int) -> Tensor:
         reads = [part.read_plainly(self.model) for _, part in batch.parts(n_rows)]
         return torch.cat(reads, dim=1)
 
-    def _without(
+    def _without_in_parts(
         self,
         batch: ProbeBatch,
         layer: int,
@@ -98,7 +126,7 @@ class Forwards:
         reads = []
         for head in heads:
             with ablate_heads(self.model, [HeadId(layer, head)], kind=self.kind):
-                reads.append(self._whole(batch, n_rows))
+                reads.append(self._whole_in_parts(batch, n_rows))
         return torch.cat(reads)
 
 
@@ -127,11 +155,11 @@ class FromLayer(Forwards):
     def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
         return _n_tokens(rows) * sum(len(self.blocks) - layer for layer in layers)
 
-    def _whole(self, batch: ProbeBatch, n_rows: int) -> Tensor:
+    def _whole_in_parts(self, batch: ProbeBatch, n_rows: int) -> Tensor:
         reads = [part.read(part.logits(self.model)) for _, part in batch.parts(n_rows)]
         return torch.cat(reads, dim=1)
 
-    def _without(
+    def _without_in_parts(
         self,
         batch: ProbeBatch,
         layer: int,

@@ -24,7 +24,7 @@ from ..io import Record
 from ..plan import HeadId
 from ..progress import Phase
 from ..teacher import HeadSite
-from .forwards import Forwards
+from .forwards import Forwards, FullForwards
 from .head_scores import HeadScores, head_table
 from .probe_batch import ProbeBatch, own_batches
 from .probe_rows import ProbeRow, QuestionRow, TextRow
@@ -130,16 +130,17 @@ class AblationRun:
         rows = [*self.questions, *self.texts]
         layers = [head.layer for head in self.heads]
         # The baseline took as long as full forwards with one head ablated.
-        in_full = Forwards(self.model, forwards.sites, forwards.sizer)
-        baselines = forwards.work(rows, layers) / in_full.work(rows, layers[:1])
+        in_full = FullForwards(self.model, forwards.sites, forwards.sizer)
+        n_baselines = forwards.work(rows, layers) / in_full.work(rows, layers[:1])
+        or_less = "" if self.race is None else " or less, by racing"
         log.info(
             "%d heads, %d prompts, %d texts: %s, about %.1f minutes%s",
             len(layers),
             len(self.questions),
             len(self.texts),
             forwards,
-            baselines * seconds / 60,
-            "" if self.race is None else " or less, by racing",
+            n_baselines * seconds / 60,
+            or_less,
         )
 
     def ablate(
@@ -168,30 +169,43 @@ class AblationRun:
     ) -> None:
         # Indices into the tables, which also hold the heads that have dropped out.
         racing = list(range(len(self.heads)))
-        work_done = 0
         for current in self.rounds():
             forwards.begin(current.batches)
             start = current.places.start
             stop = current.places.stop
             layers = [self.heads[index].layer for index in racing]
             rest = [self.questions[number] for number in self.order[start:]]
-            phase.total = work_done + forwards.work([*rest, *self.texts], layers)
+            phase.total = phase.done + forwards.work([*rest, *self.texts], layers)
             phase.note = f"{len(racing)} heads, prompts {start + 1} to {stop}"
-            # Bottom to top: forwards continue from the layer below.
-            for layer in sorted(set(layers)):
-                in_layer = [index for index in racing if self.heads[index].layer == layer]
-                heads = [self.heads[index] for index in in_layer]
-                measure = partial(self._measure_layer, forwards, current, heads, phase)
-                step = resume_log.next(measure)
-                self._store(step, in_layer, current.places)
-                rows = [*current.questions, *current.texts]
-                work_done += forwards.work(rows, [layer] * len(heads))
-                # Also for a step that was read from the file.
-                phase.update(work_done - phase.done)
+            self._ablate_racing(racing, forwards, current, resume_log, phase)
             # After the last round there is nothing to save by dropping heads.
             if self.race is not None and not current.is_last:
                 stays = self.race.stay(self.accuracy_HE[racing, :stop])
                 racing = [index for index, stay in zip(racing, stays) if stay]
+
+    def _ablate_racing(
+        self,
+        racing: list[int],
+        forwards: Forwards,
+        current: Round,
+        resume_log: ResumeLog,
+        phase: Phase,
+    ) -> None:
+        """Measure the heads with these indices on one round's examples, layer by layer."""
+        by_layer: dict[int, list[int]] = {}
+        for index in racing:
+            by_layer.setdefault(self.heads[index].layer, []).append(index)
+        rows = [*current.questions, *current.texts]
+        work_done = phase.done
+        # Bottom to top: forwards continue from the layer below.
+        for layer, in_layer in sorted(by_layer.items()):
+            heads = [self.heads[index] for index in in_layer]
+            measure = partial(self._measure_layer, forwards, current, heads, phase)
+            step = resume_log.next(measure)
+            self._store(step, in_layer, current.places)
+            work_done += forwards.work(rows, [layer] * len(heads))
+            # Measuring has advanced the phase by estimates, and a step read from the file not at all.
+            phase.update(work_done - phase.done)
 
     def _measure_layer(
         self,

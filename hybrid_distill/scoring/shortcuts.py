@@ -18,7 +18,7 @@ from ..model.self_check import rounded_output
 from ..probes.answering import forward
 from ..teacher import HeadSite, text_config
 from .batch_sizer import BatchSizer
-from .forwards import Forwards, FromLayer
+from .forwards import Forwards, FromLayer, FullForwards
 from .probe_batch import ProbeBatch
 from .probe_rows import ProbeRow
 
@@ -40,7 +40,7 @@ def fastest_exact(
     Models whose layers share modules, or pass on more than their output, cannot use the shortcut:
     they run in full.
     """
-    in_full = Forwards(model, sites, sizer)
+    in_full = FullForwards(model, sites, sizer)
     if any(site.shared for site in sites):
         reason = "its layers share modules"
     else:

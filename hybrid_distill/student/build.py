@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kernels import run_on
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import decoder_of, rope_frequencies
 from ..model.mixer import silence
@@ -94,8 +95,8 @@ def build_student(
         window=window,
         sinks=sinks,
     )
-    # Before the student checks itself: it checks these kernels.
-    student.set_ssm_implementation(kernels)
+    # Before the student checks itself: it checks these kernels, unless they need a GPU and the teacher is not on one.
+    student.set_ssm_implementation(kernels if run_on(kernels, teacher.device) else "torch")
     check_teacher_rows(teacher)
     copied = list(copied_tensors(student, teacher, sites))
     _load(student, copied)
@@ -111,6 +112,7 @@ def build_student(
     _load(student, initialized)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     check_rows(student, _OTHER_TEACHER)
+    student.set_ssm_implementation(kernels)
     records = [tensor.record for tensor in (*copied, *initialized)]
     report = BuildReport(
         tensors=(*records, *_dropped_tensors(teacher, records)),

@@ -26,9 +26,10 @@ def check_family(teacher: PreTrainedModel, recurrence: str = "discrete", window:
     """
     try:
         config = _small_config(teacher.config)
-        # The caller's random numbers must not depend on a check. devices=[]: it draws on the CPU alone.
+        # The caller's random numbers must not depend on a check. It draws on the CPU alone; torch.manual_seed would
+        # seed GPUs too.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             small = AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.float32,

@@ -23,6 +23,10 @@ HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Candidates of the fit, in tokens."""
 HALF_LIVES_OF_LAYER = (2.0, 64.0)
 """Range without a fit, in tokens, log-spaced over a layer's heads."""
+N_SCALARS = 4
+"""Fitted numbers of a head before its taps: half-life, average, content and skip."""
+SKIP = 2
+"""Place of x among the features of the fit: average, content, x."""
 CONTENT = 0.1
 """Content coefficient without a fit, in standard deviations over white inputs."""
 PIECES = 64
@@ -91,33 +95,33 @@ def fit_coefficients(
     identity_RK = _identity_taps(n_heads, conv_width, hidden_BLD.device)
     fitted_RK = _fit_taps(values_BLRP, target_BLRP, identity_RK, averages, seq_idx_BL)
 
-    # Columns: half-life, average, content, skip, then the taps.
-    best = _Best(hidden_BLD.new_zeros(n_heads, 4 + conv_width))
+    best = _Best(hidden_BLD.new_zeros(n_heads, N_SCALARS + conv_width))
     problem = _LeastSquares(target_BLRP, n_features=3)
     for taps_RK in (identity_RK, fitted_RK):
         is_convolved = taps_RK is fitted_RK
         x_BLRP = values_BLRP
         if is_convolved:
             x_BLRP = _convolved(values_BLRP, taps_RK, seq_idx_BL)
-        # Last and first, because only the average and the content change with the half-life.
-        problem.set_features(2, x_BLRP)
+        # Once for all half-lives: only the features before it change with them.
+        problem.set_features(SKIP, x_BLRP)
         for half_life, average_BLRP in zip(HALF_LIVES, averages, strict=True):
             if is_delta:
                 past = _delta_averages(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
             else:
+                average_of_x_BLRP = average_BLRP
                 if is_convolved:
                     # Cheaper than averaging again, and the same: both are linear, within a document.
-                    average_BLRP = _convolved(average_BLRP, taps_RK, seq_idx_BL)
+                    average_of_x_BLRP = _convolved(average_BLRP, taps_RK, seq_idx_BL)
                 content_BLRP = _content_average(x_BLRP, half_life, seq_idx_BL, b_BLRF, c_BLRF)
-                past = (average_BLRP, content_BLRP)
+                past = (average_of_x_BLRP, content_BLRP)
             problem.set_features(0, *past)
             weights_R3, error_R = problem.solve()
             half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
             candidate_RX = torch.cat([half_life_R1, weights_R3, taps_RK], dim=1)
             best.offer(candidate_RX, error_R)
-    scalars_RX = best.values_RG[:, :4]
-    half_life_R, average_R, content_R, skip_R = scalars_RX.unbind(1)
-    return Coefficients(half_life_R, average_R, content_R, skip_R, best.values_RG[:, 4:])
+    half_life_R, average_R, content_R, skip_R = best.values_RG[:, :N_SCALARS].unbind(1)
+    taps_RK = best.values_RG[:, N_SCALARS:]
+    return Coefficients(half_life_R, average_R, content_R, skip_R, taps_RK)
 
 
 class _Best:

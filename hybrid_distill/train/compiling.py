@@ -15,14 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..model.document_kernels import compile_static
 from .meter import PEAK_FLOPS, peak_flops
 from .stage import Stage
 
 log = logging.getLogger(__name__)
 
-RECOMPILE_LIMIT = 256
-"""Programs of one function: layers that keep other heads need their own. With dynamo's default of 8,
-the other layers would run uncompiled."""
 WORTH_COMPILING = 600.0
 """Seconds that a stage's remaining products must take for ``auto`` to compile.
 
@@ -46,18 +44,27 @@ def compiled_layers(stage: Stage, device: torch.device, flops: float) -> Iterato
         yield
         return
     config: Any = torch._dynamo.config
-    # Not restored: `compiled_flex_attention` raises it once per process, which may happen in here.
-    config.recompile_limit = max(RECOMPILE_LIMIT, config.recompile_limit)
     # At ``auto``, a layer that the compiler fails on runs as it is, after a warning.
     settings = config.patch(suppress_errors=stage.config.compile == "auto")
     with settings, ExitStack() as undo:
         for module in (*layers, stage):
             name = _compiled_method(module)
             if name is not None:
-                # Rows do not change their length: symbolic shapes would only make slower kernels.
-                setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
+                setattr(module, name, compile_static(getattr(module, name)))
                 undo.callback(delattr, module, name)
         yield
+
+
+def start_backward_thread(device: torch.device) -> None:
+    """Start the thread of a GPU's backward passes with as many CPU threads as this one has.
+
+    Programs are compiled for one number. The loader's thread that pins memory sets it to 1 for all threads that start
+    later; gradient checkpointing, which runs layers again in the backward, would compile each program twice.
+    """
+    if device.type == "cuda":
+        torch.set_num_threads(torch.get_num_threads())
+        weight = torch.ones((), device=device, requires_grad=True)
+        (2 * weight).backward()
 
 
 def _chosen_layers(stage: Stage, device: torch.device, flops: float) -> list[nn.Module]:

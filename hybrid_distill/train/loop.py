@@ -30,9 +30,10 @@ from ..distributed import (
     wait_for_all,
 )
 from ..io import Record
+from ..model.document_kernels import rows_of_one_length
 from ..progress import Phase
 from .checkpoint import Checkpoints, Snapshot
-from .compiling import compiled_layers
+from .compiling import compiled_layers, start_backward_thread
 from .config import COLLECTIVE_TIMEOUT, StageConfig
 from .end_to_end import EndToEnd
 from .grouped import grouped_attention
@@ -244,8 +245,11 @@ class _Training:
         with stop_requests() as stop_requested:
             rows_left = (self.config.steps - self.step) * self.n_rows
             flops_left = rows_left * self.rows.seq_len * self.flops
+            # Before batches are read, which starts other threads.
+            start_backward_thread(self.accelerator.device)
+            one_length = rows_of_one_length(self.stage.rows_have_one_length)
             compiled = compiled_layers(self.strategy.stage, self.accelerator.device, flops_left)
-            with grouped_attention(), compiled:
+            with one_length, grouped_attention(), compiled:
                 self.run(stop_requested, progress, trace)
             manifest = self.finish()
             # A request in the last step, or while the result was written. One process may have it

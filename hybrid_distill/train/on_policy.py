@@ -41,6 +41,7 @@ class OnPolicy(EndToEnd):
 
     # Generation runs the decoder over and over, outside of the call that gathers the weights.
     shardable = False
+    rows_have_one_length = False
 
     def __init__(
         self,

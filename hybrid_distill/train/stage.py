@@ -53,6 +53,8 @@ class Stage(nn.Module, ABC, Generic[Config]):
 
     shardable = True
     """False if ZeRO-3 and FSDP2 cannot be used: they gather sharded weights only around calls of ``forward``."""
+    rows_have_one_length = True
+    """True if all rows have one length, so that attention can be compiled for it."""
     entry = "forward"
     """Name of the method that is called on `parts`."""
     teacher_shardable = True

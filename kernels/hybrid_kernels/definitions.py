@@ -72,8 +72,8 @@ def _first_difference(
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest element: small ones are differences of
-    large ones and round as these."""
+    """Return the largest difference, relative to the largest element: small elements are differences
+    of large numbers and carry their rounding error."""
     scale = expected.abs().max().clamp_min(1e-12)
     largest = (actual.cpu().double() - expected).abs().max()
     # A NaN would be less than any tolerance.

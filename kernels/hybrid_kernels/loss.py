@@ -168,8 +168,28 @@ def loss_and_gradients(
 
 
 @loss_and_gradients.register_fake
-def _(hidden, head, *others) -> tuple[Tensor, Tensor, Tensor]:
-    *_, dtype, _, _, _, for_hidden, for_head = others
+def _(
+    hidden,
+    head,
+    teacher_a,
+    teacher_b,
+    from_head,
+    soft,
+    hard,
+    labels,
+    kept,
+    kind,
+    temperature,
+    beta,
+    hard_weight,
+    n_real,
+    dtype,
+    teacher_dtype,
+    chunk_size,
+    impl,
+    for_hidden,
+    for_head,
+) -> tuple[Tensor, Tensor, Tensor]:
     d_hidden = hidden.new_empty(0)
     if for_hidden:
         d_hidden = torch.empty_like(hidden)

@@ -117,7 +117,7 @@ def ssd_backward(
 ) -> Gradients:
     """Return the gradients of `ssd_forward`'s arguments, from those of y and of the last state (None for zero).
 
-    Those of x, B and C are slices of ``row_BLC``, if given, as x, B and C are of their row.
+    With ``row_BLC``, the gradients of x, B and C are written into it, where x, B and C lie in the row that they share.
     """
     call = _Call.of(arguments, backward=True)
     D_H = arguments.D_H
@@ -132,23 +132,8 @@ def ssd_backward(
     # Before the main kernels, which run on all segments at once.
     after = call.gradients_after_segments(dy, dstate_BHPN)
 
-    like: dict[str, Any] = {"device": call.x.device, "dtype": call.x.dtype}
-    wide: dict[str, Any] = {"device": call.x.device, "dtype": torch.float32}
     da = torch.empty_like(call.a)
-    in_row = (arguments.x_BLHP, arguments.b_BLHN, arguments.c_BLHN)
-    if row_BLC is None:
-        dx, db, dc = (torch.empty(part.shape, **like) for part in in_row)
-    else:
-        dx, db, dc = (slice_like(part, row_BLC) for part in in_row)
-    to_tokens, from_tokens = torch.empty(2, *call.decay_shape, **wide)
-    over = torch.empty(call.decay_shape[:3], **wide)
-    dD = None
-    if D_H is not None:
-        # One number per program, summed below in a fixed order instead of by atomics.
-        dD = torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
-    dstate = None
-    if state_BHPN is not None:
-        dstate = torch.empty(call.state_shape, **wide)
+    outputs = _backward_outputs(call, arguments, row_BLC)
     with torch.cuda.device_of(call.x):
         # One to three launches: where one kernel would spill registers, each finds a part.
         for gradients in BACKWARD_KERNELS[call.tile.n_backward]:
@@ -158,36 +143,68 @@ def ssd_backward(
                 dy=dy,
                 chunk_states=chunk_states,
                 after=after,
-                dx=dx,
-                to_tokens=to_tokens,
-                from_tokens=from_tokens,
-                over=over,
-                db=db,
-                dc=dc,
-                dD=dD,
-                dstate=dstate,
+                **outputs._asdict(),
                 **call.sizes,
                 **call.constants,
                 HAS_AFTER=after is not None,
-                HAS_STATE=dstate is not None,
+                HAS_STATE=outputs.dstate is not None,
                 IN_ROW=row_BLC is not None,
                 **wanted(gradients),
                 **call.tile.backward.options,
             )
         _decay_gradients[call.decay_grid](
             a=call.a,
-            to_tokens=to_tokens,
-            from_tokens=from_tokens,
-            over=over,
+            to_tokens=outputs.to_tokens,
+            from_tokens=outputs.from_tokens,
+            over=outputs.over,
             da=da,
             **call.decay_options,
             MODE=dot_mode(call.x.dtype),
         )
-    if dD is not None and D_H is not None:
-        dD = dD.sum((0, 1)).to(D_H.dtype)
-    if dstate is not None and state_BHPN is not None:
-        dstate = dstate.to(state_BHPN.dtype)
-    return Gradients(dx, da, db, dc, dD, dstate)
+    dD_H = None
+    if outputs.dD is not None and D_H is not None:
+        dD_H = outputs.dD.sum((0, 1)).to(D_H.dtype)
+    dstate_before = None
+    if outputs.dstate is not None and state_BHPN is not None:
+        dstate_before = outputs.dstate.to(state_BHPN.dtype)
+    return Gradients(outputs.dx, da, outputs.db, outputs.dc, dD_H, dstate_before)
+
+
+class _BackwardOutputs(NamedTuple):
+    """Tensors that the main kernels of the backward write, by the names of their arguments."""
+
+    dx: Tensor
+    db: Tensor
+    dc: Tensor
+    to_tokens: Tensor
+    from_tokens: Tensor
+    over: Tensor
+    dD: Tensor | None
+    """One number per program, summed afterwards in a fixed order instead of by atomics."""
+    dstate: Tensor | None
+
+
+def _backward_outputs(
+    call: _Call, arguments: ScanArguments, row_BLC: Tensor | None
+) -> _BackwardOutputs:
+    """Allocate what the main kernels of the backward write; in ``row_BLC``, if given, lie dx, dB and dC."""
+    wide: dict[str, Any] = {"device": call.x.device, "dtype": torch.float32}
+    in_row = []
+    for part in (arguments.x_BLHP, arguments.b_BLHN, arguments.c_BLHN):
+        if row_BLC is None:
+            in_row.append(torch.empty(part.shape, device=call.x.device, dtype=call.x.dtype))
+        else:
+            in_row.append(slice_like(part, row_BLC))
+    dx, db, dc = in_row
+    to_tokens, from_tokens = torch.empty(2, *call.decay_shape, **wide)
+    over = torch.empty(call.decay_shape[:3], **wide)
+    dD = None
+    if arguments.D_H is not None:
+        dD = torch.empty(call.batch, call.n_segments, call.n_heads, **wide)
+    dstate = None
+    if arguments.state_BHPN is not None:
+        dstate = torch.empty(call.state_shape, **wide)
+    return _BackwardOutputs(dx, db, dc, to_tokens, from_tokens, over, dD, dstate)
 
 
 def slice_like(part: Tensor, row_BLC: Tensor) -> Tensor:

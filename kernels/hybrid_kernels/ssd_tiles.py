@@ -60,10 +60,10 @@ class Tile(NamedTuple):
 
 # By architecture and the blocks of N and P. An entry with figures is the fastest of what
 # benchmarks/tile_search.py compiles with triton 3.6.0, by modeled milliseconds at 8 rows of 2,048
-# tokens and 32 heads. Behind it: forward and backward, with no option on, then with all. Spills are
-# accepted where the model says so. An entry without figures is the first of (chunk, n_backward) =
-# (32, 1), (16, 1), (32, 2), (16, 2), (32, 3), (16, 3) that kept its values in registers when the
-# table was made.
+# tokens and 32 heads. Its comment has these, forward + backward: without optional inputs, then with
+# all of them. Spills are accepted where the model says so. An entry without figures is the first of
+# (chunk, n_backward) = (32, 1), (16, 1), (32, 2), (16, 2), (32, 3), (16, 3) that kept its values in
+# registers when the table was made.
 _BF16_TILES = {
     (90, 16, 16): Tile(32, Launch(4, 2), Launch(4, 1)),
     (90, 16, 32): Tile(16, Launch(4, 2), Launch(4, 1)),

@@ -38,7 +38,7 @@ from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task
 from hybrid_distill.locking import is_locked, locked
 from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
-from hybrid_distill.pipeline.folder import outdated
+from hybrid_distill.pipeline.folder import obsolete_results
 from hybrid_distill.pipeline.run import build, choose_heads, run
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.scoring import HeadScores
@@ -182,7 +182,7 @@ def test_a_wider_window_may_not_move_the_questions_of_finished_cells(tmp_path: P
     teacher_evaluation.write_text('{"distance": 0}')
     with_windows = extended("0,8")
     assert not teacher_evaluation.exists()
-    assert outdated(teacher_run(with_windows, 0).config) == []
+    assert obsolete_results(teacher_run(with_windows, 0).config) == []
     this.paths.of_seed(0).scores.unlink()
 
     # A distance of the recipe's own stays, whatever the windows.

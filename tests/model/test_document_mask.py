@@ -3,7 +3,9 @@
 FlashAttention needs a GPU: `flash` computes what its documentation says, document by document.
 """
 
+import inspect
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -428,3 +430,44 @@ def test_a_mask_of_documents_has_its_numbers_for_any_other_function(as_on_a_gpu)
     attended = F.scaled_dot_product_attention(*too_narrow_for_flex, attn_mask=mask)
     exact = F.scaled_dot_product_attention(*too_narrow_for_flex, attn_mask=plain)
     assert torch.equal(attended, exact)
+
+
+@pytest.mark.parametrize("torch_has_the_option", [True, False])
+def test_every_thread_compiles_more_shapes_than_dynamos_default(
+    torch_has_the_option: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of settings is each thread's own since torch 2.12: recomputation runs in the backward's."""
+    graphs: list[Any] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(inputs)
+        return graph.forward
+
+    compile_with = torch.compile
+
+    def compile_and_record(function: Any, **options: Any) -> Any:
+        return compile_with(function, backend=record, **options)
+
+    def without_the_option(function: Any, *, dynamic: bool) -> Any:
+        return compile_with(function, backend=record, dynamic=dynamic)
+
+    replacement = compile_and_record
+    if torch_has_the_option:
+        parameters = inspect.signature(compile_with).parameters
+        if "recompile_limit" not in parameters:
+            pytest.skip("this torch has no such option")
+        compile_and_record.__signature__ = inspect.Signature(list(parameters.values()))
+    else:
+        replacement = without_the_option
+    monkeypatch.setattr(torch, "compile", replacement)
+    twice = document_kernels.compile_static(lambda row: 2 * row)
+    lengths = range(2, 14)
+
+    def run() -> None:
+        for length in lengths:
+            twice(torch.ones(length))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(graphs) == len(lengths)

@@ -18,7 +18,12 @@ from transformers import PreTrainedModel
 from windows import SINKS, WINDOW, masked_teacher, opened, windowed_student
 
 from hybrid_distill.export.formats import check_expressible
-from hybrid_distill.model import HybridMixer, local_attention, window_kernels
+from hybrid_distill.model import (
+    HybridMixer,
+    document_kernels,
+    local_attention,
+    window_kernels,
+)
 from hybrid_distill.model.document_kernels import FLEX_BLOCK as BLOCK
 from hybrid_distill.model.local_attention import Reach, Scoring
 from hybrid_distill.model.mixer import silence
@@ -394,7 +399,8 @@ def test_flex_attention_and_its_backward(
 ) -> None:
     """FlexAttention refuses only at its border to train on a CPU."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *args: None)
-    monkeypatch.setattr(window_kernels, "flex_function", lambda: flex_attention.flex_attention)
+    plain = flex_attention.flex_attention
+    monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: plain)
     begins = begins_of_documents()
     length = begins.shape[1]
     generator = torch.Generator().manual_seed(0)
@@ -418,6 +424,44 @@ def test_flex_attention_and_its_backward(
         torch.testing.assert_close(half.float(), out, rtol=0.05, atol=0.05)
     for in_blocks, by_kernel in zip(*results, strict=True):
         torch.testing.assert_close(by_kernel, in_blocks, rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_of_many_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of training alone says that rows have one length; text of students has many."""
+    monkeypatch.setattr(window_kernels, "has_document_attention", lambda device: True)
+    query = torch.zeros(1, 2, 256, 16)
+    assert not window_kernels.kernel_runs(query, dropout=0.0)
+    with document_kernels.rows_of_one_length(True):
+        assert window_kernels.kernel_runs(query, dropout=0.0)
+        with document_kernels.rows_of_one_length(False):
+            assert not window_kernels.kernel_runs(query, dropout=0.0)
+    assert not window_kernels.kernel_runs(query, dropout=0.0)
+
+
+def test_attention_runs_in_blocks_where_flex_attention_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def too_small(*args: Any, **options: Any) -> Tensor:
+        calls.append(args)
+        raise RuntimeError("No valid triton configs. OutOfResources: shared memory")
+
+    monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: too_small)
+    monkeypatch.setattr(document_kernels, "_not_compiled", set())
+    begins = begins_of_documents()
+    row = torch.randn(2, 2, begins.shape[1], 16, generator=torch.Generator().manual_seed(0))
+    results = []
+    for runs in (False, True, True):
+        monkeypatch.setattr(local_attention, "kernel_runs", lambda *_, runs=runs: runs)
+        results.append(
+            local_attention.attend_locally(row, row, row, begins, Reach(44, 4), Scoring())
+        )
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    # Tried once.
+    assert len(calls) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize("window", [1, 44, 128, 300])

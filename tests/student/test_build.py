@@ -24,6 +24,7 @@ from hybrid_distill.model.decays import log_decay
 from hybrid_distill.model.field_rules import release
 from hybrid_distill.model.ssd import ssd_scan
 from hybrid_distill.plan import HeadPlan
+from hybrid_distill.student import build
 from hybrid_distill.student.build import build_student
 from hybrid_distill.student.dtypes import cast_weights
 from hybrid_distill.student.init import LayerTrace, init_ssm
@@ -123,6 +124,24 @@ def test_tied_embeddings_stay_tied(family: str) -> None:
     untied_teacher = make_family_model(family)
     untied, _ = build_student(untied_teacher, some_heads(teacher), d_state=8)
     assert untied.lm_head.weight is not untied.get_input_embeddings().weight
+
+
+def test_a_student_for_kernels_of_a_gpu_is_built_beside_its_teacher_on_the_cpu(
+    teacher, monkeypatch
+) -> None:
+    """A finished run is loaded there before it moves to the GPU."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    checked_on = []
+
+    def note(model: Any, *options: Any) -> None:
+        checked_on.append(getattr(model, "ssm_implementation", None))
+
+    monkeypatch.setattr(build, "check_rows", note)
+    plan = HeadPlan.none(teacher)
+    student, _ = build_student(teacher, plan, d_state=4, init="random", kernels="triton")
+    assert checked_on == [None, "torch"]
+    assert student.ssm_implementation == "triton"
 
 
 def test_the_teacher_is_left_alone(teacher) -> None:

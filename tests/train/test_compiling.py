@@ -206,14 +206,6 @@ def test_flops_left_are_those_of_the_steps_that_a_process_has_yet_to_run(
     assert left == [5 * of_step, of_step]
 
 
-def test_flexattention_keeps_its_limit_of_programs_after_a_compiled_stage() -> None:
-    config: Any = torch._dynamo.config
-    with config.patch(recompile_limit=8):
-        with compiled_layers(made_stage(Distill(compile="on")), CPU, flops=0.0):
-            document_kernels.compiled_flex_attention.__wrapped__()
-        assert config.recompile_limit >= 64
-
-
 def test_a_compiled_stage_leaves_no_trace(tmp_path: Path, caplog) -> None:
     # In bfloat16, programs read copies of the weights in all micro-batches.
     stage = made_stage(small_config("distill", steps=2, compile="on", precision="bf16"))

@@ -95,7 +95,7 @@ def memory_plan(
         "bf16 copies": BF16 * copied if shape.bf16 else 0,
         # Logits of a chunk of tokens, and the gradients that are computed with the loss.
         "loss chunk": loss,
-        # Of one layer, beyond the loss chunk whose memory it reuses.
+        # One layer's: it reuses the memory of the loss chunk, so only the excess counts.
         "layer workspace": max(0, workspace - loss),
     }
 

@@ -62,37 +62,41 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run, finished or not. Raises ValueError for a folder that holds none."""
     folder = folder.resolve()  # "." has no name, and the name is the title
     paths = RunPaths(folder)
-    signs = (paths.config, paths.plan, paths.evaluation, paths.stages)
-    if not any(path.exists() for path in signs):
-        raise ValueError(
-            f"{folder} is neither a run nor a sweep: it has no {paths.config.name} or results.csv. "
-            "Pass the --out of `hybrid-distill run` or `sweep`."
-        )
-    missing: list[str] = []
-    teacher = _load(EvalResult.load, paths.teacher_evaluation, "the teacher's evaluation", missing)
-    student = _load(EvalResult.load, paths.evaluation, "the evaluation of 'student'", missing)
-    plan = _load(HeadPlan.load, paths.plan, "the plan of 'student'", missing)
+    _check_is_run(paths)
+    # The report lists what is missing in the order of these calls.
+    files = _Files()
+    teacher = files.load(EvalResult.load, paths.teacher_evaluation, "the teacher's evaluation")
+    student = files.load(EvalResult.load, paths.evaluation, "the evaluation of 'student'")
+    plan = files.load(HeadPlan.load, paths.plan, "the plan of 'student'")
     losses = _losses(paths, STUDENT)
-    settings = _load(read_json, paths.config, "the settings", []) or {}
+    # Never listed as missing: without settings, others are.
+    settings = _Files().load(read_json, paths.config, "the settings") or {}
     if losses.empty and settings.get("stages", True):
         pattern = f"{folder.name}/{paths.stages.name}/*/{METRICS}"
-        missing.append(f"the loss curves of 'student' (`{pattern}`)")
-    scores = _load(HeadScores.load, paths.scores, "head scores", missing)
+        files.missing.append(f"the loss curves of 'student' (`{pattern}`)")
+    scores = files.load(HeadScores.load, paths.scores, "head scores")
 
     speed = None
-    # Never listed as missing: only a flag of `evaluate` measures it.
+    # Nor listed: only a flag of `evaluate` measures it.
     if paths.speed.exists():
-        speed = _load(lambda path: read_json(path)["rows"], paths.speed, "the speeds", missing)
+        speed = files.load(_speed_rows, paths.speed, "the speeds")
 
     results: dict[str, EvalResult | None] = {}
     if teacher is not None:
         results[TEACHER] = teacher
     if paths.control.evaluation.exists():
-        control = paths.control.evaluation
-        results[CONTROL] = _load(EvalResult.load, control, "the control's", missing)
+        results[CONTROL] = files.load(
+            EvalResult.load, paths.control.evaluation, "the control's evaluation"
+        )
     results[STUDENT] = student
-    models = {name: all_figures(result) if result else {} for name, result in results.items()}
-    errors = {name: result.standard_errors() if result else {} for name, result in results.items()}
+    models: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for name, result in results.items():
+        models[name] = {}
+        errors[name] = {}
+        if result is not None:
+            models[name] = all_figures(result)
+            errors[name] = result.standard_errors()
     models[GUESSING] = teacher.chances() if teacher else {}
     errors[GUESSING] = {}
     return RunRecord(
@@ -109,19 +113,40 @@ def read_run(folder: Path) -> RunRecord:
         window=settings.get("student", {}).get("window", 0),
         unit=settings.get("plan", {}).get("unit", "head"),
         text_length=student.text_length if student else 0.0,
-        missing=tuple(missing),
+        missing=tuple(files.missing),
     )
 
 
-def _load(load: Callable[[Path], T], path: Path, content: str, missing: list[str]) -> T | None:
-    """Load a file; if that fails, append its ``content`` and the reason to ``missing``, and return None."""
-    try:
-        return load(path)
-    except ValueError as error:
-        is_absent = isinstance(error.__cause__, FileNotFoundError)
-        reason = "not there" if is_absent else error
-        missing.append(f"{content} (`{path.parent.name}/{path.name}`: {reason})")
-        return None
+def _check_is_run(paths: RunPaths) -> None:
+    signs = (paths.config, paths.plan, paths.evaluation, paths.stages)
+    if not any(path.exists() for path in signs):
+        raise ValueError(
+            f"{paths.out} is neither a run nor a sweep: it has no {paths.config.name} or results.csv. "
+            "Pass the --out of `hybrid-distill run` or `sweep`."
+        )
+
+
+def _speed_rows(path: Path) -> list[Record]:
+    rows: list[Record] = read_json(path)["rows"]
+    return rows
+
+
+class _Files:
+    """Loader of a run's files, which notes those that cannot be read."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        """Files that could not be read, with reasons."""
+
+    def load(self, load: Callable[[Path], T], path: Path, content: str) -> T | None:
+        """Load a file; if that fails, note its ``content`` and the reason, and return None."""
+        try:
+            return load(path)
+        except ValueError as error:
+            is_absent = isinstance(error.__cause__, FileNotFoundError)
+            reason = "not there" if is_absent else error
+            self.missing.append(f"{content} (`{path.parent.name}/{path.name}`: {reason})")
+            return None
 
 
 def _frame(rows: dict[str, dict[str, float]]) -> pd.DataFrame:

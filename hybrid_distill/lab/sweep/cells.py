@@ -190,7 +190,10 @@ def _ablating(config: RunConfig) -> RunConfig:
 
 
 def _of_teacher(config: RunConfig) -> RunConfig:
-    """Return a run that replaces no head, as one that says nothing of replaced heads: the grid may grow."""
+    """Reset the options of the student, which a run that replaces no head ignores.
+
+    Otherwise the cell of the teacher would have other settings in a grid that has grown.
+    """
     return replace(config, student=StudentConfig())
 
 

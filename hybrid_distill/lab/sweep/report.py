@@ -205,12 +205,14 @@ def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) 
     compared = [column for column in columns if column.name in results.rows]
     # The teacher agrees with itself: a ratio to that is the figure again.
     compared = [column for column in compared if column.name != "top1_agreement"]
-    table = without(names, TEACHER).iloc[:, :3]
+    # Numbers of seeds stand in the table of means.
+    table = without(names, TEACHER).drop(columns=[("", "seeds")], errors="ignore")
     for group in (KNOWLEDGE, RETRIEVAL):
         own = []
         for column in compared:
             # Dictionaries count once, by generation.
-            if column.group == group and "choice" not in column.name:
+            is_by_choice = column.name.startswith("kv_choice")
+            if column.group == group and not is_by_choice:
                 own.append(column.name)
         if own:
             means, margins = results.against_teacher(own)
