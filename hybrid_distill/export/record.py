@@ -61,7 +61,8 @@ def write_record(
     Returns the record, with the hardware and library that computed it (``arithmetic``) and the
     effect of rounding on the logits, in float32 and in the student's dtype (``rounding``; see
     `check.MARGIN`). ``kernels`` holds the student's ``implementation`` and the difference between
-    its logits and those without kernels; it is None if there is no difference.
+    its logits and those without kernels; it is None if there is no difference, or if the kernels do
+    not run where the student is.
     """
     texts = []
     if tokenizer is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -27,26 +26,31 @@ FLASH_WIDTH = 256  # widest head of flash-attn's kernels
 RECOMPILE_LIMIT = 256
 """Programs of one function: layers that keep other heads need their own, as do rows of other shapes."""
 
-log = logging.getLogger(__name__)
-_one_length: bool | None = None
-"""True if all rows have one length, False if not, None if nothing says so."""
-_not_compiled: set[tuple[torch.dtype, int, torch.device]] = set()
-"""Dtypes, widths of heads and devices for which FlexAttention has failed."""
+MOST_LENGTHS = 8
+"""Lengths of rows that FlexAttention compiles for where nothing says that rows have one length."""
+FLOAT32_SHARED = 131_074
+"""Bytes of shared memory that FlexAttention takes in float32 with heads wider than 64 (pytorch issue 133254)."""
+
+_is_told = False
+_told_length: int | None = None
+_lengths: set[int] = set()
 
 
 @contextmanager
-def rows_of_one_length(one_length: bool) -> Iterator[None]:
-    """Say, while the context is open, whether all rows have one length: FlexAttention compiles for each anew.
+def compiling_for(length: int | None) -> Iterator[None]:
+    """Let FlexAttention run, while the context is open, for rows of this length alone; None for all rows.
 
-    For all threads: gradient checkpointing runs layers again in those of the backward pass.
+    It compiles for each length anew. Holds in all threads: gradient checkpointing runs layers again in those of the
+    backward pass.
     """
-    global _one_length
-    before = _one_length
-    _one_length = one_length
+    global _is_told, _told_length
+    before = (_is_told, _told_length)
+    _is_told = True
+    _told_length = length
     try:
         yield
     finally:
-        _one_length = before
+        _is_told, _told_length = before
 
 
 def has_document_attention(device: torch.device) -> bool:
@@ -111,27 +115,51 @@ def as_autocast(
     Other kernels are not: rotation by float32 angles leaves queries and keys in float32, beside values
     in the dtype of autocast.
     """
-    device = query_BHLP.device.type
-    if not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(query_BHLP)
+    if dtype is None:
         return query_BHLP, key_BHLP, value_BHLP
-    dtype = torch.get_autocast_dtype(device)
     return query_BHLP.to(dtype), key_BHLP.to(dtype), value_BHLP.to(dtype)
 
 
-def flex_runs(query_BHLP: Tensor, *, one_length: bool) -> bool:
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast on a tensor's device; None where it is off."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def flex_runs(query_BHLP: Tensor, *, untold: bool) -> bool:
     """Return True if FlexAttention is able to run these queries and worth its compilation.
 
-    ``one_length`` stands where `rows_of_one_length` is not open.
+    Without `compiling_for`, ``untold`` says whether it runs, then for `MOST_LENGTHS` at most.
     """
-    if _one_length is not None:
-        one_length = _one_length
-    if not one_length:
-        return False
     length, width = query_BHLP.shape[-2:]
     # A row within one block skips nothing; compiling for it would cost more than its mask.
     if length <= FLEX_BLOCK or width < 16:
         return False
-    return query_BHLP.device.type == "cpu" or has_triton()
+    is_wanted = _told_length in (None, length) if _is_told else untold and _is_among_first(length)
+    if not is_wanted:
+        return False
+    dtype = autocast_dtype(query_BHLP) or query_BHLP.dtype
+    device = query_BHLP.device
+    return device.type == "cpu" or (has_triton() and flex_fits(dtype, width, device))
+
+
+def _is_among_first(length: int) -> bool:
+    if not torch.compiler.is_compiling() and len(_lengths) < MOST_LENGTHS:
+        _lengths.add(length)
+    return length in _lengths
+
+
+@once
+def flex_fits(dtype: torch.dtype, width: int, device: torch.device) -> bool:
+    """Return True if a GPU has the shared memory that FlexAttention's blocks take."""
+    if dtype != torch.float32 or width <= 64:
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    # torch before 2.6 does not tell.
+    return getattr(properties, "shared_memory_per_block_optin", FLOAT32_SHARED) >= FLOAT32_SHARED
 
 
 @once
@@ -139,36 +167,11 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def attend_with_flex(
-    query_BHLP: Tensor, key_BHLP: Tensor, value_BHLP: Tensor, **options: Any
-) -> Tensor | None:
-    """Run FlexAttention, compiled unless a compiler traces it already; None where it does not compile.
-
-    In float32, its blocks take more shared memory than GPUs smaller than an A100 have (pytorch issue 133254).
-    """
-    qkv = (query_BHLP, key_BHLP, value_BHLP)
+def flex_function() -> Any:
+    """Return FlexAttention, compiled unless a compiler traces it already."""
     if torch.compiler.is_compiling():
-        attended: Tensor = flex_attention.flex_attention(*qkv, **options)
-        return attended
-    kind = (query_BHLP.dtype, query_BHLP.shape[-1], query_BHLP.device)
-    if kind in _not_compiled:
-        return None
-    try:
-        attended = compiled_flex_attention()(*qkv, **options)
-    except torch.OutOfMemoryError:
-        raise
-    # The compiler and its autotuner raise many classes, RuntimeError among them.
-    except Exception as error:
-        _not_compiled.add(kind)
-        reason = str(error).partition("\n")[0]
-        log.warning(
-            "FlexAttention does not run in %s with heads of %d on %s (%s): %s; dense attention runs instead",
-            *kind,
-            type(error).__name__,
-            reason,
-        )
-        return None
-    return attended
+        return flex_attention.flex_attention
+    return compiled_flex_attention()
 
 
 @lru_cache

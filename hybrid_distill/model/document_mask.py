@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from .document_kernels import (
     as_autocast,
-    attend_with_flex,
     block_mask,
     flash_attend,
     flash_runs,
+    flex_function,
     flex_runs,
 )
 
@@ -104,21 +104,18 @@ def _attend(
     if flash_runs(*qkv):
         borders = attn_mask.document_borders()
         return flash_attend(*qkv, borders, attn_mask.window, dropout_p, scale)
-    # Rows are packed to one length.
-    if not dropout_p and flex_runs(query_BHLP, one_length=True):
-        attended = attend_with_flex(
-            *qkv, block_mask=attn_mask.blocks, scale=scale, enable_gqa=enable_gqa
+    # Packed rows mostly have one length.
+    if dropout_p or not flex_runs(query_BHLP, untold=True):
+        query, key, value = qkv
+        # Kernels for dense masks do not group heads: sdpa would materialize all of its scores.
+        n_repeats = query.shape[1] // key.shape[1]
+        return F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(n_repeats, dim=1),
+            value.repeat_interleave(n_repeats, dim=1),
+            attn_mask=attn_mask.elements(),
+            dropout_p=dropout_p,
+            scale=scale,
         )
-        if attended is not None:
-            return attended
-    query, key, value = qkv
-    # Kernels for dense masks do not group heads: sdpa would materialize all of its scores.
-    n_repeats = query.shape[1] // key.shape[1]
-    return F.scaled_dot_product_attention(
-        query,
-        key.repeat_interleave(n_repeats, dim=1),
-        value.repeat_interleave(n_repeats, dim=1),
-        attn_mask=attn_mask.elements(),
-        dropout_p=dropout_p,
-        scale=scale,
-    )
+    attend = flex_function()
+    return attend(*qkv, block_mask=attn_mask.blocks, scale=scale, enable_gqa=enable_gqa)

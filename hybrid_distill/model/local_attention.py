@@ -82,7 +82,7 @@ def attend_locally(
     row's only document, it is not read. Consecutive query heads share a KV head.
     """
     if earlier is None and kernel_runs(query_BHLP, scoring.dropout):
-        attended = attend_with_kernel(
+        return attend_with_kernel(
             query_BHLP,
             key_BGLP,
             value_BGLP,
@@ -91,8 +91,6 @@ def attend_locally(
             scoring.scale,
             scoring.softcap,
         )
-        if attended is not None:
-            return attended
     return _attend_in_blocks(query_BHLP, key_BGLP, value_BGLP, begin_BL, reach, scoring, earlier)
 
 

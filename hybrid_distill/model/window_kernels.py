@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 from .document_kernels import (
     FLEX_BLOCK,
     as_autocast,
-    attend_with_flex,
+    flex_function,
     flex_runs,
     has_document_attention,
 )
@@ -23,11 +23,11 @@ from .document_kernels import (
 def kernel_runs(query_BHLP: Tensor, dropout: float) -> bool:
     """Return True if FlexAttention runs these queries faster than blocks of dense attention do.
 
-    Prompts and texts have many lengths: it runs in training alone, where a loop opens `rows_of_one_length`.
+    Prompts and texts have many lengths: it runs in training alone, where a loop opens `compiling_for`.
     """
     if dropout or not has_document_attention(query_BHLP.device):
         return False
-    return flex_runs(query_BHLP, one_length=False)
+    return flex_runs(query_BHLP, untold=False)
 
 
 def attend_with_kernel(
@@ -38,17 +38,15 @@ def attend_with_kernel(
     sizes: tuple[int, int, int | None],
     scale: float | None,
     softcap: float | None,
-) -> Tensor | None:
-    """Compute `attend_locally` of a row without earlier tokens; ``sizes`` are window, sinks and limit.
-
-    Returns None where FlexAttention does not compile.
-    """
+) -> Tensor:
+    """Compute `attend_locally` of a row without earlier tokens; ``sizes`` are window, sinks and limit."""
+    attend = flex_function()
 
     def capped(score: Tensor, *place: Tensor) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    return attend_with_flex(
+    return attend(
         *as_autocast(query_BHLP, key_BGLP, value_BGLP),
         score_mod=None if softcap is None else capped,
         block_mask=window_blocks(begin_BL, *sizes),

@@ -30,7 +30,7 @@ from ..distributed import (
     wait_for_all,
 )
 from ..io import Record
-from ..model.document_kernels import rows_of_one_length
+from ..model.document_kernels import compiling_for
 from ..progress import Phase
 from .checkpoint import Checkpoints, Snapshot
 from .compiling import compiled_layers, start_backward_thread
@@ -247,9 +247,9 @@ class _Training:
             flops_left = rows_left * self.rows.seq_len * self.flops
             # Before batches are read, which starts other threads.
             start_backward_thread(self.accelerator.device)
-            one_length = rows_of_one_length(self.stage.rows_have_one_length)
+            attention = compiling_for(self.stage.compiled_length(self.rows.seq_len))
             compiled = compiled_layers(self.strategy.stage, self.accelerator.device, flops_left)
-            with one_length, grouped_attention(), compiled:
+            with attention, grouped_attention(), compiled:
                 self.run(stop_requested, progress, trace)
             manifest = self.finish()
             # A request in the last step, or while the result was written. One process may have it

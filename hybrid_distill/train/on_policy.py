@@ -41,7 +41,6 @@ class OnPolicy(EndToEnd):
 
     # Generation runs the decoder over and over, outside of the call that gathers the weights.
     shardable = False
-    rows_have_one_length = False
 
     def __init__(
         self,
@@ -55,6 +54,10 @@ class OnPolicy(EndToEnd):
     def whole_layers(self) -> list[nn.Module]:
         """Return none: each number and length of generated rows would be compiled anew."""
         return []
+
+    def compiled_length(self, seq_len: int) -> int | None:
+        """Return the length of given rows: generated ones have many."""
+        return seq_len
 
     def micro_batches(
         self,

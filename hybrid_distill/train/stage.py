@@ -53,8 +53,6 @@ class Stage(nn.Module, ABC, Generic[Config]):
 
     shardable = True
     """False if ZeRO-3 and FSDP2 cannot be used: they gather sharded weights only around calls of ``forward``."""
-    rows_have_one_length = True
-    """True if all rows have one length, so that attention can be compiled for it."""
     entry = "forward"
     """Name of the method that is called on `parts`."""
     teacher_shardable = True
@@ -126,6 +124,10 @@ class Stage(nn.Module, ABC, Generic[Config]):
     @abstractmethod
     def parts(self) -> list[nn.Module]:
         """Return the modules of the student, one per layer, that run in sequence: FSDP2 gathers them one by one."""
+
+    def compiled_length(self, seq_len: int) -> int | None:
+        """Return the length of the rows that attention is compiled for; None if all rows have few lengths."""
+        return None
 
     def whole_layers(self) -> list[nn.Module]:
         """Return the teacher's and the student's decoder layers that can be compiled, each as a whole.

@@ -346,8 +346,8 @@ def test_zero_is_not_offered_to_a_stage_that_skips_steps() -> None:
     strategies = {}
     for stage in skipping.stages:
         planned = plan_stage(skipping, stage, plan)
-        assert list(planned.own) == list(planned.others)
-        strategies[stage.name] = tuple(planned.own)
+        assert list(planned.as_configured) == list(planned.with_checkpointing_toggled)
+        strategies[stage.name] = tuple(planned.as_configured)
     assert strategies == {"align": STRATEGIES, "distill": ("ddp", "fsdp2")}
 
 

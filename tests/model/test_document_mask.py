@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -471,3 +472,34 @@ def test_every_thread_compiles_more_shapes_than_dynamos_default(
     thread.start()
     thread.join()
     assert len(graphs) == len(lengths)
+
+
+def test_rows_of_ever_new_lengths_run_with_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches without padding, as some loops make them: each length would compile anew."""
+    monkeypatch.setattr(document_kernels, "_lengths", set())
+    lengths = range(200, 212)
+    runs = []
+    for _ in range(2):
+        for length in lengths:
+            query = torch.zeros(1, 2, length, 16)
+            runs.append(document_kernels.flex_runs(query, untold=True))
+    assert runs == 2 * (8 * [True] + 4 * [False])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "shared", "fits"),
+    [
+        (torch.float32, 128, 101_376, False),
+        (torch.float32, 128, 166_912, True),
+        (torch.float32, 64, 101_376, True),
+        (torch.bfloat16, 128, 101_376, True),
+    ],
+)
+def test_float32_blocks_that_a_gpu_has_no_memory_for_are_left_to_the_mask(
+    dtype: torch.dtype, width: int, shared: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As reported of an RTX 4090 (pytorch issue 133254)."""
+    gpu = SimpleNamespace(shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    asked_anew = document_kernels.flex_fits.__wrapped__
+    assert asked_anew(dtype, width, torch.device("cuda")) is fits

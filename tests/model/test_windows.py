@@ -427,41 +427,17 @@ def test_flex_attention_and_its_backward(
 
 
 def test_prompts_of_many_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of training alone says that rows have one length; text of students has many."""
+    """The loop of training alone says which rows are worth it."""
     monkeypatch.setattr(window_kernels, "has_document_attention", lambda device: True)
     query = torch.zeros(1, 2, 256, 16)
     assert not window_kernels.kernel_runs(query, dropout=0.0)
-    with document_kernels.rows_of_one_length(True):
+    with document_kernels.compiling_for(None):
         assert window_kernels.kernel_runs(query, dropout=0.0)
-        with document_kernels.rows_of_one_length(False):
+        with document_kernels.compiling_for(300):
             assert not window_kernels.kernel_runs(query, dropout=0.0)
+        with document_kernels.compiling_for(256):
+            assert window_kernels.kernel_runs(query, dropout=0.0)
     assert not window_kernels.kernel_runs(query, dropout=0.0)
-
-
-def test_attention_runs_in_blocks_where_flex_attention_does_not_compile(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = []
-
-    def too_small(*args: Any, **options: Any) -> Tensor:
-        calls.append(args)
-        raise RuntimeError("No valid triton configs. OutOfResources: shared memory")
-
-    monkeypatch.setattr(document_kernels, "compiled_flex_attention", lambda: too_small)
-    monkeypatch.setattr(document_kernels, "_not_compiled", set())
-    begins = begins_of_documents()
-    row = torch.randn(2, 2, begins.shape[1], 16, generator=torch.Generator().manual_seed(0))
-    results = []
-    for runs in (False, True, True):
-        monkeypatch.setattr(local_attention, "kernel_runs", lambda *_, runs=runs: runs)
-        results.append(
-            local_attention.attend_locally(row, row, row, begins, Reach(44, 4), Scoring())
-        )
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-    # Tried once.
-    assert len(calls) == 1
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize("window", [1, 44, 128, 300])

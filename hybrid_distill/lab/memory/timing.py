@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ...config import RunConfig
 from ...data import Batch, on_device
 from ...distributed import own_device
+from ...model.document_kernels import compiling_for
 from ...plan import HeadPlan
 from ...progress import Phase, duration
 from ...student.build import build_student
@@ -41,7 +42,9 @@ def training_time(config: RunConfig, plan: HeadPlan, n_parameters: int) -> str:
             stage = _random_stage(config, stage_config, plan, teacher)
             stage.place(device)
             row = on_device(_random_row(config, stage_config, teacher), device)
-            seconds_of_row = _seconds_of(stage, row, 1.0 / len(config.stages))
+            length = row["input_ids"].shape[1]
+            with compiling_for(stage.compiled_length(length)):
+                seconds_of_row = _seconds_of(stage, row, 1.0 / len(config.stages))
             seconds_of_step = seconds_of_row * stage_config.batch_size
             steps = stage_config.steps
             seconds = steps * seconds_of_step

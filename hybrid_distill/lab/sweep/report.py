@@ -211,7 +211,7 @@ def _changes(results: SweepResults, names: pd.DataFrame, columns: list[Column]) 
         own = []
         for column in compared:
             # Dictionaries count once, by generation.
-            is_by_choice = column.name.startswith("kv_choice")
+            is_by_choice = "choice" in column.name
             if column.group == group and not is_by_choice:
                 own.append(column.name)
         if own:
