@@ -59,7 +59,8 @@ class Measures:
         self.tokenizer = tokenizer
         pages = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
         self.texts = list(_pieces(pages))
-        self.kept_needles = held_out.with_name("needles.json")
+        self.needles_file = held_out.with_name("needles.json")
+        self.kept_needles = read(self.needles_file)
         ids = tokenizer(pages[-1])["input_ids"][:N_FILLER]
         self.filler = str(tokenizer.decode(ids, skip_special_tokens=True))
         self.knowledge = Knowledge(general_facts_path()).examples()
@@ -95,12 +96,12 @@ class Measures:
 
         They are kept beside the text: a machine without RULER's generators can ask them too.
         """
-        kept = read(self.kept_needles)
+        kept = self.kept_needles
         name = f"{task} at {length}, seed {seed}"
         if name not in kept:
             probe = make_probe(task, n_tokens=length, seed=seed, tokenizer=self.tokenizer)
             kept[name] = [asdict(example) for example in probe.examples(n)]
-            write(self.kept_needles, kept)
+            write(self.needles_file, kept)
         return [Example(e["prompt"], e["answer"], tuple(e["choices"])) for e in kept[name]]
 
     def apart(self, example: Example) -> Example:

@@ -5,12 +5,11 @@ Shapes: B batch, L length, H heads, P head dim, K blocks, T tokens of all rows c
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,7 +24,6 @@ FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_WIDTH = 256  # widest head of flash-attn's kernels
 RECOMPILE_LIMIT = 256
 """Programs of one function: layers that keep other heads need their own, as do rows of other shapes."""
-
 MOST_LENGTHS = 8
 """Lengths of rows that FlexAttention compiles for where nothing says that rows have one length."""
 FLOAT32_SHARED = 131_074
@@ -138,15 +136,18 @@ def flex_runs(query_BHLP: Tensor, *, untold: bool) -> bool:
     # A row within one block skips nothing; compiling for it would cost more than its mask.
     if length <= FLEX_BLOCK or width < 16:
         return False
-    is_wanted = _told_length in (None, length) if _is_told else untold and _is_among_first(length)
-    if not is_wanted:
+    if not _is_worth_compiling(length, untold):
         return False
     dtype = autocast_dtype(query_BHLP) or query_BHLP.dtype
     device = query_BHLP.device
     return device.type == "cpu" or (has_triton() and flex_fits(dtype, width, device))
 
 
-def _is_among_first(length: int) -> bool:
+def _is_worth_compiling(length: int, untold: bool) -> bool:
+    if _is_told:
+        return _told_length in (None, length)
+    if not untold:
+        return False
     if not torch.compiler.is_compiling() and len(_lengths) < MOST_LENGTHS:
         _lengths.add(length)
     return length in _lengths
@@ -158,7 +159,7 @@ def flex_fits(dtype: torch.dtype, width: int, device: torch.device) -> bool:
     if dtype != torch.float32 or width <= 64:
         return True
     properties = torch.cuda.get_device_properties(device)
-    # torch before 2.6 does not tell.
+    # AMD's do not tell.
     return getattr(properties, "shared_memory_per_block_optin", FLOAT32_SHARED) >= FLOAT32_SHARED
 
 
@@ -193,7 +194,7 @@ def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, dynamic=False, **options)
     compiled = torch.compile(function, dynamic=False)
 
-    @functools.wraps(function)
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Since torch 2.12 a thread sees only its own settings: that of backward passes, for one, which recomputes
         # what gradient checkpointing dropped.

@@ -112,7 +112,7 @@ def is_there(path: Path) -> bool:
 
 def prepare(inputs: RunInputs) -> None:
     """Create the directory, or check that it holds this run. Check processes and all input before anything is
-    written or computed, then remove results that are `obsolete_results`.
+    written or computed, then remove the `obsolete_results`.
 
     Raises ValueError naming the fields that differ, or the problem with the input.
     """

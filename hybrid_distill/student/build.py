@@ -95,8 +95,11 @@ def build_student(
         window=window,
         sinks=sinks,
     )
-    # Before the student checks itself: it checks these kernels, unless they need a GPU and the teacher is not on one.
-    student.set_ssm_implementation(kernels if run_on(kernels, teacher.device) else "torch")
+    # The student checks itself on these kernels, unless they need a GPU and the teacher is not on one.
+    checked_kernels = kernels
+    if not run_on(kernels, teacher.device):
+        checked_kernels = "torch"
+    student.set_ssm_implementation(checked_kernels)
     check_teacher_rows(teacher)
     copied = list(copied_tensors(student, teacher, sites))
     _load(student, copied)

@@ -90,10 +90,10 @@ def distillation_loss(
         *tokens,
         *options,
         n_real,
-        dtype,
         teacher_dtype,
         chunk_size,
         impl,
+        dtype,
         has_grad and student_hidden_BLD.requires_grad,
         has_grad and student_head_VD.requires_grad,
     )
@@ -107,7 +107,7 @@ def distillation_loss(
     "Tensor soft, Tensor hard, "
     "Tensor labels, Tensor kept, str kind, float temperature, float beta, float hard_weight, "
     "SymInt n_real, "
-    "ScalarType dtype, ScalarType teacher_dtype, SymInt? chunk_size, str impl, bool for_hidden, "
+    "ScalarType teacher_dtype, SymInt? chunk_size, str impl, ScalarType dtype, bool for_hidden, "
     "bool for_head) "
     "-> (Tensor, Tensor, Tensor)",
 )
@@ -126,10 +126,10 @@ def loss_and_gradients(
     beta,
     hard_weight,
     n_real,
-    dtype,
     teacher_dtype,
     chunk_size,
     impl,
+    dtype,
     for_hidden,
     for_head,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,28 +168,9 @@ def loss_and_gradients(
 
 
 @loss_and_gradients.register_fake
-def _(
-    hidden,
-    head,
-    teacher_a,
-    teacher_b,
-    from_head,
-    soft,
-    hard,
-    labels,
-    kept,
-    kind,
-    temperature,
-    beta,
-    hard_weight,
-    n_real,
-    dtype,
-    teacher_dtype,
-    chunk_size,
-    impl,
-    for_hidden,
-    for_head,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden, head, *others) -> tuple[Tensor, Tensor, Tensor]:
+    # What decides the results comes last, here and in `_save`.
+    *_, dtype, for_hidden, for_head = others
     d_hidden = hidden.new_empty(0)
     if for_hidden:
         d_hidden = torch.empty_like(hidden)
