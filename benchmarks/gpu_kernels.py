@@ -224,7 +224,7 @@ def check_huge_offsets() -> Result:
 
 def check_first_use(dtype: torch.dtype) -> Result:
     """Run the test that users' own devices are put to."""
-    from hybrid_kernels.definitions import difference as mistake
+    from hybrid_kernels.definitions import mistake_of
 
     calls = {
         "recurrence": ((64, 16), {"gated": True, "packed": True}),
@@ -232,7 +232,8 @@ def check_first_use(dtype: torch.dtype) -> Result:
         "decoding step": ((64, 16, 4), {"masked": True}),
     }
     for kernel, (sizes, options) in calls.items():
-        if error := mistake(kernel, torch.device(DEVICE), dtype, *sizes, training=True, **options):
+        error = mistake_of(kernel, torch.device(DEVICE), dtype, *sizes, training=True, **options)
+        if error is not None:
             return {"ok": False, "error": error}
     return {"ok": True}
 
@@ -240,14 +241,14 @@ def check_first_use(dtype: torch.dtype) -> Result:
 def check_delta_rule() -> Result:
     """Run that test of flash-linear-attention's kernel for the gated delta rule, where it is installed."""
     from hybrid_kernels import delta_rule
-    from hybrid_kernels.definitions import difference as mistake
+    from hybrid_kernels.definitions import mistake_of
 
     reason = delta_rule.unusable()
     if reason is None and DEVICE == "cpu":
         reason = "the interpreter does not multiply bfloat16"
     if reason is not None:
         return {"ok": True, "skipped": reason}
-    error = mistake(
+    error = mistake_of(
         "gated delta rule",
         torch.device(DEVICE),
         torch.bfloat16,

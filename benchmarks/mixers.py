@@ -17,7 +17,7 @@ from by_seed import FIGURES, RETRIEVAL, differences, rounded
 from records import RESULTS, ROOT, about, parser_of, write
 
 from hybrid_distill.cli import main as command
-from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
+from hybrid_distill.lab.reporting.figures import LOOKS, PanelRow, draw_lines
 
 RECURRENCES = ("discrete", "mamba2", "gdn")
 HEADS = "0,2,4,8"
@@ -84,7 +84,7 @@ def draw(students: pd.DataFrame, path: Path) -> None:
     percent = 100 * by_point.agg(["mean", "std"])
     points = percent.reset_index().replace({"variable": RETRIEVAL})
     points = points.set_axis(["panel", "line", "x", "y", "error"], axis=1)
-    row = Row(points, "answered by generation", percent=True)
+    row = PanelRow(points, "answered by generation", percent=True)
     draw_lines(path, "", [row], dict(zip(RECURRENCES, LOOKS)), "heads kept")
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from hybrid_distill.assets import atlas_path
 from hybrid_distill.evaluation.evaluate import model_cache_bytes
 from hybrid_distill.evaluation.measure import EvalInputs, measure
-from hybrid_distill.lab.reporting.figures import LOOKS, Row, draw_lines
+from hybrid_distill.lab.reporting.figures import LOOKS, PanelRow, draw_lines
 from hybrid_distill.lab.suite import load_tasks, run_suite
 from hybrid_distill.lab.suite_job import SuiteJob
 from hybrid_distill.lab.suite_results import summary
@@ -282,9 +282,9 @@ def draw(curves: dict[str, pd.DataFrame]) -> None:
         means = curve.y.rolling(3, min_periods=1).mean()
         smooth.append(curve.assign(y=means))
     points = pd.concat(smooth).assign(panel="", error=float("nan"))
-    rows = [Row(points, "distillation loss, nats a token")]
+    rows = [PanelRow(points, "distillation loss, nats a token")]
     looks = dict(zip(curves, LOOKS))
-    draw_lines(FIGURE, "", rows, looks, "million tokens of distillation", even=False)
+    draw_lines(FIGURE, "", rows, looks, "million tokens of distillation", evenly_spaced=False)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hybrid_distill.config import PlanConfig, StudentConfig
 from hybrid_distill.kernels import Kernels, check_kernels, use_kernels
 from hybrid_distill.lab.analysis.experiment import Subject
 from hybrid_distill.model import kernel_choice
-from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline import RunInputs, trained_student
 from hybrid_distill.pipeline.run import build, choose_heads, prepare
 from hybrid_distill.train import end_to_end
 from hybrid_distill.train.end_to_end import LOSS, loss_implementation
@@ -89,6 +89,22 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
 
     with pytest.raises(ValueError, match=r"student\.d_state"):
         prepared(d_state=5)
+
+
+def test_a_run_is_opened_where_the_kernels_that_trained_it_are_missing(
+    tmp_path: Path, monkeypatch
+) -> None:
+    config = small_run(tmp_path / "run", plan=PlanConfig("none", k=0), stages=())
+    inputs = RunInputs(config)
+    prepare(inputs)
+    build(inputs, choose_heads(inputs))
+
+    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: "missing" * (impl == "mamba_ssm"))
+    elsewhere = replace(config, student=replace(config.student, kernels="mamba_ssm"))
+    student, _ = trained_student(RunInputs(elsewhere))
+    assert student.ssm_implementation == "auto"
+    with pytest.raises(ValueError, match="mamba_ssm"):
+        use_kernels(student, "mamba_ssm", CPU)
 
 
 def test_the_loss_runs_on_what_the_student_runs_on(monkeypatch) -> None:

@@ -17,8 +17,7 @@ from damaged import file_of
 from head_tables import some_scores
 from messages import has_facts, logged_by, naming
 from students import gate_in_this_process, lose_caches, only_error
-from torch import nn
-from training import ALIGN, DISTILL, metrics, small_run
+from training import ALIGN, DISTILL, metrics, small_models, small_run
 
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.dry_run import describe
@@ -43,7 +42,7 @@ from hybrid_distill.pipeline.checks import check_stages, check_teachers
 from hybrid_distill.pipeline.finished import trained_student, training_record
 from hybrid_distill.pipeline.folder import obsolete_results
 from hybrid_distill.pipeline.paths import RunPaths
-from hybrid_distill.pipeline.planning import known_plan
+from hybrid_distill.pipeline.planning import plan_before_ranking
 from hybrid_distill.pipeline.run import (
     build,
     choose_heads,
@@ -167,7 +166,8 @@ def test_a_resumed_restoration_computes_on_its_device(tmp_path, monkeypatch) -> 
     device_of: dict[int, str] = {}
     computed_on: list[str] = []
     inputs = RunInputs(small_run(tmp_path))
-    aligned = (nn.Linear(1, 1), HeadPlan.none(inputs.teacher))
+    student, _ = small_models()
+    aligned = (student, HeadPlan.none(inputs.teacher))
 
     def move(model: Any, device: str) -> None:
         device_of[id(model)] = device
@@ -468,7 +468,7 @@ def test_scores_of_another_shape_are_refused_before_they_are_ranked(tmp_path, ca
     )
     inputs = RunInputs(config)
     with pytest.raises(ValueError, match=naming(Shape(3, 8, 8))):
-        known_plan(inputs, inputs.teacher)
+        plan_before_ranking(inputs, inputs.teacher)
     # All heads tie, which says nothing about this teacher.
     assert not caplog.records
 

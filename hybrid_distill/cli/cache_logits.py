@@ -73,7 +73,7 @@ def cache_logits(job: CacheJob) -> str:
     folder = job.folder
     inputs = RunInputs(job.run)
     check_teachers(inputs)
-    _, tokenizer = inputs.stage_shape_and_tokenizer(config)
+    _, tokenizer = inputs.stage_config_and_tokenizer(config)
     return write_logits(
         folder,
         inputs.stage_teacher(config),

@@ -19,7 +19,7 @@ from ..pipeline.budget import student_cache
 from ..pipeline.checks import check_teachers, checks_of
 from ..pipeline.folder import as_started, obsolete_results
 from ..pipeline.inputs import shape_of_teacher
-from ..pipeline.planning import known_plan, unranked_plan
+from ..pipeline.planning import placeholder_plan, plan_before_ranking
 from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..teacher import load_config
@@ -155,9 +155,9 @@ def _plan(config: RunConfig, teacher: PreTrainedModel) -> tuple[HeadPlan, str]:
         plan = HeadPlan.load(path)
         return plan, _heads_by_layer(plan, str(path))
     options = config.plan
-    plan = known_plan(RunInputs(config), teacher)
+    plan = plan_before_ranking(RunInputs(config), teacher)
     if plan is None:
-        return unranked_plan(teacher, options), NO_PLAN
+        return placeholder_plan(teacher, options), NO_PLAN
     if options.selection == "top":
         return plan, _heads_by_layer(plan, f"top {options.k} of {config.scoring.file}")
     return plan, _heads_by_layer(plan, options.selection)

@@ -46,6 +46,7 @@ def measure_run(
         with alone_in(run_dir):
             student, _ = trained_student(inputs)
             nn.Module.to(student, own_device())
+            use_kernels(student, inputs.config.student.kernels, own_device())
             evaluate_run(inputs, student, again=again)
     else:
         _report_earlier(inputs.paths.evaluation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..probes.knowledge import Knowledge
 from ..probes.registry import make_probe
 from ..probes.ruler import NEEDLES, ruler_questions, tokens_to_generate
 from ..probes.ruler import TASKS as RULER_TASKS
+from .suite_job import SuiteJob
 
 Untyped = Any
 """lm-eval object, whose annotations do not match its classes."""
@@ -32,35 +32,28 @@ PROBE_EXAMPLES = 1000
 RULER_EXAMPLES = 500
 
 
-def own_task(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    limit: int | None,
-    seed: int,
-    pairs: Sequence[int],
-    ruler_lengths: Sequence[int],
-    facts: Path | None,
-    texts: str,
-) -> Untyped:
+def own_task(name: str, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
     """Make a task of `suite_job.PROBES`, or of `RULER` a group of tasks, one a length.
 
     Raises ValueError for words that the tokenizer lacks, and for lengths that a task does not fit.
     """
     if name in RULER:
-        return _ruler_group(name, tokenizer, ruler_lengths, seed, limit or RULER_EXAMPLES)
-    n_examples = limit or PROBE_EXAMPLES
+        lengths = job.numbers("ruler_lengths")
+        return _ruler_group(name, tokenizer, lengths, job.seed, job.limit or RULER_EXAMPLES)
+    n_examples = job.limit or PROBE_EXAMPLES
     if name == "text":
-        return _text_task(name, texts, n_examples)
-    probe = name.removesuffix(GENERATE)
-    if probe == "knowledge":
-        examples = Knowledge(facts).examples()[:n_examples]
+        return _text_task(name, job.texts, n_examples)
+    probe_name = name.removesuffix(GENERATE)
+    if probe_name == "knowledge":
+        examples = Knowledge(job.facts).examples()[:n_examples]
     else:
-        examples = make_probe(probe, pairs=pairs, facts=facts, seed=seed).examples(n_examples)
+        pairs = job.numbers("pairs")
+        probe = make_probe(probe_name, pairs=pairs, facts=job.facts, seed=job.seed)
+        examples = probe.examples(n_examples)
     # Lengths are checked by the suite, which knows the context that lm-eval will use.
     check_answerable(examples, tokenizer, sys.maxsize)
     rows = [_row(example) for example in examples]
-    if name == probe:
+    if name == probe_name:
         choices = {
             "output_type": "multiple_choice",
             "doc_to_choice": "choices",

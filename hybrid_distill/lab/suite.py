@@ -132,7 +132,7 @@ def prepare(
         if name in stock:
             tasks += stock[name]
         else:
-            tasks.append(_own_task(name, tokenizer, job))
+            tasks.append(own_task(name, tokenizer, job))
     n_truncated: dict[str, int] = {}
     for name, task in by_name(tasks)["tasks"].items():
         # Like simple_evaluate: a task that sets 0 few-shot examples has none.
@@ -149,19 +149,6 @@ def prepare(
         if n_long:
             n_truncated[name] = n_long
     return lm, tasks, n_truncated
-
-
-def _own_task(name: str, tokenizer: PreTrainedTokenizerBase, job: SuiteJob) -> Untyped:
-    return own_task(
-        name,
-        tokenizer,
-        limit=job.limit,
-        seed=job.seed,
-        pairs=job.numbers("pairs"),
-        ruler_lengths=job.numbers("ruler_lengths"),
-        facts=job.facts,
-        texts=job.texts,
-    )
 
 
 def by_name(tasks: list[Untyped]) -> Untyped:

@@ -41,15 +41,15 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def fields_of(backbone: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the given fields that are the backbone's."""
+def backbone_fields(backbone: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the fields that are the backbone's."""
     names = {*backbone, *DERIVED, *_ROPE_OF_TRANSFORMERS_4}
     names |= make_backbone_config(backbone).to_dict().keys()
     names -= {*OWN, *IN_BOTH}
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in fields.items() if name in names}
 
 
-def updated(backbone: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def with_changes(backbone: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return a backbone with the changes. Raises ValueError for RoPE fields against ``rope_parameters``."""
     rope = backbone.get("rope_parameters")
     if "rope_parameters" in changes and changes["rope_parameters"] != rope:

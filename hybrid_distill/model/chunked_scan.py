@@ -89,7 +89,8 @@ def chunk_decays(log_a_BLH: Tensor, seq_idx_BL: Tensor | None, chunk_size: int) 
 class _ChunkOutputs(torch.autograd.Function):
     """y_i = sum_j (C_i . B_j) decay_ij x_j + exp(cum_i) C_i S in every chunk, S the state before the chunk.
 
-    ``bt`` and ``ct`` are B and C with the tokens last, [B, H, M, N, Q].
+    ``x`` and y are [B, H, M, Q, P], ``bt`` and ``ct``, B and C with the tokens last, [B, H, M, N, Q], ``cum`` and
+    ``from_start`` [B, H, M, Q], ``before``, the states S, [B, H, M, N, P], ``unseen`` as in `ChunkDecays`.
 
     The backward is written by hand: autograd would store three Q x Q matrices instead of one and make twice as many
     passes over them. Except for j = i, every term of y_i has the factor exp(cum_i) and every term of dx_j the factor

@@ -13,10 +13,10 @@ from .backbone_config import (
     IN_BOTH,
     MODEL_TYPE,
     OWN,
+    backbone_fields,
     clean_backbone,
-    fields_of,
     make_backbone_config,
-    updated,
+    with_changes,
 )
 from .field_rules import (
     OWN_RULES,
@@ -92,14 +92,14 @@ class HybridConfig(PretrainedConfig):
             backbone = clean_backbone(backbone)
             check_sizes(backbone)
             check_padding(backbone)
-            given = fields_of(backbone, kwargs)
-            backbone = updated(backbone, given)
+            changes = backbone_fields(backbone, kwargs)
+            backbone = with_changes(backbone, changes)
             # Again: keywords may have replaced what was checked.
             check_sizes(backbone)
             shared = make_backbone_config(backbone)
             kept = check_kept(kept, shared)
             check_padding(backbone)
-            for name in given:
+            for name in changes:
                 del kwargs[name]
         self.kept: Any = kept
         super().__init__(**kwargs)

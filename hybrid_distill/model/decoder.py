@@ -30,7 +30,7 @@ from .documents import (
     seq_idx_of_positions,
 )
 from .layer_cache import HybridLayerCache
-from .layout import CACHE_NAMES, attention_name, cache_argument, given_cache
+from .layout import CACHE_NAMES, attention_name, cache_among, cache_argument
 from .mixer import ROW_ARGUMENTS, HybridMixer, current_row
 from .static_layer_cache import StaticLayerCache
 from .windows import layer_windows
@@ -87,7 +87,7 @@ def _decoder_class(decoder_class: type[nn.Module]) -> type[nn.Module]:
         _align_maps(self, outputs)
         return outputs
 
-    subclass: Any = _subclass(decoder_class, forward, _decoder_class, (decoder_class,))
+    subclass: Any = _subclass(decoder_class, forward, _decoder_class)
     subclass.save_pretrained = _refuse_to_save
     return subclass
 
@@ -135,7 +135,7 @@ def _layer_class(layer_class: type[nn.Module]) -> type[nn.Module]:
         finally:
             current_row.arguments = {}
 
-    subclass: Any = _subclass(layer_class, forward, _layer_class, (layer_class,))
+    subclass: Any = _subclass(layer_class, forward, _layer_class)
     subclass.backbone_forward = layer_class.forward
     return subclass
 
@@ -143,17 +143,16 @@ def _layer_class(layer_class: type[nn.Module]) -> type[nn.Module]:
 def _subclass(
     parent: type[nn.Module],
     forward: Callable[..., Any],
-    maker: Callable[..., type[nn.Module]],
-    arguments: Any,
+    subclass_of: Callable[[type[nn.Module]], type[nn.Module]],
 ) -> type[nn.Module]:
     """Make a class that looks like its parent, since transformers finds what to record by class and class name.
 
-    Such a class has no address to be pickled by. Its instances pickle as the call that makes the class, and their
-    state.
+    Such a class has no address to be pickled by. Its instances pickle as ``subclass_of(parent)``, the call that makes
+    the class, and their state.
     """
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return _revive, (maker, arguments), self.__dict__
+        return _revive, (subclass_of, parent), self.__dict__
 
     body = {
         "forward": forward,
@@ -165,9 +164,11 @@ def _subclass(
     return type(parent.__name__, (parent,), body)
 
 
-def _revive(maker: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
+def _revive(
+    subclass_of: Callable[[type[nn.Module]], type[nn.Module]], parent: type[nn.Module]
+) -> nn.Module:
     """Make an instance without state (unpickling)."""
-    subclass = maker(*arguments)
+    subclass = subclass_of(parent)
     return subclass.__new__(subclass)
 
 
@@ -290,7 +291,7 @@ def _marks_nothing(token_mask_BL: Tensor | None, cache: HybridCache | None) -> b
 
 def _hybrid_cache(arguments: Mapping[str, Any]) -> HybridCache | None:
     """Return the cache among a decoder's arguments. Raises ValueError for one of another class."""
-    cache = given_cache(arguments)
+    cache = cache_among(arguments)
     if cache is not None and not isinstance(cache, HybridCache):
         raise ValueError(
             f"the cache is a {type(cache).__name__}, which holds neither recurrent states nor windows; "

@@ -29,8 +29,8 @@ MOST_LENGTHS = 8
 FLOAT32_SHARED = 131_074
 """Bytes of shared memory that FlexAttention takes in float32 with heads wider than 64 (pytorch issue 133254)."""
 
-_is_told = False
-_told_length: int | None = None
+_is_declared = False
+_declared_length: int | None = None
 _lengths: set[int] = set()
 
 
@@ -41,14 +41,14 @@ def compiling_for(length: int | None) -> Iterator[None]:
     It compiles for each length anew. Holds in all threads: gradient checkpointing runs layers again in those of the
     backward pass.
     """
-    global _is_told, _told_length
-    before = (_is_told, _told_length)
-    _is_told = True
-    _told_length = length
+    global _is_declared, _declared_length
+    before = (_is_declared, _declared_length)
+    _is_declared = True
+    _declared_length = length
     try:
         yield
     finally:
-        _is_told, _told_length = before
+        _is_declared, _declared_length = before
 
 
 def has_document_attention(device: torch.device) -> bool:
@@ -127,26 +127,26 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def flex_runs(query_BHLP: Tensor, *, untold: bool) -> bool:
+def flex_runs(query_BHLP: Tensor, *, by_default: bool) -> bool:
     """Return True if FlexAttention is able to run these queries and worth its compilation.
 
-    Without `compiling_for`, ``untold`` says whether it runs, then for `MOST_LENGTHS` at most.
+    Outside `compiling_for`, it runs only ``by_default``, and for at most `MOST_LENGTHS` lengths.
     """
     length, width = query_BHLP.shape[-2:]
     # A row within one block skips nothing; compiling for it would cost more than its mask.
     if length <= FLEX_BLOCK or width < 16:
         return False
-    if not _is_worth_compiling(length, untold):
+    if not _is_worth_compiling(length, by_default):
         return False
     dtype = autocast_dtype(query_BHLP) or query_BHLP.dtype
     device = query_BHLP.device
     return device.type == "cpu" or (has_triton() and flex_fits(dtype, width, device))
 
 
-def _is_worth_compiling(length: int, untold: bool) -> bool:
-    if _is_told:
-        return _told_length in (None, length)
-    if not untold:
+def _is_worth_compiling(length: int, by_default: bool) -> bool:
+    if _is_declared:
+        return _declared_length in (None, length)
+    if not by_default:
         return False
     if not torch.compiler.is_compiling() and len(_lengths) < MOST_LENGTHS:
         _lengths.add(length)

@@ -105,7 +105,7 @@ def _attend(
         borders = attn_mask.document_borders()
         return flash_attend(*qkv, borders, attn_mask.window, dropout_p, scale)
     # Packed rows mostly have one length.
-    if dropout_p or not flex_runs(query_BHLP, untold=True):
+    if dropout_p or not flex_runs(query_BHLP, by_default=True):
         query, key, value = qkv
         # Kernels for dense masks do not group heads: sdpa would materialize all of its scores.
         n_repeats = query.shape[1] // key.shape[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -24,9 +24,7 @@ from .prefill import HybridPrefill
 from .prompt import Prompt, check_pieces, check_prompt, mask_so_far, n_tokens_so_far
 
 # Two names of one thing: transformers 5.24 renamed it, in its outputs and in `generate`.
-OUTPUT_CACHE = next(
-    name for name in CACHE_NAMES if name in {field.name for field in fields(CausalLMOutputWithPast)}
-)
+OUTPUT_CACHE = cache_argument(CausalLMOutputWithPast)
 _prepare_inputs: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
 # `generate` reads the names of a method's arguments.
 _like_prepare_inputs: Any = wraps(_prepare_inputs)
@@ -34,7 +32,7 @@ GENERATION_CACHE = cache_argument(_prepare_inputs)
 
 
 @dataclass
-class KeptCache:
+class ReusableCache:
     """Static cache of the last `generate`, for the next one that it fits."""
 
     key: tuple[Any, ...]
@@ -49,7 +47,7 @@ class KeptCache:
 class HybridGeneration(HybridPrefill, GenerationMixin):
     """Model that `generate` runs with a `HybridCache`: by steps, by drafts, and from the cache of a `prefill`."""
 
-    _static_cache: KeptCache | None = None
+    _static_cache: ReusableCache | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: no cache of an earlier `generate`."""
@@ -190,47 +188,46 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
 
     @contextmanager
     def _in_use(self, cache: Any) -> Iterator[None]:
-        """Keep the kept static cache from a `generate` within this one, which a logits processor may call."""
-        kept = self._static_cache
-        if kept is None or kept.cache is not cache:
+        """Withhold the static cache from a `generate` within this one, which a logits processor may call."""
+        reusable = self._static_cache
+        if reusable is None or reusable.cache is not cache:
             yield
             return
-        kept.is_in_use = True
+        reusable.is_in_use = True
         try:
             yield
         finally:
-            kept.is_in_use = False
+            reusable.is_in_use = False
 
     def _static_cache_for(
         self, options: GenerationConfig, batch_size: int, max_length: int
     ) -> HybridCache:
-        """Return an empty static cache for the rows of one `generate`."""
-        # As transformers counts the rows of its own static cache.
-        n_rows = batch_size * max(options.num_beams, options.num_return_sequences)
-        is_shared = bool(options.return_dict_in_generate)
-        return self._kept_cache(n_rows, max_length, is_shared)
-
-    def _kept_cache(self, n_rows: int, max_length: int, is_shared: bool) -> HybridCache:
         """Return an empty static cache: if possible that of the last call, for which the step is compiled.
 
-        A new one is as long as the longest so far. If ``is_shared``, `generate` returns the cache to its caller, who
-        may go on from it: it is not used again.
+        A new one is as long as the longest so far. A cache that `generate` returns to its caller, who may go on from
+        it, is not used again.
         """
+        # As transformers counts the rows of its own static cache.
+        n_rows = batch_size * max(options.num_beams, options.num_return_sequences)
         key = self._static_cache_key(n_rows)
-        kept = self._static_cache
+        is_returned = bool(options.return_dict_in_generate)
+        reusable = self._static_cache
         longest = max_length
-        if kept is not None:
-            longest = max(max_length, kept.length)
-            if kept.is_in_use:
+        if reusable is not None:
+            longest = max(max_length, reusable.length)
+            if reusable.is_in_use:
                 return self.new_cache(max_length=longest)
-            if kept.cache is not None and kept.key == key and longest == kept.length:
-                cache = kept.cache
+            fits = reusable.key == key and reusable.length == longest
+            if reusable.cache is not None and fits:
+                cache = reusable.cache
                 cache.reset()
-                if is_shared:
-                    kept.cache = None
+                if is_returned:
+                    reusable.cache = None
                 return cache
         cache = self.new_cache(max_length=longest)
-        self._static_cache = KeptCache(key, longest, None if is_shared else cache)
+        self._static_cache = ReusableCache(key, longest, cache)
+        if is_returned:
+            self._static_cache.cache = None
         return cache
 
     def _static_cache_key(self, n_rows: int) -> tuple[Any, ...]:

@@ -247,8 +247,8 @@ class HybridLayerCache(DynamicLayer):
     def check_room(self, n_tokens: int) -> None:
         """Raise ValueError if the layer cannot hold so many tokens; only a static one has a limit."""
 
-    def check_crop(self, tokens_to_remove: int) -> int:
-        """Return how many tokens `crop` would leave. Raises ValueError if it cannot go back so far."""
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError if `crop` cannot go back so far."""
         n_left = self._n_left(tokens_to_remove)
         earliest = self.seen
         if self._only_appends():
@@ -261,7 +261,6 @@ class HybridLayerCache(DynamicLayer):
                 f"{earliest} on; call cache.activate_past_recording() before the tokens to undo, or restore a "
                 "cache.snapshot()."
             )
-        return n_left
 
     def _n_left(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` leaves: a positive argument is that number, a negative one how many go."""
@@ -276,7 +275,8 @@ class HybridLayerCache(DynamicLayer):
 
         A positive number is that of the tokens to leave. Raises ValueError if the tokens were not recorded.
         """
-        n_left = self.check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
+        n_left = self._n_left(tokens_to_remove)
         forwards = self.forwards
         self.forwards = []
         if n_left == self.seen:

@@ -143,7 +143,7 @@ def cache_of(output: Any) -> Any:
     return None
 
 
-def given_cache(arguments: Mapping[str, Any]) -> Any:
+def cache_among(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among keyword arguments, under any of `CACHE_NAMES`; None if there is none."""
     for name in CACHE_NAMES:
         if arguments.get(name) is not None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .rows import pick_tokens
-from .window_kernels import attend_with_kernel, kernel_runs
+from .window_kernels import attend_with_kernel, is_visible, kernel_runs
 
 BLOCK = 128
 """Queries per block; each block also reads W - 1 + S keys of earlier tokens."""
@@ -42,11 +42,7 @@ class Reach(NamedTuple):
 
     def sees(self, distance: Tensor, place: Tensor) -> Tensor:
         """Return where a token of this ``place`` in the document is seen from this ``distance``."""
-        seen = (distance < self.window) | (place < self.sinks)
-        seen = seen & (distance >= 0) & (place >= 0)
-        if self.limit is not None:
-            seen = seen & (distance < self.limit)
-        return seen
+        return is_visible(distance, place, self.window, self.sinks, self.limit)
 
 
 class Earlier(NamedTuple):

@@ -22,15 +22,15 @@ from .layout import (
     CACHE_NAMES,
     ConfigView,
     Part,
+    cache_among,
     cache_argument,
     find_layout,
-    given_cache,
     head_norm,
     is_over_all_heads,
 )
 from .recurrent_heads import SSMHeads
 from .rows import pick_heads
-from .windowed_heads import WindowedAttention, kv_places
+from .windowed_heads import CALL, HeadCall, WindowedAttention, kv_places
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")
 """Arguments of mixers that attention modules do not accept."""
@@ -214,7 +214,7 @@ class HybridMixer(nn.Module):
         if self.replaced:
             _refuse_split_rows(kwargs)
         if cache is None:
-            cache = given_cache(kwargs)
+            cache = cache_among(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         # From the decoder layer, whose own forward may drop arguments that it does not know.
         row = getattr(current_row, "arguments", {})
@@ -256,9 +256,10 @@ class HybridMixer(nn.Module):
             if self.attention is not None and attended is None:
                 attended = self._attend(hidden_states, self._store(layer_cache), inputs)
             return attended, None
-        call = self.windowed.call(layer_cache, token_mask, seq_idx, attended is None)
+        runs_kept = attended is None
+        call = HeadCall(self.windowed, layer_cache, token_mask, seq_idx, runs_kept)
         # Without a store: the call caches keys itself, in full or in a ring.
-        y_BLHP = self._attend(hidden_states, None, {**inputs, **call.arguments()})
+        y_BLHP = self._attend(hidden_states, None, {**inputs, CALL: call})
         call.check_used(self.attention)
         if attended is not None:
             return attended, y_BLHP

@@ -122,6 +122,10 @@ class HybridPreTrainedModel(PreTrainedModel):
         # written one stays on the wrapper.
         return [module for module in self.model.modules() if isinstance(module, SSMHeads)]
 
+    def first_recurrent_heads(self) -> SSMHeads | None:
+        """Return the first of `recurrent_heads`, to read the settings that all of them share; None without any."""
+        return next(iter(self.recurrent_heads()), None)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
 
@@ -142,7 +146,10 @@ class HybridPreTrainedModel(PreTrainedModel):
     @property
     def ssm_implementation(self) -> str:
         """Implementation of recurrent heads that `set_ssm_implementation` selected; ``auto`` without such heads."""
-        return next((heads.impl for heads in self.recurrent_heads()), "auto")
+        heads = self.first_recurrent_heads()
+        if heads is None:
+            return "auto"
+        return heads.impl
 
     def new_cache(
         self, kv_dtype: torch.dtype | None = None, max_length: int | None = None

@@ -90,14 +90,14 @@ def _try_kernels(model: PreTrainedModel, device: torch.device) -> None:
     if not _is_student(model):
         return
     student: Any = model
-    for heads in student.recurrent_heads()[:1]:
-        if heads.impl != "auto":
-            return
-        calls = heads.step_calls(model.dtype, masked=False)
-        calls += heads.row_calls(model.dtype, training=False, packed=False)
-        if model.config._attn_implementation in PACKING:
-            calls += heads.row_calls(model.dtype, training=False, packed=True)
-        try_together(device, calls)
+    heads = student.first_recurrent_heads()
+    if heads is None or heads.impl != "auto":
+        return
+    calls = heads.step_calls(model.dtype, masked=False)
+    calls += heads.row_calls(model.dtype, training=False, packed=False)
+    if model.config._attn_implementation in PACKING:
+        calls += heads.row_calls(model.dtype, training=False, packed=True)
+    try_together(device, calls)
 
 
 def check_new_version(model: PreTrainedModel, path: Any) -> None:

@@ -121,7 +121,7 @@ class StaticLayerCache(HybridLayerCache):
                 f"model.new_cache(max_length={n_tokens}), or fewer new tokens."
             )
 
-    def check_crop(self, tokens_to_remove: int) -> int:
+    def check_crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
             "a static cache cannot be cropped; call cache.restore(snapshot) with an earlier cache.snapshot()."
         )

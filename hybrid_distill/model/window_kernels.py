@@ -27,7 +27,18 @@ def kernel_runs(query_BHLP: Tensor, dropout: float) -> bool:
     """
     if dropout or not has_document_attention(query_BHLP.device):
         return False
-    return flex_runs(query_BHLP, untold=False)
+    return flex_runs(query_BHLP, by_default=False)
+
+
+def is_visible(
+    distance: Tensor, place: Tensor, window: int, sinks: int, limit: int | None
+) -> Tensor:
+    """Return where a token at this ``place`` of its document is seen from this ``distance`` (`Reach`)."""
+    seen = (distance < window) | (place < sinks)
+    seen = seen & (distance >= 0) & (place >= 0)
+    if limit is not None:
+        seen = seen & (distance < limit)
+    return seen
 
 
 def attend_with_kernel(
@@ -84,10 +95,8 @@ def window_blocks(
     index_BNN = index_BNN.clamp(0, n_blocks - 1)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        begin = begin_BL[batch, query]
-        is_seen = (query - key < window) | (key - begin < sinks)
-        is_seen = is_seen & (key <= query) & (key >= begin)
-        return is_seen if limit is None else is_seen & (query - key < limit)
+        place = key - begin_BL[batch, query]
+        return is_visible(query - key, place, window, sinks, limit)
 
     options: dict[str, Any] = {}
     # Otherwise the mask would be one for whole blocks.

@@ -93,16 +93,6 @@ class WindowedAttention:
         self._eager: Any = namespace.get("eager_attention_forward")
         attention.config = ConfigView(attention.config, _attn_implementation=IMPLEMENTATION)
 
-    def call(
-        self,
-        cache: HybridLayerCache | None,
-        token_mask_BL: Tensor | None,
-        seq_idx_BL: Tensor | None,
-        runs_kept: bool,
-    ) -> HeadCall:
-        """Prepare one call of the attention module."""
-        return HeadCall(self, cache, token_mask_BL, seq_idx_BL, runs_kept)
-
     def attend_kept(
         self,
         attention: nn.Module,
@@ -159,10 +149,6 @@ class HeadCall:
         self.seq_idx_BL = seq_idx_BL
         self.runs_kept = runs_kept and bool(heads.kept)
         self._was_used = False
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the argument that brings this call to `_attend_by_call`."""
-        return {CALL: self}
 
     def check_used(self, attention: nn.Module) -> None:
         """Raise ValueError if the attention module computed its heads without this call."""

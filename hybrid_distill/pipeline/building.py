@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..data import Batch, Rows
 from ..io import Record
+from ..kernels import Kernels
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..progress import Phase
@@ -29,7 +30,7 @@ def build_and_save(
 ) -> HybridForCausalLM:
     """Build a student, its heads from a finished alignment or fitted to the run's first ``rows`` of text; save it.
 
-    ``requirements`` are what it is `made_for`.
+    ``requirements`` are its `build_requirements`.
     """
     calibration = None
     if rows is not None:
@@ -38,12 +39,18 @@ def build_and_save(
         if aligned is not None:
             student, report = student_from_alignment(inputs, plan, aligned)
         else:
-            student, report = new_student(inputs, plan, inputs.config.student.init, calibration)
+            student, report = new_student(
+                inputs,
+                plan,
+                inputs.config.student.init,
+                calibration,
+                kernels=inputs.config.student.kernels,
+            )
         save_built(inputs.paths, student, report, requirements)
     return student
 
 
-def made_for(inputs: RunInputs, plan: HeadPlan) -> Record:
+def build_requirements(inputs: RunInputs, plan: HeadPlan) -> Record:
     """Return everything that the built student depends on and that a folder's owner may replace."""
     student = dataclasses.asdict(inputs.config.student)
     # May change when a run resumes, which must still find the student that it began with.
@@ -66,8 +73,12 @@ def new_student(
     init: Init = DEFAULT_INIT,
     calibration: Batch | None = None,
     recurrent: Mapping[str, Tensor] | None = None,
+    kernels: Kernels = "auto",
 ) -> tuple[HybridForCausalLM, BuildReport]:
-    """Build the student that the config describes; ``recurrent`` are the weights of its recurrent heads, if known."""
+    """Build the student that the config describes; ``recurrent`` are the weights of its recurrent heads, if known.
+
+    The config's ``kernels`` are for training: they may be missing where a finished run is opened.
+    """
     options = inputs.config.student
     student, report = build_student(
         inputs.teacher,
@@ -77,7 +88,7 @@ def new_student(
         calibration=calibration,
         recurrent=recurrent,
         seed=inputs.config.seed,
-        kernels=options.kernels,
+        kernels=kernels,
     )
     student.name_or_path = inputs.config.name
     return student, report
@@ -87,7 +98,7 @@ def student_from_alignment(
     inputs: RunInputs, plan: HeadPlan, stage: Path
 ) -> tuple[HybridForCausalLM, BuildReport]:
     """Build a student whose recurrent heads come from a finished alignment of all heads."""
-    student, report = new_student(inputs, plan)
+    student, report = new_student(inputs, plan, kernels=inputs.config.student.kernels)
     graft_recurrent_heads(student, _donor(inputs, stage))
     return student, report
 

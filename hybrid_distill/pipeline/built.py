@@ -25,11 +25,11 @@ FORMAT = "hybrid-distill/build/1"
 
 
 def save_built(
-    paths: RunPaths, student: HybridForCausalLM, report: BuildReport, made_for: Record
+    paths: RunPaths, student: HybridForCausalLM, report: BuildReport, requirements: Record
 ) -> None:
     """Write a new student: first its recurrent heads, then the record that marks them as complete.
 
-    The record lists the source of every tensor; ``made_for`` is all that the student depends on.
+    The record lists the source of every tensor; ``requirements`` are all that the student depends on.
     """
     tensors = {name: tensor.contiguous() for name, tensor in recurrent_tensors(student).items()}
     # A killed process must not leave the record of other tensors.
@@ -39,14 +39,14 @@ def save_built(
         "format": FORMAT,
         "weights": weights_hash(student),
         "files": {paths.built_weights.name: file_hash(paths.built_weights)},
-        "made_for": _as_json(made_for),
+        "made_for": _as_json(requirements),
         **asdict(report),
     }
     write_sealed(paths.build, record)
 
 
-def built_weights(paths: RunPaths, made_for: Record) -> str | None:
-    """Return the `weights_hash` of the student that was built here, with these settings, or None.
+def build_hash(paths: RunPaths, requirements: Record) -> str | None:
+    """Return the `weights_hash` of the student that was built here for these requirements, or None.
 
     Raises CorruptCheckpoint for damaged files.
     """
@@ -54,7 +54,7 @@ def built_weights(paths: RunPaths, made_for: Record) -> str | None:
         return None
     try:
         record = read_sealed(paths.build, FORMAT)
-        if record["made_for"] != _as_json(made_for):
+        if record["made_for"] != _as_json(requirements):
             return None
         check_files(paths.out, record["files"])
     except CorruptCheckpoint as error:

@@ -33,7 +33,7 @@ from ..train.stages import make_stage
 from ..train.tracking import check_trackers
 from .budget import check_cache
 from .inputs import RunInputs
-from .planning import known_plan, unranked_plan
+from .planning import placeholder_plan, plan_before_ranking
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,15 @@ def checks_of(inputs: RunInputs) -> list[Callable[[], object]]:
 
 def check_teachers(inputs: RunInputs) -> None:
     """Check that the run's teacher and every stage's can be one, and that their tokenizers fit their embeddings."""
-    shape, tokenizer = inputs.shape_and_tokenizer
+    teacher_config, tokenizer = inputs.config_and_tokenizer
     # Flags name packable attention only; a given teacher or a config.json may name any.
-    check_packs(shape._attn_implementation)
+    check_packs(teacher_config._attn_implementation)
     # A model in memory may be of a class that only its owner can build; `check_student` looks at its heads.
     check_teacher(
-        shape, tokenizer, name=inputs.config.teacher.path, heads=inputs.given_teacher is None
+        teacher_config,
+        tokenizer,
+        name=inputs.config.teacher.path,
+        heads=inputs.given_teacher is None,
     )
     for stage in inputs.config.stages:
         if inputs.has_own_teacher(stage):
@@ -66,8 +69,8 @@ def check_teachers(inputs: RunInputs) -> None:
 
 def check_stage_teacher(inputs: RunInputs, stage: StageConfig) -> None:
     """Check that the teacher of one stage can be one, and that its tokenizer fits its embedding."""
-    shape, tokenizer = inputs.stage_shape_and_tokenizer(stage)
-    check_teacher(shape, tokenizer, name=inputs.config.teacher_of(stage).path)
+    teacher_config, tokenizer = inputs.stage_config_and_tokenizer(stage)
+    check_teacher(teacher_config, tokenizer, name=inputs.config.teacher_of(stage).path)
 
 
 def check_data(inputs: RunInputs) -> None:
@@ -75,13 +78,13 @@ def check_data(inputs: RunInputs) -> None:
     if inputs.config.fits_to_text:
         check_sources(inputs.config.data, inputs.tokenizer)
     for stage in inputs.config.stages:
-        shape, tokenizer = inputs.stage_shape_and_tokenizer(stage)
+        teacher_config, tokenizer = inputs.stage_config_and_tokenizer(stage)
         if inputs.has_own_teacher(stage):
             check_same_vocabulary(inputs.tokenizer, tokenizer)
         check_sources(inputs.config.data_of(stage), tokenizer)
         # `RunInputs.rows` compares the teacher's weights and the text too.
         inputs.stored_logits(stage, tokenizer)
-        _check_context(inputs, stage, longest_context(shape))
+        _check_context(inputs, stage, longest_context(teacher_config))
         _check_window(inputs, stage)
 
 
@@ -124,7 +127,7 @@ def _check_window(inputs: RunInputs, stage: StageConfig) -> None:
 def check_sizes(inputs: RunInputs) -> None:
     """Check that no process would wait for hours until the main one has tokenized a source."""
     for stage in inputs.config.stages:
-        _, tokenizer = inputs.stage_shape_and_tokenizer(stage)
+        _, tokenizer = inputs.stage_config_and_tokenizer(stage)
         check_launch(inputs.config.data_of(stage), tokenizer, pins=inputs.pins)
 
 
@@ -145,7 +148,7 @@ def check_evaluation(inputs: RunInputs) -> None:
         probe.examples(1)
     if options.distance:
         inputs.check_far_questions(options.distance)
-    limit = longest_context(inputs.shape_and_tokenizer[0]) or sys.maxsize
+    limit = longest_context(inputs.config_and_tokenizer[0]) or sys.maxsize
     for probe in probes:
         question = with_prompt_format(probe, inputs.prompt_format, inputs.tokenizer).examples(1)
         try:
@@ -178,10 +181,10 @@ def _plan_of(
     """Return the heads to keep; before they are ranked, as many others."""
     if plan is None and inputs.config.resume != "never" and inputs.paths.plan.exists():
         return HeadPlan.load(inputs.paths.plan)
-    known = known_plan(inputs, teacher, plan)
-    if known is None:
-        return unranked_plan(teacher, plan or inputs.config.plan)
-    return known
+    head_plan = plan_before_ranking(inputs, teacher, plan)
+    if head_plan is None:
+        return placeholder_plan(teacher, plan or inputs.config.plan)
+    return head_plan
 
 
 def check_stages(inputs: RunInputs) -> None:
@@ -196,14 +199,14 @@ def check_stages(inputs: RunInputs) -> None:
     for stage in inputs.config.stages:
         # Of its own: making a stage replaces a student's parameters.
         student = empty_student(teacher, plan, **inputs.config.student.head_options)
-        made = make_stage(stage, student, teacher)
+        trial_stage = make_stage(stage, student, teacher)
         dtype = student.dtype
-        if made.teachers:
+        if trial_stage.teachers:
             dtype = DTYPES[chosen_dtype(inputs.config.teacher_of(stage).dtype)]
             if inputs.given_teacher is not None and not inputs.has_own_teacher(stage):
                 dtype = teacher.dtype
         check_precision(stage, dtype)
-        check_launched(made)
+        check_launched(trial_stage)
 
 
 def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:

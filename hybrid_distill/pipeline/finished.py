@@ -46,8 +46,9 @@ def last_stage(paths: RunPaths) -> Path:
 def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:
     """Load the student of a finished run: from its last stage, or as it was built if no stage trains it.
 
-    Raises ValueError if the run is not finished, naming any runs inside this folder: a sweep is easily mistaken for one
-    of its runs.
+    It runs on kernels of this machine (``auto``), which need not have those that trained it; `use_kernels` selects
+    others. Raises ValueError if the run is not finished, naming any runs inside this folder: a sweep is easily
+    mistaken for one of its runs.
     """
     paths = inputs.paths
     if not paths.plan.exists():

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..config import RunConfig, from_json
 from ..evaluation import EvalResult
 from ..io import Record, check_out, differences
+from ..train.checkpoint import CHECKPOINTS, STEPS
 from ..train.config import StageConfig
 from ..train.result import MANIFEST
 from ..tunable import fixed_fields
@@ -178,10 +179,10 @@ def _check_same(config: RunConfig, before: RunConfig) -> None:
 
 def _has_begun(out: Path, stage: str) -> bool:
     """Check whether a stage has left a checkpoint or a result."""
-    stages = RunPaths(out).stages
-    results = list(stages.glob(f"*-{stage}/{MANIFEST}"))
-    checkpoints = list(stages.glob(f"*-{stage}/checkpoints/step-*"))
-    return bool(results or checkpoints)
+    for folder in RunPaths(out).stages.glob(f"*-{stage}"):
+        if (folder / MANIFEST).exists() or any((folder / CHECKPOINTS).glob(STEPS)):
+            return True
+    return False
 
 
 def _left_by_an_earlier_run(config: RunConfig) -> list[Path]:

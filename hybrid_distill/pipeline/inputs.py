@@ -93,7 +93,7 @@ class RunInputs:
         return self.teacher_and_tokenizer[0]
 
     @cached_property
-    def shape_and_tokenizer(self) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    def config_and_tokenizer(self) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
         """The teacher's config and tokenizer, read without its weights."""
         if self.given_teacher is not None:
             model, tokenizer = self.given_teacher
@@ -102,7 +102,7 @@ class RunInputs:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.shape_and_tokenizer[1]
+        return self.config_and_tokenizer[1]
 
     def shape_of_teacher(self) -> PreTrainedModel:
         """Return the teacher, or a model of its shape without weights if it is not loaded yet."""
@@ -138,18 +138,18 @@ class RunInputs:
         teacher, _ = load_configured(options)
         return teacher
 
-    def stage_shape_and_tokenizer(
+    def stage_config_and_tokenizer(
         self, stage: StageConfig
     ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
         """Return config and tokenizer of the teacher that a stage distills from; its chat template serves the stage."""
         if not self.has_own_teacher(stage):
-            return self.shape_and_tokenizer
+            return self.config_and_tokenizer
         teacher = self.config.teacher_of(stage)
         return read_teacher(teacher.path, teacher.revision, flag=f"--{stage.name}.teacher")
 
     def rows(self, stage: StageConfig) -> Rows:
         """Open the rows of a stage, with its cached logits if any, after checking that these match."""
-        _, tokenizer = self.stage_shape_and_tokenizer(stage)
+        _, tokenizer = self.stage_config_and_tokenizer(stage)
         rows = open_rows(self.config.data_of(stage), tokenizer, pins=self.pins)
         logits = self.stored_logits(stage, tokenizer)
         if logits is None:
@@ -252,7 +252,7 @@ class RunInputs:
             seed=self.config.seed + PROBE_SEEDS["evaluation"],
             prompt_format=self.prompt_format,
         )
-        limit = longest_context(self.shape_and_tokenizer[0]) or sys.maxsize
+        limit = longest_context(self.config_and_tokenizer[0]) or sys.maxsize
         for examples in by_size.values():
             check_answerable(examples, self.tokenizer, limit)
 
@@ -286,5 +286,5 @@ def load_configured(options: TeacherConfig) -> TeacherAndTokenizer:
 
 def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
     """Build the teacher on the meta device, without weights. Raises ValueError if transformers cannot."""
-    shape = load_config(options.path, options.revision)
-    return empty_teacher(shape, options.path, DTYPES[options.dtype], options.attn_implementation)
+    config = load_config(options.path, options.revision)
+    return empty_teacher(config, options.path, DTYPES[options.dtype], options.attn_implementation)

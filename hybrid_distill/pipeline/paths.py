@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..train.config import StageConfig
-from ..train.resume import METRICS
+from ..train.metrics import METRICS
 from ..train.tracking import PROJECT, RUN_ID
 
 

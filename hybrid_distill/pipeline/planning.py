@@ -30,7 +30,7 @@ def make_plan(options: PlanConfig, teacher: PreTrainedModel, scores: HeadScores 
     return HeadPlan.load(options.file)
 
 
-def known_plan(
+def plan_before_ranking(
     inputs: RunInputs, teacher: PreTrainedModel, options: PlanConfig | None = None
 ) -> HeadPlan | None:
     """Make the plan for a teacher of this shape; None if its heads must be ranked first.
@@ -45,7 +45,7 @@ def known_plan(
     scores = None
     if options.selection == "top":
         # Checked before a plan is made of them: their ties say nothing about another model.
-        scores = given_scores(inputs.config, teacher)
+        scores = scores_from_file(inputs.config, teacher)
         if scores is None:
             return None
     plan = make_plan(options, teacher, scores)
@@ -53,7 +53,7 @@ def known_plan(
     return plan
 
 
-def given_scores(config: RunConfig, teacher: PreTrainedModel) -> HeadScores | None:
+def scores_from_file(config: RunConfig, teacher: PreTrainedModel) -> HeadScores | None:
     """Read ``scoring.file``; None without one. Raises ValueError for scores of a teacher of another shape."""
     path = config.scoring.file
     if path is None:
@@ -63,6 +63,6 @@ def given_scores(config: RunConfig, teacher: PreTrainedModel) -> HeadScores | No
     return scores
 
 
-def unranked_plan(teacher: PreTrainedModel, options: PlanConfig) -> HeadPlan:
+def placeholder_plan(teacher: PreTrainedModel, options: PlanConfig) -> HeadPlan:
     """Return a plan of the same size as one whose heads are not ranked yet: its units, evenly spread."""
     return HeadPlan.spread(teacher, options.k, options.unit)

@@ -52,8 +52,8 @@ from ..train.stages import make_stage
 from ..train.tracking import TrackedRun, log_figures
 from ..validation import first_line
 from ..vocabulary import vocabulary_size
-from .building import build_and_save, made_for, new_student
-from .built import built_weights, load_built
+from .building import build_and_save, build_requirements, new_student
+from .built import build_hash, load_built
 from .checks import check_sizes, checks_of
 from .exporting import export_once
 from .finished import last_stage, trained_student
@@ -105,6 +105,13 @@ def kernels_in_use() -> str:
 def is_there(path: Path) -> bool:
     """Check on the main process whether a result exists. It may be ahead of the others, so all use its answer."""
     return agree_on(path.exists)
+
+
+def move_to_own_device(*models: nn.Module) -> None:
+    """Move models to this process's device: a resumed run has loaded them on the CPU."""
+    for model in models:
+        # By nn.Module: transformers' own to() is decorated, which hides its type.
+        nn.Module.to(model, connect().device)
 
 
 # Prepare
@@ -200,7 +207,7 @@ def measure_heads(inputs: RunInputs) -> None:
     """Score the teacher's heads; all processes share the work."""
     # Otherwise `build_student` refuses the teacher, after hours of scoring.
     check_teacher_rows(inputs.teacher)
-    nn.Module.to(inputs.teacher, connect().device)
+    move_to_own_device(inputs.teacher)
     scores = attributed_scores(inputs) if inputs.config.attributes else None
     if scores is None:
         scores = ablated_scores(inputs)
@@ -284,9 +291,8 @@ def restoration_plan(inputs: RunInputs, k: int) -> HeadPlan:
     path = inputs.paths.restoration_plan(k)
     if not is_there(path):
         student, none_kept = trained_student(align_all_heads(inputs))
-        # A resumed run has loaded them on the CPU.
-        for model in (student, inputs.teacher):
-            nn.Module.to(model, connect().device)
+        move_to_own_device(student, inputs.teacher)
+        student.set_ssm_implementation(inputs.config.student.kernels)
         partial_path = inputs.paths.partial_restoration(k)
         heads = greedy_restoration(
             student.eval(),
@@ -339,10 +345,10 @@ def align_all_heads(inputs: RunInputs) -> RunInputs:
 def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
     """Return the student for its first stage. The main process builds and saves it once (`built`); all other
     processes and all later starts load it. build.json lists the source of every tensor."""
-    nn.Module.to(inputs.teacher, connect().device)
+    move_to_own_device(inputs.teacher)
     config = inputs.config
-    requirements = made_for(inputs, plan)
-    if weights_of_built(inputs, requirements) is None:
+    requirements = build_requirements(inputs, plan)
+    if agreed_build_hash(inputs, requirements) is None:
         # All processes align together, and all open the rows, before one of them builds alone.
         aligned = config.student.aligned
         if config.plan.restores:
@@ -357,13 +363,15 @@ def build(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
         )
         if built:
             return built[0]
-    student, _ = new_student(inputs, plan, recurrent=load_built(inputs.paths))
+    student, _ = new_student(
+        inputs, plan, recurrent=load_built(inputs.paths), kernels=config.student.kernels
+    )
     return student
 
 
-def weights_of_built(inputs: RunInputs, requirements: Record) -> str | None:
-    """Return the hash of the weights of the student that was built for these `made_for`, None if there is none."""
-    return from_main(lambda: built_weights(inputs.paths, requirements))
+def agreed_build_hash(inputs: RunInputs, requirements: Record) -> str | None:
+    """Return the `build_hash` that the main process reads; None if no student was built for these requirements."""
+    return from_main(lambda: build_hash(inputs.paths, requirements))
 
 
 # Train
@@ -379,7 +387,7 @@ def train(inputs: RunInputs, plan: HeadPlan) -> HybridForCausalLM:
         log.info("every head is kept: the student is the teacher, and there is nothing to train")
         return student
     # By hash: a checkpoint is good only for the very weights that its stage started from.
-    parent = weights_of_built(inputs, made_for(inputs, plan)) or ""
+    parent = agreed_build_hash(inputs, build_requirements(inputs, plan)) or ""
     steps = 0
     for stage, folder in zip(inputs.stages, inputs.paths.stage_folders(inputs.stages)):
         manifest = _train_stage(inputs, student, stage, folder, parent, steps)
@@ -476,9 +484,7 @@ def _evaluation(inputs: RunInputs, model: PreTrainedModel, path: Path, again: bo
 
 def _measure(inputs: RunInputs, model: PreTrainedModel) -> EvalResult:
     options = inputs.config.evaluation
-    # A resumed run has loaded them on the CPU.
-    for each in (model, inputs.teacher):
-        nn.Module.to(each, connect().device)
+    move_to_own_device(model, inputs.teacher)
     role = "teacher" if model is inputs.teacher else "student"
     with Phase(f"measuring the {role}"):
         return evaluate(

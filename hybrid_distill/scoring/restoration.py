@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distributed import from_main
 from ..io import Record
 from ..model.cache import HybridCache
-from ..model.layout import given_cache
+from ..model.layout import cache_among
 from ..model.mixer import ROW_ARGUMENTS
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadId
@@ -89,7 +89,7 @@ def merged_heads(
 
     def run_teacher(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         # Teacher and student would both write their keys and values to it.
-        if given_cache(kwargs) is not None:
+        if cache_among(kwargs) is not None:
             raise ValueError(
                 "restored heads do not support a cache; call the student with use_cache=False."
             )
@@ -130,7 +130,7 @@ def _teacher_forward(
     site: AttentionSite, hidden_states: Tensor, *args: object, **kwargs: object
 ) -> object:
     output = site.module(hidden_states, *args, **_teacher_arguments(kwargs))
-    cache = given_cache(kwargs)
+    cache = cache_among(kwargs)
     if cache is not None:
         assert isinstance(cache, HybridCache)
         # A student's mixer counts its tokens; the teacher's attention only stores keys and values.

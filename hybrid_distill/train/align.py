@@ -81,19 +81,19 @@ class LayerAlignment(TeacherForced[Align]):
     ) -> Tensor:
         output = self._output(layer, call, batch["seq_idx"])
         target = self._target(layer, call)
-        of_step = totals.get("tokens")
+        denominator = totals.get("tokens")
         if self.config.loss == "nmse":
             # `totals` stores a layer's power under the name that `run_teacher` gives its loss.
-            of_step = totals.get(f"layer.{layer}")
-        return self.compare(output, target, batch["mask"], of_step)
+            denominator = totals.get(f"layer.{layer}")
+        return self.compare(output, target, batch["mask"], denominator)
 
     def compare(
-        self, output: Tensor, target: Tensor, mask_BL: Tensor, of_step: Tensor | None
+        self, output: Tensor, target: Tensor, mask_BL: Tensor, denominator: Tensor | None
     ) -> Tensor:
-        """Compute a layer's loss, divided by the step's tokens (``l2``) or its target's power (``nmse``)."""
+        """Compute a layer's loss; ``denominator`` is the step's tokens (``l2``) or its target's power (``nmse``)."""
         if self.config.loss == "nmse":
-            return normalized_mse(output, target, mask_BL, of_step)
-        return l2_norm_loss(output, target, mask_BL, of_step)
+            return normalized_mse(output, target, mask_BL, denominator)
+        return l2_norm_loss(output, target, mask_BL, denominator)
 
     def _target(self, layer: int, call: MixerCall) -> Tensor:
         """Return the teacher's output: [B, L, D], or [B, L, R, P] for the target ``head``."""

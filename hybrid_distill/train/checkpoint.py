@@ -24,6 +24,10 @@ from .sealed import CorruptCheckpoint, SaveFailed, check_files, read_sealed, wri
 from .weights import ShardedTensors
 
 FORMAT = "hybrid-distill/checkpoint/3"
+CHECKPOINTS = "checkpoints"
+"""Folder in a stage's folder."""
+STEPS = "step-*"
+"""Pattern of the checkpoints in that folder."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,13 @@ class Checkpoints:
         # `wait`.
         writing = self._writing
         self._writing = None
+
+        def finish() -> None:
+            if writing is not None:
+                writing.result()
+
         # The disk of one machine may be full: all processes must hear of it, not only its own.
-        compute_everywhere(lambda: writing and writing.result())
+        compute_everywhere(finish)
         rank, _ = rank_and_world()
         if rank == 0:
             # Complete ones only are counted: a save that failed must not push an intact one out.
@@ -131,7 +140,7 @@ class Checkpoints:
             self.folder.rmdir()
 
     def _folders(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+        return sorted(self.folder.glob(STEPS))
 
     def _write(self, folder: Path, step: int, tensors: dict[str, Tensor], state: Record) -> None:
         rank, world = rank_and_world()

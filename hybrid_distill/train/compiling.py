@@ -74,18 +74,22 @@ def _chosen_layers(stage: Stage, device: torch.device, flops: float) -> list[nn.
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return []
     layers = stage.whole_layers()
-    whole = [layer for layer in layers if not _is_sharded(layer)]
-    if not layers and choice == "on":
-        log.info("%s: compile: off, this stage does not run whole layers of one shape", name)
-    elif layers and not whole:
+    if not layers:
+        if choice == "on":
+            log.info("%s: compile: off, this stage does not run whole layers of one shape", name)
+        return []
+    unsharded = [layer for layer in layers if not _is_sharded(layer)]
+    if not unsharded:
         log.info("%s: compile: off, all layers are sharded and gather weights in between", name)
-    if not whole or (choice == "auto" and not _is_worth_it(name, flops, device)):
+        return []
+    if choice == "auto" and not _is_worth_it(name, flops, device):
         return []
     others = ""
-    if len(whole) < len(layers):
-        others = f" ({len(layers) - len(whole)} others are sharded and gather weights in between)"
-    log.info("%s: compile: %d decoder layers%s", name, len(whole), others)
-    return whole
+    n_sharded = len(layers) - len(unsharded)
+    if n_sharded:
+        others = f" ({n_sharded} others are sharded and gather weights in between)"
+    log.info("%s: compile: %d decoder layers%s", name, len(unsharded), others)
+    return unsharded
 
 
 def _is_worth_it(name: str, flops: float, device: torch.device) -> bool:
@@ -106,12 +110,12 @@ def _is_worth_it(name: str, flops: float, device: torch.device) -> bool:
 
 
 def _compiled_method(module: nn.Module) -> str | None:
-    """Name what is compiled of a layer or a stage."""
-    if not isinstance(module, Stage):
-        # A student's layer sets attributes around its backbone's forward.
-        return "backbone_forward" if hasattr(module, "backbone_forward") else "forward"
-    # An alignment's loss is as many passes over a layer's output as its norms.
-    return "compare" if hasattr(module, "compare") else None
+    """Return the name of the method to compile: a layer's forward, or a stage's ``compare`` if it has one."""
+    if isinstance(module, Stage):
+        # An alignment's loss is as many passes over a layer's output as its norms.
+        return "compare" if hasattr(module, "compare") else None
+    # A student's layer sets attributes around its backbone's forward.
+    return "backbone_forward" if hasattr(module, "backbone_forward") else "forward"
 
 
 def _is_sharded(layer: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from ..tunable import Tunable, fixed_fields
 from ..validation import Count, CountOrZero, Limits, Positive, Share, check_options
 
 T = TypeVar("T")
-Stage = TypeVar("Stage", bound="StageConfig")
+Config = TypeVar("Config", bound="StageConfig")
 Fixed = Annotated[T, tyro.conf.Suppress]
 """Field that the command line hides."""
 Factor = Annotated[float, Limits(0)]
@@ -133,14 +133,17 @@ class StageConfig:
         """Multipliers of the learning rate, as in `Distill.lr_scale`."""
         return None
 
-    def with_precision(self: Stage, is_half: bool) -> Stage:
+    def with_precision(self: Config, is_half: bool) -> Config:
         """Return the stage with the precision that ``auto`` stands for on this process's device.
 
         ``is_half`` is True for a teacher in half precision.
         """
         if self.precision != "auto":
             return self
-        return replace(self, precision="bf16" if is_half or multiplies_bf16() else "fp32")
+        precision = "fp32"
+        if is_half or multiplies_bf16():
+            precision = "bf16"
+        return replace(self, precision=precision)
 
     @property
     def tokens_per_segment(self) -> int | None:

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..model.document_mask import DocumentMask
 
-PLAIN = ("dropout", "scaling")
+GROUPED_OPTIONS = ("dropout", "scaling")
 """Options of an attention function that `attend_in_groups` knows; others change the scores."""
 
 
@@ -28,7 +28,7 @@ def attend_in_groups(
     dropout: float = 0.0,
     scaling: float | None = None,
 ) -> tuple[Tensor, None]:
-    """Compute an attention function of transformers, [B, L, H, P] and no maps."""
+    """Attend as an attention function of transformers does; return outputs [B, L, H, P] and no maps."""
     out_BHLP = F.scaled_dot_product_attention(
         query_BHLP,
         key_BGLP,
@@ -49,12 +49,12 @@ def grouped_attention() -> Iterator[None]:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, Any]:
-        changes_scores = options.get("softcap") is not None
-        changes_scores |= options.get("position_bias") is not None
-        if changes_scores or not isinstance(mask, DocumentMask):
+        has_softcap = options.get("softcap") is not None
+        has_bias = options.get("position_bias") is not None
+        if has_softcap or has_bias or not isinstance(mask, DocumentMask):
             return repeating(module, query, key, value, mask, **options)
-        known = {name: options[name] for name in PLAIN if name in options}
-        return attend_in_groups(query, key, value, mask, **known)
+        grouped = {name: options[name] for name in GROUPED_OPTIONS if name in options}
+        return attend_in_groups(query, key, value, mask, **grouped)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
     try:

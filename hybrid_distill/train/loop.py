@@ -32,7 +32,7 @@ from ..distributed import (
 from ..io import Record
 from ..model.document_kernels import compiling_for
 from ..progress import Phase
-from .checkpoint import Checkpoints, Snapshot
+from .checkpoint import CHECKPOINTS, Checkpoints, Snapshot
 from .compiling import compiled_layers, start_backward_thread
 from .config import COLLECTIVE_TIMEOUT, StageConfig
 from .end_to_end import EndToEnd
@@ -99,7 +99,7 @@ def train_stage(
     identity = _identity(stage, rows, seed, parent_hash)
     # Before anything is written there.
     check_shared(out)
-    checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
+    checkpoints = Checkpoints(out / CHECKPOINTS, config.keep_checkpoints)
     if resume == "never":
         on_main_process(lambda: clear(out, checkpoints))
     manifest = agree_on(lambda: StageManifest.read(out))

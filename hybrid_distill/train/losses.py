@@ -184,36 +184,36 @@ def l2_norm_loss(
     pred_BLD: Tensor,
     target_BLD: Tensor,
     mask_BL: Tensor | None = None,
-    total: Tensor | None = None,
+    denominator: Tensor | None = None,
 ) -> Tensor:
     """Compute the mean over tokens of ``||pred - target||_2`` (arXiv 2408.10189, layer-to-layer stage).
 
-    Inputs may have more dimensions (BLHP); all but the last count as tokens. ``total`` is the number of tokens in a
-    larger batch.
+    Inputs may have more dimensions (BLHP); all but the last count as tokens. ``denominator`` is the number of tokens
+    in a larger batch.
     """
     error_BLD = _wide(pred_BLD) - _wide(target_BLD)
     norm = _root(error_BLD.square().sum(-1))
     norm_BL = _mean_per_token(norm)
     mask_BL = _mask_like(norm_BL, mask_BL)
-    return norm_BL.where(mask_BL, 0.0).sum() / _count(mask_BL, total, norm_BL.dtype)
+    return norm_BL.where(mask_BL, 0.0).sum() / _count(mask_BL, denominator, norm_BL.dtype)
 
 
 def normalized_mse(
     pred_BLD: Tensor,
     target_BLD: Tensor,
     mask_BL: Tensor | None = None,
-    total: Tensor | None = None,
+    denominator: Tensor | None = None,
 ) -> Tensor:
     """Divide the squared error by the squared target: 1 for a prediction of zero, at any scale.
 
-    ``total`` is the `power` of a larger batch's target.
+    ``denominator`` is the `power` of a larger batch's target.
     """
     error = power(_wide(pred_BLD) - _wide(target_BLD), mask_BL)
-    if total is None:
-        total = power(target_BLD, mask_BL)
-    total = total.to(error.dtype)
+    if denominator is None:
+        denominator = power(target_BLD, mask_BL)
+    denominator = denominator.to(error.dtype)
     # A target of zeros, such as a fully masked batch, must not make the loss NaN.
-    return error / total.clamp_min(torch.finfo(error.dtype).tiny)
+    return error / denominator.clamp_min(torch.finfo(error.dtype).tiny)
 
 
 def power(x_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
@@ -227,11 +227,11 @@ def frobenius_loss(
     pred_BHLS: Tensor,
     target_BHLS: Tensor,
     mask_BL: Tensor | None = None,
-    total: Tensor | None = None,
+    denominator: Tensor | None = None,
 ) -> Tensor:
     """Compute the mean over rows and heads of ``||pred - target||_F``; masked query rows count as equal.
 
-    ``total`` is the number of rows, B, in a larger batch.
+    ``denominator`` is the number of rows, B, in a larger batch.
     """
     error_BHLS = _wide(pred_BHLS) - _wide(target_BHLS)
     if mask_BL is not None:
@@ -239,9 +239,9 @@ def frobenius_loss(
         error_BHLS = error_BHLS.masked_fill(masked_B1L1, 0.0)
     norm_BH = _root(error_BHLS.square().sum((-2, -1)))
     norm_B = norm_BH.mean(1)
-    if total is None:
+    if denominator is None:
         return norm_B.mean()
-    return norm_B.sum() / total.to(norm_B.dtype)
+    return norm_B.sum() / denominator.to(norm_B.dtype)
 
 
 def _real_vocabulary(
@@ -335,8 +335,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(_wide_dtype(x))
 
 
-def _count(mask_BL: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Count the unmasked tokens, or take ``total``; return 1 instead of 0, as the sum over no tokens is 0."""
-    if total is None:
-        total = mask_BL.sum()
-    return total.to(dtype).clamp_min(1)
+def _count(mask_BL: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Count the unmasked tokens, or take ``denominator``; return 1 instead of 0, as the sum over no tokens is 0."""
+    if denominator is None:
+        denominator = mask_BL.sum()
+    return denominator.to(dtype).clamp_min(1)

@@ -17,13 +17,11 @@ from .config import DistillOnPolicy
 from .end_to_end import EndToEnd
 from .stage import Stage, StageLoss, Totals, n_rows, teacher_hidden
 
-KINDS_OF_ROWS = ("given", "own")
-
 
 class MixedBatch(Batch, total=False):
-    """Rows from the data and, in ``own``, rows that the student generated, of another length; either may be empty."""
+    """Rows from the data and, in ``generated``, rows that the student wrote, of another length; either may be empty."""
 
-    own: Batch
+    generated: Batch
 
 
 class OnPolicy(EndToEnd):
@@ -31,8 +29,8 @@ class OnPolicy(EndToEnd):
 
     The student continues a row's first ``prompt_tokens``, from the last document that begins there; the teacher then
     judges every token that it generated. ``share`` is the probability that a row is generated. The loss is the mean
-    over the tokens of given rows and the mean over generated tokens, weighted by the number of rows: a generated row
-    counts as much as a given one, however short. Likelihood on given text hides the errors of generation; this stage
+    over the tokens of data rows and the mean over generated tokens, weighted by the number of rows: a generated row
+    counts as much as a data row, however short. Likelihood on the data hides the errors of generation; this stage
     trains on them.
 
     Each row has its own seed: however the step is split, the same rows are generated, with the same text except for
@@ -56,7 +54,7 @@ class OnPolicy(EndToEnd):
         return []
 
     def compiled_length(self, seq_len: int) -> int | None:
-        """Return the length of given rows: generated ones have many."""
+        """Return the length of data rows: generated ones have many."""
         return seq_len
 
     def micro_batches(
@@ -69,67 +67,65 @@ class OnPolicy(EndToEnd):
 
         Rows of a kind are grouped, so that many are generated in one batch.
         """
-        writes = [random.Random(seed).random() < self.writing.share for seed in seeds]
+        is_generated = [random.Random(seed).random() < self.writing.share for seed in seeds]
         rows = range(len(seeds))
-        given_rows = [row for row in rows if not writes[row]]
-        own_rows = [row for row in rows if writes[row]]
-        order = given_rows + own_rows
-        n_given = len(given_rows)
+        data_rows = [row for row in rows if not is_generated[row]]
+        generated_rows = [row for row in rows if is_generated[row]]
+        order = data_rows + generated_rows
+        n_data = len(data_rows)
 
         micro_batches: list[Batch] = []
         for first in range(0, len(order), size):
             end = first + size
-            given = order[first : min(end, n_given)]
-            own = order[max(first, n_given) : end]
-            micro_batches.append(self._mixed(batch, given, own, seeds))
+            from_data = order[first : min(end, n_data)]
+            to_generate = order[max(first, n_data) : end]
+            micro_batches.append(self._mixed(batch, from_data, to_generate, seeds))
         return micro_batches
 
     def _mixed(
         self,
         batch: Batch,
-        given: list[int],
-        own: list[int],
+        from_data: list[int],
+        to_generate: list[int],
         seeds: Sequence[int],
     ) -> MixedBatch:
-        """Pick the ``given`` rows as they are, and let the student continue the ``own`` ones."""
-        mixed: MixedBatch = {**pick_rows(batch, given)}
-        if own:
-            own_seeds = [seeds[row] for row in own]
-            mixed["own"] = self.own_text(pick_rows(batch, own), own_seeds)
+        """Pick the rows ``from_data`` as they are, and let the student continue those ``to_generate``."""
+        mixed: MixedBatch = {**pick_rows(batch, from_data)}
+        if to_generate:
+            seeds_of_rows = [seeds[row] for row in to_generate]
+            mixed["generated"] = self.generated_text(pick_rows(batch, to_generate), seeds_of_rows)
         return mixed
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """Count as `Stage.n_tokens` does, over both kinds of rows."""
-        counts = [_kind_of(batch, kind)["mask"].sum() for kind in KINDS_OF_ROWS]
+        """Count as `Stage.n_tokens` does, over data rows and generated rows."""
+        counts = [rows["mask"].sum() for rows in _rows_by_source(batch).values()]
         return torch.stack(counts).sum()
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:
-        """Extend `Stage.totals` by the rows and tokens of each kind."""
+        """Extend `Stage.totals` by the rows and tokens of each source."""
         # Not those of `EndToEnd`, which counts labels: a student's own text is not a label.
         totals = Stage.totals(self, batch)
-        for kind in KINDS_OF_ROWS:
-            mask_BL = _kind_of(batch, kind)["mask"]
-            totals[f"{kind}_rows"] = n_rows(mask_BL)
-            totals[f"{kind}_tokens"] = mask_BL.sum()
+        for source, rows in _rows_by_source(batch).items():
+            totals[f"{source}_rows"] = n_rows(rows["mask"])
+            totals[f"{source}_tokens"] = rows["mask"].sum()
         return totals
 
     def loss(self, batch: Batch, totals: Totals) -> StageLoss:
         totals = totals or self.totals(batch)
-        n_all_rows = totals["given_rows"] + totals["own_rows"]
+        n_all_rows = totals["data_rows"] + totals["generated_rows"]
         losses = []
-        for kind in KINDS_OF_ROWS:
-            part = _kind_of(batch, kind)
-            if len(part["mask"]) == 0:
+        for source, rows in _rows_by_source(batch).items():
+            if len(rows["mask"]) == 0:
                 self._gather_teacher(batch)
                 continue
-            n_tokens = totals[f"{kind}_tokens"]
-            loss = super().loss(part, {"tokens": n_tokens}).total
-            share = totals[f"{kind}_rows"] / n_all_rows
+            n_tokens = totals[f"{source}_tokens"]
+            loss = super().loss(rows, {"tokens": n_tokens}).total
+            share = totals[f"{source}_rows"] / n_all_rows
             losses.append(share.to(loss.dtype) * loss)
         return StageLoss(torch.stack(losses).sum(), {})
 
     def _gather_teacher(self, batch: Batch) -> None:
-        """Take part in the other processes' run of a sharded teacher, on rows of a kind that this one has none of.
+        """Take part in the other processes' run of a sharded teacher, for a source that has no rows here.
 
         All processes gather a layer together: if one ran the teacher less often, the others would wait for it.
         """
@@ -144,7 +140,7 @@ class OnPolicy(EndToEnd):
         teacher_hidden(self.teacher, one_token)
 
     @torch.no_grad()
-    def own_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:
+    def generated_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:
         """Let the student continue prompts from the batch; the mask keeps the positions that predict its tokens."""
         n_prompt = min(self.writing.prompt_tokens, batch["input_ids"].shape[1])
         prompt_BL = batch["input_ids"][:, :n_prompt]
@@ -157,15 +153,15 @@ class OnPolicy(EndToEnd):
         # Up to and including the first end token; rows that end early are filled up to the longest.
         is_end = self._is_end(text_BL[:, n_prompt:])
         n_ends_before = is_end.cumsum(1) - is_end.long()
-        is_own = n_ends_before == 0
-        is_text_BL = torch.cat([in_prompt_BL, is_own], dim=1)
-        is_after_BL = torch.cat([torch.zeros_like(in_prompt_BL), ~is_own], dim=1)
+        is_written = n_ends_before == 0
+        is_text_BL = torch.cat([in_prompt_BL, is_written], dim=1)
+        is_after_BL = torch.cat([torch.zeros_like(in_prompt_BL), ~is_written], dim=1)
 
         # The position before a token predicts it, so the mask begins at the prompt's last one.
         # If that one is masked, none of the row's text counts.
         counts = batch["mask"][:, n_prompt - 1 : n_prompt]
         mask_BL = torch.zeros_like(is_text_BL)
-        mask_BL[:, n_prompt - 1 : -1] = is_own & counts
+        mask_BL[:, n_prompt - 1 : -1] = is_written & counts
         return {
             "input_ids": text_BL,
             # Padding before and after the text counts as other documents: 0, 1 for the text, 2.
@@ -226,14 +222,12 @@ class _SampleByRow(LogitsProcessor):
         return scores / self._temperature + noise_BV
 
 
-def _kind_of(batch: Batch, kind: str) -> Batch:
-    """Return the given rows of a `MixedBatch`, or the generated ones, possibly none."""
-    given: Batch = {
+def _rows_by_source(batch: Batch) -> dict[str, Batch]:
+    """Return the ``data`` rows and the ``generated`` rows of a `MixedBatch`; either may be empty."""
+    data: Batch = {
         "input_ids": batch["input_ids"],
         "seq_idx": batch["seq_idx"],
         "mask": batch["mask"],
     }
-    if kind == "given":
-        return given
-    no_rows = pick_rows(given, slice(0))
-    return cast(MixedBatch, batch).get("own", no_rows)
+    no_rows = pick_rows(data, slice(0))
+    return {"data": data, "generated": cast(MixedBatch, batch).get("generated", no_rows)}

@@ -37,8 +37,9 @@ def read_sealed(path: Path, expected: str) -> Record:
         raise CorruptCheckpoint(f"{path} cannot be read ({error}).") from error
     if stored_format != expected:
         raise CorruptCheckpoint(f"{path} has format {stored_format!r}, expected {expected!r}.")
-    # Popped on the left, before the right side hashes the rest: a seal does not cover itself.
-    if record.pop(SEAL, None) != _seal(record):
+    # Removed before the rest is hashed: a seal does not cover itself.
+    seal = record.pop(SEAL, None)
+    if seal != _seal(record):
         raise CorruptCheckpoint(
             f"{path} was changed after it was written; undo that, or delete {path.parent}."
         )

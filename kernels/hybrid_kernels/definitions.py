@@ -29,7 +29,7 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 
 
 @functools.cache
-def difference(
+def mistake_of(
     kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
 ) -> str | None:
     """Return what is wrong with a kernel on a device, in one line; None if it is right, or the
@@ -42,10 +42,10 @@ def difference(
         return None
     # Autocast, inference mode, hooks and dispatch modes are per thread.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_first_difference, kernel, device, dtype, sizes, options).result()
+        return thread.submit(_first_mistake, kernel, device, dtype, sizes, options).result()
 
 
-def _first_difference(
+def _first_mistake(
     kernel: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -97,17 +97,20 @@ class _Draw:
         numbers."""
         return values.detach().to(self.dtype).double().requires_grad_()
 
-    def given(self, leaf: Tensor | None, dtype: torch.dtype | None = None) -> Any:
-        """Return the kernel's input for a leaf."""
+    def to_device(self, leaf: Tensor | None, dtype: torch.dtype | None = None) -> Any:
+        """Return a leaf as the kernel gets it: on the device, in ``dtype`` or the kernel's own."""
         if leaf is None:
             return None
         return leaf.detach().to(self.device, dtype or self.dtype)
 
 
-def _documents(packed: bool) -> Tensor:
-    """Return the document of each token, [L]: one for all, unless ``packed``."""
+def _documents(draw: _Draw, packed: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the document of each token, [L], and the kernel's seq_idx_BL: one document and None, unless ``packed``."""
     tokens = torch.arange(LENGTH, device="cpu")
-    return tokens // (DOCUMENT if packed else LENGTH)
+    if not packed:
+        return torch.zeros_like(tokens), None
+    document = tokens // DOCUMENT
+    return document, document.unsqueeze(0).to(draw.device)
 
 
 Triples = Iterator[tuple[str, Tensor, Tensor]]
@@ -158,20 +161,19 @@ def _block_of_recurrence(
     draw: _Draw, head_dim: int, d_state: int, *, gated: bool, packed: bool, training: bool
 ) -> Triples:
     """Test in one part of the row and without a state, then in two parts and with one."""
-    document = _documents(packed)
-    seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
+    document, seq_idx = _documents(draw, packed)
     for n_segments in (1, 2):
         has_state = n_segments > 1
         leaves = _draw_leaves(draw, head_dim, d_state, gated=gated, has_state=has_state)
         y, final = _define_recurrence(*leaves, document)
 
         arguments = ssd_launch.ScanArguments(
-            draw.given(leaves.x),
-            draw.given(leaves.a, torch.float32),
-            draw.given(leaves.b),
-            draw.given(leaves.c),
-            D_H=draw.given(leaves.D),
-            state_BHPN=draw.given(leaves.state, torch.float32),
+            draw.to_device(leaves.x),
+            draw.to_device(leaves.a, torch.float32),
+            draw.to_device(leaves.b),
+            draw.to_device(leaves.c),
+            D_H=draw.to_device(leaves.D),
+            state_BHPN=draw.to_device(leaves.state, torch.float32),
             seq_idx_BL=seq_idx,
             softplus=gated,
             n_segments=n_segments,
@@ -181,7 +183,7 @@ def _block_of_recurrence(
         )
         output = before_gate
         if leaves.z is not None:
-            output = ssd_operators.gate(before_gate, draw.given(leaves.z))
+            output = ssd_operators.gate(before_gate, draw.to_device(leaves.z))
         yield "output", output, y
         yield "last state", actual_final, final
         if not training or chunk_states is None:
@@ -194,14 +196,14 @@ def _block_of_recurrence(
         if has_state:
             dfinal = draw(*final.shape).detach()
             loss = loss + (final * dfinal).sum()
-        upstream = draw.given(dy)
+        upstream = draw.to_device(dy)
         actual = {}
         if leaves.z is not None:
             upstream, actual["z"] = ssd_operators.gate_gradients(
-                upstream, before_gate, draw.given(leaves.z)
+                upstream, before_gate, draw.to_device(leaves.z)
             )
         gradients = ssd_launch.ssd_backward(
-            upstream, draw.given(dfinal, torch.float32), chunk_states, arguments
+            upstream, draw.to_device(dfinal, torch.float32), chunk_states, arguments
         )
         for name, gradient in gradients._asdict().items():
             # Without the dimensions: x_BLHP is x.
@@ -257,8 +259,7 @@ def _delta_rule(
 ) -> Triples:
     """Test `delta_rule` without and with a state."""
     tokens = (1, LENGTH, N_HEADS)
-    document = _documents(packed)
-    seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
+    document, seq_idx = _documents(draw, packed)
     for state in (None, draw(1, N_HEADS, head_dim, d_state)):
         x = draw(*tokens, head_dim)
         c = draw(*tokens, d_state)
@@ -274,9 +275,11 @@ def _delta_rule(
         with torch.set_grad_enabled(training):
             on_device = {}
             for name, leaf in leaves.items():
-                # As the model gives them: gates and states are fp32.
-                is_wide = name in ("log a", "write gate", "state")
-                tensor = draw.given(leaf, torch.float32 if is_wide else None)
+                dtype = None
+                # As the model passes them: gates and states are fp32.
+                if name in ("log a", "write gate", "state"):
+                    dtype = torch.float32
+                tensor = draw.to_device(leaf, dtype)
                 on_device[name] = tensor.requires_grad_(training)
             inputs = list(on_device.values())
             output, last = delta_rule.delta_rule(
@@ -288,7 +291,7 @@ def _delta_rule(
             dy = draw(*y.shape).detach()
             dfinal = draw(*final.shape).detach()
             expected = torch.autograd.grad((y, final), list(leaves.values()), (dy, dfinal))
-            upstream = draw.given(dy), draw.given(dfinal, torch.float32)
+            upstream = draw.to_device(dy), draw.to_device(dfinal, torch.float32)
             actual = torch.autograd.grad((output, last), inputs, upstream)
             for name, actual_gradient, gradient in zip(leaves, actual, expected):
                 yield f"gradient of {name}", actual_gradient, gradient
@@ -324,8 +327,7 @@ def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Tr
     """Test `causal_conv` without and with a state."""
     # More than a program holds.
     n_channels = 80
-    document = _documents(packed)
-    seq_idx = document.unsqueeze(0).to(draw.device) if packed else None
+    document, seq_idx = _documents(draw, packed)
     with_past = torch.cat([document[:1].expand(width - 1), document])
     for state in (None, draw(1, n_channels, width - 1)):
         x = draw(1, LENGTH, n_channels)
@@ -339,11 +341,11 @@ def _convolution(draw: _Draw, width: int, *, packed: bool, training: bool) -> Tr
         is_own_LK = tap_document_LK == document.unsqueeze(1)
         y = (taps_LCK * weight * is_own_LK.unsqueeze(1)).sum(-1).unsqueeze(0)
 
-        inputs = draw.given(x), draw.given(weight), draw.given(state), seq_idx, False
+        inputs = draw.to_device(x), draw.to_device(weight), draw.to_device(state), seq_idx, False
         yield "output", conv._forward_op(*inputs), y
         if training:
             dy = draw(*y.shape).detach()
-            gradients = conv._backward_op(draw.given(dy), *inputs)
+            gradients = conv._backward_op(draw.to_device(dy), *inputs)
             actual = dict(zip(("x", "weight", "state"), gradients))
             yield from _gradients(
                 (y * dy).sum(), {"x": x, "weight": weight, "state": state}, actual
@@ -371,14 +373,14 @@ def _decoding_step(
     y = (read + D.unsqueeze(-1) * x) * F.silu(z)
 
     # Updated in place.
-    conv_state = draw.given(past)
-    ssm_state = draw.given(state, torch.float32)
+    conv_state = draw.to_device(past)
+    ssm_state = draw.to_device(state, torch.float32)
     inputs = (
-        draw.given(xbc),
-        draw.given(a, torch.float32),
-        draw.given(z),
-        draw.given(weight),
-        draw.given(D),
+        draw.to_device(xbc),
+        draw.to_device(a, torch.float32),
+        draw.to_device(z),
+        draw.to_device(weight),
+        draw.to_device(D),
     )
     is_token_B = torch.tensor([True, not masked], device="cpu")
     on_device_B = is_token_B.to(draw.device)
@@ -413,15 +415,15 @@ def _distillation_loss(draw: _Draw, *, kind: str, from_head: bool) -> Triples:
         tokens = Tokens(*on_device)
         # Both write the gradient into the student's logits.
         logits = student.clone()
-        logits_on_device = draw.given(student)
+        logits_on_device = draw.to_device(student)
         if from_head:
             expected = loss_torch.of_head(logits, teacher, exact, options)
-            actual = loss_triton.of_head(logits_on_device, draw.given(teacher), tokens, options)
+            actual = loss_triton.of_head(logits_on_device, draw.to_device(teacher), tokens, options)
         else:
             teacher_log_probs = (teacher / options.temperature).log_softmax(-1)
             log_probs, ids = teacher_log_probs.topk(n_stored)
             expected = loss_torch.of_top_k(logits, ids, log_probs, exact, options)
-            stored = ids.to(draw.device), draw.given(log_probs, torch.float32)
+            stored = ids.to(draw.device), draw.to_device(log_probs, torch.float32)
             actual = loss_triton.of_top_k(logits_on_device, *stored, tokens, options)
         yield "value", actual[0], expected[0]
         yield "gradient", actual[1], expected[1]

@@ -47,7 +47,7 @@ TIME_LIMITS = {"gated delta rule": 900.0}
 RETRY_AFTER = 600.0
 """Seconds for which a verdict against a kernel is shared."""
 READY = "ready"
-OF_A_LAUNCHER = (
+LAUNCHER_PREFIXES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_",
@@ -62,7 +62,7 @@ OF_A_LAUNCHER = (
 
 
 class Trial(NamedTuple):
-    """Arguments of `definitions.difference`, as JSON holds them."""
+    """Arguments of `definitions.mistake_of`, as JSON holds them."""
 
     kernel: str
     device: str
@@ -71,11 +71,19 @@ class Trial(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
 
+class Verdict(NamedTuple):
+    """Result of a trial."""
+
+    mistake: str | None
+    """Mistake of the kernel, in one line; None if it is right."""
+
+
 class NoChild(RuntimeError):
     """No second process can use this device."""
 
 
-_known: dict[Trial, str | None] = {}
+_mistakes: dict[Trial, str | None] = {}
+"""Verdicts that this process has."""
 
 
 def trial_of(
@@ -89,7 +97,7 @@ def trial_of(
 def check_kernel(
     kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int, **options: Any
 ) -> str | None:
-    """Return what is wrong with a kernel on a device, as `definitions.difference` does, but survive
+    """Return what is wrong with a kernel on a device, as `definitions.mistake_of` does, but survive
     whatever it does."""
     if device.type == "cuda" and not torch.cuda.is_available():  # of a fake tensor
         return None
@@ -100,7 +108,7 @@ def check_kernels(trials: Sequence[Trial]) -> list[str | None]:
     """Return the verdicts of several trials; those that nobody knows yet, and that no other process
     is testing, share one child process."""
     folder = None
-    if any(trial not in _known for trial in trials):
+    if any(trial not in _mistakes for trial in trials):
         folder = _shared_folder()
     while unknown := _unknown(trials, folder):
         with contextlib.ExitStack() as locks:
@@ -109,26 +117,26 @@ def check_kernels(trials: Sequence[Trial]) -> list[str | None]:
                 # Others are testing all of them. Wait for one, then look at its verdict.
                 locked = _wait_for_one(unknown, folder, locks)
             # A process that has just ended may have left verdicts.
-            own = [trial for trial in _unknown(unknown, folder) if trial in locked]
-            for trial, found in _try_all(own, folder):
-                _known[trial] = found
-                _write(folder, trial, found)
+            to_test = [trial for trial in _unknown(unknown, folder) if trial in locked]
+            for trial, mistake in _try_all(to_test, folder):
+                _mistakes[trial] = mistake
+                _write(folder, trial, mistake)
                 # Processes that wait for this verdict need not wait for the next one.
                 locked[trial].close()
-    return [_known[trial] for trial in trials]
+    return [_mistakes[trial] for trial in trials]
 
 
 def _unknown(trials: Sequence[Trial], folder: Path | None) -> list[Trial]:
     """Return the trials without a verdict, each once, after reading those of other processes."""
     unknown = []
     for trial in dict.fromkeys(trials):
-        if trial in _known:
+        if trial in _mistakes:
             continue
         verdict = _read(folder, trial)
         if verdict is None:
             unknown.append(trial)
         else:
-            _known[trial] = verdict[0]
+            _mistakes[trial] = verdict.mistake
     return unknown
 
 
@@ -138,14 +146,16 @@ def _try_all(trials: Sequence[Trial], folder: Path | None) -> Iterator[tuple[Tri
     remaining = list(trials)
     while remaining:
         begin = time.monotonic()
-        kept = "are not kept: no folder can be written" if folder is None else f"stay in {folder}"
-        log.info("testing %s, once (verdicts %s)", _describe(remaining), kept)
+        storage = f"stay in {folder}"
+        if folder is None:
+            storage = "are not kept: no folder can be written"
+        log.info("testing %s, once (verdicts %s)", _describe(remaining), storage)
         tested = []
         try:
-            for found in _ask_child(remaining):
+            for mistake in _ask_child(remaining):
                 trial = remaining.pop(0)
                 tested.append(trial)
-                yield trial, found
+                yield trial, mistake
         except NoChild as error:
             log.warning("kernels are tested in this process, where a crash would end it: %s", error)
             while remaining:
@@ -168,7 +178,7 @@ def _ask_child(trials: Sequence[Trial]) -> Iterator[str | None]:
     Raises NoChild if the child does not come as far as the first trial.
     """
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)
+        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)
     }
     # A pipe of its own: compilers and drivers print to standard output.
     answers, child_writes = os.pipe()
@@ -202,9 +212,9 @@ def _ask_child(trials: Sequence[Trial]) -> Iterator[str | None]:
             if line is None:
                 yield f"on {trial.device} its test {_how_it_ended(child, limit)}"
                 return
-            found = json.loads(line)
-            yield found
-            if found is not None:
+            mistake = json.loads(line)
+            yield mistake
+            if mistake is not None:
                 return
     finally:
         # A hanging kernel cannot be interrupted in any other way.
@@ -247,10 +257,10 @@ def _how_it_ended(child: subprocess.Popen[bytes], limit: float) -> str:
 
 
 def _test_here(trial: Trial) -> str | None:
-    from .definitions import difference
+    from .definitions import mistake_of
 
     dtype = getattr(torch, trial.dtype)
-    return difference(
+    return mistake_of(
         trial.kernel, torch.device(trial.device), dtype, *trial.sizes, **dict(trial.options)
     )
 
@@ -347,30 +357,30 @@ def _file(folder: Path, trial: Trial) -> Path:
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _read(folder: Path | None, trial: Trial) -> tuple[str | None] | None:
-    """Return a shared verdict in a tuple; None if there is none that holds."""
+def _read(folder: Path | None, trial: Trial) -> Verdict | None:
+    """Return a shared verdict; None if there is none that holds."""
     if folder is None:
         return None
     try:
         record = json.loads(_file(folder, trial).read_text())
-        found = record["mistake"]
-        when = float(record["time"])
+        mistake = record["mistake"]
+        written_at = float(record["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    is_old = not 0 <= time.time() - when < RETRY_AFTER
-    if found is not None and (is_old or not isinstance(found, str)):
+    is_old = not 0 <= time.time() - written_at < RETRY_AFTER
+    if mistake is not None and (is_old or not isinstance(mistake, str)):
         return None
-    return (found,)
+    return Verdict(mistake)
 
 
-def _write(folder: Path | None, trial: Trial, found: str | None) -> None:
+def _write(folder: Path | None, trial: Trial, mistake: str | None) -> None:
     if folder is None:
         return
     file = _file(folder, trial)
     record = {
         "trial": trial,
         "of": [_versions(), _kind(trial.device)],
-        "mistake": found,
+        "mistake": mistake,
         "time": time.time(),
     }
     new = file.with_suffix(f".{os.getpid()}")
@@ -432,23 +442,19 @@ def _answer(trials: list[Trial], descriptor: int) -> None:
             return
         answers.write(f"{READY}\n")
         for trial in trials:
-            found = _test_here(trial)
-            answers.write(f"{json.dumps(found)}\n")
-            if found is not None:
+            mistake = _test_here(trial)
+            answers.write(f"{json.dumps(mistake)}\n")
+            if mistake is not None:
                 return
 
 
 def main() -> None:
     """Test the kernels that are asked for on standard input; write verdicts to the given file
     descriptor."""
-    asked = json.load(sys.stdin)
     trials = []
-    for kernel, device, dtype, sizes, options in asked:
-        trials.append(
-            Trial(
-                kernel, device, dtype, tuple(sizes), tuple((name, value) for name, value in options)
-            )
-        )
+    for kernel, device, dtype, sizes, options in json.load(sys.stdin):
+        pairs = tuple((name, value) for name, value in options)
+        trials.append(Trial(kernel, device, dtype, tuple(sizes), pairs))
     _answer(trials, int(sys.argv[1]))
 
 

@@ -54,9 +54,9 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(definitions, "LENGTH", 70)
     monkeypatch.setattr(definitions, "N_HEADS", 2)
     # Planted mistakes are in this process, not in the child's.
-    monkeypatch.setattr(selftest, "check_kernel", definitions.difference)
+    monkeypatch.setattr(selftest, "check_kernel", definitions.mistake_of)
     remembering = (
-        definitions.difference,
+        definitions.mistake_of,
         loss_choice.is_right,
         loss_choice.reason_against,
         hybrid_kernels.unusable,
@@ -74,7 +74,7 @@ def mistake(
     """Return what is wrong with a kernel; None if it is right."""
     sizes, all_on = CALLS[kernel]
     options = {**all_on, **options}
-    return definitions.difference(kernel, CPU, dtype, *sizes, training=training, **options)
+    return definitions.mistake_of(kernel, CPU, dtype, *sizes, training=training, **options)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -90,7 +90,7 @@ def test_right_kernels_pass(kernel: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind, from_head", LOSSES)
 def test_the_right_loss_passes(kind: str, from_head: bool) -> None:
     options = {"kind": kind, "from_head": from_head}
-    assert definitions.difference("distillation loss", CPU, BF16, **options) is None
+    assert definitions.mistake_of("distillation loss", CPU, BF16, **options) is None
 
 
 @triton.jit
@@ -251,4 +251,4 @@ def test_a_large_float32_state_is_tested_in_the_blocks_that_it_runs_in() -> None
     assert ssd.block_sizes(FP32, 64, 63) == [(32, 32), (32, 31)]
     assert ssd.block_sizes(BF16, 64, 63) == [(64, 63)]
     options = {"gated": False, "packed": False, "training": False}
-    assert definitions.difference("recurrence", CPU, FP32, 40, 16, **options) is None
+    assert definitions.mistake_of("recurrence", CPU, FP32, 40, 16, **options) is None

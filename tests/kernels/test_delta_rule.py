@@ -60,15 +60,15 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch.setattr)
     monkeypatch.setattr(definitions, "LENGTH", 70)
     monkeypatch.setattr(definitions, "N_HEADS", 2)
-    monkeypatch.setattr(selftest, "_known", {})
-    definitions.difference.cache_clear()
+    monkeypatch.setattr(selftest, "_mistakes", {})
+    definitions.mistake_of.cache_clear()
     forget_choices(monkeypatch)
 
 
 @pytest.fixture
 def tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try kernels in this process, where mistakes are planted."""
-    monkeypatch.setattr(selftest, "check_kernel", definitions.difference)
+    monkeypatch.setattr(selftest, "check_kernel", definitions.mistake_of)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mistake(dtype: torch.dtype = FP32, *, training: bool = True, packed: bool = True) -> str | None:
-    return definitions.difference(DELTA_RULE, CPU, dtype, *SIZES, training=training, packed=packed)
+    return definitions.mistake_of(DELTA_RULE, CPU, dtype, *SIZES, training=training, packed=packed)
 
 
 def draw(dtype: torch.dtype) -> list[Tensor]:
@@ -106,7 +106,7 @@ def test_the_right_kernel_passes(dtype: torch.dtype, training: bool, packed: boo
 def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_gradients(monkeypatch.setattr)
     assert has_facts(str(mistake()), "gradient of k")
-    definitions.difference.cache_clear()
+    definitions.mistake_of.cache_clear()
     assert mistake(training=False) is None
 
 

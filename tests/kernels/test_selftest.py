@@ -87,7 +87,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file of the latter."""
     plant(PLANTED, tmp_path, monkeypatch)
     monkeypatch.setenv("TRIALS", str(tmp_path / "trials"))
-    monkeypatch.setattr(selftest, "_known", {})
+    monkeypatch.setattr(selftest, "_mistakes", {})
     return tmp_path / "trials"
 
 
@@ -120,7 +120,7 @@ def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_
     assert n_tried(planted) == 1
 
     # Another process of the machine tries nothing again.
-    selftest._known.clear()
+    selftest._mistakes.clear()
     assert selftest.check_kernels([right, crash, wrong]) == [of_right, of_crash, of_wrong]
     assert n_tried(planted) == 1
 
@@ -138,7 +138,7 @@ def test_a_crash_and_a_wrong_value_are_verdicts_and_the_other_kernels_are_tried_
 def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Kernels of each child; nothing is tested, and all are right."""
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
-    monkeypatch.setattr(selftest, "_known", {})
+    monkeypatch.setattr(selftest, "_mistakes", {})
     children: list[list[str]] = []
 
     def find_right(trials):
@@ -169,7 +169,7 @@ def test_a_child_logs_its_begin_and_its_end_and_known_verdicts_log_nothing(
             assert "\n" not in line
         # By this process, then by a new one.
         selftest.check_kernels(trials)
-        selftest._known.clear()
+        selftest._mistakes.clear()
         selftest.check_kernels(trials[::-1])
     assert len(infos(caplog)) == 2
     assert len(tried) == 1
@@ -281,7 +281,7 @@ def test_the_right_kernel_is_right_in_a_child_too(tmp_path: Path, monkeypatch) -
     """With a launcher's variables, which the child must not see."""
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", str(tmp_path / "verdicts"))
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(selftest, "_known", {})
+    monkeypatch.setattr(selftest, "_mistakes", {})
     options = {"masked": True, "training": False}
     verdict = selftest.check_kernel("decoding step", CPU, torch.float32, 16, 4, 4, **options)
     assert verdict is None
@@ -292,7 +292,7 @@ def test_without_a_second_process_the_test_runs_in_this_one(
 ) -> None:
     """A device in exclusive mode, or full."""
     monkeypatch.setenv("HYBRID_KERNELS_CACHE", "/dev/null/nowhere")
-    monkeypatch.setattr(selftest, "_known", {})
+    monkeypatch.setattr(selftest, "_mistakes", {})
     monkeypatch.setattr(selftest.sys, "executable", str(tmp_path / "no-python"))
 
     def is_wrong(draw, *sizes, **options):

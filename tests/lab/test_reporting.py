@@ -26,7 +26,7 @@ from hybrid_distill.lab.reporting import (
     with_error,
 )
 from hybrid_distill.lab.reporting.document import Figure
-from hybrid_distill.lab.reporting.figures import Row
+from hybrid_distill.lab.reporting.figures import PanelRow
 from hybrid_distill.lab.reporting.heads import score_map
 from hybrid_distill.lab.reporting.record import SHARED, STUDENT, read_run
 from hybrid_distill.lab.reporting.run import write_report
@@ -196,7 +196,7 @@ def test_every_stage_has_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     drawn: dict[str, list[str]] = {}
 
     def draw(
-        path: Path, _caption: str, rows: list[Row], *_: object, **_options: object
+        path: Path, _caption: str, rows: list[PanelRow], *_: object, **_options: object
     ) -> list[Figure]:
         panels = drawn.setdefault(path.name, [])
         for row in rows:

@@ -482,7 +482,7 @@ def test_rows_of_ever_new_lengths_run_with_the_mask(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         for length in lengths:
             query = torch.zeros(1, 2, length, 16)
-            runs.append(document_kernels.flex_runs(query, untold=True))
+            runs.append(document_kernels.flex_runs(query, by_default=True))
     assert runs == 2 * (8 * [True] + 4 * [False])
 
 

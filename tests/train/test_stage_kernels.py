@@ -140,7 +140,7 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
 
     monkeypatch.setattr(kernel_choice, "_reason_against", reason)
 
-    chosen = module._of_heads(heads, GPU, torch.bfloat16)
+    chosen = module._head_implementations(heads, GPU, torch.bfloat16)
 
     options = {"packed": True}
     sizes = (heads.head_dim, heads.d_state)
@@ -158,9 +158,9 @@ def test_the_gated_delta_rule_is_tried_before_training_too(is_right: bool, monke
         assert asked[1] == ours
 
     heads.impl = "triton"
-    assert module._of_heads(heads, GPU, torch.bfloat16)[DELTA_RULE] == "torch"
+    assert module._head_implementations(heads, GPU, torch.bfloat16)[DELTA_RULE] == "torch"
     heads.impl = "torch"
-    assert set(module._of_heads(heads, GPU, torch.bfloat16).values()) == {"torch"}
+    assert set(module._head_implementations(heads, GPU, torch.bfloat16).values()) == {"torch"}
 
 
 def test_kernels_that_were_named_are_reported_as_such() -> None:

@@ -21,7 +21,7 @@ from hybrid_distill.train.align import LayerAlignment
 from hybrid_distill.train.config import Align, AlignMatrix, Distill, DistillOnPolicy
 from hybrid_distill.train.end_to_end import EndToEnd
 from hybrid_distill.train.losses import distillation_loss
-from hybrid_distill.train.on_policy import OnPolicy, _kind_of, _SampleByRow
+from hybrid_distill.train.on_policy import OnPolicy, _rows_by_source, _SampleByRow
 from hybrid_distill.train.parallel.fsdp2 import with_sharded_teacher
 from hybrid_distill.train.stages import make_stage
 
@@ -449,7 +449,7 @@ def test_the_student_continues_the_document_at_hand():
     """Written rows number their documents: 0 before the one at hand, 1 itself, 2 after its end."""
     stage, batch = own_text()
 
-    written = stage.own_text(batch, range(8))
+    written = stage.generated_text(batch, range(8))
 
     prompts = batch["input_ids"][:, :N_PROMPT]
     assert torch.equal(written["input_ids"][:, :N_PROMPT], prompts)
@@ -473,7 +473,7 @@ def test_the_student_continues_the_document_at_hand():
 
 def test_what_the_student_wrote_is_judged_as_if_alone():
     stage, batch = own_text()
-    written = stage.own_text(batch, range(8))
+    written = stage.generated_text(batch, range(8))
     ended_early = written["mask"].sum(1) < N_NEW
     row = int(ended_early.nonzero()[0])
     alone = document(written, row, number=1)
@@ -515,8 +515,7 @@ def test_a_row_counts_as_much_written_as_given():
 
     (mixed,) = stage.micro_batches(batch, n_rows, range(n_rows))
 
-    given = _kind_of(mixed, "given")
-    own = _kind_of(mixed, "own")
+    given, own = _rows_by_source(mixed).values()
     n_own = len(own["mask"])
     n_given = len(given["mask"])
     assert 0 < n_own < n_rows

@@ -21,7 +21,7 @@ MOST_COLUMNS = 6
 MOST_TOKENS = 128
 
 
-def draw_lines(table: Table, path: Path) -> None:
+def draw_groups(table: Table, path: Path) -> None:
     """Draw a line per group of rows, perplexity on a log scale.
 
     The first row is dashed, guessing is dotted.

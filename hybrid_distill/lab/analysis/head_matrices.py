@@ -115,7 +115,7 @@ def _map_and_values(site: HeadSite, head: int, calls: Calls) -> tuple[Tensor, Te
     return map_TS.to(values_SP.dtype), values_SP.contiguous()
 
 
-def _scan(
+def _scan_by_head(
     x_LHP: Tensor,
     gates_LH: Tensor,
     b_LHN: Tensor,
@@ -143,10 +143,10 @@ def _scan(
     return head
 
 
-def _of_student(mixer: Mixer, calls: Calls) -> Scan:
+def _student_scan(mixer: Mixer, calls: Calls) -> Scan:
     inputs = mixer.ssm.scan_inputs(calls[mixer].hidden)
     x_LHP, gates_LH, b_LHN, c_LHN, z_LHP = [_wide(part[0]) for part in inputs]
-    return _scan(
+    return _scan_by_head(
         x_LHP,
         gates_LH,
         b_LHN,
@@ -157,7 +157,7 @@ def _of_student(mixer: Mixer, calls: Calls) -> Scan:
     )
 
 
-def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
+def _mamba2_scan(mixer: Mixer, calls: Calls) -> Scan:
     """Read Mamba-2, Zamba2 or Falcon-H1, which scales the output of ``in_proj`` first.
 
     After the scan come silu(z) and, if there is a norm, its weight divided by the groups' RMS.
@@ -188,7 +188,7 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
         in_groups = in_norm_LC.unflatten(-1, (n_groups, -1))
         rms = (in_groups.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()
         scale_LC = scale_LC * mixer.norm.weight / rms.expand_as(in_groups).flatten(-2)
-    return _scan(
+    return _scan_by_head(
         x_LHP=_wide(x_LC).unflatten(-1, (n_heads, -1)),
         gates_LH=-_wide(mixer.A_log).exp() * dt_LH,
         b_LHN=by_head(b_LC) * dt_LH.unsqueeze(-1),
@@ -198,7 +198,7 @@ def _of_mamba2(mixer: Mixer, calls: Calls) -> Scan:
     )
 
 
-def _of_mamba1(mixer: Mixer, calls: Calls) -> Scan:
+def _mamba1_scan(mixer: Mixer, calls: Calls) -> Scan:
     """Read Falcon-Mamba, which norms dt, B and C, or Mamba, which does not.
 
     Every channel has N decays.
@@ -245,8 +245,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 SCANS: dict[str, Callable[[Mixer, Calls], Scan]] = {
-    "channel": _of_mamba1,
-    "ssm": _of_mamba2,
-    "hybrid": _of_student,
+    "channel": _mamba1_scan,
+    "ssm": _mamba2_scan,
+    "hybrid": _student_scan,
 }
 """Reader of a mixer's recurrence, by the kind of its site."""

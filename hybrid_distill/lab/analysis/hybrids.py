@@ -43,7 +43,7 @@ from ...teacher import (
     read_teacher,
 )
 from .experiment import Bench, Experiment, ModelExperiment, Variant
-from .figures import draw_bars, draw_lines
+from .figures import draw_bars, draw_groups
 from .tables import Column, Row, Table
 from .tasks import Questions, check_readable
 
@@ -176,10 +176,10 @@ class ZeroedRecurrence(ModelExperiment):
                 "not keep all heads, or another model with recurrent layers."
             )
         variants = [Variant("nothing", nullcontext())]
-        for layer, own in sorted(layers.items()):
-            n_heads = sum(len(_recurrent_heads(site)) for site in own)
+        for layer, layer_sites in sorted(layers.items()):
+            n_heads = sum(len(_recurrent_heads(site)) for site in layer_sites)
             label = f"layer {layer} ({n_heads} heads)"
-            variants.append(Variant(label, _without_recurrence(model, own)))
+            variants.append(Variant(label, _without_recurrence(model, layer_sites)))
         variants.append(Variant("all layers", _without_recurrence(model, sites), "all layers"))
         return bench.table("recurrent heads zeroed, by layer", "zeroed", variants)
 
@@ -245,13 +245,14 @@ class HybridHeadRanking(ModelExperiment):
         ranking = rank_together(bench.model, scores)
         rows = [Row(f"{ranked.head} {ranked.kind}", ranked.lost) for ranked in ranking]
         title = f"{bench.model.name_or_path}: what is lost without a head, by {self.probe}"
-        ranked = Table(title, "head", COLUMNS, rows, compared=False)
-        removed = self.without_first(bench, ranking)
+        ranking_table = Table(title, "head", COLUMNS, rows, compared=False)
+        removal_table = self.without_first(bench, ranking)
         # Written only now: an error before leaves the files of an earlier call.
-        shown = self.save(ranked, draw_bars, most=self.k)
-        for kind, of_kind in scores.items():
-            of_kind.save(self.out / f"{self.NAME}.{kind}.json")
-        return f"{shown}\n\n{self.save(removed, draw_lines, suffix='.removed')}"
+        ranking_text = self.save(ranking_table, draw_bars, most=self.k)
+        for kind, kind_scores in scores.items():
+            kind_scores.save(self.out / f"{self.NAME}.{kind}.json")
+        removal_text = self.save(removal_table, draw_groups, suffix=".removed")
+        return f"{ranking_text}\n\n{removal_text}"
 
     def _scores(self, bench: Bench) -> dict[str, HeadScores]:
         """Score the heads of each kind.
@@ -321,16 +322,16 @@ def rank_together(model: PreTrainedModel, scores: Mapping[str, HeadScores]) -> l
     ``scores`` are by kind; "hybrid" are those of a student's heads, both kinds together.
     """
     ranked = []
-    for kind, of_kind in scores.items():
+    for kind, kind_scores in scores.items():
         sites = {site.layer: site for site in head_sites(model, as_head_kind(kind))}
-        for head in of_kind.ranking():
-            accuracy = 100 * of_kind.value_LH()[head].item()
-            logprob = of_kind.logprob_drop_LH[head].item()
+        for head in kind_scores.ranking():
+            accuracy = 100 * kind_scores.value_LH()[head].item()
+            logprob = kind_scores.logprob_drop_LH[head].item()
             control = math.nan
-            if of_kind.control_drop_LH is not None:
-                control = of_kind.control_drop_LH[head].item()
-            own_kind = sites[head.layer].kind_of(head.head)
-            ranked.append(RankedHead(head, own_kind, (accuracy, logprob, control)))
+            if kind_scores.control_drop_LH is not None:
+                control = kind_scores.control_drop_LH[head].item()
+            head_kind = sites[head.layer].kind_of(head.head)
+            ranked.append(RankedHead(head, head_kind, (accuracy, logprob, control)))
 
     def best_first(head: RankedHead) -> tuple[object, ...]:
         accuracy, logprob, _ = head.lost
@@ -344,6 +345,6 @@ def _without(model: PreTrainedModel, heads: Sequence[RankedHead]) -> Iterator[No
     with ExitStack() as removed:
         for kind in head_kinds(model):
             # The sites of a student hold heads of both kinds.
-            own = [ranked.head for ranked in heads if kind in (ranked.kind, "hybrid")]
-            removed.enter_context(ablate_heads(model, own, kind=as_head_kind(kind)))
+            heads_of_kind = [ranked.head for ranked in heads if kind in (ranked.kind, "hybrid")]
+            removed.enter_context(ablate_heads(model, heads_of_kind, kind=as_head_kind(kind)))
         yield

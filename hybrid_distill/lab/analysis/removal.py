@@ -30,7 +30,7 @@ from ...scoring.resume_log import ResumeLog
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
 from ...validation import words
 from .experiment import Bench, Experiment, ModelExperiment, Subject, Variant
-from .figures import draw_bars, draw_lines
+from .figures import draw_bars, draw_groups
 from .tables import Table
 from .tasks import QuestionDraw, Questions, Task, accuracy_task, check_readable
 
@@ -138,7 +138,7 @@ class RemoveHeads(HeadRemoval):
     questions: Questions = field(default_factory=Questions)
 
     def run(self) -> str:
-        return self.save(self.remove(self.questions.make), draw_lines)
+        return self.save(self.remove(self.questions.make), draw_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class Formats(HeadRemoval):
             questions = f"dictionaries of {self.questions.pairs} pairs"
         model_name, _, _ = table.title.rpartition(": ")
         title = f"{model_name}: the same {self.questions.examples} {questions} in several formats"
-        return self.save(table._replace(title=title), draw_lines)
+        return self.save(table._replace(title=title), draw_groups)
 
     def _tasks(
         self,
@@ -226,9 +226,9 @@ class PruneLayers(ModelExperiment):
         layers_above(bench.model, self.last_layer)  # checks it before hours of pruning
         tables: list[str] = []
         if self.how in ("gradual", "both"):
-            tables.append(self.save(self.from_the_end(bench), draw_lines, suffix=".gradual"))
+            tables.append(self.save(self.from_the_end(bench), draw_groups, suffix=".gradual"))
         if self.how in ("individual", "both"):
-            tables.append(self.save(self.one_by_one(bench), draw_lines, suffix=".individual"))
+            tables.append(self.save(self.one_by_one(bench), draw_groups, suffix=".individual"))
         return "\n\n".join(tables)
 
     def from_the_end(self, bench: Bench) -> Table:

@@ -68,8 +68,9 @@ def _random_teacher(config: RunConfig) -> PreTrainedModel:
     # Without the option, transformers chooses.
     if config.teacher.attn_implementation is not None:
         options["attn_implementation"] = config.teacher.attn_implementation
-    shape = load_config(config.teacher.path, config.teacher.revision)
-    return AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.teacher.dtype], **options)
+    teacher_config = load_config(config.teacher.path, config.teacher.revision)
+    dtype = DTYPES[config.teacher.dtype]
+    return AutoModelForCausalLM.from_config(teacher_config, dtype=dtype, **options)
 
 
 def _random_stage(

@@ -186,7 +186,7 @@ def as_block(path: Path, caption: str, grid: np.ndarray) -> Figure:
 
 
 @dataclass(frozen=True)
-class Row:
+class PanelRow:
     """Row of panels: points with columns ``panel``, ``line``, ``x``, ``y``, optionally ``error``.
 
     ``percent`` sets the y axis to 0 to 100 %. ``levels`` are horizontal lines.
@@ -201,17 +201,17 @@ class Row:
 def draw_lines(
     path: Path,
     caption: str,
-    rows: Sequence[Row],
+    rows: Sequence[PanelRow],
     looks: Mapping[str, Look],
     xlabel: str,
     *,
-    even: bool = True,
-    log: bool = False,
+    evenly_spaced: bool = True,
+    log_scale: bool = False,
 ) -> list[Figure]:
     """Draw panels of the lines named in ``looks``, with error bars.
 
-    ``even`` spaces the x values evenly and offsets the lines slightly; ``log`` makes the y axis
-    logarithmic. Returns the figure, or nothing without points or without matplotlib.
+    ``evenly_spaced`` places the x values at equal distances and offsets the lines slightly;
+    ``log_scale`` is for the y axis. Returns the figure, or nothing without points or without matplotlib.
     """
     rows = [row for row in rows if len(row.points)]
     if not rows or not has_matplotlib():
@@ -225,22 +225,22 @@ def draw_lines(
         for row, names, axes_row in zip(rows, panels, grid):
             for name, axes in zip_longest(names, axes_row):
                 axes.set(title=name or "", frame_on=name is not None)
-                if even and len(ticks) == 1:
+                if evenly_spaced and len(ticks) == 1:
                     axes.set(xlim=(-0.5, 0.5))  # else offset lines would be far apart
                 of_panel = row.points.loc[row.points.panel == name]
-                _draw_panel(axes, of_panel, looks, ticks if even else None)
+                _draw_panel(axes, of_panel, looks, ticks if evenly_spaced else None)
                 for level, value in row.levels.items():
                     color, dash = (BLACK, "solid") if level == "teacher" else (GREY, "dotted")
                     axes.axhline(
                         value, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level
                     )
-                if even:
+                if evenly_spaced:
                     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
             first = axes_row[0]
             first.set_ylabel(row.label, fontsize=9)
             if row.percent:
                 percent_axis(first)
-            if log:
+            if log_scale:
                 first.set_yscale("log")
                 first.yaxis.set_major_formatter("{x:g}")
                 first.yaxis.set_minor_formatter("{x:g}")

@@ -125,7 +125,7 @@ def score_map(
         notes.append("grey: no attention head")
     with figure(path, 1, len(panels), size=size) as grid:
         for axes, measure in zip(grid[0], panels):
-            _draw_map(axes, scores, measure, kept)
+            _draw_measure(axes, scores, measure, kept)
         color = VERMILION if kept else GREY
         grid[0, 0].figure.supxlabel("; ".join(notes), fontsize=9, color=color)
     return [as_block(path, f"{caption}.", grid)]
@@ -136,7 +136,7 @@ def _cell_size(scores: HeadScores) -> float:
     return 0.44 if scores.n_heads <= 16 else 0.19
 
 
-def _draw_map(
+def _draw_measure(
     axes: Any, scores: HeadScores, measure: Measure, kept: Collection[tuple[int, int]]
 ) -> None:
     """Draw one measure of all heads."""

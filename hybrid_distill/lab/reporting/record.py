@@ -201,7 +201,7 @@ def _losses(paths: RunPaths, panel: str) -> pd.DataFrame:
     skipped steps; a step repeated after a resume counts once.
     """
     points = []
-    for path in sorted(paths.stages.glob(f"*/{METRICS}")):
+    for path in paths.metrics():
         stage = path.parent.name
         for record in metrics(path):
             if "step" not in record or "skipped" in record:

@@ -23,7 +23,7 @@ from .document import (
     write_report_files,
     zeroed_section,
 )
-from .figures import Look, Row, draw_lines, has_matplotlib, look, shades_of
+from .figures import Look, PanelRow, draw_lines, has_matplotlib, look, shades_of
 from .glance import READINGS, draw_glance, reading_shown
 from .heads import score_map, score_table
 from .record import CONTROL, STUDENT, TEACHER, RunRecord, read_run
@@ -157,7 +157,7 @@ def _retrieval(record: RunRecord, names: pd.DataFrame, folder: Path) -> list[Blo
             folder / "kv_retrieval.png",
             f"Accuracy {READINGS[shown]}, by the number of pairs in the dictionary; "
             "bars: one standard error.",
-            [Row(points, f"KV retrieval {READINGS[shown]}", percent=True)],
+            [PanelRow(points, f"KV retrieval {READINGS[shown]}", percent=True)],
             _looks(record),
             "pairs in the dictionary",
         )
@@ -202,21 +202,21 @@ def _training(losses: pd.DataFrame, folder: Path) -> list[Figure]:
     alignment = draw_lines(
         folder / "alignment_loss.png",
         "Layer-to-layer alignment: each layer's loss on the teacher's own inputs (running mean).",
-        [Row(by_layer, "alignment loss")],
+        [PanelRow(by_layer, "alignment loss")],
         dict(zip(layers, shades_of(len(layers)))),
         "optimizer step",
-        even=False,
-        log=True,
+        evenly_spaced=False,
+        log_scale=True,
     )
     total = _by_stage(losses.loc[is_total & ~losses.stage.isin(by_layer.stage)])
     distillation = draw_lines(
         folder / "distillation_loss.png",
         "End-to-end distillation: loss against the teacher's predictions (running mean).",
-        [Row(total.assign(line=STUDENT), "distillation loss")],
+        [PanelRow(total.assign(line=STUDENT), "distillation loss")],
         {STUDENT: look(STUDENT)._replace(marker="")},
         "optimizer step",
-        even=False,
-        log=True,
+        evenly_spaced=False,
+        log_scale=True,
     )
     return [*alignment, *distillation]
 
@@ -233,10 +233,10 @@ def _cache(record: RunRecord, folder: Path) -> list[Block]:
     figures = draw_lines(
         folder / "cache.png",
         "Bytes that the cache of one sequence takes, by the length of the context.",
-        [Row(points, "cache of one sequence, MB")],
+        [PanelRow(points, "cache of one sequence, MB")],
         _looks(record),
         "tokens in the context",
-        even=False,
+        evenly_spaced=False,
     )
     lengths = sizes(record.models, "cache_bytes")
     if len(lengths) < 2:

@@ -113,8 +113,11 @@ WORK: dict[TaskKind, Callable[[Sweep, Task], None]] = {
 
 def teacher_run(sweep: Sweep, seed: int) -> RunInputs:
     """Return the run of a seed with the teacher's evaluation, and its heads' scores by ablation."""
+    seeded = _seeded(sweep, seed)
     # By ablation, whatever the recipe says: these scores serve every window that is not ranked for itself.
-    return RunInputs(_of_teacher(_ablating(_seeded(sweep, seed))), sweep.teacher, sweep.pins)
+    scoring = replace(seeded.scoring, method="ablation")
+    config = _without_student(replace(seeded, scoring=scoring))
+    return RunInputs(config, sweep.teacher, sweep.pins)
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
@@ -127,7 +130,7 @@ def cell_config(sweep: Sweep, cell: Cell) -> RunConfig:
         sweep.scores_of(cell),
     )
     if cell.d_state is None:
-        return _of_teacher(base)
+        return _without_student(base)
     cell_run = with_student(base, cell.d_state, cell.window).resolved()
     # A window alone has no recurrent heads to share.
     if not sweep.share or not cell.d_state:
@@ -154,10 +157,10 @@ def restored_plan(inputs: RunInputs, k: int) -> PlanConfig:
 
 def _alignment_run(sweep: Sweep, seed: int, d_state: int, window: int) -> RunInputs:
     """Return the run in whose folder the alignment is trained and restoration plans are made."""
-    of_seed = _seeded(sweep, seed)
+    seeded = _seeded(sweep, seed)
     out = sweep.paths.alignment(d_state, window, seed).out
     scores = sweep.paths.of_seed(seed).scores
-    config = variant_config(of_seed, f"shared-{out.name}", out, of_seed.plan, scores)
+    config = variant_config(seeded, f"shared-{out.name}", out, seeded.plan, scores)
     return RunInputs(with_student(config, d_state, window), sweep.teacher, sweep.pins)
 
 
@@ -185,11 +188,7 @@ def _seeded(sweep: Sweep, seed: int) -> RunConfig:
     )
 
 
-def _ablating(config: RunConfig) -> RunConfig:
-    return replace(config, scoring=replace(config.scoring, method="ablation"))
-
-
-def _of_teacher(config: RunConfig) -> RunConfig:
+def _without_student(config: RunConfig) -> RunConfig:
     """Reset the options of the student, which a run that replaces no head ignores.
 
     Otherwise the cell of the teacher would have other settings in a grid that has grown.

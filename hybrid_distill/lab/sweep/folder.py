@@ -73,7 +73,8 @@ class Sweep:
 
     def __init__(self, out: Path) -> None:
         # Cells name files of the sweep in their settings: another spelling of the folder must not change them.
-        self.out = out = out.resolve()
+        out = out.resolve()
+        self.out = out
         self.paths = SweepPaths(out)
         path = self.paths.record
         if not path.is_file():
@@ -101,12 +102,12 @@ class Sweep:
         paths.tasks.mkdir(parents=True, exist_ok=True)
         write_json(paths.record, definition.record())
         # Read back: jobs in other processes work from the same file.
-        this = cls(out)
-        if max(this.record["grid"]["window"]):
-            this._ask_teachers_what_is_far()
-        return this
+        sweep = cls(out)
+        if max(sweep.record["grid"]["window"]):
+            sweep._delete_obsolete_evaluations()
+        return sweep
 
-    def _ask_teachers_what_is_far(self) -> None:
+    def _delete_obsolete_evaluations(self) -> None:
         """Delete evaluations of the teacher from before the grid had windows: they lack the far questions."""
         distance = RunInputs(self._cell_run).evaluation_distance
         for task in self.tasks.values():
@@ -162,8 +163,8 @@ class Sweep:
     @cached_property
     def evaluation(self) -> EvaluationConfig:
         """Evaluation of every cell: one distance for all far dictionaries, beyond the largest window of the grid."""
-        widest = RunInputs(self._cell_run, self.teacher)
-        return replace(self.base.evaluation, distance=widest.evaluation_distance)
+        inputs = RunInputs(self._cell_run, self.teacher)
+        return replace(self.base.evaluation, distance=inputs.evaluation_distance)
 
     @cached_property
     def pins(self) -> Pins:

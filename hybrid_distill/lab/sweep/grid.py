@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, cast
 
 from ...config import Selection
 from ...model.field_rules import OWN_RULES, check_field
@@ -125,9 +125,9 @@ class Grid:
 def _selections(flag: str) -> tuple[Selection, ...]:
     """Return the selections that a flag names, each once. Raises ValueError for any other word, or none."""
     names = list(dict.fromkeys(words(flag)))
-    known: dict[str, Selection] = {name: name for name in SELECTIONS}
-    if not names or not known.keys() >= set(names):
+    unknown = set(names).difference(SELECTIONS)
+    if unknown or not names:
         raise ValueError(
             f"--selection is {flag!r}; choose from {', '.join(SELECTIONS)}, with commas between."
         )
-    return tuple(known[name] for name in names)
+    return tuple(cast(Selection, name) for name in names)

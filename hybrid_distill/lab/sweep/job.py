@@ -19,7 +19,7 @@ from ...locking import locked
 from ...pipeline import RunInputs
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
 from ...pipeline.inputs import shape_of_teacher
-from ...pipeline.planning import given_scores
+from ...pipeline.planning import scores_from_file
 from ...plan import HeadPlan
 from ...recipe import ask_recipe, config_of, on_asked_teacher
 from ...stage_flags import with_stage_flags, without_stage_flags
@@ -95,7 +95,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     check_student(inputs, PlanConfig("none", k=0))
     # Of the teacher, only its config has been read so far.
     teacher = shape_of_teacher(base.teacher)
-    given_scores(base, teacher)
+    scores_from_file(base, teacher)
     cells = grid.cells(HeadPlan.none(teacher))
     words = [str(job.recipe)]
     if job.set:

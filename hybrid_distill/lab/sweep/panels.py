@@ -14,7 +14,7 @@ from ..reporting.document import Column, Figure
 from ..reporting.figures import (
     GREY,
     LOOKS,
-    Row,
+    PanelRow,
     as_block,
     draw_lines,
     figure,
@@ -72,11 +72,11 @@ def draw_figures(
         groups[knowledge] = ["knowledge"]
     if results.pair_sizes:
         groups[retrieval] = [f"kv_generation_{n}" for n in results.pair_sizes]
-    covered: list[Row] = []
+    covered: list[PanelRow] = []
     selection = ""
     if TEACHER in results.settings.index and groups:
         selection, covered = _coverage(results, groups)
-    by_state: list[Row] = []
+    by_state: list[PanelRow] = []
     # With windows, states and windows are one text, which has no place on an axis.
     if not results.rows.window.any():
         by_state = _with_several(of_retrieval, "held")
@@ -117,12 +117,12 @@ def draw_figures(
     )
 
 
-def _with_several(rows: Sequence[Row], column: str) -> list[Row]:
+def _with_several(rows: Sequence[PanelRow], column: str) -> list[PanelRow]:
     """Return the rows whose points differ in a column."""
     return [row for row in rows if row.points[column].nunique() > 1]
 
 
-def _row(results: SweepResults, quality: Column) -> Row:
+def _row(results: SweepResults, quality: Column) -> PanelRow:
     """Return a row of panels for one measure, with levels for the teacher and for guessing."""
     means, margins = results.figures
     levels: dict[str, float] = {}
@@ -138,10 +138,10 @@ def _row(results: SweepResults, quality: Column) -> Row:
     if not is_share:
         label += " (lower is better)"
     points = _points(means, margins, quality.name, quality.scale)
-    return Row(points, label, is_share, levels)
+    return PanelRow(points, label, is_share, levels)
 
 
-def _coverage(results: SweepResults, groups: dict[str, list[str]]) -> tuple[str, list[Row]]:
+def _coverage(results: SweepResults, groups: dict[str, list[str]]) -> tuple[str, list[PanelRow]]:
     """Return the selection that is shown, and its coverage of the teacher by group of tasks."""
     parts = []
     for group, names in groups.items():
@@ -150,7 +150,7 @@ def _coverage(results: SweepResults, groups: dict[str, list[str]]) -> tuple[str,
     points = pd.concat(parts)
     selection = points.selection.iloc[0] if len(points) else ""
     points = points.loc[points.selection == selection]
-    return selection, [Row(points, "student, of what the teacher has", True, {"teacher": 100})]
+    return selection, [PanelRow(points, "student, of what the teacher has", True, {"teacher": 100})]
 
 
 def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float) -> pd.DataFrame:
@@ -170,7 +170,7 @@ def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float)
 
 
 def _panels(
-    path: Path, caption: str, rows: Sequence[Row], *, panel: str, line: str, x: str
+    path: Path, caption: str, rows: Sequence[PanelRow], *, panel: str, line: str, x: str
 ) -> list[Figure]:
     """Draw rows of panels: one panel per value of ``panel``, one line per value of ``line``."""
     look_of_selection = {text: look(selection) for selection, text in NAMES.items()}
