@@ -155,9 +155,19 @@ def _one_line(box: str) -> str:
     if missing := re.match(r"Missing value for argument '(\S+)'", message):
         return f"{missing[1]} is missing; --help lists the flags."
     if message.startswith("Missing from"):
-        # Its lines alternate: the command, and what it lacks.
-        return f"{', '.join(first[1::2])} is missing; --help lists the flags."
+        return f"{', '.join(_missing(first[1:]))} is missing; --help lists the flags."
     return message
+
+
+def _missing(lines: list[str]) -> list[str]:
+    """Return the missing flags: each stands on a line, and the help after it ends with (required)."""
+    flags = []
+    is_flag = True
+    for line in lines:
+        if is_flag:
+            flags.append(line)
+        is_flag = line.endswith("(required)")
+    return flags
 
 
 def _sections(box: str) -> tuple[list[str], list[str]]:

@@ -183,9 +183,17 @@ def empty_student(
 
 
 def checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:
-    """Find the teacher's attention. Raises ValueError for an unknown init, a plan of another shape or unknown parts."""
+    """Find the teacher's attention.
+
+    Raises ValueError for an unknown init, a hybrid, a plan of another shape or unknown parts.
+    """
     if init not in INITS:
         raise ValueError(f"init is {init!r}; it must be one of {', '.join(INITS)}.")
+    if isinstance(teacher, HybridForCausalLM):
+        raise ValueError(
+            f"the teacher, {teacher.name_or_path!r}, is a hybrid, and only attention heads can be replaced; "
+            "pass the model that it was distilled from."
+        )
     plan.check_fits(teacher)
     sites = attention_sites(teacher)
     for site in sites:

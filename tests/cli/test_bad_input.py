@@ -152,3 +152,11 @@ def test_bad_input_ends_in_one_line(
     facts = named.replace("{}", str(tmp_path)).split()
     assert has_facts(error, *facts)
     assert list(tmp_path.iterdir()) == [tmp_path / "gate"], "something was written"
+
+
+def test_missing_flags_are_named_without_their_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prepare-data"])
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert has_facts(line, "--tokenizer", "--sources", "--out")
+    assert not has_facts(line, ".parquet")

@@ -11,7 +11,7 @@ import transformers
 from conftest import make_family_model
 from messages import naming
 from safetensors.torch import load_file
-from students import since
+from students import since, tiny_student
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -142,6 +142,12 @@ def test_a_student_for_kernels_of_a_gpu_is_built_beside_its_teacher_on_the_cpu(
     student, _ = build_student(teacher, plan, d_state=4, init="random", kernels="triton")
     assert checked_on == [None, "torch"]
     assert student.ssm_implementation == "triton"
+
+
+def test_a_hybrid_is_not_a_teacher() -> None:
+    student, _ = tiny_student("llama")
+    with pytest.raises(ValueError, match="hybrid"):
+        build_student(student, HeadPlan.none(student), d_state=4)
 
 
 def test_the_teacher_is_left_alone(teacher) -> None:
