@@ -142,9 +142,11 @@ def enter_measured(name: str, measured: dict[str, Any], entry: dict[str, Any]) -
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
     figures = {"held": measured["cache"], "entry": entry, **measured}
-    # A record that has these figures keeps its date, device and versions.
-    if read(path) | figures != read(path):
-        write(path, {**about("an entry", threads=1), **figures})
+    before = read(path)
+    # A record with the same figures, or some of them, keeps its date, device and versions.
+    if before | figures != figures | before:
+        before = {}
+    write(path, {**about("an entry", threads=1), **before, **figures})
 
 
 @torch.no_grad()

@@ -107,6 +107,12 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "plan.")
+        # These have what they select in a field of their name.
+        name = self.selection
+        if name in ("layers", "pairs", "file") and not getattr(self, name):
+            raise ValueError(
+                f"plan.selection is {name!r}, and plan.{name} is empty; pass --plan.{name}."
+            )
         if self.restores and self.unit != "head":
             raise ValueError(
                 f"plan.unit is {self.unit!r}, and plan.selection 'restoration' chooses single heads; pass --plan.unit "
@@ -189,9 +195,10 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         check_options(self, "evaluation.")
         if self.stated_pairs is not None and self.stated_pairs not in self.n_pairs:
+            sizes = ", ".join(map(str, self.n_pairs)) or "none, so leave it out"
             raise ValueError(
-                f"evaluation.stated_pairs is {self.stated_pairs}, which is not measured; "
-                f"use one of evaluation.n_pairs: {', '.join(map(str, self.n_pairs))}."
+                f"evaluation.stated_pairs is {self.stated_pairs}, which is not measured; use one of "
+                f"evaluation.n_pairs: {sizes}."
             )
 
 

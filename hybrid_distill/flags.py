@@ -24,6 +24,11 @@ Parsed = Callable[[], object]
 _BAD_NUMBER = re.compile(
     r"(?:invalid literal for (int)\(\).*|could not convert string to float): (.*)"
 )
+_BAD_OPTIONAL = re.compile(
+    r"no type matching .* could be instantiated from \[(.*?)\]\. Got errors: .*"
+)
+_KINDS = {"INT": "a whole number", "FLOAT": "a number", "FLOAT FLOAT FLOAT": "three numbers"}
+"""Words for the types of optional flags, as tyro shows them."""
 _NO_WRAPPING = "10000"
 """Columns of a terminal on which each paragraph of an error is one line."""
 
@@ -155,7 +160,7 @@ def _one_line(box: str) -> str:
     if missing := re.match(r"Missing value for argument '(\S+)'", message):
         return f"{missing[1]} is missing; --help lists the flags."
     if message.startswith("Missing from"):
-        return f"{', '.join(_missing(first[1:]))} is missing; --help lists the flags."
+        return f"{_with_verb(_missing(first[1:]))} missing; --help lists the flags."
     return message
 
 
@@ -194,6 +199,9 @@ def _unparsable(name: str, reason: str, flag: str) -> str:
     if bad_number is not None:
         kind = "whole number" if bad_number[1] else "number"
         return f"{name} is {bad_number[2]}; it must be a {kind}."
+    if bad_optional := _BAD_OPTIONAL.fullmatch(reason):
+        expected = flag.removeprefix(name).replace("{None}|", "").strip(" {}")
+        return f"{name} is {bad_optional[1]}; pass {_KINDS.get(expected, expected)}."
     if name.startswith("-"):
         return f"{name}: {reason}; pass {flag}."
     return reason
@@ -212,5 +220,9 @@ def _unrecognized(words: Sequence[str], suggestions: Sequence[str]) -> str:
     question = ""
     if similar:
         question = f" did you mean {', '.join(dict.fromkeys(similar))}?"
-    verb = "is" if len(unknown) == 1 else "are"
-    return f"{', '.join(unknown)} {verb} not recognized;{question} --help lists the flags."
+    return f"{_with_verb(unknown)} not recognized;{question} --help lists the flags."
+
+
+def _with_verb(flags: Sequence[str]) -> str:
+    verb = "is" if len(flags) == 1 else "are"
+    return f"{', '.join(flags)} {verb}"

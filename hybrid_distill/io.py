@@ -58,15 +58,17 @@ def refused(what: str, fix: str) -> Iterator[None]:
     try:
         yield
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{what} ({error}); {fix}.") from error
+        # The message of a KeyError is the key alone.
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{what} ({reason}); {fix}.") from error
 
 
-def check_out(path: Path) -> None:
-    """Raise ValueError for a folder that cannot be made, because it or a parent is a file."""
+def check_out(path: Path, name: str = "out") -> None:
+    """Raise ValueError for a folder that cannot be made, because it or a parent is a file; ``name`` is its option's."""
     for place in (path, *path.parents):
         if place.exists():
             if not place.is_dir():
-                raise ValueError(f"out is {path}, and {place} is a file; pass a folder.")
+                raise ValueError(f"{name} is {path}, and {place} is a file; pass a folder.")
             return
 
 

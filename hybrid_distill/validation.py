@@ -193,13 +193,17 @@ def number_of_tokens(name: str, text: str) -> int:
     return n_tokens
 
 
-def number_of_bytes(name: str, text: str, whole: int) -> int:
+def number_of_bytes(name: str, text: str, whole: int | None = None) -> int:
     """Parse a size such as ``15MB``, or ``16%`` of ``whole`` bytes. Raises ValueError, naming the option."""
+    sizes: dict[str, float] = {**BYTE_UNITS}
+    examples = "500KB or 15MB"
+    if whole is not None:
+        sizes["%"] = whole / 100
+        examples = "500KB, 15MB or 16%"
     match = re.fullmatch(r"(\d+\.?\d*)([KMG]B|%)", text.upper())
     n_bytes = 0
-    if match is not None:
-        number, unit = match.groups()
-        n_bytes = round(float(number) * BYTE_UNITS.get(unit, whole / 100))
+    if match is not None and match[2] in sizes:
+        n_bytes = round(float(match[1]) * sizes[match[2]])
     if n_bytes < 1:
-        raise ValueError(f"{name} is {text!r}; pass a size such as 500KB, 15MB or 16%.")
+        raise ValueError(f"{name} is {text!r}; pass a size such as {examples}.")
     return n_bytes

@@ -57,3 +57,18 @@ def test_a_path_that_is_not_there_changes_nothing(
         board.main()
     assert ended.value.code == 2
     assert {path.name: path.read_bytes() for path in board.FOLDER.iterdir()} == before
+
+
+def test_an_entry_has_the_date_of_its_figures(board: ModuleType) -> None:
+    path = board.FOLDER / "no-head-window16.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"date": "2026-01-01"}))
+    head = ("what", "device", "versions", "date", "held", "entry")
+    measured = {name: value for name, value in record.items() if name not in head}
+
+    def date_after(figures: dict[str, object]) -> str:
+        board.enter_measured(path.stem, figures, record["entry"])
+        return json.loads(path.read_text())["date"]
+
+    assert date_after({**measured, "another": 1.0}) == "2026-01-01"
+    assert date_after({**measured, "knowledge": 0.0}) != "2026-01-01"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..distributed import alone_in, is_launched_main, on_main_process, own_device
-from ..io import Record
+from ..io import Record, check_out
 from ..kernels import use_kernels
 from ..lab.suite import load_tasks, run_suite
 from ..lab.suite_job import RESULTS, SuiteJob
 from ..lab.suite_results import render, write_results
-from ..teacher import load_on_own_device
+from ..teacher import load_on_own_device, read_teacher
+from ..teacher.location import locate
 
 
 def evaluate_suite(job: SuiteJob) -> None:
@@ -19,6 +20,10 @@ def evaluate_suite(job: SuiteJob) -> None:
         raise ValueError("there is nothing to evaluate; pass RUN_DIR, or --suite and --model.")
     if job.model is None:
         raise ValueError(f"--suite {job.suite} has no model to measure; pass --model.")
+    check_out(job.cache, "--cache")
+    if job.teacher is not None:
+        # Now, not after the model's answers.
+        _check_can_load(job.teacher, "--teacher", job.trust_remote_code)
     tasks = load_tasks(job)
     with alone_in(job.folder):
         results = _measure(job, job.model, "--model", tasks)
@@ -29,6 +34,15 @@ def evaluate_suite(job: SuiteJob) -> None:
         on_main_process(lambda: write_results(job.folder, results, teacher_results))
     if is_launched_main():
         print(f"{render(results, teacher_results)}\n\nresults: {job.folder / RESULTS}")
+
+
+def _check_can_load(path: str, flag: str, trust_remote_code: bool) -> None:
+    """Raise ValueError for a model that is not there, or whose config or tokenizer cannot be read without its own
+    code."""
+    if trust_remote_code:
+        locate(path, flag)
+    else:
+        read_teacher(path, flag=flag)
 
 
 def _measure(job: SuiteJob, path: str, flag: str, tasks: dict[str, list[Any]]) -> Record:

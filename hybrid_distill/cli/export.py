@@ -18,6 +18,7 @@ from ..pipeline.exporting import export
 from ..plan import HeadPlan
 from ..safe_loading import load_student
 from ..scoring import HeadScores
+from ..validation import number_of_bytes
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class ExportJob:
     these programs (docs/serving.md)."""
     max_shard_size: str = "2GB"
     """Largest size of a weight file; a large value gives a single file."""
+
+    def __post_init__(self) -> None:
+        number_of_bytes("--max-shard-size", self.max_shard_size)
 
 
 def export_student(job: ExportJob) -> GateReport:

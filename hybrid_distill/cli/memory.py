@@ -23,12 +23,12 @@ import tyro
 from ..cache_size import cache_bytes
 from ..lab.reporting import text_table
 from ..model import layer_windows
-from ..model.field_rules import OWN_RULES, check_field
+from ..model.field_rules import OWN_RULES, check_field, check_windows
 from ..plan import HeadId, HeadPlan
 from ..scoring import HeadScores
 from ..student.teachers import check_teacher
 from ..teacher import head_dim_of, load_config
-from ..validation import MB, CountOrZero, numbers
+from ..validation import MB, CountOrZero, check_options, numbers
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 SETTING = ["kept", "kv_heads", "d_state", "window"]
@@ -60,6 +60,22 @@ class MemoryJob:
     scores: Path | None = None
     """Path to a scores.json; its top heads are kept, which determines how many share keys and
     values."""
+
+    def __post_init__(self) -> None:
+        check_options(self, "--")
+
+    def replacements(self) -> list[tuple[int, int]]:
+        """Return the pairs of state size and window that can stand in place of a head."""
+        d_states = numbers("d-state", self.d_state, least=0)
+        windows = numbers("window", self.window, least=0)
+        for d_state in d_states:
+            check_field("--d-state", d_state, OWN_RULES["d_state"])
+        names = {"window": "--window", "sinks": "--sinks", "d_state": "--d-state"}
+        # Heads without a window have no sinks either.
+        longer = [window for window in windows if window]
+        for window in longer or [0]:
+            check_windows(window, self.sinks, max(d_states), recurrence="discrete", names=names)
+        return [pair for pair in product(d_states, windows) if any(pair)]
 
 
 class ModelShape(NamedTuple):
@@ -135,12 +151,7 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
         state_bytes=BYTES[job.state_dtype],
     )
     scores = None if job.scores is None else HeadScores.load(job.scores)
-    d_states = numbers("d-state", job.d_state, least=0)
-    windows = numbers("window", job.window, least=0)
-    for d_state in d_states:
-        check_field("--d-state", d_state, OWN_RULES["d_state"])
-    # Without a state and a window, nothing would stand in place of a head.
-    replacements = [pair for pair in product(d_states, windows) if any(pair)]
+    replacements = job.replacements()
     lengths = numbers("lengths", job.lengths, least=1)
     n_every_head = shape.plan.n_layers * shape.plan.n_heads
     rows = []

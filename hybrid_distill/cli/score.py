@@ -315,14 +315,14 @@ def _check_k(job: ScoreJob, model: PreTrainedModel) -> None:
 
 
 def _check_distance(job: ScoreJob, model: PreTrainedModel) -> None:
-    """Raise ValueError for a distance beyond the model's context, before any text of this length is made."""
+    """Raise ValueError for a distance or window beyond the model's context, before any text of this length is made."""
     longest = longest_context(model.config)
     # A word has a token or more.
-    if longest is not None and (job.distance or 0) >= longest:
-        raise ValueError(
-            f"--distance is {job.distance} words, and the context of {job.model} {longest} tokens; pass less than "
-            f"{longest}."
-        )
+    for name, size in {"--distance": job.distance or 0, "--window": job.window}.items():
+        if longest is not None and size >= longest:
+            raise ValueError(
+                f"{name} is {size}, and the context of {job.model} {longest} tokens; pass less than {longest}."
+            )
 
 
 def _log_accuracies(accuracies: Mapping[str, float], chance: float) -> None:

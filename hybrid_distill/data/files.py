@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,8 @@ def contents_of(top: Path) -> Contents:
 def _counted(kind: str, names: Sequence[str]) -> str:
     """Count names, and give the first: ``3 broken links left out (a.txt ...)``."""
     more = " ..." if len(names) > 1 else ""
+    if len(names) == 1:
+        kind = re.sub(r"s\b", "", kind)
     return f"{len(names)} {kind} left out ({min(names)}{more})"
 
 

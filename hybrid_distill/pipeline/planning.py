@@ -25,8 +25,7 @@ def make_plan(options: PlanConfig, teacher: PreTrainedModel, scores: HeadScores 
         return HeadPlan.all(teacher)
     if options.selection == "none":
         return HeadPlan.none(teacher)
-    if options.file is None:
-        raise ValueError("plan.selection is 'file' without a file; name it with --plan.file.")
+    assert options.file is not None
     return HeadPlan.load(options.file)
 
 

@@ -25,6 +25,7 @@ CASES = """
     score --window 100 --exhaustive: --exhaustive
     score --window 16 --sinks 17: --sinks 17
     score --distance 100000: --distance 100000
+    score --window 100000: --window 100000
     score --seed 99999999999999: --seed 99999999999999
     run tiny --seed 99999999999999: seed 99999999999999
     run tiny --dry-run --out {}/gate/file/run: {}/gate/file
@@ -35,6 +36,8 @@ CASES = """
     generate-data --model tiny --tokens 2K --out {}/out --top-k-logits 100000: --top-k-logits
     score --window 100 --n-control-texts 3: --n-control-texts
     export --out x: --model
+    export --model x --out y --max-shard-size 0: --max-shard-size '0'
+    export --model x --out y --max-shard-size 5%: --max-shard-size '5%'
     evaluate: RUN_DIR
     evaluate {}: --suite paper --model {}
     evaluate nowhere --suite kv: --suite
@@ -44,12 +47,20 @@ CASES = """
     evaluate nowhere: nowhere
     evaluate --suite kv: --model
     evaluate --model tiny: --suite
+    evaluate --suite kv --model tiny --teacher {}/gate: --teacher {}/gate
+    evaluate --suite kv --model tiny --cache {}/gate/file: --cache {}/gate/file
     verify nowhere --device foo: --device 'foo'
     run: tiny
     run tiny --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher.attn-implementation flash_attention_2: 'flash_attention_2'
     run tiny --dry-run --teacher ./nosuch: './nosuch'
     run tiny --dry-run --distill.teacher ./nosuch: --distill.teacher
+    run tiny --dry-run --teacher {}/gate: {}/gate config.json
+    run tiny --dry-run --scoring.n-examples x: --scoring.n-examples 'x'
+    run tiny --dry-run --distill.lr-scale 1: --distill.lr-scale '1' three
+    run tiny --dry-run --plan.selection pairs: plan.selection 'pairs' --plan.pairs
+    run tiny --dry-run --plan.selection layers: plan.selection 'layers' --plan.layers
+    run tiny --dry-run --evaluation.n-pairs: evaluation.stated_pairs 8
     recipes large: llama_1b
     cache-logits tiny --top-k 0: --top-k 0
     memory --heads '': --heads
@@ -59,6 +70,10 @@ CASES = """
     memory --model no/such/model: no/such/model
     memory --d-state 3: --d-state 3
     memory --d-state 8,129: --d-state 129
+    memory --d-state 0: --d-state 0 --window 0
+    memory --sinks -1: --sinks -1
+    memory --sinks 4: --sinks 4 --window 0
+    memory --window 44,3 --sinks 4: --sinks 4 --window 3
     run tiny --dry-run --student.d-state 3: student.d_state 3
     run tiny --dry-run --student.conv-width 17: student.conv_width 17
     run tiny --dry-run --align-share 0.3: align_share 0.3
@@ -99,6 +114,7 @@ CASES = """
     sweep README.md: README.md
     report nowhere: nowhere
     report nowhere --context 4096: --context
+    report nowhere --context x: --context 'x'
     analyze prune-layers --last-layer 6: 6 0..5
     analyze prune-layers --tasks sudoku: 'sudoku'
     analyze keep-heads --keep 5:8: L5H8
@@ -108,7 +124,10 @@ CASES = """
     analyze formats --formats chat: chat_template.jinja
     analyze formats --formats dialogue: 'dialogue'
     analyze carriers --model {models}/falcon_mamba --pairs 2: Mamba-1
-    analyze carriers --counts 0 --pairs 2: counts[0] 0
+    analyze carriers --counts 0 --pairs 2: --counts 0
+    analyze remove-heads --scores x.json --random-draws -1: --random-draws -1
+    analyze remove-heads --scores x.json --examples 0: --examples 0
+    analyze maps --prompt '': --prompt ''
     analyze maps --heads 2:6: '2:6'
     analyze maps --heads L0H0 --prompt '{long}': context
     analyze maps --heads L0H0 --max-gb 0.00001: GiB

@@ -83,8 +83,9 @@ def test_without_its_circuit_the_planted_teacher_retrieves_nothing(
     unimportant = remove_heads(planted, others, (1, 3), n_draws=0)
     assert min(unimportant.values()) > 85
 
+    experiment = RemoveHeads(scores=Path(), counts=(17,))
     with pytest.raises(ValueError, match=naming("--counts", 17)):
-        remove_heads(planted, ranking, (17,), n_draws=1)
+        experiment.check_counts(planted.model, ranking)
 
 
 def test_a_stopped_call_resumes(planted: Bench, others: list[HeadId], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from head_tables import whole_scores
-from messages import has_facts
+from messages import has_facts, naming
 from PIL import Image
 
 from hybrid_distill.evaluation.evaluate import EvalResult
@@ -41,6 +41,8 @@ SIZES = (4, 8, 16, 32)
 SHAPE = HeadPlan(N_LAYERS, N_HEADS, N_KV_HEADS, kept=())
 PLANTED = [(1, 3), (3, 5), (3, 2), (4, 7)]
 TOP = HeadPlan.from_pairs(SHAPE, PLANTED)
+RUN = {"teacher": {}, "scoring": {}}
+"""Sections of a run's config that its report does not show."""
 
 
 def test_a_table_in_three_forms() -> None:
@@ -255,7 +257,7 @@ def test_a_run_without_training_and_texts_within_its_window(tmp_path: Path) -> N
     run.teacher_evaluation.parent.mkdir()
     evaluation((1.0, 0.9, 0.07, 0.03), kv_heads=24).save(run.teacher_evaluation)
     # Texts are counted as they were read: there may be fewer than asked for.
-    settings = {"stages": [], "student": {"window": 300}, "evaluation": {"n_texts": 200}}
+    settings = {**RUN, "stages": [], "student": {"window": 300}, "evaluation": {"n_texts": 200}}
     write_json(run.config, settings)
 
     text = write_report(run.out).with_suffix(".md").read_text()
@@ -279,7 +281,7 @@ def test_figures_show_what_the_teacher_can_answer(tmp_path: Path) -> None:
     evaluation(by_chance, choice=(1.0, 0.9, 0.8, 0.04)).save(run.teacher_evaluation)
     write_scores(run.scores)
     plan = {"unit": "kv-group"}
-    write_json(run.config, {"stages": [], "student": {}, "plan": plan, "evaluation": {}})
+    write_json(run.config, {**RUN, "stages": [], "student": {}, "plan": plan, "evaluation": {}})
 
     text = write_report(run.out).with_suffix(".md").read_text()
     assert "kv-group" in text
@@ -296,10 +298,18 @@ def test_a_run_that_asks_no_dictionaries_has_a_report(tmp_path: Path) -> None:
     without.save(run.evaluation)
     run.teacher_evaluation.parent.mkdir()
     without.save(run.teacher_evaluation)
-    write_json(run.config, {"stages": [], "student": {}, "plan": {}, "evaluation": {}})
+    write_json(run.config, {**RUN, "stages": [], "student": {}, "plan": {}, "evaluation": {}})
     text = write_report(run.out).with_suffix(".md").read_text()
     # Knowledge.
     assert has_facts(text, "90.0 ± 3.1")
+
+
+def test_a_model_has_no_report(tmp_path: Path) -> None:
+    """Though an export also has a config.json, a plan and an evaluation."""
+    TOP.save(RunPaths(tmp_path).plan)
+    write_json(RunPaths(tmp_path).config, {"model_type": "llama"})
+    with pytest.raises(ValueError, match=naming(tmp_path)):
+        write_report(tmp_path)
 
 
 def test_what_windows_lose_has_a_column_and_a_task(tmp_path: Path) -> None:
@@ -311,7 +321,7 @@ def test_what_windows_lose_has_a_column_and_a_task(tmp_path: Path) -> None:
     replace(figures, far_choice={4: 0.5}, **far).save(run.evaluation)
     run.teacher_evaluation.parent.mkdir()
     replace(figures, far_choice={4: 0.75}, **far).save(run.teacher_evaluation)
-    settings = {"stages": [], "student": {"window": 300}, "plan": {}, "evaluation": {}}
+    settings = {**RUN, "stages": [], "student": {"window": 300}, "plan": {}, "evaluation": {}}
     write_json(run.config, settings)
 
     record = read_run(run.out)

@@ -37,7 +37,7 @@ from hybrid_distill.lab.sweep.schedule import run_tasks
 from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task
 from hybrid_distill.locking import is_locked, locked
-from hybrid_distill.pipeline import RunInputs, finished_run, trained_student
+from hybrid_distill.pipeline import RunInputs, RunPaths, finished_run, trained_student
 from hybrid_distill.pipeline.folder import obsolete_results
 from hybrid_distill.pipeline.run import build, choose_heads, run
 from hybrid_distill.plan import HeadPlan
@@ -203,6 +203,13 @@ def test_another_spelling_of_the_folder_continues_the_same_cells(
         this = Sweep.open(checked(job, recipe(stages=())).definition)
         configs.append(cell_config(this, this.cells[0]))
     assert configs[0] == configs[1] == configs[2]
+
+
+def test_a_sweep_does_not_start_in_the_folder_of_a_run(tmp_path: Path) -> None:
+    RunPaths(tmp_path).config.write_text(json.dumps(to_json(small_run(out=tmp_path))))
+    job = SweepJob(out=tmp_path, heads="2", d_state="4", seeds=1, selection="top")
+    with pytest.raises(ValueError, match=naming(tmp_path)):
+        Sweep.open(checked(job, recipe()).definition)
 
 
 def test_heads_are_ranked_for_the_window_of_each_cell(tmp_path: Path) -> None:
@@ -605,7 +612,9 @@ def test_cells_open_the_alignment_that_they_share_one_at_a_time(
 
     monkeypatch.setattr(cells, "align_all_heads", align)
     monkeypatch.setattr(cells, "last_stage", lambda paths: paths.out)
-    monkeypatch.setattr(cells, "restored_plan", lambda run, k: PlanConfig("file", k=k))
+    monkeypatch.setattr(
+        cells, "restored_plan", lambda run, k: PlanConfig("file", k=k, file=tmp_path)
+    )
     assert cell_config(this, this.cells[0]).plan.k == 2
     assert was_locked == [True]
 

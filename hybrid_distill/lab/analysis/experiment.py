@@ -15,13 +15,14 @@ from typing import ClassVar, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...distributed import Dtype, own_device
-from ...io import Record, write_text
+from ...io import Record, check_out, write_text
 from ...kernels import Kernels, use_kernels
 from ...plan import HeadId
 from ...progress import track
 from ...scoring.resume_log import ResumeLog
 from ...student.teachers import check_teacher
 from ...teacher import TINY, load_on_own_device, read_teacher
+from ...validation import check_options
 from ..reporting import can_draw, markdown_table, text_table
 from .tables import Row, Table, shortened
 from .tasks import Questions, Task
@@ -38,6 +39,10 @@ class Experiment(ABC):
 
     out: Path = Path("runs/analysis")
     """Folder for the tables and figures; replaces those of an earlier call."""
+
+    def __post_init__(self) -> None:
+        check_options(self, "--")
+        check_out(self.out, "--out")
 
     @abstractmethod
     def run(self) -> str:

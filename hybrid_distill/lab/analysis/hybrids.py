@@ -25,7 +25,6 @@ from ...model.mixer import HybridMixer, silence
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run, is_run, trained_student
 from ...plan import HeadId
-from ...probes import check_counts
 from ...safe_loading import load_student
 from ...scoring import HeadScores, score_heads
 from ...scoring.head_scores import heads_of
@@ -42,6 +41,7 @@ from ...teacher import (
     load_teacher,
     read_teacher,
 )
+from ...validation import Count, CountOrZero, Share
 from .experiment import Bench, Experiment, ModelExperiment, Variant
 from .figures import draw_bars, draw_groups
 from .tables import Column, Row, Table
@@ -226,20 +226,17 @@ class HybridHeadRanking(ModelExperiment):
     )
     probe: str = "kv"
     """kv, letters, or a RULER task (docs/scores.md lists them)."""
-    k: int = 20
+    k: Count = 20
     """Heads to show; racing applies to the top k."""
-    counts: tuple[int, ...] = (1, 3, 10)
+    counts: tuple[Count, ...] = (1, 3, 10)
     """Numbers of heads to remove."""
-    min_accuracy: float | None = None
+    min_accuracy: Share | None = None
     """Lowest accuracy on the probe: a task that the model fails cannot rank its heads. By default
     a third of the way from guessing to always right."""
-    n_control_texts: int = 16
+    n_control_texts: CountOrZero = 16
     """Plain texts that reveal heads which matter for any text."""
 
     def run(self) -> str:
-        check_counts(k=self.k)
-        for place, count in enumerate(self.counts):
-            check_counts(**{f"counts[{place}]": count})
         bench = self.load()
         scores = self._scores(bench)
         ranking = rank_together(bench.model, scores)

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data import check_same_vocabulary
 from ...io import whole_text
 from ...plan import HeadId
-from ...probes import Example, check_counts
+from ...probes import Example
 from ...scoring import HeadScores
 from ...teacher import HeadKind
+from ...validation import Count, Positive
 from .experiment import Experiment, Subject, parse_head
 from .figures import draw_maps
 from .head_matrices import HeadMix
@@ -62,15 +63,19 @@ class Maps(Experiment):
     """kv, letters, or a RULER task (docs/scores.md lists them)."""
     questions: QuestionDraw = field(default_factory=lambda: QuestionDraw(pairs=8, examples=16))
     """Questions that the search averages over."""
-    k: int = 3
+    k: Count = 3
     """Heads of each pattern, if none are named."""
     scores: Path | None = None
     """Path to a scores.json, to show each head's rank by ablation."""
-    max_gb: float = MAX_GB
+    max_gb: Positive = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError(f"--prompt is {self.prompt!r}; pass some text, or leave it out.")
+
     def run(self) -> str:
-        check_counts(examples=self.questions.examples, k=self.k)
         ablation = [] if self.scores is None else HeadScores.load(self.scores).ranking()
         model, tokenizer = self.subject.load()
         heads = [parse_head(text) for text in self.heads]

@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...plan import HeadId
-from ...probes import Example, check_counts
+from ...probes import Example
 from ...probes.answering import choice_result, forward
 from ...probes.encoding import EncodedExample, Tokens, encode_example
 from ...progress import track
 from ...scoring import HeadScores
 from ...teacher import HeadKind, eval_mode
+from ...validation import Count, Positive
 from .experiment import ModelExperiment, parse_head
 from .figures import draw_bars
 from .mixing import MAX_GB, check_prompt, mask_heads
@@ -70,19 +71,18 @@ class Mask(ModelExperiment):
     """Gather heads, such as ``L2H6``. If no heads are named, they are searched by pattern."""
     aggregate: tuple[str, ...] = ()
     """Aggregate heads, such as ``L5H5``."""
-    k: int = 1
+    k: Count = 1
     """Heads of each pattern, if none are named."""
     scores: Path | None = None
     """Path to a scores.json; only the top heads of its ranking are searched."""
-    first: int = 10
+    first: Count = 10
     """Number of those top heads."""
     kind: HeadKind | None = None
     """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""
-    max_gb: float = MAX_GB
+    max_gb: Positive = MAX_GB
     """Largest matrices, in GiB; larger ones are refused."""
 
     def run(self) -> str:
-        check_counts(k=self.k, first=self.first)
         roles: Roles = {
             "gather": [parse_head(text) for text in self.gather],
             "aggregate": [parse_head(text) for text in self.aggregate],

@@ -28,7 +28,7 @@ from ...scoring import HeadScores, describe_run
 from ...scoring.head_scores import heads_of
 from ...scoring.resume_log import ResumeLog
 from ...teacher import HeadKind, ablate_heads, check_exists, decoder_blocks, fingerprint, head_sites
-from ...validation import words
+from ...validation import Count, CountOrZero, words
 from .experiment import Bench, Experiment, ModelExperiment, Subject, Variant
 from .figures import draw_bars, draw_groups
 from .tables import Table
@@ -60,11 +60,11 @@ class HeadRemoval(Experiment):
     scores: Path | None
     """Path to a scores.json of this model, from ``hybrid-distill score``; its top heads are
     removed."""
-    counts: tuple[int, ...] = (10, 20, 30)
+    counts: tuple[Count, ...] = (10, 20, 30)
     """Numbers of heads to remove."""
     by: str = "retrieval"
     """Order of the ranking: retrieval, retrieval_minus_control or ratio."""
-    random_draws: int
+    random_draws: CountOrZero
     """Number of random selections of as many heads; the table shows their mean."""
     kind: HeadKind | None = None
     """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""
@@ -86,6 +86,7 @@ class HeadRemoval(Experiment):
         if scores.fingerprint not in ("", fingerprint(model)):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
         ranking = scores.ranking(self.by)
+        self.check_counts(model, ranking)
         options = json.loads(json.dumps(asdict(self), default=str))  # paths become text
         task = {
             **describe_run(model),
@@ -95,21 +96,25 @@ class HeadRemoval(Experiment):
         resume_log = ResumeLog(self.out / f"{self.NAME}.partial.json", task)
         return self.table(bench._replace(resume_log=resume_log), ranking)
 
+    def check_counts(self, model: PreTrainedModel, ranking: Sequence[HeadId]) -> None:
+        """Raise ValueError for more heads than the ranking or the model has."""
+        n_heads = len(heads_of(head_sites(model, self.kind)))
+        most = min(len(ranking), n_heads)
+        for count in self.counts:
+            if count > most:
+                raise ValueError(
+                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {n_heads}; ask for 1 to "
+                    f"{most}, of a ranking of this model (hybrid-distill score)."
+                )
+
     def table(self, bench: Bench, ranking: Sequence[HeadId]) -> Table:
         """Make a row per count of top heads, and one for as many random heads: the mean of several draws.
 
         Random heads are drawn from all heads, including those of the ranking. Raises ValueError for
-        a count or a head that the ranking or the model does not have.
+        a head that the model does not have.
         """
         model = bench.model
         all_heads = heads_of(head_sites(model, self.kind))
-        most = min(len(ranking), len(all_heads))
-        for count in self.counts:
-            if not 0 < count <= most:
-                raise ValueError(
-                    f"--counts has {count}, the ranking {len(ranking)} heads, the model {len(all_heads)}; ask for 1 "
-                    f"to {most}, of a ranking of this model (hybrid-distill score)."
-                )
 
         def without(label: str, heads: Sequence[HeadId], group: str) -> Variant:
             return Variant(label, ablate_heads(model, heads, kind=self.kind), group, len(heads))
@@ -134,7 +139,7 @@ class RemoveHeads(HeadRemoval):
     NAME = "remove-heads"
 
     scores: Path
-    random_draws: int = 3
+    random_draws: CountOrZero = 3
     questions: Questions = field(default_factory=Questions)
 
     def run(self) -> str:
@@ -154,14 +159,14 @@ class Formats(HeadRemoval):
     NAME = "formats"
 
     scores: Path | None = None
-    random_draws: int = 0
+    random_draws: CountOrZero = 0
     of: Literal["facts", "kv"] = "facts"
     """Questions: facts with options, or dictionaries of keys and values."""
     formats: str | None = None
     """For facts: completion, text, letter, chat; for kv: completion, reworded, dialogue, chat. By
     default all, ``chat`` only if the tokenizer has a chat template."""
     questions: QuestionDraw = field(default_factory=lambda: QuestionDraw(pairs=8))
-    batch_size: int = 32
+    batch_size: Count = 32
     """Questions or texts per forward pass."""
 
     def run(self) -> str:
@@ -218,7 +223,7 @@ class PruneLayers(ModelExperiment):
 
     how: Literal["gradual", "individual", "both"] = "both"
     """``gradual`` drops layers from the end, one by one; ``individual`` drops each alone."""
-    last_layer: int | None = None
+    last_layer: CountOrZero | None = None
     """Last layer to use; those above it are left out."""
 
     def run(self) -> str:
@@ -271,7 +276,7 @@ class KeepHeads(ModelExperiment):
     keep: tuple[str, ...]
     """Heads to keep, by layer, one row per value: ``16:22/17:24``, ``16:none/17:24`` or ``5:0,5``.
     Layers that are not named keep all heads."""
-    last_layer: int | None = None
+    last_layer: CountOrZero | None = None
     """Last layer to use; those above it are left out."""
     kind: HeadKind | None = None
     """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""

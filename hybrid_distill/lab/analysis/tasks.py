@@ -19,7 +19,7 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...teacher import TINY, longest_context
-from ...validation import words
+from ...validation import Count, Seed, check_options, words
 from ..suite import by_name, load_tasks, prepare
 from ..suite_job import SuiteJob
 from ..suite_results import headline
@@ -45,15 +45,18 @@ class Task(NamedTuple):
 class QuestionDraw:
     """Which questions a probe asks, and how many."""
 
-    pairs: int = 16
+    pairs: Count = 16
     """Dictionary size of kv."""
     facts: Path | None = None
     """JSON Lines file of questions for knowledge and letters; by default the embedded facts."""
-    examples: int = 128
+    examples: Count = 128
     """Questions per probe, format and lm-eval task (per part of mmlu, bbh and niah), and documents
     of the text."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the questions; use a different one from that for scoring heads."""
+
+    def __post_init__(self) -> None:
+        check_options(self, "--")
 
     def probe(self, name: str) -> Probe:
         """Make a probe that asks these questions. Raises ValueError for an unknown name."""
@@ -72,7 +75,7 @@ class Questions(QuestionDraw):
     """Plain text for the task text: ``tiny`` or a file."""
     include_path: Path | None = None
     """Folder with lm-eval task files, used before lm-eval's own; they may run Python code."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Questions or texts per forward pass."""
 
     @property

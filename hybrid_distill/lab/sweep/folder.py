@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...config import EvaluationConfig, RunConfig, from_record, to_json
 from ...data import Pins, read_pins
 from ...io import Record, check_out, differences, read_json, refused, write_json
-from ...pipeline import RunInputs
+from ...pipeline import RunInputs, RunPaths
 from ...pipeline.folder import has_result, settings
 from ...provenance import versions
 from ...train.config import StageConfig
@@ -54,6 +54,10 @@ class Definition:
             )
         if SweepPaths(out).record.exists():
             Sweep(out).check_grows(self)
+        elif RunPaths(out).config.exists():
+            raise ValueError(
+                f"{out} holds a run, a model or an export, not a sweep; pass another --out."
+            )
 
     def record(self) -> Record:
         """Convert to JSON values, for sweep.json."""
