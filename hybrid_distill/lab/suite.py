@@ -56,6 +56,8 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
         raise ValueError(
             f"--include-path {job.include_path} is not a folder; pass one with lm-eval task files."
         )
+    if job.facts is not None and not job.facts.is_file():
+        raise ValueError(f"--facts {job.facts} is not a file; pass one of JSON lines.")
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("lm-eval is not installed; pip install 'lm-eval[ruler]'.")
     if not RULER.keys().isdisjoint(job.names):

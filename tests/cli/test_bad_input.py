@@ -48,6 +48,7 @@ CASES = """
     evaluate --suite kv: --model
     evaluate --model tiny: --suite
     evaluate --suite kv --model tiny --teacher {}/gate: --teacher {}/gate
+    evaluate --suite kv --model tiny --facts {}/gate: --facts {}/gate
     evaluate --suite kv --model tiny --cache {}/gate/file: --cache {}/gate/file
     verify nowhere --device foo: --device 'foo'
     run: tiny
