@@ -24,7 +24,7 @@ from ..pipeline.planning import placeholder_plan, plan_before_ranking
 from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..teacher import load_config
-from ..teacher.location import RECIPE_FLAG, check_name, folder_or_name, locate
+from ..teacher.location import RECIPE_FLAG, check_name, folder_or_name
 from ..validation import MB, first_line
 from .launch_plan import launch_command, memory_tables, plan_stage
 
@@ -48,16 +48,13 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     try:
         load_config(config.teacher.path, config.teacher.revision)
     except (OSError, ValueError) as error:
-        reason = f"{RECIPE_FLAG} {first_line(error)}"
-        if isinstance(folder_or_name(config.teacher.path), Path):
-            # Its words fit a folder better, where they fit.
-            locate(config.teacher.path, RECIPE_FLAG)
-            raise ValueError(f"the run would not start: {reason}") from error
-        missing = (
-            "The launch command, plan, sizes and memory follow from the teacher's config, and "
-            f"{reason} (--teacher tiny is the embedded one.)"
-        )
-        return "\n\n".join([*settings, heading, missing])
+        # What a folder lacks is one of the problems.
+        if not isinstance(folder_or_name(config.teacher.path), Path):
+            missing = (
+                "The launch command, plan, sizes and memory follow from the teacher's config, and "
+                f"{RECIPE_FLAG} {first_line(error)} (--teacher tiny is the embedded one.)"
+            )
+            return "\n\n".join([*settings, heading, missing])
     # Several checks read the plan.
     problems = list(dict.fromkeys(_problems(config)))
     if problems:

@@ -187,7 +187,7 @@ def run_score(job: ScoreJob) -> HeadScores:
             job.model, dtype=job.dtype, allow_bin=job.allow_bin, flag="--model"
         )
         _check_k(job, model)
-        _check_distance(job, model)
+        _check_reach(job, model)
         finished = _finished(job, model)
         if finished is not None:
             return finished
@@ -314,7 +314,7 @@ def _check_k(job: ScoreJob, model: PreTrainedModel) -> None:
         )
 
 
-def _check_distance(job: ScoreJob, model: PreTrainedModel) -> None:
+def _check_reach(job: ScoreJob, model: PreTrainedModel) -> None:
     """Raise ValueError for a distance or window beyond the model's context, before any text of this length is made."""
     longest = longest_context(model.config)
     # A word has a token or more.

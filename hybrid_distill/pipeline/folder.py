@@ -31,6 +31,12 @@ def is_run(folder: Path) -> bool:
     return isinstance(record, dict) and {"teacher", "scoring", "stages"} <= record.keys()
 
 
+def check_is_not_another(folder: Path, fix: str) -> None:
+    """Raise ValueError if a folder's config.json is not a run's; the message ends with ``fix``."""
+    if RunPaths(folder).config.exists() and not is_run(folder):
+        raise ValueError(f"{folder} holds a model, an export or other files, not a run; {fix}.")
+
+
 def has_result(folder: Path) -> bool:
     """Check whether a run directory holds any result; config.json alone does not count."""
     for result in RunPaths(folder).results():
@@ -80,10 +86,7 @@ def obsolete_results(config: RunConfig) -> list[Path]:
     paths = RunPaths(config.out)
     if not paths.config.exists():
         return []
-    if not is_run(config.out):
-        raise ValueError(
-            f"{config.out} holds a model, an export or other files, not a run; pass another --out."
-        )
+    check_is_not_another(config.out, "pass another --out")
     if config.resume == "never":
         return _left_by_an_earlier_run(config)
     if not has_result(config.out):

@@ -14,7 +14,7 @@ import pandas as pd
 
 from ...evaluation.evaluate import EvalResult
 from ...io import Record, read_json
-from ...pipeline.folder import is_run
+from ...pipeline.folder import check_is_not_another
 from ...pipeline.paths import RunPaths
 from ...plan import HeadPlan
 from ...scoring import HeadScores
@@ -119,10 +119,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _check_is_run(paths: RunPaths) -> None:
-    if paths.config.exists() and not is_run(paths.out):
-        raise ValueError(
-            f"{paths.out} holds a model, an export or other files, not a run; pass the --out of `hybrid-distill run`."
-        )
+    check_is_not_another(paths.out, "pass the --out of `hybrid-distill run`")
     signs = (paths.config, paths.plan, paths.evaluation, paths.stages)
     if not any(path.exists() for path in signs):
         raise ValueError(
