@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -84,6 +84,25 @@ def check_options(options: object, prefix: str) -> None:
         if prefix == "--":
             label = label.replace("_", "-")
         check_value(label, hint, getattr(options, name))
+
+
+def check_read(
+    options: object, readers: Mapping[str, Collection[str]], choice: str, chosen: Collection[str]
+) -> None:
+    """Raise ValueError for a flag that was set and that nothing reads of what the flag ``choice`` names.
+
+    ``readers`` has the names that read an option, ``chosen`` those that ``choice`` stands for. An option at its
+    default counts as not set.
+    """
+    for name, its_readers in readers.items():
+        value = getattr(options, name)
+        is_set = value != getattr(type(options), name)
+        if is_set and not set(chosen) & set(its_readers):
+            label = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{label} is {str(value)!r}, which --{choice} {getattr(options, choice)} does not read; "
+                f"leave out {label}."
+            )
 
 
 def check_value(name: str, hint: object, value: object) -> None:

@@ -31,7 +31,7 @@ from ..probes.prompt_formats import (
     check_prompt_format,
     with_prompt_format,
 )
-from ..probes.registry import make_probe
+from ..probes.registry import make_probe, probes_with
 from ..scoring import HeadScores, attribute_heads, score_heads
 from ..scoring.attribution import N_EXAMPLES as N_ATTRIBUTED
 from ..student.confined import confined
@@ -44,9 +44,17 @@ from ..teacher import (
     longest_context,
     read_teacher,
 )
-from ..validation import Count, CountOrZero, Seed, Share, check_options, numbers
+from ..validation import Count, CountOrZero, Seed, Share, check_options, check_read, numbers
 
 SHOWN = 20
+PROBE_OPTIONS = {
+    "pairs": "pairs",
+    "queries": "n_queries",
+    "distance": "distance",
+    "length": "n_tokens",
+    "facts": "facts",
+}
+"""Options of the command that not every probe has, and their names there."""
 log = logging.getLogger(__name__)
 
 
@@ -180,6 +188,8 @@ def run_score(job: ScoreJob) -> HeadScores:
     # Made without a tokenizer first: unknown probes and bad options are refused before the model
     # is loaded.
     make_probe(job.probe, **job.probe_options)
+    readers = {name: probes_with(option) for name, option in PROBE_OPTIONS.items()}
+    check_read(job, readers, "probe", [job.probe])
     controls = read_held_out(job.control_texts, job.n_control_texts)
     with alone_in(job.out, beside=True):
         _check_model(job.model)

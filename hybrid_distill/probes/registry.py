@@ -22,9 +22,17 @@ def make_probe(name: str, **options: object) -> Probe:
         raise ValueError(f"there is no probe {name!r}; pass one of {', '.join(probes)}.")
     make = probes[name]
     # The command line passes the options of all probes.
-    parameters = inspect.signature(make).parameters
-    own_options = {option: value for option, value in options.items() if option in parameters}
+    own_options = {option: value for option, value in options.items() if _takes(make, option)}
     return make(**own_options)
+
+
+def probes_with(option: str) -> list[str]:
+    """Return the names of the probes that have an option."""
+    return [name for name, make in {**PROBES, **RULER}.items() if _takes(make, option)]
+
+
+def _takes(make: Callable[..., Probe], option: str) -> bool:
+    return option in inspect.signature(make).parameters
 
 
 def _kv(

@@ -21,6 +21,9 @@ CASES = """
     score --pairs 10,x: --pairs '10,x'
     score --probe sudoku: 'sudoku'
     score --probe kv,needle: --probe 'kv,needle'
+    score --probe niah_single_1 --pairs 3: --pairs '3' niah_single_1
+    score --probe letters --length 64: --length '64' letters
+    score --facts {}/gate/empty.jsonl: --facts kv
     score --model ./nosuch: --model './nosuch'
     score --window 100 --exhaustive: --exhaustive
     score --window 16 --sinks 17: --sinks 17
@@ -48,7 +51,10 @@ CASES = """
     evaluate --suite kv: --model
     evaluate --model tiny: --suite
     evaluate --suite kv --model tiny --teacher {}/gate: --teacher {}/gate
-    evaluate --suite kv --model tiny --facts {}/gate: --facts {}/gate
+    evaluate --suite letters --model tiny --facts {}/gate: --facts {}/gate
+    evaluate --suite niah,text --model tiny --pairs 3: --pairs '3' niah,text
+    evaluate --suite kv --model tiny --texts {}/gate/empty.jsonl: --texts kv
+    evaluate --suite kv --model tiny --ruler-lengths 512: --ruler-lengths '512' kv
     evaluate --suite kv --model tiny --cache {}/gate/file: --cache {}/gate/file
     verify nowhere --device foo: --device 'foo'
     run: tiny
@@ -118,6 +124,7 @@ CASES = """
     report nowhere --context x: --context 'x'
     analyze prune-layers --last-layer 6: 6 0..5
     analyze prune-layers --tasks sudoku: 'sudoku'
+    analyze prune-layers --tasks kv:generate,text --facts x: --facts 'x' kv:generate
     analyze keep-heads --keep 5:8: L5H8
     analyze keep-heads --keep 5: --keep '5'
     analyze keep-heads --keep 5:0 --kind ssm: 'ssm'

@@ -19,7 +19,7 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...teacher import TINY, longest_context
-from ...validation import Count, Seed, check_options, words
+from ...validation import Count, Seed, check_options, check_read, words
 from ..suite import by_name, load_tasks, prepare
 from ..suite_job import SuiteJob
 from ..suite_results import headline
@@ -32,6 +32,8 @@ GENERATED = ":generate"
 LM_EVAL = "lm_eval:"
 """Beginning of a task of lm-eval."""
 MAX_TEXT_TOKENS = 512
+READERS = {"facts": (KNOWLEDGE, "letters"), "texts": (TEXT,)}
+"""Tasks that read an option of `Questions`, for those that not every task reads."""
 
 
 class Task(NamedTuple):
@@ -77,6 +79,11 @@ class Questions(QuestionDraw):
     """Folder with lm-eval task files, used before lm-eval's own; they may run Python code."""
     batch_size: Count = 32
     """Questions or texts per forward pass."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asked = [name.removesuffix(GENERATED) for name in words(self.tasks)]
+        check_read(self, READERS, "tasks", asked)
 
     @property
     def names(self) -> list[str]:
