@@ -86,7 +86,7 @@ def check_options(options: object, prefix: str) -> None:
         check_value(label, hint, getattr(options, name))
 
 
-def check_read(
+def check_task_reads(
     options: object, readers: Mapping[str, Collection[str]], choice: str, chosen: Collection[str]
 ) -> None:
     """Raise ValueError for a flag that was set and that nothing reads of what the flag ``choice`` names.

@@ -44,7 +44,7 @@ from ..teacher import (
     longest_context,
     read_teacher,
 )
-from ..validation import Count, CountOrZero, Seed, Share, check_options, check_read, numbers
+from ..validation import Count, CountOrZero, Seed, Share, check_options, check_task_reads, numbers
 
 SHOWN = 20
 PROBE_OPTIONS = {
@@ -189,7 +189,7 @@ def run_score(job: ScoreJob) -> HeadScores:
     # is loaded.
     make_probe(job.probe, **job.probe_options)
     readers = {name: probes_with(option) for name, option in PROBE_OPTIONS.items()}
-    check_read(job, readers, "probe", [job.probe])
+    check_task_reads(job, readers, "probe", [job.probe])
     controls = read_held_out(job.control_texts, job.n_control_texts)
     with alone_in(job.out, beside=True):
         _check_model(job.model)

@@ -19,7 +19,7 @@ from ...probes.knowledge import Knowledge
 from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...teacher import TINY, longest_context
-from ...validation import Count, Seed, check_options, check_read, words
+from ...validation import Count, Seed, check_options, check_task_reads, words
 from ..suite import by_name, load_tasks, prepare
 from ..suite_job import SuiteJob
 from ..suite_results import headline
@@ -83,7 +83,7 @@ class Questions(QuestionDraw):
     def __post_init__(self) -> None:
         super().__post_init__()
         asked = [name.removesuffix(GENERATED) for name in words(self.tasks)]
-        check_read(self, READERS, "tasks", asked)
+        check_task_reads(self, READERS, "tasks", asked)
 
     @property
     def names(self) -> list[str]:
