@@ -44,6 +44,7 @@ from hybrid_distill.pipeline.folder import obsolete_results
 from hybrid_distill.pipeline.paths import RunPaths
 from hybrid_distill.pipeline.planning import plan_before_ranking
 from hybrid_distill.pipeline.run import (
+    alignment_of_all_heads,
     build,
     choose_heads,
     evaluate_run,
@@ -55,6 +56,7 @@ from hybrid_distill.plan import HeadId, HeadPlan, Shape
 from hybrid_distill.probes.checks import CannotAnswer
 from hybrid_distill.scoring import HeadScores
 from hybrid_distill.scoring.resume_log import ResumeLog
+from hybrid_distill.teacher import fingerprint
 from hybrid_distill.train.config import AlignMatrix, DistillOnPolicy, StageConfig
 from hybrid_distill.train.result import MANIFEST, StageManifest
 from hybrid_distill.train.weights import weights_hash
@@ -189,7 +191,8 @@ def test_a_resumed_restoration_computes_on_its_device(tmp_path, monkeypatch) -> 
 def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, monkeypatch) -> None:
     monkeypatch.chdir(finished / "stages")
     this = RunInputs(small_run(finished, student=StudentConfig(aligned=Path("1-align"))))
-    assert [stage["name"] for stage in training_record(this)] == ["align", "distill"] * 2
+    # Not that run's distillation: its heads were taken before.
+    assert [stage["name"] for stage in training_record(this)] == ["align", "align", "distill"]
 
 
 def test_a_moved_run_finds_the_alignment_that_moved_with_it(finished: Path, tmp_path: Path) -> None:
@@ -200,7 +203,28 @@ def test_a_moved_run_finds_the_alignment_that_moved_with_it(finished: Path, tmp_
     write_json(sweep / "cell" / "config.json", to_json(small_run(sweep / "cell", student=student)))
     sweep.rename(tmp_path / "moved")
     record = training_record(finished_run(tmp_path / "moved" / "cell"))
-    assert [stage["name"] for stage in record] == ["align", "distill"]
+    assert [stage["name"] for stage in record] == ["align"]
+
+
+def test_a_stage_that_is_trained_again_is_measured_again(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    before = EvalResult.load(RunPaths(out).evaluation)
+    shutil.rmtree(out / "stages" / "2-distill")
+    again = small_run(out, stages=(ALIGN, replace(DISTILL, steps=DISTILL.steps + 1)), export=False)
+
+    run(again)
+
+    student, _ = trained_student(finished_run(out))
+    after = EvalResult.load(RunPaths(out).evaluation)
+    assert after.provenance["fingerprint"] == fingerprint(student)
+    assert after.provenance["fingerprint"] != before.provenance["fingerprint"]
+
+
+def test_restoration_aligns_beside_a_control() -> None:
+    """The alignment trains no whole model, so it is not a control itself."""
+    config = small_run(plan=PlanConfig("restoration", k=2), control=True)
+    assert not alignment_of_all_heads(config, config.out).control
 
 
 def test_resume_never_leaves_nothing_of_the_run_before(finished: Path, tmp_path: Path) -> None:
@@ -373,6 +397,19 @@ def test_dictionaries_beyond_the_context_are_announced(monkeypatch, caplog) -> N
     checks.check_evaluation(RunInputs(small_run(evaluation=evaluation)))
     (record,) = logged_by(caplog, checks.check_evaluation)
     assert has_facts(record.getMessage(), 100)
+
+
+def test_rows_longer_than_the_students_context_are_refused(monkeypatch) -> None:
+    """Whatever the context of a stage's own teacher is."""
+    config = small_run()
+    run_config, tokenizer = RunInputs(config).config_and_tokenizer
+    other = ("config of a teacher that reads farther", tokenizer)
+    reach = {id(run_config): 8, id(other[0]): 10**6}
+    monkeypatch.setattr(RunInputs, "stage_config_and_tokenizer", lambda inputs, stage: other)
+    monkeypatch.setattr(RunInputs, "config_and_tokenizer", (run_config, tokenizer))
+    monkeypatch.setattr(checks, "longest_context", lambda config: reach[id(config)])
+    with pytest.raises(ValueError, match=naming("data.seq_len", 8)):
+        checks.check_data(RunInputs(config))
 
 
 def test_a_run_whose_last_stage_is_not_finished_has_no_student(finished, tmp_path) -> None:

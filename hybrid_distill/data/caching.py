@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..distributed import alone_in, compute_everywhere, connect, on_main_process
+from ..distributed import alone_in, compute_everywhere, connect, from_main, on_main_process
 from ..io import replacing
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
@@ -135,7 +135,7 @@ def write_logits(
     # Until the header is written: two commands in one folder would delete each other's temporary files.
     with alone_in(folder):
         on_main_process(lambda: _start(folder, header, row_ids))
-        if not LogitHeader.file(folder).exists():
+        if from_main(lambda: not LogitHeader.file(folder).exists()):
             # `PreTrainedModel.to` is decorated, and its type is lost.
             torch.nn.Module.to(teacher, connect().device)
             compute_everywhere(
@@ -158,10 +158,13 @@ def _summary(folder: Path, header: LogitHeader, seconds: float) -> str:
 
 def _start(folder: Path, header: LogitHeader, row_ids: np.ndarray) -> None:
     """Prepare the folder. Raises ValueError if it holds something else."""
-    header.existing(folder)
     # Left by a killed writer.
-    for temporary in folder.glob(".*.tmp"):
-        temporary.unlink()
+    leftovers = list(folder.glob(".*.tmp"))
+    if header.existing(folder) is None:
+        # Files without a header may be of another teacher: only their sizes are checked.
+        leftovers += header.sizes(folder)
+    for leftover in leftovers:
+        leftover.unlink(missing_ok=True)
     if header.file(folder).exists():
         return
     with replacing(folder / ROW_IDS) as path:

@@ -137,9 +137,10 @@ def encode_conversation(
         ) from error
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     is_answer = [_is_within(token, spans) for token in encoded["offset_mapping"]]
-    # Shifted by one: the mask is at the token that predicts the answer's.
-    predicts_answer = is_answer[1:] + [False]
-    return encoded["input_ids"], predicts_answer
+    ids = encoded["input_ids"]
+    # Shifted by one: the mask is at the token that predicts the answer's. Empty messages may have no token at all.
+    predicts_answer = [*is_answer[1:], False][: len(ids)]
+    return ids, predicts_answer
 
 
 def _is_within(token: Span, spans: list[Span]) -> bool:

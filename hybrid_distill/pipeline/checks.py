@@ -84,18 +84,25 @@ def check_data(inputs: RunInputs) -> None:
         check_sources(inputs.config.data_of(stage), tokenizer)
         # `RunInputs.rows` compares the teacher's weights and the text too.
         inputs.stored_logits(stage, tokenizer)
-        _check_context(inputs, stage, longest_context(teacher_config))
+        _check_context(
+            inputs, stage, inputs.config.teacher_of(stage).path, longest_context(teacher_config)
+        )
+        # The student reads as far as the run's teacher.
+        own_config, _ = inputs.config_and_tokenizer
+        _check_context(inputs, stage, inputs.config.teacher.path, longest_context(own_config))
         _check_window(inputs, stage)
 
 
-def _check_context(inputs: RunInputs, stage: StageConfig, longest: int | None) -> None:
-    """Raise ValueError if a row of the stage is longer than the ``longest`` that its teacher can read."""
+def _check_context(
+    inputs: RunInputs, stage: StageConfig, teacher: str, longest: int | None
+) -> None:
+    """Raise ValueError if a row of the stage is longer than the context ``longest`` of a teacher."""
     if longest is None:
         return
     if stage.tokens_generated > longest:
         raise ValueError(
             f"{stage.name} reads prompts and writes {stage.tokens_generated} tokens in all, but the context of the "
-            f"teacher {inputs.config.teacher_of(stage).path!r} is {longest} tokens; use a smaller "
+            f"teacher {teacher!r} is {longest} tokens; use a smaller "
             f"{stage.name}.new-tokens or {stage.name}.prompt-tokens."
         )
     seq_len = inputs.config.data_of(stage).seq_len
@@ -107,7 +114,7 @@ def _check_context(inputs: RunInputs, stage: StageConfig, longest: int | None) -
     if stage.seq_len is not None:
         option = f"{stage.name}.seq_len"
     raise ValueError(
-        f"{option} is {seq_len}, but the context of the teacher {inputs.config.teacher_of(stage).path!r} is "
+        f"{option} is {seq_len}, but the context of the teacher {teacher!r} is "
         f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
         "(rope_parameters of type yarn)."
     )

@@ -154,9 +154,10 @@ class RunInputs:
         logits = self.stored_logits(stage, tokenizer)
         if logits is None:
             return rows
-        teacher = fingerprint(self.teacher)
         if self.has_own_teacher(stage):
             teacher = self.config.teacher_of(stage).path
+        else:
+            teacher = fingerprint(self.teacher)
         logits.check_rows(rows, teacher, places=stage.rows_read)
         return CachedLogitsDataset(rows, logits)
 

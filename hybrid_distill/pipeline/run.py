@@ -104,7 +104,8 @@ def kernels_in_use() -> str:
 
 def is_there(path: Path) -> bool:
     """Check on the main process whether a result exists. It may be ahead of the others, so all use its answer."""
-    return agree_on(path.exists)
+    # It alone looks: another machine would remember that the file is missing, and read it just after it is written.
+    return from_main(path.exists)
 
 
 def move_to_own_device(*models: nn.Module) -> None:
@@ -317,26 +318,26 @@ def align_all_heads(inputs: RunInputs) -> RunInputs:
     """Return the run in ``aligned/`` that aligns every head, independent of the final plan; completed on first use."""
     if inputs.aligned is not None:
         return inputs.aligned
-    config = inputs.config
+    config = alignment_of_all_heads(inputs.config, inputs.paths.aligned.out)
+    aligned = RunInputs(config, inputs.teacher_and_tokenizer, inputs.pins)
+    prepare(aligned)
+    folders = aligned.paths.stage_folders(config.stages)
+    if not agree_on(lambda: all(StageManifest.read(folder) for folder in folders)):
+        train(aligned, choose_heads(aligned))
+    inputs.aligned = aligned
+    return aligned
+
+
+def alignment_of_all_heads(config: RunConfig, out: Path) -> RunConfig:
+    """Return the run in ``out`` that aligns every head of a run. Raises ValueError for stages that cannot."""
     stages = []
     for stage in config.head_stages:
         if isinstance(stage, Align):
             # Of the targets, only this one trains heads that can be swapped one by one.
             stage = dataclasses.replace(stage, target="head")
         stages.append(stage)
-    aligned_config = dataclasses.replace(
-        config,
-        out=inputs.paths.aligned.out,
-        plan=PlanConfig("none", k=0),
-        stages=tuple(stages),
-    )
-    aligned = RunInputs(aligned_config, inputs.teacher_and_tokenizer, inputs.pins)
-    prepare(aligned)
-    folders = aligned.paths.stage_folders(stages)
-    if not agree_on(lambda: all(StageManifest.read(folder) for folder in folders)):
-        train(aligned, choose_heads(aligned))
-    inputs.aligned = aligned
-    return aligned
+    plan = PlanConfig("none", k=0)
+    return dataclasses.replace(config, out=out, plan=plan, stages=tuple(stages), control=False)
 
 
 # Build
@@ -457,12 +458,29 @@ def evaluate_run(
     """
     evaluate_teacher(inputs, again=again)
     path = inputs.paths.evaluation
-    is_new = again or not is_there(path)
+    is_new = again or not _is_measured(inputs, student)
     result = _evaluation(inputs, student, path, is_new)
     if is_new and inputs.config.trackers:
         steps = sum(stage.steps for stage in inputs.stages)
         log_figures(inputs.config.trackers, _tracked(inputs, steps), result.figures())
     return result
+
+
+def _is_measured(inputs: RunInputs, student: HybridForCausalLM) -> bool:
+    """Check on the main process whether the student's evaluation is there, and of this very student: a stage whose
+    folder was deleted has trained another one."""
+    path = inputs.paths.evaluation
+    replaces_heads = student.mixers_with("recurrence") or student.mixers_with("window")
+
+    def is_of_student() -> bool:
+        if not path.exists():
+            return False
+        if not replaces_heads and not inputs.config.is_control:
+            # `run_beside` copies the teacher's figures.
+            return True
+        return EvalResult.load(path).provenance.get("fingerprint") == fingerprint(student)
+
+    return from_main(is_of_student)
 
 
 def evaluate_teacher(inputs: RunInputs, *, again: bool = False) -> EvalResult:

@@ -158,6 +158,8 @@ class Checkpoints:
         except OSError as error:
             # Other processes may have files in the folder; the next start removes them.
             with suppress(OSError):
+                # The record first: with it, the checkpoint would count as complete.
+                record.unlink(missing_ok=True)
                 file.unlink(missing_ok=True)
                 folder.rmdir()
             kept = ", ".join(path.name for path in self.paths()) or "none"

@@ -108,15 +108,13 @@ def train_stage(
         return load_stage(out, stage.student)
     # Only now: any number of processes can load a finished stage.
     config.check_world(accelerator.num_processes)
-    snapshot = checkpoints.latest()
-    if snapshot is not None:
-        check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
     trace = None
     if profile:
         trace = out / f"trace-{accelerator.process_index}.json"
     training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
     try:
-        training.begin(snapshot, teacher_sharding, collective_timeout)
+        # Not in a variable: as long as something refers to it, the checkpoint's deleted files keep their disk space.
+        training.begin(_snapshot_of(checkpoints, identity), teacher_sharding, collective_timeout)
         return training.complete(progress, trace)
     finally:
         training.close()
@@ -148,6 +146,14 @@ def _identity(stage: Stage, rows: Rows, seed: int, parent_hash: str) -> Record:
         "seed": seed,
         "config": stage.config.identity(),
     }
+
+
+def _snapshot_of(checkpoints: Checkpoints, identity: Record) -> Snapshot | None:
+    """Read the checkpoint to resume from, if any. Raises ValueError if it is of a run with other settings."""
+    snapshot = checkpoints.latest()
+    if snapshot is not None:
+        check_same_run(identity, snapshot.states[0]["identity"], checkpoints.folder)
+    return snapshot
 
 
 class _StepFigures(NamedTuple):
@@ -191,6 +197,7 @@ class _Training:
         self.step = 0
         """Steps done."""
         self.tokens = 0
+        """Tokens in the losses of these steps."""
         self.seconds = 0.0
         self.empty_steps = 0
         """Steps without a token in their loss (`_note_empty_step`)."""
@@ -270,7 +277,7 @@ class _Training:
         """
         config = self.config
         # Its clock starts here: distributing and restoring are not training.
-        self.meter = Meter(self.flops, self.accelerator.device, self.world, self.tokens)
+        self.meter = Meter(self.flops, self.accelerator.device, self.world, self._tokens_read())
         phase = Phase(
             config.name,
             config.steps,
@@ -497,7 +504,8 @@ class _Training:
 
     def _log(self, metrics: Record) -> None:
         """Write a step's metrics to the file of metrics and to the trackers."""
-        metrics = {**metrics, **self.meter.read(self.tokens), "seconds": round(self.seconds, 3)}
+        speed = self.meter.read(self._tokens_read())
+        metrics = {**metrics, **speed, "seconds": round(self.seconds, 3)}
         if self.accelerator.is_main_process:
             append_metrics(self.out, metrics)
         if metrics["loss"] is None or "skipped" in metrics:
@@ -506,6 +514,10 @@ class _Training:
             step = metrics.pop("step")
             per_layer = metrics.pop("per_layer")
             self.tracked.log(self.accelerator, self.config.name, {**metrics, **per_layer}, step)
+
+    def _tokens_read(self) -> int:
+        """Count the tokens that all processes have computed, those outside of the loss too."""
+        return self.step * self.config.batch_size * self.rows.seq_len
 
     def _save(self) -> Path:
         """Start saving a checkpoint of the current state; every process writes its share."""

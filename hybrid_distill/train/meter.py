@@ -41,7 +41,7 @@ class Meter:
         self.waited += time.perf_counter() - begun
 
     def read(self, tokens: int) -> dict[str, float]:
-        """Measure since the last reading.
+        """Measure since the last reading; ``tokens`` are those processed so far, in the loss or not.
 
         Returns tokens per second over all processes, the share of time spent waiting for data, the
         process's peak memory in bytes, and the MFU of the matrix products if the devices' peak is

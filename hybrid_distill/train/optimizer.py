@@ -26,8 +26,9 @@ def wsd(step: int, steps: int, warmup: float, decay: float) -> float:
     ``warmup`` and ``decay`` are fractions of ``steps``: a linear rise, and a linear fall that would reach 0 one step
     after the last (arXiv 2404.06395).
     """
-    rising = math.ceil(warmup * steps)
-    falling = math.ceil(decay * steps)
+    # Rounded before: 0.07 * 100 is a little above 7.
+    rising = math.ceil(round(warmup * steps, 6))
+    falling = math.ceil(round(decay * steps, 6))
     rise = (step + 1) / max(rising, 1)
     fall = (steps - step) / max(falling, 1)
     return min(1.0, rise, fall)

@@ -92,4 +92,6 @@ def stop_requests() -> Iterator[Callable[[], int | None]]:
         yield lambda: requested
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            # After `outlive_session`, the kernel's SIGHUP is still to come.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)

@@ -339,6 +339,19 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(
     assert n_calls == 5, "a finished folder is made again"
 
 
+def test_files_without_a_header_are_not_taken_for_this_teachers(job: CacheJob) -> None:
+    """Their sizes are those of any teacher's."""
+    cache_logits(job)
+    whole = contents(job.folder)
+    (job.folder / "logits.json").unlink()
+    shard = job.folder / "logits-00001.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+
+    cache_logits(job)
+
+    assert contents(job.folder) == whole
+
+
 def test_logits_that_are_not_numbers_stop_at_the_first_batch(
     job: CacheJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from head_tables import some_scores
 from messages import has_facts, naming
 from test_pipeline import weights
 from torch.testing import assert_close
-from training import small_run
+from training import ALIGN, DISTILL, small_run
 
 from hybrid_distill.cli.recipes import load_recipe
 from hybrid_distill.config import PlanConfig, RunConfig, from_json, to_json
@@ -309,6 +309,19 @@ def test_all_cells_have_the_dtypes_of_the_machine_that_began_the_sweep(set_cpu_b
     assert base.stage("align").precision == "bf16"
 
 
+def test_stages_that_cannot_align_a_cell_are_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    mixers = small_run(tmp_path, stages=(replace(ALIGN, train="mixer", target="mixer"), DISTILL))
+    with pytest.raises(ValueError, match=naming("align.train", "mixer")):
+        opened(mixers, grid("2"))
+
+    distilled = small_run(tmp_path, stages=(DISTILL,))
+    with pytest.raises(ValueError, match=naming("restoration")):
+        opened(distilled, grid("2", selection="restoration"), share=False)
+    assert not any(tmp_path.iterdir())
+
+
 def opened(base: RunConfig, asked: Grid, share: bool = True) -> Sweep:
     return Sweep.open(Definition(base, asked, asked.cells(SHAPE), share))
 
@@ -450,6 +463,34 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait:
     again = Scripted(1, {})
     run_tasks(this, again, lambda task: None)
     assert set(again.begun) == failed.keys(), "failed tasks are tried again, finished ones are not"
+
+
+def test_jobs_that_outlive_their_command_are_waited_for(
+    tmp_path: Path, no_wait: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed command cancels nothing: to start a task a second time would fail it, and what needs it."""
+    this = opened(small_run(tmp_path), grid("0,2", "4,8", "top", 1))
+    alignment = this.tasks["n4-s0"]
+    n_looks = 0
+
+    def locked_at_first(folder: Path) -> bool:
+        nonlocal n_looks
+        if folder != alignment.folder or n_looks > 5:
+            return False
+        n_looks += 1
+        if n_looks > 5:
+            end(alignment)
+        return n_looks <= 5
+
+    monkeypatch.setattr(schedule, "is_locked", locked_at_first)
+    workers = Scripted(2, {})
+    reported: list[str] = []
+
+    run_tasks(this, workers, lambda task: reported.append(task.name))
+
+    assert alignment.name not in workers.begun
+    assert sorted(reported) == sorted(this.tasks)
+    assert {task.outcome().state for task in this.tasks.values()} == {"done"}
 
 
 def test_a_preempted_task_starts_again(

@@ -48,6 +48,13 @@ def test_a_conversation_that_begins_with_the_assistant_learns_no_role_header(tem
     assert twice == ["w3", "<end>", "w4", "<end>"]
 
 
+def test_a_conversation_without_a_token_learns_none():
+    """A mask longer than its tokens would shift those of all conversations after it."""
+    bare = chat_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    said = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+    assert encode_conversation(json.dumps(said), bare) == ([], [])
+
+
 def test_a_template_that_hides_where_the_first_answer_begins_is_refused():
     with pytest.raises(ValueError, match="<assistant>"):
         learned_words(OTHER_FIRST, ("assistant", "w3"))

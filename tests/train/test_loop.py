@@ -630,6 +630,8 @@ def test_the_schedule_rises_stays_and_falls():
     assert rates[9:91] == [1.0] * 82
     assert rates[90:] == pytest.approx(falling)
 
+    # In floating point, 0.07 * 100 is above 7.
+    assert [wsd(step, 100, 0.07, 0.0) for step in (5, 6)] == pytest.approx([6 / 7, 1.0])
     constant = [wsd(step, 3, 0.0, 0.0) for step in range(3)]
     assert constant == [1.0] * 3
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...config import EvaluationConfig, RunConfig, from_record, to_json
+from ...config import EvaluationConfig, PlanConfig, RunConfig, from_record, to_json
 from ...data import Pins, read_pins
 from ...io import Record, check_out, differences, read_json, refused, write_json
 from ...pipeline import RunInputs, RunPaths
 from ...pipeline.folder import has_result, settings
+from ...pipeline.run import alignment_of_all_heads
 from ...provenance import versions
 from ...train.config import StageConfig
 from ...tunable import fixed_fields
@@ -52,12 +53,25 @@ class Definition:
                 "must be one to share, and more for the cells to do. List an Align() and a Distill(), or pass "
                 "--no-share."
             )
+        self._check_cells()
         if SweepPaths(out).record.exists():
             Sweep(out).check_grows(self)
         elif RunPaths(out).config.exists():
             raise ValueError(
                 f"{out} holds a run, a model or an export, not a sweep; pass another --out."
             )
+
+    def _check_cells(self) -> None:
+        """Raise ValueError if the recipe's stages cannot align the heads of a cell; a cell would say so only after the
+        teacher is measured and its heads are ranked."""
+        for cell in self.cells:
+            if not cell.d_state:
+                continue
+            run = with_student(self.base, cell.d_state, cell.window)
+            if self.share or cell.selection == "restoration":
+                alignment_of_all_heads(run, run.out)
+            if cell.selection == "restoration":
+                replace(run, plan=PlanConfig("restoration", k=cell.heads))
 
     def record(self) -> Record:
         """Convert to JSON values, for sweep.json."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 POLL = 0.2
 """Seconds between polls of running jobs."""
+log = logging.getLogger(__name__)
 
 
 def run_tasks(
@@ -28,6 +30,7 @@ def run_tasks(
 ) -> None:
     """Run every task that is not done, including failed ones; call ``report`` after each.
 
+    Tasks that jobs of a killed command still work on are waited for, and their outcomes taken.
     Raises KeyboardInterrupt when asked to stop, after running tasks have saved (at most
     ``PATIENCE`` seconds later).
     """
@@ -35,6 +38,8 @@ def run_tasks(
     for task in pending.values():
         # Failed tasks run again: an old outcome must not be taken for the new one.
         task.outcome_path.unlink(missing_ok=True)
+        if is_locked(task.folder):
+            log.info("%s: waiting for the job of an earlier command", task.name)
     running: dict[str, Running] = {}
     preemptions: Counter[str] = Counter()
     try:
@@ -44,12 +49,17 @@ def run_tasks(
                 if not _has_outcome(task):
                     _end_or_repeat(task, job, workers, pending, preemptions)
                 report(task)
-            task = _next_task(pending, running)
-            if task is None or len(running) == workers.slots:
+            task = None
+            if len(running) < workers.slots:
+                task = _next_task(pending, running)
+            if task is None:
                 # A task that has just ended may have freed another.
                 time.sleep(0 if ended else POLL)
                 continue
             del pending[task.name]
+            if _has_outcome(task):
+                report(task)
+                continue
             error = _error_of_needed(sweep, task)
             if error:
                 task.end(error)
@@ -121,10 +131,10 @@ def _end_or_repeat(
 
 
 def _next_task(pending: Mapping[str, Task], running: Mapping[str, Running]) -> Task | None:
-    """Return the first task whose predecessors are done."""
+    """Return the first task whose predecessors are done, and that no job of an earlier command works on."""
     unfinished = {*pending, *running}
     for task in pending.values():
-        if unfinished.isdisjoint(task.after):
+        if unfinished.isdisjoint(task.after) and not is_locked(task.folder):
             return task
     return None
 
