@@ -85,8 +85,8 @@ def check_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Non
             files = source_files(source)
             if config.chat and any(file.suffix == ".txt" for file in files):
                 raise no_conversations(source)
-            first = read_documents(source, None if config.chat else config.text_column)
-            if next(first, None) is None:
+            column = None if config.chat else config.text_column
+            if next(read_documents(source, column), None) is None:
                 raise ValueError(f"{source} holds no text; pass a file or folder that does.")
     check_tokenizer(headers, tokenizer)
     if not config.chat:

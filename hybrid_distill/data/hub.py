@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..distributed import agree_on, on_main_process
+from ..distributed import from_main
 from ..io import Record, read_json, refused, write_json
 from ..provenance import now
 from ..teacher import hub_error
@@ -92,13 +92,10 @@ def pinned(sources: Sequence[str], known: Pins, root: Path) -> dict[str, Pin]:
     resolved: dict[str, Pin] = {}
     if missing:
 
-        def resolve_missing() -> None:
-            for source in missing:
-                resolved[source] = _resolve_or_recall(source, root)
+        def resolve_missing() -> dict[str, Pin]:
+            return {source: _resolve_or_recall(source, root) for source in missing}
 
-        # Two steps: `on_main_process` waits as long as the hub takes, `agree_on` sends the pins to the other processes.
-        on_main_process(resolve_missing)
-        resolved = agree_on(lambda: resolved)
+        resolved = from_main(resolve_missing)
     pins = {**known, **resolved}
     return {source: pins[source] for source in on_hub}
 

@@ -177,7 +177,7 @@ class PackedRows:
                 # At least one row, or a source of a tiny weight would never be read.
                 self._shares.append(max(1, share))
         self.rows_per_epoch = sum(self._shares)
-        self._ends = np.cumsum(self._shares)
+        self._share_ends = np.cumsum(self._shares)
         self._row_ends = np.cumsum(self._n_rows)
         self.is_plain_epoch = not weights
         """True if an epoch contains every row once."""
@@ -225,14 +225,16 @@ class PackedRows:
     def _row_id(self, index: int) -> int:
         """Return the number of the row at place ``index`` of the endless sequence of epochs."""
         epoch, place = divmod(index, self.rows_per_epoch)
-        # Shuffled over all sources together, to mix them; then over the rows of one source, in its own epochs, which
-        # are longer or shorter than the common ones if it has a weight.
-        place = shuffled(place, self.rows_per_epoch, self.seed, 0, epoch)
-        number = int(np.searchsorted(self._ends, place, side="right"))
+        # First over all sources together, to mix them.
+        mixed_place = shuffled(place, self.rows_per_epoch, self.seed, 0, epoch)
+        number = int(np.searchsorted(self._share_ends, mixed_place, side="right"))
         share = self._shares[number]
         n_rows = self._n_rows[number]
-        place_in_share = place - (int(self._ends[number]) - share)
-        own_epoch, own_place = divmod(epoch * share + place_in_share, n_rows)
+        first_of_share = int(self._share_ends[number]) - share
+        # Then over the rows of one source, in its own epochs, which are longer or shorter than the common ones if it
+        # has a weight.
+        n_read_before = epoch * share + mixed_place - first_of_share
+        own_epoch, own_place = divmod(n_read_before, n_rows)
         row = shuffled(own_place, n_rows, self.seed, number + 1, own_epoch)
         return int(self._row_ends[number]) - n_rows + row
 

@@ -51,6 +51,7 @@ class CachedSource:
         if self.is_complete:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
+        pins = {} if self.pin is None else {self.source: self.pin}
         with FileLock(f"{self.folder}.lock"):
             try:
                 write_tokens(
@@ -60,7 +61,7 @@ class CachedSource:
                     text_column=self.text_column,
                     max_tokens=self.limit,
                     shard_tokens=CACHE_SHARD_TOKENS,
-                    pins={} if self.pin is None else {self.source: self.pin},
+                    pins=pins,
                 )
             except ValueError:
                 # A local file must change to become readable, and then has another folder. On the hub, what was read
@@ -82,12 +83,13 @@ def cached_source(
     """Find the place of a source's tokens in the cache. ``pins`` has the commit of every source on the hub."""
     limit = hub_tokens if source.startswith(HUB) else None
     pin = pins.get(source)
+    rendering = template_hash(tokenizer) if text_column is None else text_column
     # Everything that can change a token is in the folder's name, so nothing in the cache is ever out of date.
     key: list[object] = [
         TokenHeader.FORMAT,
         source_fingerprint(source, pin),
         tokenizer_fingerprint(tokenizer),
-        template_hash(tokenizer) if text_column is None else text_column,
+        rendering,
     ]
     if limit:
         key.append(limit)

@@ -73,9 +73,9 @@ class Tokens:
             n_filled = columns.stop
             if n_filled == seq_len:
                 break
-        # Padding is a document of its own: no convolution or attention reaches it from the text. A full row has none,
-        # and the slice is empty.
-        is_start[n_filled:][:1] = 1
+        if n_filled < seq_len:
+            # Padding is a document of its own: no convolution or attention reaches it from the text.
+            is_start[n_filled] = 1
         # A row may begin with a document's first token; the numbers begin at 0 anyway.
         is_start[0] = 0
         return input_ids, is_start.cumsum(), mask

@@ -179,12 +179,7 @@ def compare_on_text(
             same_BT = torch.ones_like(loss_BT)
             kl_BT = torch.zeros_like(loss_BT)
         else:
-            with eval_mode(teacher):
-                teacher_BTV = batch.logits(teacher)
-            # One number a token to look at: a maximum is NaN if any of its logits is.
-            largest_BT = teacher_BTV.amax(-1).to(counts_BT.device)
-            check_numbers(largest_BT[counts_BT], teacher)
-            same_BT, kl_BT = agreement(logits_BTV, teacher_BTV)
+            same_BT, kl_BT = _against_teacher(logits_BTV, teacher, batch)
         figures_BT4 = torch.stack([counts_BT, loss_BT, same_BT, kl_BT], dim=-1)
         # float64: a sum over many thousand tokens would lose digits in float32.
         of_text_BT4 = figures_BT4.double().masked_fill(~counts_BT[..., None], 0)
@@ -192,6 +187,18 @@ def compare_on_text(
         check_numbers(sums_B4[:, 1], model)
         sums_X4.append(sums_B4)
     return torch.cat(sums_X4)
+
+
+def _against_teacher(
+    logits_BTV: Tensor, teacher: PreTrainedModel, batch: TextBatch
+) -> tuple[Tensor, Tensor]:
+    """Run the teacher on a batch; return its `agreement` with a model's logits."""
+    with eval_mode(teacher):
+        teacher_BTV = batch.logits(teacher)
+    # One number a token to look at: a maximum is NaN if any of its logits is.
+    largest_BT = teacher_BTV.amax(-1).to(batch.counts_BT.device)
+    check_numbers(largest_BT[batch.counts_BT], teacher)
+    return agreement(logits_BTV, teacher_BTV)
 
 
 def text_figures(sums_X4: Tensor) -> Record:

@@ -95,7 +95,9 @@ def train_stage(
     if tracked is None:
         tracked = TrackedRun(out, config.name, config=config.to_dict())
     accelerator = tracked.accelerator(trackers)
-    check_precision(config, stage.teacher.dtype if stage.teachers else stage.student.dtype)
+    # Without a teacher, the stage reads stored logits.
+    source = stage.teacher if stage.teachers else stage.student
+    check_precision(config, source.dtype)
     identity = _identity(stage, rows, seed, parent_hash)
     # Before anything is written there.
     check_shared(out)

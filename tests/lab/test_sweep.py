@@ -437,6 +437,11 @@ def test_a_task_comes_after_what_it_needs_and_slots_are_filled(
     run_tasks(this, again, lambda task: None)
     assert again.begun == [], "finished tasks ran again"
 
+    (manifest,) = this.tasks["n4-s0"].leaves
+    manifest.unlink()
+    run_tasks(this, again, lambda task: None)
+    assert again.begun == ["n4-s0"], "a stage that a user has deleted is not made again"
+
 
 def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path: Path, no_wait: None) -> None:
     this = opened(small_run(tmp_path), grid("0,2,4", "4,8", "top", 1))

@@ -64,10 +64,12 @@ class Definition:
     def _check_cells(self) -> None:
         """Raise ValueError if the recipe's stages cannot align the heads of a cell; a cell would say so only after the
         teacher is measured and its heads are ranked."""
+        # As cells do, which take their scores from another run.
+        base = replace(self.base, scoring=replace(self.base.scoring, method="auto"))
         for cell in self.cells:
             if not cell.d_state:
                 continue
-            run = with_student(self.base, cell.d_state, cell.window)
+            run = with_student(base, cell.d_state, cell.window)
             if self.share or cell.selection == "restoration":
                 alignment_of_all_heads(run, run.out)
             if cell.selection == "restoration":
@@ -147,15 +149,14 @@ class Sweep:
         )
         wanted = {cell.name for cell in definition.cells}
         missing = sorted(cell.name for cell in self.cells if cell.name not in wanted)
-        if not changed and not missing:
-            self._check_distance(definition)
-            return
-        if not changed:
+        if missing and not changed:
             changed = ["with " + ", ".join(missing[:5])]
-        raise ValueError(
-            f"{self.out} holds another sweep: {', '.join(changed)}; use those settings and a grid with all its values "
-            "to continue or extend it, or another --out."
-        )
+        if changed:
+            raise ValueError(
+                f"{self.out} holds another sweep: {', '.join(changed)}; use those settings and a grid with all its "
+                "values to continue or extend it, or another --out."
+            )
+        self._check_distance(definition)
 
     def _check_distance(self, definition: Definition) -> None:
         """Raise ValueError if a wider window would move the far questions, which finished cells have answered."""
@@ -217,15 +218,13 @@ class Sweep:
     @cached_property
     def tasks(self) -> dict[str, Task]:
         """Tasks by name, each after those that it needs."""
-        own_steps = sum(stage.steps for stage in self.own_stages)
-        every_step = sum(stage.steps for stage in self._cell_run.stages)
         return tasks_of(
             self.paths,
             self.cells,
             share=self.share,
             attributes=self.attributes,
-            own_steps=own_steps,
-            shared_steps=every_step - own_steps,
+            own_steps=sum(stage.steps for stage in self.own_stages),
+            shared_stages=self._cell_run.head_stages,
         )
 
 

@@ -104,22 +104,32 @@ class Grid:
         cells: dict[Cell, None] = {}
         axes = (self.seeds, self.d_state, self.window, self.selection, counts)
         for seed, d_state, window, selection, k in product(*axes):
-            if k == n_all_heads:
-                cells[Cell(ALL, k, None, seed)] = None
-            elif not d_state and not window:
-                continue
-            elif k == 0:
-                cells[Cell(NONE, 0, d_state, seed, window)] = None
-            elif not d_state and selection == "restoration":
-                continue
-            elif selection != "layers" or k % shape.n_heads == 0:
-                cells[Cell(selection, k, d_state, seed, window)] = None
+            cell = _cell(shape, selection, k, d_state, seed, window)
+            if cell is not None:
+                cells[cell] = None
         if not cells:
             raise ValueError(
                 f"the grid has no cell: layers have {shape.n_heads} heads, and restoration needs a state; pass --heads "
                 "multiples of that, or --d-state of at least 4."
             )
         return list(cells)
+
+
+def _cell(
+    shape: HeadPlan, selection: Selection, k: int, d_state: int, seed: int, window: int
+) -> Cell | None:
+    """Return the cell of one place of the grid; None where there is no such student."""
+    if k == shape.n_layers * shape.n_heads:
+        return Cell(ALL, k, None, seed)
+    if not d_state and not window:
+        return None
+    if k == 0:
+        return Cell(NONE, 0, d_state, seed, window)
+    if selection == "restoration" and not d_state:
+        return None
+    if selection == "layers" and k % shape.n_heads:
+        return None
+    return Cell(selection, k, d_state, seed, window)
 
 
 def _selections(flag: str) -> tuple[Selection, ...]:

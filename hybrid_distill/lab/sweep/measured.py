@@ -137,7 +137,9 @@ class SweepResults:
             if math.isnan(measured):
                 return self._setting("evaluation", "n_examples") or math.nan
             return measured
-        return self._largest("n_knowledge" if column == "knowledge" else "n_text_tokens")
+        if column == "knowledge":
+            return self._largest("n_knowledge")
+        return self._largest("n_text_tokens")
 
     def chance(self, column: str) -> float:
         """Return the accuracy of guessing (for a dictionary, one of its values); NaN if unknown."""

@@ -65,9 +65,7 @@ def run_tasks(
                 task.end(error)
                 report(task)
                 continue
-            taken_slots = {each.slot for each in running.values()}
-            # A free slot: two running jobs must not get the same GPUs.
-            slot = min(set(range(workers.slots)) - taken_slots)
+            slot = _free_slot(running, workers.slots)
             with workers.starting():
                 running[task.name] = Running(workers.start(sweep, task, slot), slot)
     except KeyboardInterrupt:
@@ -137,6 +135,12 @@ def _next_task(pending: Mapping[str, Task], running: Mapping[str, Running]) -> T
         if unfinished.isdisjoint(task.after) and not is_locked(task.folder):
             return task
     return None
+
+
+def _free_slot(running: Mapping[str, Running], n_slots: int) -> int:
+    # Two running jobs must not get the same GPUs.
+    taken = {each.slot for each in running.values()}
+    return min(set(range(n_slots)) - taken)
 
 
 def _error_of_needed(sweep: Sweep, task: Task) -> str:

@@ -15,6 +15,8 @@ from ...io import read_json, write_json
 from ...locking import is_locked
 from ...pipeline import RunPaths
 from ...pipeline.folder import has_result
+from ...train.config import StageConfig
+from ...train.result import MANIFEST
 from .grid import ALL, Cell
 from .paths import SweepPaths
 
@@ -94,13 +96,13 @@ def tasks_of(
     share: bool,
     attributes: bool,
     own_steps: int,
-    shared_steps: int,
+    shared_stages: Sequence[StageConfig],
 ) -> dict[str, Task]:
     """Return tasks by name, each after those that it needs.
 
     ``share``: cells take their recurrent heads from an alignment of their state size and seed.
     ``attributes``: heads of a cell with a window are ranked for this window. ``own_steps`` are the
-    training steps of a cell, ``shared_steps`` those of an alignment.
+    training steps of a cell, ``shared_stages`` the stages of an alignment.
     """
     ablated_seeds = set()
     for cell in cells:
@@ -114,7 +116,7 @@ def tasks_of(
             needed.append(_ranking_task(sweep, cell))
         # A window alone has no recurrent heads to align.
         if cell.d_state and share:
-            needed.append(_alignment_task(sweep, cell, cell.d_state, shared_steps, [teacher.name]))
+            needed.append(_alignment_task(sweep, cell, cell.d_state, shared_stages, [teacher.name]))
         for task in needed:
             tasks.setdefault(task.name, task)
         names = [task.name for task in needed]
@@ -144,20 +146,25 @@ def _ranking_task(sweep: SweepPaths, cell: Cell) -> Task:
 
 
 def _alignment_task(
-    sweep: SweepPaths, cell: Cell, d_state: int, steps: int, after: Sequence[str]
+    sweep: SweepPaths,
+    cell: Cell,
+    d_state: int,
+    stages: Sequence[StageConfig],
+    after: Sequence[str],
 ) -> Task:
     run = sweep.alignment(d_state, cell.window, cell.seed)
+    folders = run.aligned.stage_folders(stages)
     return Task(
         run.out.name,
         "alignment",
         cell.seed,
         sweep,
         run,
-        leaves=[run.aligned.stages],
+        leaves=[folder / MANIFEST for folder in folders],
         d_state=d_state,
         window=cell.window,
         after=after,
-        steps=steps,
+        steps=sum(stage.steps for stage in stages),
     )
 
 
