@@ -52,6 +52,7 @@ def exit_cleanly(action: Callable[[], object]) -> None:
     If the variable ``HYBRID_DISTILL_FINISHED`` names a file, it is created only when all work is
     finished.
     """
+    _open_missing_outputs()
     _show_only_own_messages()
     # As with Ctrl-C, what runs is saved first.
     for number in to_handle(STOPPING):
@@ -83,6 +84,14 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         # The frames of the traceback hold the trained model, which `disconnect` needs freed.
         traceback.clear_frames(error.__traceback__)
         _leave()
+
+
+def _open_missing_outputs() -> None:
+    """Discard what would be printed to an output that the program was started without, as after ``>&-``."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -89,6 +89,9 @@ class HybridForSequenceClassification(GenericForSequenceClassification, HybridPr
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     _own_tensors = ("score.weight",)
+    # The mixin takes `num_items_in_batch` and does not divide by it: Trainer must divide by the accumulated
+    # micro-batches (transformers issue 47688).
+    accepts_loss_kwargs = False
 
     def __init__(self, config: HybridConfig) -> None:
         # Not super(): the mixin would make another decoder, by AutoModel.

@@ -31,6 +31,8 @@ def kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int | 
         # One window field without a list of kinds limits every layer (Mistral).
         limits = [kind for kind, field in LIMITED.items() if fields.get(field) is not None]
         kinds = [limits[0] if limits else FULL] * config.num_hidden_layers
+    # transformers' early exit (`assistant_early_exit`) lowers the number of layers for a while, not their list.
+    kinds = kinds[: config.num_hidden_layers]
     windows: list[tuple[str, int | None]] = []
     for kind in kinds:
         if kind in LIMITED:

@@ -549,6 +549,35 @@ def test_a_late_signal_does_not_change_how_a_finished_command_ends() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_command_without_an_output_ends_like_any_other(closed: int) -> None:
+    """As a service or a scheduler may start it, or a shell after ``>&-``."""
+    program = """
+        import sys
+        from hybrid_distill.cli.exits import exit_cleanly
+
+        def work() -> None:
+            print("result")
+            print("progress", file=sys.stderr)
+
+        exit_cleanly(work)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(
+        command,
+        check=False,
+        stdout=subprocess.PIPE if closed == 2 else None,
+        stderr=subprocess.PIPE if closed == 1 else None,
+        text=True,
+        preexec_fn=lambda: os.close(closed),
+    )
+    assert done.returncode == 0
+    if closed == 2:
+        assert done.stdout == "result\n"
+    else:
+        assert done.stderr == "progress\n"
+
+
 @pytest.mark.parametrize(
     ("before", "status"),
     [(signal.SIG_DFL, 130), (signal.SIG_IGN, 0)],

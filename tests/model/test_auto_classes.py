@@ -5,9 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_family_model
+from datasets import Dataset
 from messages import naming
 from students import close, left_padded, mixed_student, tokens
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from hybrid_distill.model import (
     HybridForCausalLM,
@@ -87,3 +94,28 @@ def test_a_classifier_reads_the_last_token_and_is_saved(
     close(again(ids, attention_mask=mask).logits, output.logits)
     with pytest.raises(ValueError, match=naming("score.weight")):
         AutoModelForCausalLM.from_pretrained(tmp_path / "classifier")
+
+
+def test_a_classifier_learns_the_same_from_any_micro_batches(
+    student: HybridForCausalLM, tmp_path: Path
+) -> None:
+    """transformers#47688: accumulated losses were added up instead of averaged."""
+    student.save_pretrained(tmp_path / "student")
+    rows = [{"input_ids": tokens(9).tolist(), "labels": n % 2} for n in range(4)]
+    losses = []
+    for batch_size in (4, 1):
+        torch.manual_seed(0)
+        model = HybridForSequenceClassification.from_pretrained(tmp_path / "student", num_labels=2)
+        options = TrainingArguments(
+            str(tmp_path / "trained"),
+            max_steps=1,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=4 // batch_size,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+        )
+        trainer = Trainer(model, options, train_dataset=Dataset.from_list(rows))
+        losses.append(trainer.train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -71,6 +71,17 @@ class Drafts:
         self.n_forwards += 1
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_early_exit_gives_the_text_of_greedy_decoding(family: str) -> None:
+    """Also of a family whose config lists the kind of every layer, of which then only the first draft."""
+    student = mixed_student(make_family_model(family))
+    prompt = repetitive()
+    plain = student.generate(prompt, **GREEDY)
+    for n_layers in range(1, student.config.num_hidden_layers):
+        drafted = student.generate(prompt, **GREEDY, assistant_early_exit=n_layers)
+        check_text(drafted, plain)
+
+
 def test_prompt_lookup_gives_the_text_of_greedy_decoding(student, monkeypatch) -> None:
     prompts = [repetitive(), repetitive(3), tokens(1, 9)]
     expected = [student.generate(prompt, **GREEDY) for prompt in prompts]
