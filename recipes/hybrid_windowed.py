@@ -3,11 +3,11 @@
 python recipes/hybrid_windowed.py --stages                  # without training, the embedded teacher
 hybrid-distill run windowed --stages --teacher HuggingFaceTB/SmolLM2-135M-Instruct
 hybrid-distill run windowed --stages --teacher PATH --cache 200MB --context 32768 --dry-run   # what that would keep
-hybrid-distill run windowed --teacher PATH --tokens 0.1M --data.sources MY_TEXT --data.no-chat --out runs/trained
+hybrid-distill run windowed --teacher PATH --tokens 0.3M --data.sources MY_TEXT --data.no-chat --out runs/trained
 
 Time: a minute for the embedded teacher without training. Scoring the heads is most of it: some ten minutes for SmolLM2
 on a CPU core with bfloat16 instructions, a quarter of an hour on two others, and nothing with ``--scoring.file`` of an
-earlier run. Training takes SmolLM2 eleven minutes of such a core for 0.1 million tokens; ``--dry-run`` estimates yours.
+earlier run. Training takes SmolLM2 half an hour of such a core for 0.3 million tokens; ``--dry-run`` estimates yours.
 Expected result: 16 % of the cache; needles and knowledge as the teacher, and text within the window; of dictionaries
 farther back, SmolLM2 keeps four fifths (docs/real_models.md). The embedded teacher answers dictionaries of 16 pairs as
 before.

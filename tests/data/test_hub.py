@@ -252,9 +252,9 @@ def test_prepare_data_goes_on_at_its_commit_and_leaves_a_finished_folder_alone(
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the main one of eight processes."""
-    for module in (hub, data_config):
-        monkeypatch.setattr(module, "on_main_process", lambda action: action())
-        monkeypatch.setattr(module, "agree_on", lambda compute: compute())
+    monkeypatch.setattr(hub, "from_main", lambda compute: compute())
+    monkeypatch.setattr(data_config, "on_main_process", lambda action: action())
+    monkeypatch.setattr(data_config, "agree_on", lambda compute: compute())
     monkeypatch.setenv("WORLD_SIZE", "8")
 
 
