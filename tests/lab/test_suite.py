@@ -59,7 +59,9 @@ def measured(
     **options: Any,
 ) -> Record:
     """Run tasks of lm-eval on ten questions each; answers that are in ``cache`` are read."""
-    settings = {"limit": N, "pairs": "8", "batch_size": 7, "cache": cache, **options}
+    settings = {"limit": N, "batch_size": 7, "cache": cache, **options}
+    if "kv" in names:
+        settings.setdefault("pairs", "8")
     job = SuiteJob(suite=names, **settings)
     return run_suite(model, tokenizer, job, load_tasks(job))
 
