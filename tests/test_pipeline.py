@@ -195,6 +195,18 @@ def test_a_shared_alignment_may_be_named_from_the_folder_it_lies_in(finished, mo
     assert [stage["name"] for stage in training_record(this)] == ["align", "align", "distill"]
 
 
+def test_an_alignment_that_began_from_another_one_counts_both(
+    finished: Path, tmp_path: Path
+) -> None:
+    later = tmp_path / "later"
+    shutil.copytree(finished, later)
+    first = StudentConfig(aligned=finished / "stages" / "1-align")
+    write_json(later / "config.json", to_json(small_run(later, student=first)))
+    second = StudentConfig(aligned=later / "stages" / "1-align")
+    record = training_record(RunInputs(small_run(tmp_path / "last", student=second)))
+    assert [stage["name"] for stage in record] == ["align", "align"]
+
+
 def test_a_moved_run_finds_the_alignment_that_moved_with_it(finished: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     (sweep / "cell").mkdir(parents=True)

@@ -29,12 +29,12 @@ RULER = {"niah": tuple(NEEDLES), **{task: (task,) for task in RULER_TASKS}}
 They replace lm-eval's own, which download essays and run Python code that comes with a tokenizer.
 """
 READERS = {
-    "pairs": ("kv", "kv_generate"),
-    "facts": ("letters", "letters_generate", "knowledge", "knowledge_generate"),
+    "pairs": ("kv",),
+    "facts": ("letters", "knowledge"),
     "texts": ("text",),
     "ruler_lengths": RULER,
 }
-"""Tasks that read an option of a `SuiteJob`, for those that not every task reads."""
+"""Tasks, by choice or by generation, that read an option that not every task reads."""
 PROBE_EXAMPLES = 1000
 RULER_EXAMPLES = 500
 

@@ -20,7 +20,7 @@ from ..probes.ruler import load_generators
 from ..scoring import describe_run
 from ..teacher import fingerprint, longest_context
 from ..validation import check_task_reads, first_line
-from .probe_tasks import READERS, RULER, Untyped, own_task
+from .probe_tasks import GENERATE, READERS, RULER, Untyped, own_task
 from .suite_job import PROBES, SUITES, SuiteJob
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
         )
     job.numbers("pairs")
     job.numbers("ruler_lengths")
-    check_task_reads(job, READERS, "suite", job.names)
+    asked = [name.removesuffix(GENERATE) for name in job.names]
+    check_task_reads(job, READERS, "suite", asked)
     if job.include_path is not None and not job.include_path.is_dir():
         raise ValueError(
             f"--include-path {job.include_path} is not a folder; pass one with lm-eval task files."

@@ -69,25 +69,23 @@ def trained_student(inputs: RunInputs) -> tuple[HybridForCausalLM, HeadPlan]:
     return settle(student), plan
 
 
-def training_record(inputs: RunInputs) -> list[Record]:
-    """List steps and tokens of each finished stage, first those of the run that aligned the heads, if any."""
+def training_record(inputs: RunInputs, last: Path | None = None) -> list[Record]:
+    """List steps and tokens of each finished stage, first those that aligned the heads in another run, if any.
+
+    Ends with the stage in the folder ``last``.
+    """
     aligned = inputs.config.student.aligned
-    if inputs.config.plan.restores:
-        before = inputs.paths.aligned
-        if before.config.is_file():
-            return training_record(finished_run(before.out)) + _record_of_stages(inputs)
-    elif aligned is not None:
+    before = None
+    if aligned is not None:
         # A stage's folder is in RUN/stages.
         before = RunPaths(aligned.resolve().parents[1])
-        if before.config.is_file():
-            heads = _record_of_stages(finished_run(before.out), last=aligned)
-            return heads + _record_of_stages(inputs)
-    return _record_of_stages(inputs)
-
-
-def _record_of_stages(inputs: RunInputs, last: Path | None = None) -> list[Record]:
-    """List steps and tokens of a run's finished stages, up to the one in the folder ``last``."""
+    if inputs.config.plan.restores:
+        before = inputs.paths.aligned
+        aligned = None
     record: list[Record] = []
+    if before is not None and before.config.is_file():
+        # Stages after the one that gave its heads did not train this student.
+        record += training_record(finished_run(before.out), last=aligned)
     for stage, folder in zip(inputs.stages, inputs.paths.stage_folders(inputs.stages)):
         if StageManifest.read(folder):
             n_tokens = stage.rows_read * inputs.config.data_of(stage).seq_len

@@ -20,6 +20,7 @@ from ...probes.plain_text import text_batches
 from ...probes.registry import PROBES, make_probe
 from ...teacher import TINY, longest_context
 from ...validation import Count, Seed, check_options, check_task_reads, words
+from ..probe_tasks import READERS
 from ..suite import by_name, load_tasks, prepare
 from ..suite_job import SuiteJob
 from ..suite_results import headline
@@ -32,8 +33,6 @@ GENERATED = ":generate"
 LM_EVAL = "lm_eval:"
 """Beginning of a task of lm-eval."""
 MAX_TEXT_TOKENS = 512
-READERS = {"facts": (KNOWLEDGE, "letters"), "texts": (TEXT,)}
-"""Tasks that read an option of `Questions`, for those that not every task reads."""
 
 
 class Task(NamedTuple):
@@ -83,7 +82,9 @@ class Questions(QuestionDraw):
     def __post_init__(self) -> None:
         super().__post_init__()
         asked = [name.removesuffix(GENERATED) for name in words(self.tasks)]
-        check_task_reads(self, READERS, "tasks", asked)
+        # Not `pairs`: an experiment may have a default of its own, which looks like a flag here.
+        readers = {name: READERS[name] for name in ("facts", "texts")}
+        check_task_reads(self, readers, "tasks", asked)
 
     @property
     def names(self) -> list[str]:
