@@ -261,7 +261,10 @@ NEAR_ON_GPU = [
 for tokens in ("3M", "30M"):
     for seed in SEEDS:
         TRAINED += [replace(student, tokens=tokens, seed=seed) for student in NEAR_ON_GPU]
-TRAINED += [Student(ALL, tokens=tokens) for tokens in ("0.1M", "0.3M")]
+# The teacher itself, at the two rates.
+for seq_len, rate in ((512, LEARNING_RATE), (2048, 2e-5)):
+    for tokens in ("0.1M", "0.3M"):
+        TRAINED.append(Student(ALL, tokens=tokens, seq_len=seq_len, learning_rate=rate))
 STUDENTS = {student.name: student for student in [*UNTRAINED, *TRAINED]}
 
 
@@ -349,16 +352,17 @@ def train_control(options: argparse.Namespace, student: Student) -> None:
 
     A run refuses to train a student that keeps every head, since only rounding separates it from its teacher.
     """
-    data = DataConfig(sources=(str(options.text / "train.jsonl"),), chat=False, seq_len=512)
-    n_rows = TOKENS_PER_STEP // data.seq_len
+    source = str(options.text / "train.jsonl")
+    data = DataConfig(sources=(source,), chat=False, seq_len=student.seq_len)
+    n_rows = student.step_tokens // student.seq_len
     stage = Distill(
-        steps=number_of_tokens("tokens", student.tokens) // TOKENS_PER_STEP,
+        steps=number_of_tokens("tokens", student.tokens) // student.step_tokens,
         batch_size=n_rows,
         micro_batch_size=n_rows,
-        learning_rate=LEARNING_RATE,
+        learning_rate=student.learning_rate,
         lr_scale=student.lr_scale,
         precision="auto",
-        compile="on",
+        compile=options.compile,
         checkpoint_every=25,
     )
     teacher = TeacherConfig(path=options.teacher, dtype=options.dtype)
