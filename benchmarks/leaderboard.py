@@ -48,7 +48,7 @@ FAR = (
 KEYS = tuple(f"niah_multikey_2 at {length}" for length in LENGTHS)
 GROUPS = {"knowledge": ("knowledge",), "near": NEAR, "far": FAR, "keys": KEYS}
 """Tasks of each column."""
-FIGURES = {"held", "entry", "text", *(task for tasks in GROUPS.values() for task in tasks)}
+FIGURES = {"held", "entry", "text"}.union(*GROUPS.values())
 """Keys of a complete record."""
 NEEDLE_CHANCE = 0.1
 """Accuracy of guessing among the choices that `niah` questions offer."""

@@ -50,8 +50,8 @@ N_KEPT = 6
 SHAPE = {"d_state": 16, "recurrence": "gdn"}
 ALIGN_RATE = 3e-3
 DISTILL_RATE = 1e-3
-FEW_ANSWERS = {"needles": 1, "codes": 1, "variables": 2, "common": 3, "frequent": 2}
-"""How many times as many tokens a step of distillation has of a task. A long list asks for three words alone."""
+TOKEN_MULTIPLE = {"needles": 1, "codes": 1, "variables": 2, "common": 3, "frequent": 2}
+"""Multiple of the tokens that a step of distillation has of a task: more where few of them are answers."""
 # Of a task's wordings.
 SEEN_WORDING = -2
 UNSEEN_WORDING = -1
@@ -225,7 +225,7 @@ class Lessons:
         tokenizer = self.writer.tokenizer
         tokens = self.tokens
         if not self.is_equal:
-            tokens *= FEW_ANSWERS[task]
+            tokens *= TOKEN_MULTIPLE[task]
         n = max(1, round(tokens / length))
         wordings = [draw_wording(task, rng, is_varied=self.is_varied) for _ in range(n)]
         documents = [self.writer.write(task, words, length, rng) for words in wordings]

@@ -313,7 +313,7 @@ def frequent_words(vocabulary: list[str], n_words: int) -> list[str]:
 
 @dataclass
 class Rows:
-    """Documents as tokens, [B, L]: which belong to an answer, which are its words, and of which words any will do."""
+    """Documents as tokens [B, L], with masks of the answers and of their words, and the words accepted in any order."""
 
     ids: Tensor
     inside: Tensor

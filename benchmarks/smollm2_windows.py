@@ -184,11 +184,10 @@ def plan_of(heads: str) -> HeadPlan:
     return HeadPlan.random(scores, int(kind), seed=1)
 
 
-UNTRAINED = [
-    Student(heads, window)
-    for window in (16, 44, 128)
-    for heads in ("no head", "top 14", "12 groups", "top 27", "14 random")
-]
+UNTRAINED: list[Student] = []
+for window in (16, 44, 128):
+    for heads in ("no head", "top 14", "12 groups", "top 27", "14 random"):
+        UNTRAINED.append(Student(heads, window))
 UNTRAINED.append(Student("39 groups", 44))
 # The same cache in few groups and long windows, or in many and short ones: 17 % of the teacher's, then 10 %.
 UNTRAINED += [Student("9 groups", 300), Student("14 groups", 60)]
@@ -207,7 +206,9 @@ EQUAL_BYTES = [
     Student("12 groups", window=20, d_state=8, align_share=0.9),
     Student("12 groups", d_state=16, align_share=0.9),
 ]
-TRAINED = [replace(student, tokens=tokens) for tokens in ("0.3M", "3M") for student in EQUAL_BYTES]
+TRAINED: list[Student] = []
+for tokens in ("0.3M", "3M"):
+    TRAINED += [replace(student, tokens=tokens) for student in EQUAL_BYTES]
 # Other orders of the text for the two that answer whether a state is worth its bytes.
 WHOLE_WINDOW, WITH_STATE = (replace(student, tokens="0.3M") for student in EQUAL_BYTES[:2])
 for seed in SEEDS[1:]:
@@ -223,18 +224,17 @@ for heads, window in (
     for tokens in ("0.3M", "1M", "3M"):
         TRAINED.append(Student(heads, window, tokens=tokens, seq_len=2048))
 # What students that have lost little learn at a smaller rate, and whether a state is worth its bytes beside far groups.
-NEAR = [
-    Student(heads, window, d_state, seq_len=2048, learning_rate=2e-5)
-    for heads, window, d_state in (
-        (f"9 {FAR}", 300, 0),
-        (f"7 {FAR}", 390, 0),
-        (f"6 {FAR}", 440, 0),
-        (f"5 {FAR}", 188, 0),
-        (f"5 {FAR}", 140, 16),
-        (f"4 {FAR}", 232, 0),
-        (f"3 {FAR}", 280, 0),
-    )
-]
+NEAR: list[Student] = []
+for heads, window, d_state in (
+    (f"9 {FAR}", 300, 0),
+    (f"7 {FAR}", 390, 0),
+    (f"6 {FAR}", 440, 0),
+    (f"5 {FAR}", 188, 0),
+    (f"5 {FAR}", 140, 16),
+    (f"4 {FAR}", 232, 0),
+    (f"3 {FAR}", 280, 0),
+):
+    NEAR.append(Student(heads, window, d_state, seq_len=2048, learning_rate=2e-5))
 for tokens in ("0.1M", "0.3M", "1M", "3M"):
     for seed in SEEDS:
         TRAINED += [replace(student, tokens=tokens, seed=seed) for student in NEAR]

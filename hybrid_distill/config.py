@@ -334,40 +334,38 @@ class RunConfig:
         stages = tuple(stage.with_precision(is_half) for stage in self.stages)
         return replace(self, teacher=teacher, stages=stages)
 
-    def _within_tokens(self, given: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+    def _within_tokens(self, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
         """Return stages with steps for ``tokens`` in all.
 
-        Stages of one kind share their part in proportion to the tokens that they had.
+        Alignment and the other stages have a part each, which stages of one kind share in proportion to the tokens
+        that they had.
         """
         assert self.tokens is not None
         budget = number_of_tokens("tokens", self.tokens)
-        n_align = 0
-        n_other = 0
-        for stage in given:
-            if stage.is_alignment:
-                n_align += stage.steps * self.tokens_per_step(stage)
-            else:
-                n_other += stage.steps * self.tokens_per_step(stage)
+        # By whether a stage aligns heads.
+        tokens_before = {True: 0, False: 0}
+        for stage in stages:
+            tokens_before[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
         align_share = self.align_share
-        if not n_align:
+        if not tokens_before[True]:
             align_share = 0.0
-        if not n_other:
+        if not tokens_before[False]:
             align_share = 1.0
-        stages = []
-        for stage in given:
-            before = stage.steps * self.tokens_per_step(stage)
-            if stage.is_alignment:
-                own_tokens = budget * align_share * before / n_align
-            else:
-                own_tokens = budget * (1 - align_share) * before / n_other
-            steps = round(own_tokens / self.tokens_per_step(stage))
+        budgets = {True: budget * align_share, False: budget * (1 - align_share)}
+        within: list[StageConfig] = []
+        for stage in stages:
+            per_step = self.tokens_per_step(stage)
+            own_before = stage.steps * per_step
+            kind = stage.is_alignment
+            own_tokens = budgets[kind] * own_before / tokens_before[kind]
+            steps = round(own_tokens / per_step)
             if steps < 1:
                 raise ValueError(
                     f"tokens is {self.tokens!r}, of which {stage.name} gets {own_tokens:,.0f}, less than one step of "
-                    f"{self.tokens_per_step(stage):,}; pass more tokens, another align_share, or smaller batches."
+                    f"{per_step:,}; pass more tokens, another align_share, or smaller batches."
                 )
-            stages.append(replace(stage, steps=steps))
-        return tuple(stages)
+            within.append(replace(stage, steps=steps))
+        return tuple(within)
 
     def tokens_per_step(self, stage: StageConfig) -> int:
         """Return the tokens of one optimizer step of a stage."""

@@ -214,7 +214,7 @@ def _unrecognized(words: Sequence[str], suggestions: Sequence[str]) -> str:
         flags += re.findall(r"--[^\s,]+", line)
     similar: list[str] = []
     for word in unknown:
-        # Of --no-data.chat, the closest is --data.chat, its opposite.
+        # The closest to --no-data.chat is --data.chat, its opposite.
         negated = re.sub(r"^--no-(.+\.)", r"--\1no-", word)
         similar += difflib.get_close_matches(negated, flags, n=1)
     question = ""

@@ -33,22 +33,22 @@ class InUse(ValueError):
 
 
 @contextmanager
-def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
+def locked(target: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
     """Lock a folder against other processes.
 
     Create it, and parents, if missing; remove those again if they stay empty. ``beside`` puts the
-    lock next to ``place``: a file, or a folder that is replaced as a whole. Raises InUse, naming
+    lock next to ``target``: a file, or a folder that is replaced as a whole. Raises InUse, naming
     the holder, if the lock is held for longer than ``patience`` seconds, and OSError if nothing can
     be written.
     """
     if beside:
-        folder = place.parent
-        path = folder / f".{place.name}{LOCK}"
-        note = folder / f".{place.name}{NOTE}"
-    elif place.exists() and not place.is_dir():
-        raise NotADirectoryError(f"{place} is not a folder; pass another one.")
+        folder = target.parent
+        path = folder / f".{target.name}{LOCK}"
+        note = folder / f".{target.name}{NOTE}"
+    elif target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is not a folder; pass another one.")
     else:
-        folder = place
+        folder = target
         path = folder / LOCK
         note = folder / NOTE
     # Folders that this call makes, innermost first: the order in which they can be removed.
@@ -59,12 +59,12 @@ def locked(place: Path, *, beside: bool = False, patience: float = 0.0) -> Itera
     except Timeout:
         holder = _read(note) or "another process"
         raise InUse(
-            f"{place} is in use by {holder}; wait for it, end it, or pass another place."
+            f"{target} is in use by {holder}; wait for it, end it, or pass another place."
         ) from None
     try:
         earlier_holder = _read(note)
         if earlier_holder:
-            log.info("%s was left by %s, which has ended; taking over", place, earlier_holder)
+            log.info("%s was left by %s, which has ended; taking over", target, earlier_holder)
         note.write_text(_describe_process())
         try:
             yield

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -166,7 +167,7 @@ class HeadPlan:
 
     def _check_exists(self, head_id: HeadId) -> None:
         # A plan's file may hold anything.
-        are_whole = all(isinstance(index, int) for index in head_id)
+        are_whole = all(isinstance(number, int) for number in head_id)
         in_layers = are_whole and 0 <= head_id.layer < self.n_layers
         if not (in_layers and 0 <= head_id.head < self.n_heads):
             raise ValueError(
@@ -245,7 +246,7 @@ class HeadPlan:
             n_scored = _n_in_every_layer(ranked, Shape.of(scores).n_layers)
         _check_scored(k, n_scored, unit)
         chosen = _first_in_each_layer(ranked, k) if unit == "container" else ranked[:k]
-        return cls.from_pairs(scores, _heads_of(chosen, unit_size))
+        return cls.from_pairs(scores, heads_of_units(chosen, unit_size))
 
     @classmethod
     def spread(cls, shape_of: object, k: int, unit: Unit = "head") -> HeadPlan:
@@ -256,8 +257,8 @@ class HeadPlan:
         if unit == "container":
             chosen = _first_in_each_layer(units, k)
         else:
-            chosen = [units[place * len(units) // k] for place in range(k)]
-        return cls.from_pairs(shape_of, _heads_of(chosen, shape.heads_in(unit)))
+            chosen = [units[number * len(units) // k] for number in range(k)]
+        return cls.from_pairs(shape_of, heads_of_units(chosen, shape.heads_in(unit)))
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int, unit: Unit = "head") -> HeadPlan:
@@ -272,7 +273,7 @@ class HeadPlan:
             chosen = _first_in_each_layer(units, k)
         else:
             chosen = rng.sample(units, k)
-        return cls.from_pairs(shape_of, _heads_of(chosen, shape.heads_in(unit)))
+        return cls.from_pairs(shape_of, heads_of_units(chosen, shape.heads_in(unit)))
 
     @classmethod
     def layers(cls, shape_of: object, layers: Sequence[int]) -> HeadPlan:
@@ -294,8 +295,8 @@ class HeadPlan:
         """Keep the given ``(layer, head)`` pairs, such as the top k of a published ranking."""
         # A plan knows its teacher, scores know theirs; a config or a model fits any of its shape.
         teacher = getattr(shape_of, "teacher", "") or getattr(shape_of, "fingerprint", "") or ""
-        kept = tuple(HeadId(*pair) for pair in pairs)
-        return cls(*Shape.of(shape_of), kept=kept, teacher=teacher)
+        kept = [_head_of(pair) for pair in pairs]
+        return cls(*Shape.of(shape_of), kept=tuple(kept), teacher=teacher)
 
     @staticmethod
     def check_k(
@@ -310,7 +311,7 @@ class HeadPlan:
             "head": shape.n_layers * shape.n_heads,
             "kv-group": shape.n_layers * shape.n_kv_heads,
             "layer": shape.n_layers,
-            # Of every layer.
+            # In each layer.
             "container": shape.n_kv_heads,
         }
         if unit not in counts:
@@ -335,6 +336,15 @@ class HeadPlan:
                 record["kept"],
                 teacher=record.get("teacher", ""),
             )
+
+
+def _head_of(pair: Sequence[int]) -> HeadId:
+    """Return a pair as plain integers, if it is of integers: elements of arrays and tensors are (argsort, topk)."""
+    try:
+        return HeadId(*map(index, pair))
+    except TypeError:
+        # Refused with all heads that do not exist.
+        return HeadId(*pair)
 
 
 def _first_heads(scores: Scored, k: int, by: str) -> list[HeadId]:
@@ -362,7 +372,7 @@ def _n_in_every_layer(units: Sequence[UnitId], n_layers: int) -> int:
     return min(n_in_layer[layer] for layer in range(n_layers))
 
 
-def _heads_of(units: Iterable[UnitId], unit_size: int) -> list[HeadId]:
+def heads_of_units(units: Iterable[UnitId], unit_size: int) -> list[HeadId]:
     """List the heads of units."""
     heads: list[HeadId] = []
     for layer, number in units:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from .export_paths import EXPORT_RECORDS, MARK, PLAN
@@ -47,6 +47,10 @@ ATTENTIONS = (
     "flex_attention",
 )
 ATTENTION_FIELDS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+
+
+Described = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 
 class Entry(NamedTuple):
@@ -202,7 +206,7 @@ def _check_student_files(folder: Path) -> None:
 
 
 def _vocabulary_files(record: Record) -> list[str]:
-    """Return the files of which a tokenizer's class reads one; none for a class that knows its tokens, as of bytes."""
+    """Return the vocabulary files of which a tokenizer's class reads one; none for a class of bytes."""
     # From transformers' own classes, by name.
     kind = tokenizer_class_from_name(str(record.get("tokenizer_class")))
     if kind is None:
@@ -210,7 +214,7 @@ def _vocabulary_files(record: Record) -> list[str]:
     try:
         names = set(kind.vocab_files_names.values())
     except ImportError:
-        # Of a class whose package is not installed (sentencepiece): loading it says so.
+        # The class's package (sentencepiece) is not installed: loading says so.
         return []
     # Written by every fast tokenizer, whatever its class reads besides.
     return sorted(names | {"tokenizer.json"}) if names else []
@@ -372,6 +376,26 @@ def _check_numbers(weights: Any, entries: dict[str, Entry]) -> None:
 def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> None:
     """Compare the tensors and plan.json with the model that the config describes."""
     path = folder / "config.json"
+    model = _empty_model(path, record)
+    settings = record.get("quantization_config")
+    if settings is not None:
+        # torchao's tensors are not compared.
+        if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
+            raise ValueError(
+                f"{path} has a quantization_config that is not torchao's; quantize the student again."
+            )
+        return
+    dtype = str(record.get("dtype"))
+    if dtype not in FLOATS.values():
+        names = ", ".join(FLOATS.values())
+        raise ValueError(f"{path} has dtype {record.get('dtype')!r}; it must be one of {names}.")
+    _compare_tensors(folder, tensors, _expected_tensors(model, dtype))
+    if (folder / PLAN).exists():
+        _check_plan(folder / PLAN, model.config)
+
+
+def _empty_model(path: Path, record: Record) -> HybridForCausalLM:
+    """Build the model that a config.json describes, without weights. Raises ValueError if it describes none."""
     try:
         backbone = record.get("backbone")
         if isinstance(backbone, dict):
@@ -379,43 +403,41 @@ def _check_model(folder: Path, record: Record, tensors: dict[str, Entry]) -> Non
             check_sizes(backbone)
         config = HybridConfig.from_dict(dict(record))
         with torch.device("meta"):
-            model = HybridForCausalLM(config)
+            return HybridForCausalLM(config)
     except Exception as error:  # a bad field can raise anything in transformers and torch
         raise ValueError(
             f"{path} does not describe a student ({_reason(error)}); copy it again."
         ) from error
-    settings = record.get("quantization_config")
-    if settings is not None:  # torchao's tensors are not compared
-        if not isinstance(settings, dict) or settings.get("quant_method") != "torchao":
-            raise ValueError(
-                f"{path} has a quantization_config that is not torchao's; quantize the student again."
-            )
-        return
-    dtype = record.get("dtype")
-    if dtype not in FLOATS.values():
-        names = ", ".join(FLOATS.values())
-        raise ValueError(f"{path} has dtype {dtype!r}; it must be one of {names}.")
+
+
+def _expected_tensors(model: HybridForCausalLM, dtype: str) -> dict[str, Described]:
+    """Return the dtype and shape of each tensor that the files of a model hold: tied ones once."""
     expected = {name: (dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         for name in model._tied_weights_keys or {}:
             expected.pop(name, None)
+    return expected
+
+
+def _compare_tensors(
+    folder: Path, tensors: dict[str, Entry], expected: dict[str, Described]
+) -> None:
+    """Raise ValueError for a tensor that is missing, superfluous, or of another dtype or shape."""
     for name in sorted(tensors.keys() | expected.keys()):
         stored: object = "missing"
-        place = folder
+        file = folder
         if name in tensors:
             entry = tensors[name]
             stored = (FLOATS.get(entry.dtype, entry.dtype), entry.shape)
-            place = entry.file
+            file = entry.file
         if stored != expected.get(name):
             raise ValueError(
-                f"the tensor {name} of {place} is {stored}, its config.json asks for "
+                f"the tensor {name} of {file} is {stored}, its config.json asks for "
                 f"{expected.get(name, 'no such tensor')}; copy the whole folder again."
             )
-    if (folder / PLAN).exists():
-        _check_plan(folder / PLAN, config)
 
 
-def _check_plan(path: Path, config: HybridConfig) -> None:
+def _check_plan(path: Path, config: PretrainedConfig) -> None:
     """Raise ValueError if a plan is not the config's."""
     plan = HeadPlan.load(path)
     sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)

@@ -89,15 +89,15 @@ def check_options(options: object, prefix: str) -> None:
 def check_task_reads(
     options: object, readers: Mapping[str, Collection[str]], choice: str, chosen: Collection[str]
 ) -> None:
-    """Raise ValueError for a flag that was set and that nothing reads of what the flag ``choice`` names.
+    """Raise ValueError for an option that was set although none of the chosen tasks reads it.
 
-    ``readers`` has the names that read an option, ``chosen`` those that ``choice`` stands for. An option at its
-    default counts as not set.
+    ``readers`` maps an option to the tasks that read it. ``choice`` is the flag that selects tasks, ``chosen`` the
+    selected ones. An option at its default counts as not set.
     """
-    for name, its_readers in readers.items():
+    for name, tasks in readers.items():
         value = getattr(options, name)
         is_set = value != getattr(type(options), name)
-        if is_set and not set(chosen) & set(its_readers):
+        if is_set and set(chosen).isdisjoint(tasks):
             label = f"--{name.replace('_', '-')}"
             raise ValueError(
                 f"{label} is {str(value)!r}, which --{choice} {getattr(options, choice)} does not read; "
@@ -177,26 +177,34 @@ def numbers(
     for anything else, a number below ``least``, or an empty list.
     """
     value_of: Mapping[str, T] = named or {}
+    values = _numbers_or_none(words(text), least, value_of)
+    if values:
+        return values
+    expected = "whole numbers"
+    if least is not None:
+        expected += f" of at least {least}"
+    for name in value_of:
+        expected += f", or {name}"
+    shown = repr(text) if words(text) else "empty"
+    raise ValueError(f"--{flag} is {shown}; pass {expected}, with commas between.")
+
+
+def _numbers_or_none(
+    entries: list[str], least: int | None, value_of: Mapping[str, T]
+) -> list[int | T] | None:
+    """Return the value of each entry; None if one is not a number, or below ``least``."""
     values: list[int | T] = []
-    try:
-        for word in words(text):
-            if word in value_of:
-                values.append(value_of[word])
-                continue
-            number = int(word)
-            if least is not None and number < least:
-                raise ValueError
-            values.append(number)
-        if not values:
-            raise ValueError
-    except ValueError:
-        expected = "whole numbers"
-        if least is not None:
-            expected += f" of at least {least}"
-        for name in value_of:
-            expected += f", or {name}"
-        shown = repr(text) if words(text) else "empty"
-        raise ValueError(f"--{flag} is {shown}; pass {expected}, with commas between.") from None
+    for entry in entries:
+        if entry in value_of:
+            values.append(value_of[entry])
+            continue
+        try:
+            number = int(entry)
+        except ValueError:
+            return None
+        if least is not None and number < least:
+            return None
+        values.append(number)
     return values
 
 

@@ -574,6 +574,13 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     (out / "export" / "evaluation.json").write_text("{}")
     run(config)
     assert report.stat().st_mtime_ns > written
+    # One in another format is not the run's.
+    main(["export", "--model", str(out), "--out", str(out / "export"), "--format", "safetensors"])
+    run(config)
+    assert (
+        json.loads((out / "export" / "gate" / "reference.json").read_text())["form"]
+        == "remote-code"
+    )
     for file in (file_of(ssd), f"gate/{file_of(check)}", "model.safetensors"):
         written = report.stat().st_mtime_ns
         with (out / "export" / file).open("r+b") as changed:

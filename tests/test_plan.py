@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_family_model
@@ -117,6 +118,14 @@ def test_shape_is_read_from_a_model_and_from_its_config(
     assert plan.n_heads == N_HEADS
     assert plan.n_kv_heads == (N_HEADS if family == "gpt_neox" else N_KV_HEADS)
     plan.check_fits(model)
+
+
+def test_heads_from_arrays_and_tensors_are_whole_numbers() -> None:
+    plain = HeadPlan.from_pairs(SHAPE, [(1, 5)])
+    assert HeadPlan.from_pairs(SHAPE, np.array([[1, 5]])) == plain
+    assert HeadPlan.from_pairs(SHAPE, torch.tensor([[1, 5]])) == plain  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"1\.5"):
+        HeadPlan.from_pairs(SHAPE, [(1.5, 2)])  # type: ignore[list-item]
 
 
 OTHER_SHAPE = SimpleNamespace(n_layers=3, n_heads=8, n_kv_heads=8)

@@ -81,7 +81,7 @@ def cache_logits(job: CacheJob) -> str:
         open_rows(job.run.data_of(config), tokenizer, pins=inputs.pins),
         name=job.run.teacher_of(config).path,
         top_k=job.top_k,
-        places=config.rows_read,
+        rows_read=config.rows_read,
         vocab_size=vocabulary_size(inputs.tokenizer),
         temperature=config.temperature,
         precision=config.precision,

@@ -19,7 +19,7 @@ from ..pipeline import RunInputs, RunPaths
 from ..pipeline.budget import student_cache
 from ..pipeline.checks import check_teachers, checks_of
 from ..pipeline.folder import as_started, obsolete_results
-from ..pipeline.inputs import shape_of_teacher
+from ..pipeline.inputs import teacher_without_weights
 from ..pipeline.planning import placeholder_plan, plan_before_ranking
 from ..plan import HeadPlan
 from ..student.build import empty_student
@@ -61,7 +61,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
         if len(problems) > 1:
             problems = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
         raise ValueError(f"the run would not start: {' '.join(problems)}")
-    teacher = shape_of_teacher(config.teacher)
+    teacher = teacher_without_weights(config.teacher)
     plan, plan_text = _plan(config, teacher)
     stages = [plan_stage(config, stage, plan) for stage in config.stages]
     summary = [heading]

@@ -10,6 +10,7 @@ import tyro
 from ..evaluation.evaluate import EvalResult
 from ..export.card import on_card
 from ..export.checkpoint import ExportFormat, export_checkpoint
+from ..export.formats import FORMATS
 from ..export.gate import GateReport, check_not_quantized, check_unchanged
 from ..export_paths import CARD, EVALUATION, HEAD_SCORES, PLAN, TRAINING
 from ..io import Record, read_json
@@ -35,10 +36,15 @@ class ExportJob:
     ``safetensors``: for this package. ``vllm``, ``gguf`` (llama.cpp), ``mlx``, ``onnx``: for
     these programs (docs/serving.md)."""
     max_shard_size: str = "2GB"
-    """Largest size of a weight file; a large value gives a single file."""
+    """Largest size of a weight file; a large value gives a single file. Not for onnx and gguf,
+    which write one."""
 
     def __post_init__(self) -> None:
         number_of_bytes("--max-shard-size", self.max_shard_size)
+        if FORMATS[self.format].in_one_file and self.max_shard_size != ExportJob.max_shard_size:
+            raise ValueError(
+                f"--max-shard-size is {self.max_shard_size!r}, and {self.format} writes one file; leave it out."
+            )
 
 
 def export_student(job: ExportJob) -> GateReport:

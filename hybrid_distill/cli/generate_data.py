@@ -53,6 +53,11 @@ class GenerateJob:
         check_options(self, "--")
         check_options(self.sampling, "--")
         _ = self.max_tokens  # raises for words that are not a number
+        if self.top_k_logits is None and self.seq_len != GenerateJob.seq_len:
+            raise ValueError(
+                f"--seq-len is {self.seq_len}, the length of the rows of stored logits, and none are stored; leave out "
+                "--seq-len, or pass --top-k-logits."
+            )
 
     @property
     def max_tokens(self) -> int:
@@ -102,7 +107,7 @@ def _store_logits(
         rows,
         name=job.model,
         top_k=top_k,
-        places=rows.n_rows,
+        rows_read=rows.n_rows,
         vocab_size=vocabulary_size(tokenizer),
     )
 

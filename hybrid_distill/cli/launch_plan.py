@@ -13,7 +13,7 @@ from ..config import RunConfig
 from ..lab.memory.plan import GB, REDUCE_BUCKET, STRATEGIES, memory_plan
 from ..lab.memory.shape import StageShape
 from ..lab.reporting import text_table
-from ..pipeline.inputs import shape_of_teacher
+from ..pipeline.inputs import teacher_without_weights
 from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..train.config import StageConfig
@@ -73,10 +73,10 @@ class PlannedStage(NamedTuple):
 def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> PlannedStage:
     """Plan the memory of one process for every strategy that the stage can train under."""
     # Each stage gets models of its own: making it freezes and shares parameters.
-    model = shape_of_teacher(config.teacher)
+    model = teacher_without_weights(config.teacher)
     student = empty_student(model, plan, **config.student.head_options)
     its_teacher = config.teacher_of(stage)
-    teacher = model if its_teacher == config.teacher else shape_of_teacher(its_teacher)
+    teacher = model if its_teacher == config.teacher else teacher_without_weights(its_teacher)
     shape = StageShape(stage, student, teacher)
     n_rows = stage.batch_size // config.gpus
     micro_batch = min(stage.micro_batch_size, n_rows)

@@ -45,6 +45,11 @@ class PrepareJob:
                 "--sources is empty; pass what to tokenize, for example --sources tiny."
             )
         check_options(self, "--")
+        if self.chat and self.text_column != PrepareJob.text_column:
+            raise ValueError(
+                f"--text-column is {self.text_column!r}, and --chat reads conversations, which have columns of their "
+                "own; leave out one of them."
+            )
 
 
 def prepare(job: PrepareJob) -> str:

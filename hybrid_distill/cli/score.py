@@ -120,6 +120,11 @@ class ScoreJob:
             self._check_ablates_nothing()
             names = {"window": "--window", "sinks": "--sinks"}
             check_windows(self.window, self.sinks, d_state=0, recurrence="discrete", names=names)
+        elif self.sinks != ScoreJob.sinks:
+            raise ValueError(
+                f"--sinks is {self.sinks!r}, tokens that heads see beside a window, and there is none; leave out "
+                "--sinks, or pass --window."
+            )
         if "," in self.probe:
             raise ValueError(
                 f"--probe is {self.probe!r}: a ranking is by one probe; pass one, with an --out for "
@@ -159,6 +164,9 @@ class ScoreJob:
         settings = asdict(self)
         for name in ("out", "batch_size", "allow_bin", "min_accuracy"):
             del settings[name]
+        if self.window or self.exhaustive:
+            # Racing alone drops heads by it.
+            del settings["k"]
         # As in the file.
         return json.loads(json.dumps(settings, default=str))
 

@@ -96,7 +96,7 @@ def write_logits(
     *,
     name: str,
     top_k: int,
-    places: int,
+    rows_read: int,
     vocab_size: int,
     temperature: float = 1.0,
     precision: str = "fp32",
@@ -104,13 +104,13 @@ def write_logits(
     shard_tokens: int = SHARD_TOKENS,
     dry_run: bool = False,
 ) -> str:
-    """Write the logits of the first ``places`` rows that are still missing; return a one-line summary.
+    """Write the logits of the first ``rows_read`` rows that are still missing; return a one-line summary.
 
     All processes of a launch must call this. Raises ValueError for a ``top_k`` above the vocabulary size, and for a
     folder that holds something else or that another command is writing to.
     """
     check_top_k(top_k, vocab_size)
-    row_ids = row_ids_of(rows, places)
+    row_ids = row_ids_of(rows, rows_read)
     header = LogitHeader(
         format=LogitHeader.FORMAT,
         teacher=name,
@@ -124,7 +124,7 @@ def write_logits(
         seq_len=rows.seq_len,
         text_fingerprint=rows.text_fingerprint,
         order=rows.fingerprint,
-        places=places,
+        rows_read=rows_read,
         rows=len(row_ids),
         shard_rows=max(1, shard_tokens // rows.seq_len),
     )
@@ -223,7 +223,7 @@ def _finish(folder: Path, header: LogitHeader, rows: PackedRows) -> None:
     """Read some rows back, record how much of the teacher's probability they cover, and write the header."""
     cached = CachedLogitsDataset(rows, LogitFolder(folder, header))
     # As the stage will read them, after rounding and unpacking.
-    batch = cached.batch(0, min(CHECK_ROWS, header.places))
+    batch = cached.batch(0, min(CHECK_ROWS, header.rows_read))
     covered_BL = batch["teacher_log_probs_BLK"].exp().sum(-1)
     covered_M = covered_BL[batch["mask"]].sort().values
     n_tokens = len(covered_M)

@@ -30,16 +30,16 @@ Span = tuple[int, int]
 """Start and end in a text, in characters."""
 
 
-def conversation_of(record: object, place: str) -> str:
+def conversation_of(record: object, record_name: str) -> str:
     """Return a record's messages as JSON, "" if none is the assistant's. Raises ValueError if it has no messages."""
     columns: Record = record if isinstance(record, dict) else {}
     turns = _turns(columns)
     if turns is None:
         raise ValueError(
-            f"{place} holds no conversation; its columns are {', '.join(columns) or 'none'}: give it a list `messages` "
-            "of role and content, or `prompt` and `completion`."
+            f"{record_name} holds no conversation; its columns are {', '.join(columns) or 'none'}: give it a list "
+            "`messages` of role and content, or `prompt` and `completion`."
         )
-    messages = [_message(turn, place) for turn in turns]
+    messages = [_message(turn, record_name) for turn in turns]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         return ""
@@ -65,14 +65,14 @@ def _turns(columns: Record) -> Sequence[object] | None:
     return None
 
 
-def _message(message: object, place: str) -> Record:
+def _message(message: object, record_name: str) -> Record:
     """Return a message with its role and content as transformers names them. Raises ValueError if it lacks one."""
     fields: Record = message if isinstance(message, dict) else {}
     role = fields.get("role", fields.get("from"))
     content = _text_of(fields)
     if not isinstance(role, str) or content is None:
         raise ValueError(
-            f"{place} holds the message {message!r}; give it a role and a content, both text."
+            f"{record_name} holds the message {message!r}; give it a role and a content, both text."
         )
     # Other fields stay: templates read tool calls and names.
     return {**fields, "role": _ROLES.get(role, role), "content": content}
@@ -166,36 +166,44 @@ def _rendered_with_answers(
     the tokenizer drops, it loses the answer or includes the user's next message (transformers issue 47325).
     """
     template = tokenizer.get_chat_template()
-    if _GENERATION_MARK.search(template):
-        options = {
-            "return_assistant_tokens_mask": True,
-            "date_string": _DATE,
-            **tokenizer.special_tokens_map,
-        }
-        # Lists of one: it renders batches. Its annotation leaves out the spans.
-        rendering: Any = render_jinja_template([messages], chat_template=template, **options)
-        texts, spans = rendering
-        return texts[0], spans[0]
-    # Without marks, an answer is the difference between the conversations with and without it. The role header belongs
-    # to the prompt, as in generation.
-    text = rendered(messages, tokenizer)
+    if not _GENERATION_MARK.search(template):
+        return _answers_by_difference(messages, tokenizer)
+    options = {
+        "return_assistant_tokens_mask": True,
+        "date_string": _DATE,
+        **tokenizer.special_tokens_map,
+    }
+    # Lists of one: it renders batches. Its annotation leaves out the spans.
+    rendering: Any = render_jinja_template([messages], chat_template=template, **options)
+    texts, spans = rendering
+    return texts[0], spans[0]
+
+
+def _answers_by_difference(
+    messages: list[Record], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[Span]]:
+    """Return the conversation as text, and as answers what each one adds to the conversation before it.
+
+    The role header belongs to the prompt, as in generation.
+    """
+    whole = rendered(messages, tokenizer)
     answers: list[Span] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        through = rendered(messages[: number + 1], tokenizer)
+        with_answer = rendered(messages[: number + 1], tokenizer)
         if number == 0:
-            before = _opening(through, tokenizer)
+            up_to_answer = _opening(with_answer, tokenizer)
         else:
-            before = rendered(messages[:number], tokenizer, prompt=True)
-        if not (through.startswith(before) and text.startswith(through)):
+            up_to_answer = rendered(messages[:number], tokenizer, prompt=True)
+        if not (with_answer.startswith(up_to_answer) and whole.startswith(with_answer)):
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} renders the conversation up to "
                 f"message {number + 1} differently once it continues, so the assistant's tokens cannot be located; "
                 "mark them in the template with {% generation %}, or keep one answer a conversation."
             )
-        answers.append((len(before), len(through)))
-    return text, answers
+        answers.append((len(up_to_answer), len(with_answer)))
+    return whole, answers
 
 
 def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:

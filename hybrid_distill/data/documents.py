@@ -1,4 +1,4 @@
-"""Read the texts of data sources, in a fixed order and from any place."""
+"""Read the texts of data sources, in a fixed order and from any position."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _EMBEDDED: dict[str, Callable[[], Iterable[str]]] = {
     PROBE_LIKE: partial(write_probe_documents, PROBE_LIKE_DOCUMENTS, "probe-like documents"),
 }
 
-Place = list[int] | Record | None
-"""Place to resume reading, as JSON: [files fully read, documents read of the next one], or the state of a stream."""
-SourcePlace = tuple[int, Place]
-"""Number of a source, and the place to resume in it."""
+ReadPosition = list[int] | Record | None
+"""Position to resume reading, as JSON: [files fully read, documents read of the next one], or the state of a stream."""
+SourcePosition = tuple[int, ReadPosition]
+"""Number of a source, and the position to resume in it."""
 
 
 def read_documents(source: str, text_column: str | None = "text") -> Iterator[str]:
@@ -59,15 +59,15 @@ def document_batches(
     sources: Sequence[str],
     text_column: str | None,
     max_characters: int,
-    place: SourcePlace = (0, None),
+    position: SourcePosition = (0, None),
     pins: Pins = MappingProxyType({}),
-) -> Iterator[tuple[list[str], SourcePlace]]:
-    """Read the texts of sources in batches, starting at ``place``; yield each batch with the place after it.
+) -> Iterator[tuple[list[str], SourcePosition]]:
+    """Read the texts of sources in batches, starting at ``position``; yield each batch with the position after it.
 
     Sources on the hub are read at the commits in ``pins``, which names all of them. Files that were read to the end are
     not opened again. Raises ValueError naming the problem.
     """
-    first, inside = place
+    first, inside = position
     for number, source in enumerate(sources[first:], first):
         texts: LocalDocuments | HubDocuments
         if source.startswith(HUB):
@@ -76,8 +76,8 @@ def document_batches(
             texts = LocalDocuments(source, text_column, inside)
         inside = None
         for batch in _batches(texts, max_characters):
-            # The place after this batch: no further text has been read.
-            yield batch, (number, texts.place)
+            # The position after this batch: no further text has been read.
+            yield batch, (number, texts.position)
 
 
 def _batches(texts: Iterable[str], max_characters: int) -> Iterator[list[str]]:
@@ -130,14 +130,14 @@ def is_embedded(source: str) -> bool:
 
 
 class LocalDocuments:
-    """Texts of a local source, from a place on; can be iterated once. Raises ValueError naming the problem."""
+    """Texts of a local source, from a position on; can be iterated once. Raises ValueError naming the problem."""
 
-    def __init__(self, source: str, text_column: str | None, place: Place = None) -> None:
+    def __init__(self, source: str, text_column: str | None, position: ReadPosition = None) -> None:
         self._readers = _local_readers(source, text_column)
         self._n_files = 0
         self._n_documents = 0
-        if isinstance(place, list):
-            self._n_files, self._n_documents = place
+        if isinstance(position, list):
+            self._n_files, self._n_documents = position
 
     def __iter__(self) -> Iterator[str]:
         for reader in self._readers[self._n_files :]:
@@ -148,8 +148,8 @@ class LocalDocuments:
             self._n_documents = 0
 
     @property
-    def place(self) -> Place:
-        """Place after the last text read."""
+    def position(self) -> ReadPosition:
+        """Position after the last text read."""
         return [self._n_files, self._n_documents]
 
 
@@ -168,12 +168,14 @@ def _local_readers(source: str, text_column: str | None) -> list[Callable[[], It
 
 
 class HubDocuments:
-    """Texts of a data set on the hub, streamed from a place on; can be iterated once. Raises as `open_stream` does."""
+    """Texts of a data set on the hub, streamed from a position on, once. Raises as `open_stream` does."""
 
-    def __init__(self, source: str, text_column: str | None, place: Place, pin: Pin | None) -> None:
+    def __init__(
+        self, source: str, text_column: str | None, position: ReadPosition, pin: Pin | None
+    ) -> None:
         self._source = source
         self._text_column = text_column
-        state = place if isinstance(place, dict) else None
+        state = position if isinstance(position, dict) else None
         self._stream = open_stream(source, pin, state)
 
     def __iter__(self) -> Iterator[str]:
@@ -185,6 +187,6 @@ class HubDocuments:
             tally.report()
 
     @property
-    def place(self) -> Place:
-        """Place after the last text read."""
+    def position(self) -> ReadPosition:
+        """Position after the last text read."""
         return self._stream.state_dict()

@@ -23,10 +23,10 @@ from ..assets import prompts_path
 from ..io import Record, read_json
 from ..probes.answering import left_pad
 from ..probes.encoding import tokenize
-from ..teacher import eval_mode, fingerprint, generated, longest_context
+from ..teacher import eval_mode, fingerprint, generate_ids, longest_context
 from ..validation import Count, Positive, Share
 from .chat import check_template, rendered
-from .documents import SourcePlace
+from .documents import SourcePosition
 from .folder import TokenHeader
 from .tokens import eos_id, hash_of
 from .writer import Generated, write_tokens
@@ -84,9 +84,9 @@ def generate_tokens(
         "prompts": hash_of(_parts()),
     }
 
-    def read(place: SourcePlace) -> Iterator[tuple[list[str], SourcePlace]]:
-        # Of the one source, the number of the next batch.
-        _, inside = place
+    def read(position: SourcePosition) -> Iterator[tuple[list[str], SourcePosition]]:
+        # There is one source, read up to a number of batches.
+        _, inside = position
         first = inside[0] if isinstance(inside, list) else 0
         for number in count(first):
             texts = _documents(model, tokenizer, sampling, number, chat)
@@ -114,8 +114,8 @@ def _documents(
 ) -> list[str]:
     """Generate batch ``number``: texts, or conversations as JSON."""
     first = number * sampling.batch_size
-    places = range(first, first + sampling.batch_size)
-    prompts = [prompt(sampling.seed, place, chat) for place in places]
+    indices = range(first, first + sampling.batch_size)
+    prompts = [prompt(sampling.seed, index, chat) for index in indices]
     if chat:
         conversations = _conversations(model, tokenizer, sampling, number, prompts)
         return [json.dumps(messages) for messages in conversations]
@@ -182,7 +182,9 @@ def _continuations(
     # `generate` draws from torch's global generator: seeded for this batch alone, and restored for the caller.
     with torch.random.fork_rng(), eval_mode(model):
         torch.manual_seed(random.Random(f"generate {seed}").getrandbits(63))
-        out_BL = generated(model, inputs=ids_BL, attention_mask=mask_BL, generation_config=config)
+        out_BL = generate_ids(
+            model, inputs=ids_BL, attention_mask=mask_BL, generation_config=config
+        )
     new_BL = out_BL[:, ids_BL.shape[1] :].tolist()
     return [_continuation(tokenizer, row, new, ends) for row, new in zip(rows, new_BL)]
 

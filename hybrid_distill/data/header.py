@@ -50,7 +50,7 @@ class FolderHeader:
             if record.get("format") != cls.FORMAT:
                 raise ValueError(f"its format is {record.get('format')!r}, not {cls.FORMAT!r}")
             names = {entry.name for entry in fields(cls)}
-            # Without the place at which reading resumes, an entry of partial headers alone.
+            # Without the position at which reading resumes, an entry of partial headers alone.
             return cls(**{name: value for name, value in record.items() if name in names})
 
     @classmethod

@@ -115,8 +115,8 @@ def write_pins(path: Path, pins: Pins) -> None:
     write_json(path, {source: asdict(pin) for source, pin in pins.items()})
 
 
-def open_stream(source: str, pin: Pin | None, place: Record | None) -> IterableDataset:
-    """Open a data set at a pinned commit, to be read after a place.
+def open_stream(source: str, pin: Pin | None, position: Record | None) -> IterableDataset:
+    """Open a data set at a pinned commit, to be read after a position.
 
     ``pin`` is None for a local folder. Raises ValueError if it cannot be read.
     """
@@ -128,8 +128,8 @@ def open_stream(source: str, pin: Pin | None, place: Record | None) -> IterableD
         stream: IterableDataset = load_dataset(
             str(repository(source)), config or None, split=split, streaming=True, revision=revision
         )
-        if place is not None:
-            stream.load_state_dict(place)
+        if position is not None:
+            stream.load_state_dict(position)
     return stream
 
 

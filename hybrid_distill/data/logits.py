@@ -53,10 +53,10 @@ class LogitHeader(FolderHeader):
     """Hash of the tokens that rows are cut from (`PackedRows`)."""
     order: str
     """Fingerprint of the rows and their order."""
-    places: int
-    """Number of places in that order, from the first, whose rows are stored."""
+    rows_read: int
+    """Number of rows, from the first in that order, that are stored; a row may be among them twice."""
     rows: int
-    """Number of distinct rows at these places."""
+    """Number of distinct rows among them."""
     shard_rows: int
     created: str = ""
     measured: dict[str, float] = field(default_factory=dict)
@@ -180,13 +180,13 @@ class LogitFolder:
 
     def read(self, row_ids: np.ndarray) -> np.ndarray:
         """Return the records of rows by number; all of the rows must be stored."""
-        places = np.searchsorted(self.row_ids, row_ids)
-        assert (self.row_ids[places] == row_ids).all(), (
+        stored_index = np.searchsorted(self.row_ids, row_ids)
+        assert (self.row_ids[stored_index] == row_ids).all(), (
             "`check_rows` rejects rows that are not stored"
         )
         records = []
-        for place in places:
-            shard, row = divmod(int(place), self.header.shard_rows)
+        for index in stored_index:
+            shard, row = divmod(int(index), self.header.shard_rows)
             records.append(self._shards[shard][row : row + 1])
         return np.concatenate(records)
 
@@ -206,8 +206,8 @@ class LogitFolder:
         self._compare("data.seq_len", header.seq_len, seq_len)
         self._compare("temperature", header.temperature, temperature)
 
-    def check_rows(self, rows: PackedRows, teacher: str, *, places: int) -> None:
-        """Raise ValueError unless the logits are a teacher's, of the first ``places`` rows of ``rows``.
+    def check_rows(self, rows: PackedRows, teacher: str, *, rows_read: int) -> None:
+        """Raise ValueError unless the logits are a teacher's, of the first ``rows_read`` rows of ``rows``.
 
         ``teacher`` is its `teacher.fingerprint`, or its name if the weights are not loaded.
         """
@@ -221,8 +221,8 @@ class LogitFolder:
         # other rows.
         if header.rows != rows.n_rows:
             self._compare("order of data.seed and data.weights", header.order, rows.fingerprint)
-            if places > header.places:
-                self._compare("number of rows (steps x batch_size)", header.places, places)
+            if rows_read > header.rows_read:
+                self._compare("number of rows (steps x batch_size)", header.rows_read, rows_read)
 
     def _compare(self, name: str, stored: object, own: object) -> None:
         """Raise ValueError unless the logits were computed with the same as this run has."""
@@ -250,9 +250,9 @@ class CachedLogitsDataset:
         return {**batch, "teacher_ids_BLK": ids_BLK, "teacher_log_probs_BLK": log_probs_BLK}
 
 
-def row_ids_of(rows: PackedRows, places: int) -> np.ndarray:
-    """Return the numbers of the distinct rows at the first ``places``, ascending."""
-    if rows.is_plain_epoch and places >= rows.n_rows:
+def row_ids_of(rows: PackedRows, rows_read: int) -> np.ndarray:
+    """Return the numbers of the distinct rows among the first ``rows_read``, ascending."""
+    if rows.is_plain_epoch and rows_read >= rows.n_rows:
         # Every row once: no need to compute the order of billions.
         return np.arange(rows.n_rows, dtype="<i8")
-    return np.unique(rows.row_ids(0, places)).astype("<i8")
+    return np.unique(rows.row_ids(0, rows_read)).astype("<i8")

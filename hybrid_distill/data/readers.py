@@ -63,7 +63,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def _first_bad_line(path: Path) -> str:
-    """Return ``, line N`` for the first line that is not UTF-8: decoders know the place only within a block."""
+    """Return ``, line N`` for the first line that is not UTF-8: decoders know the position only within a block."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -123,10 +123,10 @@ def _read_parquet(path: Path, text_column: str | None, tally: Tally) -> Iterator
             yield text_of(record, text_column, f"{path}, row {number}", tally, names)
 
 
-def no_conversations(place: str) -> ValueError:
+def no_conversations(source: str) -> ValueError:
     """Make the error for plain text where conversations are expected."""
     return ValueError(
-        f"{place} is plain text and holds no conversations; pass .jsonl or .parquet files whose records have "
+        f"{source} is plain text and holds no conversations; pass .jsonl or .parquet files whose records have "
         "`messages`, or `prompt` and `completion` (for the post stage: with --post.data.sources)."
     )
 
@@ -138,9 +138,9 @@ class Tally:
         self.counts = Counter[str]()
         self.first: dict[str, str] = {}
 
-    def add(self, reason: str, place: str) -> None:
+    def add(self, reason: str, record_name: str) -> None:
         self.counts[reason] += 1
-        self.first.setdefault(reason, place)
+        self.first.setdefault(reason, record_name)
 
     def report(self) -> None:
         """Log the number of records and the first of each kind, if there are any."""
@@ -150,7 +150,11 @@ class Tally:
 
 
 def text_of(
-    record: object, text_column: str | None, place: str, tally: Tally, names: Sequence[str] = ()
+    record: object,
+    text_column: str | None,
+    record_name: str,
+    tally: Tally,
+    names: Sequence[str] = (),
 ) -> str:
     """Return the text of a record, "" if it is null or NaN; repair a text that UTF-8 cannot hold (`whole_text`).
 
@@ -158,37 +162,37 @@ def text_of(
     some are in the record.
     """
     if text_column is None:
-        return _conversation_of(record, place, tally)
+        return _conversation_of(record, record_name, tally)
     columns: Record = record if isinstance(record, dict) else {}
     listed = ", ".join(names or columns) or "none"
     if text_column not in columns:
         raise ValueError(
-            f"{place} has no text in column {text_column!r}; its columns are {listed}: "
+            f"{record_name} has no text in column {text_column!r}; its columns are {listed}: "
             "choose one with --data.text-column, or --text-column of prepare-data."
         )
     text = columns[text_column]
     is_nan = isinstance(text, float) and math.isnan(text)  # how pandas writes a missing text
     if text is None or is_nan:
-        tally.add(MISSING, place)
+        tally.add(MISSING, record_name)
         return ""
     if not isinstance(text, str):
         raise ValueError(
-            f"{place} holds {str(text)[:40]} in column {text_column!r}, of type {type(text).__name__}, not text; its "
-            f"columns are {listed}: choose one of text with --data.text-column, or --text-column of prepare-data, or "
-            "write this one as text."
+            f"{record_name} holds {str(text)[:40]} in column {text_column!r}, of type {type(text).__name__}, not text; "
+            f"its columns are {listed}: choose one of text with --data.text-column, or --text-column of "
+            "prepare-data, or write this one as text."
         )
     whole = whole_text(text)
     if whole is not text:
-        tally.add(REPAIRED, place)
+        tally.add(REPAIRED, record_name)
     return whole
 
 
-def _conversation_of(record: object, place: str, tally: Tally) -> str:
-    conversation = conversation_of(record, place)
+def _conversation_of(record: object, record_name: str, tally: Tally) -> str:
+    conversation = conversation_of(record, record_name)
     # JSON escapes a pair, as of an emoji, and half of one alike; most conversations have neither.
     if "\\ud" not in conversation:
         return conversation
     whole = json.dumps(whole_strings(json.loads(conversation)))
     if whole != conversation:
-        tally.add(REPAIRED, place)
+        tally.add(REPAIRED, record_name)
     return whole

@@ -19,15 +19,15 @@ from ..progress import Phase
 from ..provenance import now
 from ..vocabulary import vocabulary_size
 from .chat import template_hash
-from .documents import BATCH_CHARACTERS, SourcePlace, document_batches, source_fingerprint
+from .documents import BATCH_CHARACTERS, SourcePosition, document_batches, source_fingerprint
 from .folder import SHARD_TOKENS, TokenHeader
 from .hub import Pin, Pins, is_on_hub, resolve
 from .tokens import Shard, encode, eos_id, hash_of, id_dtype, tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
 
-Reader = Callable[[SourcePlace], Iterator[tuple[list[str], SourcePlace]]]
-"""Function that reads texts in batches, starting at a place; it yields each batch with the place after it."""
+Reader = Callable[[SourcePosition], Iterator[tuple[list[str], SourcePosition]]]
+"""Function that reads texts in batches, starting at a position; it yields each batch with the position after it."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def write_tokens(
     dtype = id_dtype(tokenizer)
     phase_name = "generating text" if generated else "tokenizing"
     with Phase(phase_name, max_tokens, done=writer.header.tokens, unit="tokens") as phase:
-        for texts, place in origin.read(writer.place):
+        for texts, position in origin.read(writer.position):
             documents = encode(texts, tokenizer, dtype, chat)
-            phase.update(writer.add(documents, place))
+            phase.update(writer.add(documents, position))
             if writer.full:
                 break
     return writer.finish()
@@ -155,26 +155,26 @@ def _pins_in(folder: Path) -> dict[str, Pin]:
 
 
 class ShardWriter:
-    """Writer that appends documents to the shards of a folder. ``header`` counts them; reading resumes at ``place``."""
+    """Writer that appends documents to the shards of a folder. ``header`` counts them, ``position`` resumes reading."""
 
     def __init__(self, folder: Path, header: TokenHeader) -> None:
         self.folder = folder
         self.header = header
-        self.place: SourcePlace = (0, None)
+        self.position: SourcePosition = (0, None)
         self.full = False
         self._files: list[BinaryIO] = []
         folder.mkdir(parents=True, exist_ok=True)
         if header.shards:
-            number, inside = read_json(header.file(folder, partial=True))["place"]
-            self.place = (number, inside)
+            number, inside = read_json(header.file(folder, partial=True))["position"]
+            self.position = (number, inside)
             log.info(
                 "resuming after %s tokens, in shards 0 to %d",
                 f"{header.tokens:,}",
                 len(header.shards) - 1,
             )
 
-    def add(self, documents: Shard, place: SourcePlace) -> int:
-        """Append a batch that ends at ``place``, up to ``max_tokens``; return the number of tokens appended."""
+    def add(self, documents: Shard, position: SourcePosition) -> int:
+        """Append a batch that ends at ``position``, up to ``max_tokens``; return the number of tokens appended."""
         header = self.header
         if header.max_tokens is not None:
             documents = self._fitting(documents, header.max_tokens - header.tokens)
@@ -191,7 +191,7 @@ class ShardWriter:
             if array is not None:
                 with naming(Path(file.name)):
                     file.write(array.tobytes())
-        number, _ = place
+        number, _ = position
         for count in (shard, header.sources[number]):
             count["tokens"] += len(documents.ids)
             count["documents"] += len(starts)
@@ -201,7 +201,7 @@ class ShardWriter:
         # shard of a full folder is left to `finish`.
         if shard["tokens"] >= header.shard_tokens and not self.full:
             self._close_shard()
-            header.save(header.file(self.folder, partial=True), place=place)
+            header.save(header.file(self.folder, partial=True), position=position)
         return len(documents.ids)
 
     def _fitting(self, documents: Shard, room: int) -> Shard:

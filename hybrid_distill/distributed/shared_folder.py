@@ -26,7 +26,7 @@ class UnsharedFolder(ValueError):
 
 
 @contextmanager
-def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
+def alone_in(target: Path, *, beside: bool = False, patience: float = 0.0) -> Iterator[None]:
     """Lock a folder against other commands; the processes of this launch share the lock.
 
     The main process holds it. If that fails, all processes raise the same error: InUse or OSError.
@@ -37,7 +37,7 @@ def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Ite
 
         def lock() -> InUse | OSError | None:
             try:
-                held.enter_context(locked(place, beside=beside, patience=patience))
+                held.enter_context(locked(target, beside=beside, patience=patience))
             except (InUse, OSError) as error:
                 return error
             return None
@@ -47,9 +47,9 @@ def alone_in(place: Path, *, beside: bool = False, patience: float = 0.0) -> Ite
         refusal = from_main(lock)
         if refusal is not None:
             raise refusal
-        folder = place
+        folder = target
         if beside:
-            folder = place.parent
+            folder = target.parent
         check_shared(folder)
         yield
 

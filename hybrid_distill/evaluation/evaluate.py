@@ -185,8 +185,6 @@ def model_cache_bytes(model: PreTrainedModel) -> Record:
         plan = HeadPlan.from_pairs(shape, kept)
         names = ("d_state", "conv_width", "window", "sinks")
         state = {name: getattr(config, name) for name in names}
-        # Windows are the teacher's: a student's own config wraps that of its backbone.
-        config = config.backbone_config()
     windows = layer_windows(config)
     sizes = {}
     for length in CACHE_LENGTHS:

@@ -211,7 +211,7 @@ def text_figures(sums_X4: Tensor) -> Record:
         "n_text_tokens": int(n_tokens),
     }
     if n_tokens:
-        # Of a student that diverged, infinite: math.exp would raise an error.
+        # A diverged student's is infinite, for which math.exp would raise an error.
         result["perplexity"] = (loss / n_tokens).exp().item()
     if n_tokens and not n_same.isnan():
         result["top1_agreement"] = (n_same / n_tokens).item()

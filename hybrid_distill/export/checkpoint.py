@@ -133,7 +133,7 @@ def _verify(
         log.warning("%s was not checked: %s", path, missing)
         return GateReport()
     if device.type == "cuda":
-        # Of the record's float32 copy of the student: the gate's process needs that memory.
+        # Frees the record's float32 copy of the student: the gate's process needs that memory.
         torch.cuda.empty_cache()
     report = export_gate.run_gate(folder, str(device), called=path).require(path)
     write_json(folder / REPORT, report.to_dict())
@@ -174,6 +174,6 @@ def _without_paths(value: Any) -> Any:
         return {name: _without_paths(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_paths(item) for item in value]
-    if isinstance(value, str) and Path(value).expanduser().is_absolute():
+    if isinstance(value, str) and (value.startswith("~") or Path(value).is_absolute()):
         return Path(value).name
     return value

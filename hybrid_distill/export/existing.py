@@ -21,10 +21,11 @@ from .record import program_files
 def is_exported(
     folder: Path,
     student: HybridForCausalLM,
+    export_format: str,
     results: Mapping[str, EvalResult],
     training: Sequence[Record],
 ) -> bool:
-    """Check for an export of this student, with these results, by this version's code.
+    """Check for an export of this student in this format, with these results, by this version's code.
 
     The export has passed its gate and has not changed since.
     """
@@ -35,12 +36,12 @@ def is_exported(
         return False
     try:
         record = read_record(folder / GATE)
-        if _has_foreign_code(folder, record["form"]):
+        if record["form"] != export_format or _has_foreign_code(folder, export_format):
             return False
         check_unchanged(folder)
     except (ExportError, OSError, ValueError):
         return False
-    tensors = FORMATS[record["form"]].tensors
+    tensors = FORMATS[export_format].tensors
     if tensors is None:
         return False
     hashes = {name: tensor_hash(tensor) for name, tensor in tensors(student).items()}

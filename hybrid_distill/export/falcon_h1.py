@@ -235,7 +235,7 @@ def _layout(student: HybridForCausalLM) -> _Layout:
         candidates.update(group_sizes)
         n_ssm_heads = max(n_ssm_heads, len(mixer.replaced))
     n_stored = {size: _most_kv_heads(group_sizes_by_layer, size) for size in candidates}
-    # Of layouts with equally few KV heads, the one with the fewest query heads.
+    # The fewest KV heads; if several layouts have as few, the fewest query heads.
     group_size = min(candidates, key=lambda size: (n_stored[size], size))
     return _Layout(
         n_kv_heads=max(n_stored[group_size], 1),
@@ -271,20 +271,21 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
     Kept heads that share a KV head form blocks of `_Layout.group_size`, padded with zeros.
     """
     group_size = layout.group_size
-    q_places: list[int | None] = []
-    kv_places: list[int | None] = []
-    for kv_head, places in enumerate(kept_by_group(mixer)):
-        for start in range(0, len(places), group_size):
-            block = places[start : start + group_size]
-            q_places += _padded(block, group_size)
-            kv_places.append(kv_head)
-    kv_places = _padded(kv_places, layout.n_kv_heads)
-    q_places = _padded(q_places, layout.n_kv_heads * group_size)
+    q_positions: list[int | None] = []
+    kv_positions: list[int | None] = []
+    for kv_position, positions in enumerate(kept_by_group(mixer)):
+        for start in range(0, len(positions), group_size):
+            block = positions[start : start + group_size]
+            q_positions += _padded(block, group_size)
+            kv_positions.append(kv_position)
+    kv_positions = _padded(kv_positions, layout.n_kv_heads)
+    q_positions = _padded(q_positions, layout.n_kv_heads * group_size)
 
     head_dim = layout.head_dim
     out_DR = mixer.o_proj.weight
+    positions_of = {"q_proj": q_positions, "k_proj": kv_positions, "v_proj": kv_positions}
     tensors = {}
-    for part, places in (("q_proj", q_places), ("k_proj", kv_places), ("v_proj", kv_places)):
+    for part, order in positions_of.items():
         if mixer.attention is None:
             weight = out_DR.new_zeros(0, len(out_DR))
             bias = None
@@ -292,20 +293,28 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
             projection = getattr(mixer.attention, part)
             weight = projection.weight
             bias = projection.bias
-        tensors[f"self_attn.{part}.weight"] = placed(weight, places, head_dim)
+        tensors[f"self_attn.{part}.weight"] = placed(weight, order, head_dim)
         if has_bias:
-            tensors[f"self_attn.{part}.bias"] = placed(_or_zeros(bias, weight), places, head_dim)
-    heads = [None if place is None else mixer.kept[place] for place in q_places]
+            tensors[f"self_attn.{part}.bias"] = placed(_or_zeros(bias, weight), order, head_dim)
+    heads = _heads_at(q_positions, mixer.kept)
     tensors["self_attn.o_proj.weight"] = placed(out_DR.T, heads, head_dim).T
     if has_bias:
         tensors["self_attn.o_proj.bias"] = _or_zeros(mixer.o_proj.bias, out_DR)
     return tensors
 
 
-def _padded(places: Sequence[int | None], size: int) -> list[int | None]:
-    """Append None until there are ``size`` places."""
-    n_missing = size - len(places)
-    return list(places) + [None] * n_missing
+def _padded(positions: Sequence[int | None], size: int) -> list[int | None]:
+    """Append None until there are ``size`` positions."""
+    n_missing = size - len(positions)
+    return list(positions) + [None] * n_missing
+
+
+def _heads_at(positions: Sequence[int | None], heads: Sequence[int]) -> list[int | None]:
+    """Return the head at each position; None where the position is padding."""
+    found: list[int | None] = []
+    for position in positions:
+        found.append(None if position is None else heads[position])
+    return found
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
@@ -323,7 +332,7 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
     ssm = mixer.ssm
     out_DR = mixer.o_proj.weight
     head_dim = layout.head_dim
-    places = _padded(range(len(mixer.replaced)), layout.n_ssm_heads)
+    positions = _padded(range(len(mixer.replaced)), layout.n_ssm_heads)
     widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
     weights = {}
     biases = {}
@@ -331,8 +340,8 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         projection = getattr(ssm, f"{part}_proj", None)
         weight = out_DR.new_zeros(0, len(out_DR)) if projection is None else projection.weight
         bias = getattr(projection, "bias", None)
-        weights[part] = placed(weight, places, width)
-        biases[part] = placed(_or_zeros(bias, weight), places, width)
+        weights[part] = placed(weight, positions, width)
+        biases[part] = placed(_or_zeros(bias, weight), positions, width)
 
     if ssm is None:
         taps = [out_DR.new_zeros(0, conv_width)] * 3
@@ -343,14 +352,14 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         skip = ssm.D
         # Mamba-2 adds the bias of x, B and C behind the convolution, not in front of it.
         for part, bias in zip("xbc", ssm.conv_bias.split(ssm.sizes)):
-            biases[part] = placed(bias, places, widths[part])
-    placed_taps = [placed(rows, places, widths[part]) for part, rows in zip("xbc", taps)]
+            biases[part] = placed(bias, positions, widths[part])
+    placed_taps = [placed(rows, positions, widths[part]) for part, rows in zip("xbc", taps)]
     conv_RK = torch.cat(placed_taps)
     conv_bias_R = torch.cat([biases["x"], biases["b"], biases["c"]])
 
     # In in_proj, only the gate has a bias: x, B and C have it behind the convolution, the step in dt_bias.
     no_bias = torch.zeros_like(torch.cat([conv_bias_R, biases["a"]]))
-    heads = [None if place is None else mixer.replaced[place] for place in places]
+    heads = _heads_at(positions, mixer.replaced)
     return {
         "mamba.in_proj.weight": torch.cat(list(weights.values())),
         "mamba.in_proj.bias": torch.cat([biases["z"], no_bias]),
@@ -359,18 +368,18 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         "mamba.dt_bias": biases["a"],
         # A = -1: a student's step alone makes its decay.
         "mamba.A_log": torch.zeros_like(biases["a"]),
-        "mamba.D": placed(skip, places, 1),
+        "mamba.D": placed(skip, positions, 1),
         "mamba.out_proj.weight": placed(out_DR.T, heads, head_dim).T,
         # vLLM has one switch for this bias and in_proj's.
         "mamba.out_proj.bias": out_DR.new_zeros(len(out_DR)),
     }
 
 
-def placed(rows: Tensor, places: Sequence[int | None], width: int) -> Tensor:
-    """Gather blocks of ``width`` rows in the order of ``places``; None becomes a block of zeros."""
+def placed(rows: Tensor, positions: Sequence[int | None], width: int) -> Tensor:
+    """Gather the blocks of ``width`` rows at these positions, in this order; None becomes a block of zeros."""
     blocks = rows.reshape(len(rows) // width, width, *rows.shape[1:])
     zeros = blocks.new_zeros(1, *blocks.shape[1:])
     blocks_and_zeros = torch.cat([blocks, zeros])
     last = len(blocks)
-    order = [last if place is None else place for place in places]
+    order = [last if position is None else position for position in positions]
     return blocks_and_zeros[order].flatten(0, 1)

@@ -53,6 +53,8 @@ class Format:
     """Package needed to write it; the extra that installs it is named after the format."""
     holds_windows: bool = False
     """True if replaced heads may attend to a window."""
+    in_one_file: bool = False
+    """True if the weights are always in one file, however large."""
     extra: str | None = None
     """Extra that installs the program that runs it, if it is not named after the format."""
     library: str | None = None
@@ -76,9 +78,17 @@ FORMATS = {
     ),
     # Transformers reads it too.
     "vllm": Format(vllm.write, vllm.obstacles, library="transformers"),
-    "gguf": Format(gguf.write, gguf.obstacles, written_with="gguf", extra="llama-cpp"),
+    "gguf": Format(
+        gguf.write, gguf.obstacles, written_with="gguf", in_one_file=True, extra="llama-cpp"
+    ),
     "mlx": Format(mlx.write, mlx.obstacles, library="mlx"),
-    "onnx": Format(onnx.write, onnx.obstacles, written_with="onnxscript", holds_windows=True),
+    "onnx": Format(
+        onnx.write,
+        onnx.obstacles,
+        written_with="onnxscript",
+        holds_windows=True,
+        in_one_file=True,
+    ),
 }
 
 

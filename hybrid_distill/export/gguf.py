@@ -244,7 +244,7 @@ def _add_tokenizer(
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
     if has_chat_template(tokenizer):
-        # Of several, the default one: llama.cpp reads others only where it is asked for tools.
+        # If there are several, the default one: llama.cpp reads others only where it is asked for tools.
         writer.add_chat_template(tokenizer.get_chat_template())
 
 

@@ -218,12 +218,12 @@ class GraphBuilder:
             queries = [None if head is None else mixer.kept.index(head) for head in queries]
             groups = list(range(len(groups)))
         projections = {}
-        for part, places in (("q", queries), ("k", groups), ("v", groups)):
+        for part, positions in (("q", queries), ("k", groups), ("v", groups)):
             projection = getattr(mixer.attention, f"{part}_proj")
             bias = projection.bias
             if bias is not None:
-                bias = placed(bias, places, self.head_dim)
-            weight = placed(projection.weight, places, self.head_dim)
+                bias = placed(bias, positions, self.head_dim)
+            weight = placed(projection.weight, positions, self.head_dim)
             projections[prefix + part] = Projection(weight, bias)
         return projections
 

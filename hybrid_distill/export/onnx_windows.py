@@ -88,7 +88,7 @@ class WindowGraph:
         column_BS = op.Min(column_BS, last_column)
         is_stored_BS = op.Less(self.sink_1S, self.n_before_B1)
         sink_BS = op.Where(is_stored_BS, self.sink_1S, column_BS)
-        # Of the latest tokens, those that stay come first, moved to the left by the new ones.
+        # The latest tokens that stay come first, moved to the left by the new ones.
         moved_BN = op.Add(self.latest_1N, n_new_B1)
         stays_BN = op.Less(moved_BN, self.window - 1)
         new_BN = op.Add(self.latest_1N, self.length)

@@ -51,12 +51,12 @@ class Program:
         for start in range(0, len(prompts), self.batch):
             batch = prompts[start : start + self.batch]
             tokens = best(self.begin(batch))
-            of_batch = [[token] for token in tokens]
+            batch_continuations = [[token] for token in tokens]
             for _ in range(new_tokens - 1):
                 tokens = best(self.step(tokens))
-                for continuation, token in zip(of_batch, tokens):
+                for continuation, token in zip(batch_continuations, tokens):
                     continuation.append(token)
-            continuations += of_batch
+            continuations += batch_continuations
         return continuations
 
     def cache_bytes(self, prompt: Sequence[int]) -> int:

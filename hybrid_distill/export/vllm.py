@@ -66,22 +66,24 @@ def write(
     assert step is not None, "an obstacle"
     config = {
         **stock.config,
+        # Biases that are not zero are an obstacle: vLLM's attention has none.
+        "attention_bias": False,
         "head_dim": stock.config["head_dim"] * step,
         "key_multiplier": step**0.5,
     }
     write_json(folder / "config.json", config)
     state = {}
     for name, tensor in stock.state.items():
-        if ".self_attn." in name:
+        if ".self_attn." not in name:
+            state[name] = tensor
+        elif not name.endswith(".bias"):
             # Heads are the columns of the output projection, the rows of all others.
             state[name] = _spread(tensor, step, dim=1 if "o_proj" in name else 0)
-        else:
-            state[name] = tensor
     write_weights(state, folder, tied_weights(student), max_shard_size)
 
 
 def _spread(weight: Tensor, step: int, dim: int) -> Tensor:
-    """Put the rows (columns if ``dim`` is 1) at every ``step``-th place, and zeros between them."""
+    """Put the rows (columns if ``dim`` is 1) at every ``step``-th position, and zeros between them."""
     rows = weight.transpose(0, dim)
     spread = rows.new_zeros(len(rows) * step, *rows.shape[1:])
     spread[::step] = rows

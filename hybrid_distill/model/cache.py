@@ -104,9 +104,15 @@ class HybridCache(Cache):
                 "copy that was made before anything was generated from it."
             )
         tensors = {}
+        written = set()
         for index, layer in enumerate(self._layers()):
             for name, tensor in layer.tensors().items():
-                tensors[f"{index}.{name}"] = tensor.detach().contiguous()
+                tensor = tensor.detach().contiguous()
+                # After a single token, the rings of all layers share its count of tokens; a file does not.
+                if tensor.data_ptr() in written:
+                    tensor = tensor.clone()
+                written.add(tensor.data_ptr())
+                tensors[f"{index}.{name}"] = tensor
         write_prefix(Path(path), self.prefix, tensors)
 
     def fill(self, prefix: Prefix, tensors: dict[str, Tensor]) -> None:

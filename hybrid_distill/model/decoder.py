@@ -120,11 +120,13 @@ def _refuse_to_save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> NoRetur
 
 @lru_cache
 def _layer_class(layer_class: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a decoder layer to pass `ROW_ARGUMENTS` directly to its mixer: some layers (Nemotron's) drop arguments.
+    """Subclass a decoder layer so that its mixer gets `ROW_ARGUMENTS`, even if the layer drops unknown arguments
+    (Nemotron's does).
 
-    They travel as arguments of the layer, because gradient checkpointing runs a layer again when its decoder is done.
-    ``backbone_forward`` can be compiled: it runs within gradient checkpointing, which some transformers versions wrap
-    around ``forward``, and past which no compiler traces an attribute that is set (`current_row`).
+    The layer receives them as arguments, because gradient checkpointing reruns a layer after its decoder has returned.
+    ``forward`` sets `current_row` for the mixer. No compiler traces that assignment, so ``backbone_forward`` is the
+    part to compile. Some transformers versions wrap gradient checkpointing around ``forward``: ``backbone_forward``
+    runs inside of it.
     """
 
     @wraps(layer_class.forward)
@@ -179,35 +181,35 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
     that restart (`HybridForCausalLM.forward`). Raises ValueError for a cache of another class, for a cache with packed
     documents, for attention that is not causal, and for rows that are split over devices.
     """
-    row = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    completed = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     # Not passed on: a mixer that gets it was given it by someone else (`HybridMixer.heads`).
-    _check_direction(decoder, row.pop("is_causal", None))
+    _check_direction(decoder, completed.pop("is_causal", None))
     _check_whole_rows(decoder)
     for name in ARGUMENTS_READ:
-        row.setdefault(name, None)
-    batch, length = _input_shape(row)
+        completed.setdefault(name, None)
+    batch, length = _input_shape(completed)
     cache = _hybrid_cache(arguments)
-    row["token_mask"] = _token_mask(row["attention_mask"], length)
+    completed["token_mask"] = _token_mask(completed["attention_mask"], length)
     caches_by_default = (
         not decoder.training and getattr(decoder.config, "use_cache", None) is not False
     )
     backbone_packs = False
     # A single token is one document; to look at its position would wait for the device.
-    if row["seq_idx"] is None and length > 1:
-        row["seq_idx"] = _documents(row, batch, length, cache, caches_by_default)
-        backbone_packs = row["attention_mask"] is None and packs_by_itself(
-            decoder.config, row["position_ids"], batch
+    if completed["seq_idx"] is None and length > 1:
+        completed["seq_idx"] = _documents(completed, batch, length, cache, caches_by_default)
+        backbone_packs = completed["attention_mask"] is None and packs_by_itself(
+            decoder.config, completed["position_ids"], batch
         )
-    _check_mask(decoder, row, length)
-    row["use_cache"] = _fills_cache(row, cache, caches_by_default)
-    if row["use_cache"] and cache is None:
+    _check_mask(decoder, completed, length)
+    completed["use_cache"] = _fills_cache(completed, cache, caches_by_default)
+    if completed["use_cache"] and cache is None:
         cache = make_cache(decoder.config)
-    row[cache_name] = cache
-    _mask_documents(decoder, row, backbone_packs)
+    completed[cache_name] = cache
+    _mask_documents(decoder, completed, backbone_packs)
     # Only here: the checks above take a missing token mask for an attention mask that is not 2-D.
-    if _marks_nothing(row["token_mask"], cache):
-        row["token_mask"] = None
-    return row
+    if _marks_nothing(completed["token_mask"], cache):
+        completed["token_mask"] = None
+    return completed
 
 
 def _check_direction(decoder: Any, is_causal: bool | None) -> None:
@@ -263,12 +265,14 @@ def _check_mask(decoder: Any, row: Mapping[str, Any], length: int) -> None:
         _refuse_hidden_tokens(attention_mask)
 
 
-def _fills_cache(row: Mapping[str, Any], cache: HybridCache | None, by_default: bool) -> bool:
+def _fills_cache(
+    row: Mapping[str, Any], cache: HybridCache | None, caches_by_default: bool
+) -> bool:
     """Return True if these tokens go into a cache. Raises ValueError for a cache with packed documents."""
     use_cache = row["use_cache"]
     if row["seq_idx"] is None:
         if use_cache is None:
-            return by_default
+            return caches_by_default
         return use_cache
     if cache is not None or use_cache:
         raise ValueError(CACHE_WITH_PACKING)
@@ -276,10 +280,11 @@ def _fills_cache(row: Mapping[str, Any], cache: HybridCache | None, by_default: 
 
 
 def _marks_nothing(token_mask_BL: Tensor | None, cache: HybridCache | None) -> bool:
-    """Return True for a mask without padding, for which every layer would reorder tokens, or guard slots, for nothing.
+    """Return True for a mask without padding, which would make every layer reorder tokens or guard ring slots
+    needlessly.
 
-    A look at the mask waits for a GPU. There, only a mask of single tokens is looked at: `generate` waits for each
-    token in any case.
+    Reading a mask on a GPU waits for the device, so there only a decoding step's mask is read: `generate` waits at
+    each token anyway.
     """
     if token_mask_BL is None or torch.compiler.is_compiling():
         return False

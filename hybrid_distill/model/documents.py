@@ -1,6 +1,6 @@
 """Packed documents: their boundaries in a row, and inputs that keep them separate.
 
-Shapes: B batch, L length, S source length.
+Shapes: B batch, L length, S source length, X = L + 1 columns: the last cached token first.
 """
 
 from __future__ import annotations
@@ -36,39 +36,43 @@ def seq_idx_of_positions(
     attention_mask: Any,
     token_mask_BL: Tensor | None,
     n_past: Any,
-    cached: bool,
+    is_cached: bool,
 ) -> Tensor | None:
     """Make seq_idx_BL: a document starts where positions do not increase; None if they increase everywhere.
 
     Without a mask and a cache, a jump by more than 1 is a boundary too, as in transformers. Synchronizes once with the
     device to find out if there are boundaries. A compiled graph cannot: it assumes some, but none with a cache.
     """
-    length = position_BL.shape[1]
+    is_token_BL = torch.ones_like(position_BL, dtype=torch.bool)
     if token_mask_BL is not None:
+        is_token_BL = token_mask_BL != 0
         # Without asking for n_past, which a static cache has on the device: nothing precedes an empty cache.
-        n_past = (attention_mask[:, :-length] != 0).sum(dim=1)
-    position_BS = F.pad(position_BL, (1, 0))  # starts with the last cached token
-    position_BS[:, 0] = n_past - 1
-    is_token_BS = torch.ones_like(position_BS, dtype=torch.bool)
-    if token_mask_BL is not None:
-        is_token_BS[:, 1:] = token_mask_BL != 0
-    last_BS = (
-        torch.where(is_token_BS, torch.arange(length + 1, device=position_BS.device), 0)
-        .cummax(dim=1)
-        .values
-    )
-    rise_BL = position_BS[:, 1:] - position_BS.gather(1, last_BS[:, :-1])
-    starts_BL = (rise_BL <= 0) & is_token_BS[:, 1:]
-    if attention_mask is None and not cached:
+        n_past = (attention_mask[:, : -position_BL.shape[1]] != 0).sum(dim=1)
+    rise_BL = _rise_since_last_token(position_BL, is_token_BL, n_past)
+    starts_BL = (rise_BL <= 0) & is_token_BL
+    if attention_mask is None and not is_cached:
         starts_BL[:, 1:] |= rise_BL[:, 1:] > 1
     if torch.compiler.is_compiling():
-        if cached:
+        if is_cached:
             # Checked on the device, when the graph runs.
             torch.ops.aten._assert_async.msg(~starts_BL.any(), CACHE_WITH_PACKING)
             return None
     elif not starts_BL.any():
         return None
     return starts_BL.cumsum(dim=1)
+
+
+def _rise_since_last_token(position_BL: Tensor, is_token_BL: Tensor, n_past: Any) -> Tensor:
+    """Return how far each position lies above that of the token before it, passing over padding.
+
+    The token before the first one is the last in the cache, at position ``n_past`` - 1 (-1 without a cache).
+    """
+    position_BX = F.pad(position_BL, (1, 0))
+    position_BX[:, 0] = n_past - 1
+    is_token_BX = F.pad(is_token_BL, (1, 0), value=True)
+    column_X = torch.arange(position_BX.shape[1], device=position_BX.device)
+    latest_token_BX = torch.where(is_token_BX, column_X, 0).cummax(dim=1).values
+    return position_BL - position_BX.gather(1, latest_token_BX[:, :-1])
 
 
 def positions_in_documents(seq_idx_BL: Tensor) -> Tensor:

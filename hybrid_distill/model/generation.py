@@ -264,22 +264,12 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
         if self._crosses_switch(cache, input_ids, kwargs):
             kwargs |= self._all_tokens_anew(cache, input_ids, kwargs)
         elif kwargs.get("is_first_iteration"):
-            n_past = int(cache.get_seq_length())
-            # Speculation of transformers forgets that a cache may be filled. Embeddings it cuts.
-            is_whole = "next_sequence_length" in kwargs and kwargs["next_sequence_length"] is None
-            if is_whole and n_past and cache.layer(0).record_past:
-                kwargs["next_sequence_length"] = input_ids.shape[1] - n_past
-        # For a call that goes on from this cache.
+            kwargs |= _new_tokens_alone(cache, input_ids, kwargs)
+        # The next call that goes on from this cache compares its padding with this mask.
         kwargs[GENERATION_CACHE].mask_BL = mask_so_far(input_ids, kwargs)
         inputs = parent.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        if cache.is_compileable:
-            read = inputs.get("inputs_embeds")
-            if read is None:
-                read = inputs["input_ids"]
-            # A piece of a prompt may be one column, of padding. Steps are given all tokens, and read the last.
-            is_piece = kwargs.get("inputs_embeds") is None and read.shape[1] == input_ids.shape[1]
-            if is_piece or read.shape[1] > 1:
-                inputs["attention_mask"] = kwargs.get("attention_mask")
+        if cache.is_compileable and _reads_prompt(inputs, input_ids, kwargs):
+            inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
 
     def _crosses_switch(
@@ -319,6 +309,30 @@ class HybridGeneration(HybridPrefill, GenerationMixin):
             "continuous batching (cache_implementation='paged') keeps keys and values only, no recurrent states; "
             "call generate with a left-padded batch."
         )
+
+
+def _new_tokens_alone(
+    cache: HybridCache, input_ids: Tensor, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the argument that cuts off what a filled cache holds, where transformers does not.
+
+    Its assisted decoding passes the whole input. Embeddings it cuts itself.
+    """
+    n_past = int(cache.get_seq_length())
+    is_whole = "next_sequence_length" in kwargs and kwargs["next_sequence_length"] is None
+    if is_whole and n_past and cache.layer(0).record_past:
+        return {"next_sequence_length": input_ids.shape[1] - n_past}
+    return {}
+
+
+def _reads_prompt(inputs: dict[str, Any], input_ids: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Return True for a prompt or a piece of one, False for a decoding step."""
+    read = inputs.get("inputs_embeds")
+    if read is None:
+        read = inputs["input_ids"]
+    # A piece of a prompt may be one column, of padding. Steps are given all tokens, and read the last.
+    is_piece = kwargs.get("inputs_embeds") is None and read.shape[1] == input_ids.shape[1]
+    return is_piece or read.shape[1] > 1
 
 
 def _check_kind_and_room(cache: HybridCache, is_static: bool, max_length: int) -> None:

@@ -23,7 +23,7 @@ CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 """Older versions of transformers pass `Cache.crop` the number of tokens to leave, newer ones, negated, to remove."""
 STATES = ("keys", "values", "conv_state", "ssm_state")
 """Tensors of a layer, beside those of its ring."""
-RING = "ring."
+RING_PREFIX = "ring."
 """Beginning of the names of a ring's tensors."""
 
 
@@ -32,13 +32,13 @@ class LayerSnapshot(NamedTuple):
 
     n_tokens: Any
     tensors: dict[str, Tensor]
-    ring: tuple[int, int] | None = None
+    ring_size: tuple[int, int] | None = None
     """Window and sinks of the layer's ring, if it has one."""
-    forwards: tuple[Forward, ...] = ()
-    """Records of the forward passes before, which `crop` may still undo."""
+    recorded: tuple[RecordedPass, ...] = ()
+    """Forward passes before, which `crop` may still undo."""
 
 
-class Forward(NamedTuple):
+class RecordedPass(NamedTuple):
     """Record of one forward pass over a layer, for `HybridLayerCache.crop`."""
 
     before: LayerSnapshot
@@ -48,7 +48,7 @@ class Forward(NamedTuple):
     """Functions by which parts of the layer read its first n tokens again. They get the cache as an argument, because
     a copy of the cache shares the functions."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedPass:
         # Without this, a copy would be made as a pickle is.
         return self._replace(
             before=copy.deepcopy(self.before, memo), replays=copy.deepcopy(self.replays, memo)
@@ -93,7 +93,7 @@ class HybridLayerCache(DynamicLayer):
         """Effects on rings of this forward pass's token, shared by all layers (`HybridCache.one_forward_pass`)."""
         self.seen = 0
         self.record_past = False
-        self.forwards: list[Forward] = []
+        self.recorded: list[RecordedPass] = []
 
     @property
     def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -107,20 +107,20 @@ class HybridLayerCache(DynamicLayer):
     def stop_recording(self) -> None:
         """Drop the records, and record no more."""
         self.record_past = False
-        self.forwards = []
+        self.recorded = []
 
     def begin(self, n_tokens: int) -> None:
         """Announce new tokens: call once per forward pass, before any head has used the layer."""
         if self.record_past:
             # Without the earlier records, which the list holds anyway.
-            before = self.snapshot()._replace(forwards=())
-            self.forwards.append(Forward(before, n_tokens, []))
+            before = self.snapshot()._replace(recorded=())
+            self.recorded.append(RecordedPass(before, n_tokens, []))
 
     def on_replay(self, replay: Callable[[HybridLayerCache, int], None]) -> None:
         """Add how a part of the layer reads the first n tokens of this forward pass again, if it is recorded."""
         # A single token is kept or undone as a whole.
-        if self.forwards and self.forwards[-1].n_tokens > 1:
-            self.forwards[-1].replays.append(replay)
+        if self.recorded and self.recorded[-1].n_tokens > 1:
+            self.recorded[-1].replays.append(replay)
 
     def advance(self, n_tokens: int) -> None:
         """Count new tokens: call once per forward pass, after the kept heads have used the layer."""
@@ -197,7 +197,7 @@ class HybridLayerCache(DynamicLayer):
         self._map(lambda t: t[indices.to(t.device)])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name; those of the ring begin with `RING`."""
+        """Return all tensors by name; those of the ring begin with `RING_PREFIX`."""
         tensors = {}
         for name in STATES:
             tensor = getattr(self, name)
@@ -205,16 +205,16 @@ class HybridLayerCache(DynamicLayer):
                 tensors[name] = tensor
         if self.ring is not None:
             for name, tensor in self.ring.tensors().items():
-                tensors[RING + name] = tensor
+                tensors[RING_PREFIX + name] = tensor
         return tensors
 
     def snapshot(self) -> LayerSnapshot:
         """Return the layer's contents, for `restore`."""
         tensors = {name: _unshared(name, tensor) for name, tensor in self.tensors().items()}
-        ring = None
+        ring_size = None
         if self.ring is not None:
-            ring = (self.ring.window, self.ring.sinks)
-        return LayerSnapshot(self.seen, tensors, ring, tuple(self.forwards))
+            ring_size = (self.ring.window, self.ring.sinks)
+        return LayerSnapshot(self.seen, tensors, ring_size, tuple(self.recorded))
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Go back to a snapshot, which may be used again."""
@@ -222,21 +222,21 @@ class HybridLayerCache(DynamicLayer):
             setattr(self, name, None)
         if self.ring is not None:
             self.ring.clear()
-        if snapshot.ring is not None:
+        if snapshot.ring_size is not None:
             # A layer that was reset has none.
-            self.ring_of(*snapshot.ring)
+            self.ring_of(*snapshot.ring_size)
         for name, tensor in snapshot.tensors.items():
             self._put(name, _unshared(name, tensor))
         self.seen = snapshot.n_tokens
         self.is_initialized = self.seen > 0
         # The current records are of tokens that are now undone.
-        self.forwards = []
+        self.recorded = []
         if self.record_past:
-            self.forwards = list(snapshot.forwards)
+            self.recorded = list(snapshot.recorded)
 
     def _put(self, name: str, tensor: Tensor) -> None:
-        if name.startswith(RING):
-            setattr(self.ring, name.removeprefix(RING), tensor)
+        if name.startswith(RING_PREFIX):
+            setattr(self.ring, name.removeprefix(RING_PREFIX), tensor)
         else:
             setattr(self, name, tensor)
 
@@ -249,12 +249,12 @@ class HybridLayerCache(DynamicLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError if `crop` cannot go back so far."""
-        n_left = self._n_left(tokens_to_remove)
+        n_left = self._n_tokens_after_crop(tokens_to_remove)
         earliest = self.seen
         if self._only_appends():
             earliest = 0
-        elif self.forwards:
-            earliest = self.forwards[0].before.n_tokens
+        elif self.recorded:
+            earliest = self.recorded[0].before.n_tokens
         if n_left < earliest:
             raise ValueError(
                 f"crop would go back to token {n_left} of {self.seen}, and recurrent states are recorded from token "
@@ -262,7 +262,7 @@ class HybridLayerCache(DynamicLayer):
                 "cache.snapshot()."
             )
 
-    def _n_left(self, tokens_to_remove: int) -> int:
+    def _n_tokens_after_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` leaves: a positive argument is that number, a negative one how many go."""
         # Older versions of transformers pass 0 to leave none, newer ones to remove none.
         leaves = tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_LENGTH)
@@ -276,9 +276,9 @@ class HybridLayerCache(DynamicLayer):
         A positive number is that of the tokens to leave. Raises ValueError if the tokens were not recorded.
         """
         self.check_crop(tokens_to_remove)
-        n_left = self._n_left(tokens_to_remove)
-        forwards = self.forwards
-        self.forwards = []
+        n_left = self._n_tokens_after_crop(tokens_to_remove)
+        recorded = self.recorded
+        self.recorded = []
         if n_left == self.seen:
             return
         if self._only_appends():
@@ -288,9 +288,7 @@ class HybridLayerCache(DynamicLayer):
             self.seen = n_left
             return
         # The first forward pass that loses a token; later ones are lost as a whole.
-        undone = next(
-            forward for forward in forwards if forward.before.n_tokens + forward.n_tokens > n_left
-        )
+        undone = next(one for one in recorded if one.before.n_tokens + one.n_tokens > n_left)
         n_kept = n_left - undone.before.n_tokens
         self.restore(undone.before)
         if n_kept:
@@ -312,7 +310,7 @@ class HybridLayerCache(DynamicLayer):
 
     def _map(self, fn: Any) -> None:
         """Change the rows of all tensors. Records of earlier forward passes hold the old rows, and are dropped."""
-        self.forwards = []
+        self.recorded = []
         for name, tensor in self.tensors().items():
             self._put(name, fn(tensor))
 

@@ -30,7 +30,7 @@ from .layout import (
 )
 from .recurrent_heads import SSMHeads
 from .rows import pick_heads
-from .windowed_heads import CALL, HeadCall, WindowedAttention, kv_places
+from .windowed_heads import CALL, HeadCall, WindowedAttention, kv_index_of
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")
 """Arguments of mixers that attention modules do not accept."""
@@ -147,7 +147,7 @@ class HybridMixer(nn.Module):
         n_stored = len(self.kv_groups)
         self._cut_projections(attention)
         # None: the backbone repeats KV heads itself, because all are read equally often, in order.
-        self.kv_index = kv_places(list(self.kept), list(self.kv_groups), self.group_size)
+        self.kv_index = kv_index_of(list(self.kept), list(self.kv_groups), self.group_size)
         n_repeats = 1
         if self.kv_index is None:
             n_repeats = n_kept // n_stored
@@ -167,17 +167,9 @@ class HybridMixer(nn.Module):
         return attention
 
     def _cut_projections(self, attention: Any) -> None:
-        """Replace projections by empty ones of the kept heads; where a norm spans all heads, pick heads after it."""
+        """Replace projections by empty ones of the kept heads, except those before a norm that spans all heads."""
         n_kv_heads = self.n_heads // self.group_size
-        whole = set()
-        kept: dict[Part, tuple[int, ...]] = {"query": self.kept, "key": self.kv_groups}
-        n_all: dict[Part, int] = {"query": self.n_heads, "key": n_kv_heads}
-        for part, heads in kept.items():
-            norm = head_norm(attention, part)
-            if norm is not None and is_over_all_heads(norm, self.head_dim):
-                whole.add(getattr(self.layout, part))
-                if len(heads) < n_all[part]:
-                    norm.register_forward_hook(partial(_pick_blocks, list(heads), self.head_dim))
+        whole = self._pick_after_norms(attention)
         for name in self.layout.inputs:
             if name in whole:
                 continue
@@ -186,6 +178,20 @@ class HybridMixer(nn.Module):
             n_rows = len(blocks) * self.head_dim
             cut = nn.Linear(full.in_features, n_rows, bias=full.bias is not None)
             setattr(attention, name, cut)
+
+    def _pick_after_norms(self, attention: Any) -> set[str]:
+        """Pick the kept heads after each norm that spans all heads; return the projections before these norms, which
+        stay whole."""
+        kept: dict[Part, tuple[int, ...]] = {"query": self.kept, "key": self.kv_groups}
+        n_all: dict[Part, int] = {"query": self.n_heads, "key": self.n_heads // self.group_size}
+        whole = set()
+        for part, heads in kept.items():
+            norm = head_norm(attention, part)
+            if norm is not None and is_over_all_heads(norm, self.head_dim):
+                whole.add(getattr(self.layout, part))
+                if len(heads) < n_all[part]:
+                    norm.register_forward_hook(partial(_pick_blocks, list(heads), self.head_dim))
+        return whole
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return (out_BLD, None): the output projection of all heads. See `heads` for the arguments."""
@@ -216,12 +222,12 @@ class HybridMixer(nn.Module):
         if cache is None:
             cache = cache_among(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        # From the decoder layer, whose own forward may drop arguments that it does not know.
-        row = getattr(current_row, "arguments", {})
+        # The decoder layer's own forward may have dropped them.
+        from_layer = getattr(current_row, "arguments", {})
         if token_mask is None:
-            token_mask = row.get("token_mask")
+            token_mask = from_layer.get("token_mask")
         if seq_idx is None:
-            seq_idx = row.get("seq_idx")
+            seq_idx = from_layer.get("seq_idx")
         layer_cache = None
         length = hidden_states.shape[1]
         if cache is not None:
@@ -230,17 +236,17 @@ class HybridMixer(nn.Module):
 
         inputs = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
         inputs |= kwargs
-        attended, windowed = self._attention_parts(
+        kept_BLHP, windowed_BLRP = self._attention_parts(
             hidden_states, attended, layer_cache, token_mask, seq_idx, inputs
         )
         parts = []
-        if windowed is not None and "window" not in self.silenced:
-            parts.append(windowed)
+        if windowed_BLRP is not None and "window" not in self.silenced:
+            parts.append(windowed_BLRP)
         if self.ssm is not None and "recurrence" not in self.silenced:
             parts.append(self.ssm(hidden_states, token_mask, seq_idx, layer_cache))
         if layer_cache is not None:
             layer_cache.advance(length)
-        return self._in_teacher_order(attended, self._sum(parts, hidden_states))
+        return self._in_teacher_order(kept_BLHP, self._sum(parts, hidden_states))
 
     def _attention_parts(
         self,
@@ -251,7 +257,10 @@ class HybridMixer(nn.Module):
         seq_idx: Tensor | None,
         inputs: dict[str, Any],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the kept heads' outputs and, with a window, the replaced heads'. ``attended`` is not run again."""
+        """Return the outputs of the kept heads and, with a window, of the replaced heads.
+
+        If ``attended`` holds the former, they are not computed again.
+        """
         if self.windowed is None:
             if self.attention is not None and attended is None:
                 attended = self._attend(hidden_states, self._store(layer_cache), inputs)

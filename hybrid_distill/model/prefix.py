@@ -27,12 +27,12 @@ SAMPLES_PER_TENSOR = 64
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 STUDENT_FIELDS = ("kept", "d_state", "conv_width", "conv_bias", "recurrence", "window", "sinks")
 """Settings of a student that its weights may not show: beside windows, attention stays whole."""
-OF_OUTPUT = (
+OUTPUT_SETTINGS = (
     "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits",
 )  # fmt: skip
 """Settings of a decoder that the state after a prompt does not depend on."""
-OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 """Attributes of PEFT's layers that decide what their weights do."""
 
 
@@ -70,6 +70,15 @@ class Prefix(NamedTuple):
         is_other_BL = (embedded_BSD[:, : self.n_columns] != own_BLD).any(dim=-1)
         return self._is_same(is_other_BL, mask_BS)
 
+    def has_same_padding(self, n_rows: int, mask_BS: Tensor | None) -> bool:
+        """Return True if rows whose tokens are not known are as many as the prompt's, and padded alike."""
+        if n_rows != len(self.ids_BL):
+            return False
+        is_other_BL = torch.zeros_like(self.mask_BL, dtype=torch.bool)
+        if mask_BS is not None:
+            is_other_BL = is_other_BL.to(mask_BS.device)
+        return self._is_same(is_other_BL, mask_BS)
+
     def _fits(self, rows: Tensor) -> bool:
         """Return True if the rows are as many as the prompt's, and as long or longer."""
         return rows.shape[0] == self.ids_BL.shape[0] and rows.shape[1] >= self.n_columns
@@ -77,12 +86,11 @@ class Prefix(NamedTuple):
     def _is_same(self, is_other_BL: Tensor, mask_BS: Tensor | None) -> bool:
         """Return True if no token of the prompt is another, and the padding is the prompt's."""
         is_token_BL = (self.mask_BL != 0).to(is_other_BL.device)
-        is_other_BL = is_other_BL & is_token_BL
-        if mask_BS is None:
-            is_other_BL |= ~is_token_BL
-        else:
-            is_other_BL |= (mask_BS[:, : self.n_columns] != 0) != is_token_BL
-        return not bool(is_other_BL.any())
+        counts_as_token_BL = torch.ones_like(is_token_BL)
+        if mask_BS is not None:
+            counts_as_token_BL = mask_BS[:, : self.n_columns] != 0
+        differs_BL = (is_other_BL & is_token_BL) | (counts_as_token_BL != is_token_BL)
+        return not bool(differs_BL.any())
 
     def repeated(self, n: int) -> Prefix:
         """Return the prompt with each row n times."""
@@ -114,7 +122,9 @@ def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
     """
     config = model.config
     settings = {name: getattr(config, name) for name in STUDENT_FIELDS}
-    backbone = {name: value for name, value in config.backbone.items() if name not in OF_OUTPUT}
+    backbone = {
+        name: value for name, value in config.backbone.items() if name not in OUTPUT_SETTINGS
+    }
     description_of_config = json.dumps([settings, backbone], sort_keys=True, default=str)
     digest = hashlib.sha256(description_of_config.encode())
     # Training may change the embeddings of a few tokens alone, which a sample would not notice.
@@ -134,7 +144,7 @@ def _sampled_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names, shapes and dtypes of all weights, and some of their elements; and the state of PEFT's adapters."""
     for path, module in model.named_modules():
         if hasattr(module, "base_layer"):
-            adapters = [getattr(module, name, None) for name in OF_ADAPTERS]
+            adapters = [getattr(module, name, None) for name in ADAPTER_ATTRIBUTES]
             yield f"{path} {adapters}", torch.empty(0)
         # Listed first: loading replaces the parameters.
         names = [name for name, _ in module.named_parameters(recurse=False)]

@@ -88,8 +88,9 @@ def check_prompt(student: HybridPrefill, prompt: Prompt) -> None:
 def _check_continued(student: HybridPrefill, prompt: Prompt) -> None:
     """Raise ValueError if the prompt does not go on from the tokens of the cache."""
     n_past = prompt.n_past
-    is_whole = prompt.mask_length == prompt.length > n_past
-    if not is_whole and not prompt.lacks_past:
+    covers_input = prompt.mask_length == prompt.length
+    has_new_tokens = prompt.length > n_past
+    if not (covers_input and has_new_tokens) and not prompt.lacks_past:
         raise ValueError(
             f"the cache holds {n_past} tokens, the input {prompt.length} and attention_mask covers "
             f"{prompt.mask_length}; pass the tokens of the cache and at least one more, and a cache.copy() to each of "
@@ -103,9 +104,8 @@ def _check_continued(student: HybridPrefill, prompt: Prompt) -> None:
     mask = prompt.arguments.get("attention_mask")
     embedded = prompt.arguments.get("inputs_embeds")
     if prompt.lacks_past:
-        # Their rows and padding can be compared, the tokens before them cannot.
-        has_same_rows = len(input_ids) == len(prefix.ids_BL)
-        begins = has_same_rows and prefix.begins(prefix.ids_BL.to(input_ids.device), mask)
+        # The earlier tokens are not given: only rows and padding can be compared.
+        begins = prefix.has_same_padding(len(input_ids), mask)
     elif embedded is None:
         begins = prefix.begins(input_ids, mask)
     else:

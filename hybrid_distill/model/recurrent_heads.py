@@ -164,7 +164,12 @@ class SSMHeads(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw random projections; set an identity convolution, an open gate and half-lives spread over the heads."""
+        """Draw random projections; set an identity convolution, an open gate and half-lives spread over the heads.
+
+        Does nothing where DeepSpeed's ZeRO-3 has emptied the parameters: loading a checkpoint fills them.
+        """
+        if not self.D.numel():
+            return
         for projection in (self.x_proj, self.b_proj, self.c_proj, self.a_proj):
             projection.weight.normal_(std=std)
             if projection.bias is not None:

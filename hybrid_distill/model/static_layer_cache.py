@@ -101,7 +101,7 @@ class StaticLayerCache(HybridLayerCache):
         n_tokens: Any = 0
         if self.n_seen is not None:
             n_tokens = self.n_seen.clone()
-        # Without ring and forwards: `restore` fills the ring in place, and a static layer records nothing.
+        # No ring size and no recorded passes: `restore` fills the ring in place, and nothing is recorded.
         return LayerSnapshot(n_tokens, tensors)
 
     def restore(self, snapshot: LayerSnapshot) -> None:

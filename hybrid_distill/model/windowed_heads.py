@@ -65,7 +65,7 @@ class WindowedAttention:
     def __init__(self, attention: Any, config: HybridConfig, layer: int) -> None:
         n_heads = config.num_attention_heads
         group_size = n_heads // config.num_key_value_heads
-        kind, limit = kinds_and_windows(config.shared_backbone())[layer]
+        kind, limit = kinds_and_windows(config)[layer]
         if kind == "chunked_attention":
             raise ValueError(
                 f"{type(attention).__name__} attends in chunks, within which a window would end; "
@@ -81,12 +81,13 @@ class WindowedAttention:
         # The cache stores KV heads of kept heads whole; the ring holds the others.
         all_groups = range(config.num_key_value_heads)
         self.ring_groups = [group for group in all_groups if group not in self.kept_groups]
-        self.kept_index = kv_places(self.kept, self.kept_groups, group_size)
-        # KV heads that the windowed heads read: once each if all are read equally often, in order,
-        # else the one of every head.
-        self.window_groups = sorted({head // group_size for head in self.replaced})
-        if kv_places(self.replaced, self.window_groups, group_size) is not None:
-            self.window_groups = [head // group_size for head in self.replaced]
+        self.kv_index = kv_index_of(self.kept, self.kept_groups, group_size)
+        kv_head_of_each = [head // group_size for head in self.replaced]
+        # KV heads that the windowed heads read.
+        self.window_groups = sorted(set(kv_head_of_each))
+        if kv_index_of(self.replaced, self.window_groups, group_size) is not None:
+            # Repeating each equally often would mix up the order: every head gets one of its own.
+            self.window_groups = kv_head_of_each
         self.backbone_config: PretrainedConfig = attention.config
         # Each family has an eager attention function of its own, beside its module's class.
         namespace = inspect.unwrap(type(attention).forward).__globals__
@@ -104,9 +105,9 @@ class WindowedAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with the backbone's own attention function, [B, L, kept, P]; eager also returns its maps."""
         n_repeats = len(self.kept) // len(self.kept_groups)
-        if self.kept_index is not None:
-            key = pick_heads(key, self.kept_index)
-            value = pick_heads(value, self.kept_index)
+        if self.kv_index is not None:
+            key = pick_heads(key, self.kv_index)
+            value = pick_heads(value, self.kv_index)
             n_repeats = 1
         implementation: Any = self.backbone_config._attn_implementation
         backbone_function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
@@ -114,14 +115,17 @@ class WindowedAttention:
         return backbone_function(module, query, key, value, mask, **options)
 
 
-def kv_places(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
-    """Return the place among ``groups`` of the KV head of each head; None if repeating each KV head gives the same."""
-    places = [groups.index(head // group_size) for head in heads]
+def kv_index_of(heads: list[int], groups: list[int], group_size: int) -> list[int] | None:
+    """Return, for each head, the index of its KV head in ``groups``.
+
+    None if repeating each KV head equally often gives the same order.
+    """
+    index = [groups.index(head // group_size) for head in heads]
     n_repeats = len(heads) // max(1, len(groups))
-    repeated = [place // n_repeats for place in range(len(groups) * n_repeats)]
-    if places == repeated:
+    repeated = [position // n_repeats for position in range(len(groups) * n_repeats)]
+    if index == repeated:
         return None
-    return places
+    return index
 
 
 class FullKeys(NamedTuple):

@@ -24,6 +24,9 @@ def kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int | 
     """
     if config is None:
         return []
+    if hasattr(config, "shared_backbone"):
+        # A student's: its layers see what the teacher's do.
+        config = config.shared_backbone()
     config = config.get_text_config(decoder=True)
     fields = {name: getattr(config, name, None) for name in _known_fields(type(config))}
     kinds = fields.get("layer_types")

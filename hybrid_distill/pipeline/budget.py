@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from transformers import PretrainedConfig
@@ -12,7 +13,7 @@ from transformers import PretrainedConfig
 from ..cache_size import cache_bytes
 from ..config import RunConfig, StudentConfig
 from ..model import layer_windows
-from ..plan import HeadPlan
+from ..plan import HeadPlan, UnitId, heads_of_units
 from ..teacher import head_dim_of
 from ..validation import MB, number_of_bytes
 
@@ -72,32 +73,31 @@ def within_cache(
             f"cache is {config.cache!r}, and windows of {smallest} tokens, {sinks} sinks and states of {d_state} take "
             f"{least / MB:.4g} MB; pass at least that."
         )
+    bytes_per_token = max(1, size(0, smallest + 1) - least)
+    # Rows may be too short for a window of its full share.
     longest = longest_window(config)
-    shortest = min(_shortest_window(allowed, least, size(0, smallest + 1), windowed), longest)
+    shortest = min(_shortest_window(allowed, least, bytes_per_token, windowed), longest)
     none_kept = HeadPlan.none(teacher)
     k = none_kept.n_layers * none_kept.n_kv_heads
     while k > 0 and size(k, shortest) > allowed:
         k -= 1
     # What is too little for another group makes the windows longer.
-    n_fitting = bisect_right(
-        range(longest + 1), allowed, lo=shortest, key=lambda window: size(k, window)
-    )
+    first_too_large = bisect_right(range(longest + 1), allowed, lo=shortest, key=partial(size, k))
     return replace(
         config,
         plan=replace(config.plan, selection="top", unit="kv-group", k=k),
-        student=replace(windowed, window=n_fitting - 1),
+        student=replace(windowed, window=first_too_large - 1),
     )
 
 
-def _shortest_window(allowed: int, least: int, next_larger: int, student: StudentConfig) -> int:
+def _shortest_window(allowed: int, least: int, bytes_per_token: int, student: StudentConfig) -> int:
     """Return the shortest window to choose: one that takes `WINDOW_SHARE` of the allowed bytes, if it is not too short.
 
-    ``least`` is the cache of the ``student``, whose window is the smallest, without a kept head; ``next_larger`` is
-    that of one token more. States come first: the share is of what they leave.
+    ``least`` is the cache of the ``student``, whose window is the smallest, without a kept head. States come first:
+    the share is of what they leave.
     """
-    per_token = max(1, next_larger - least)
-    of_states = max(0, least - per_token * (student.window + student.sinks))
-    window = int(WINDOW_SHARE * (allowed - of_states) / per_token) - student.sinks
+    state_bytes = max(0, least - bytes_per_token * (student.window + student.sinks))
+    window = int(WINDOW_SHARE * (allowed - state_bytes) / bytes_per_token) - student.sinks
     return max(student.window, window)
 
 
@@ -109,17 +109,15 @@ def _most_expensive_groups(teacher: PretrainedConfig, k: int) -> HeadPlan:
     shape = HeadPlan.none(teacher)
     windows = layer_windows(teacher)
 
-    def cheapness(group: tuple[int, int]) -> tuple[float, bool]:
-        layer, place = group
-        return -(windows[layer] or math.inf), place == shape.n_kv_heads - 1
+    def costliest_first(group: UnitId) -> tuple[float, bool]:
+        layer, number = group
+        reach = windows[layer] or math.inf
+        is_last_of_layer = number == shape.n_kv_heads - 1
+        return -reach, is_last_of_layer
 
-    groups = sorted(product(range(shape.n_layers), range(shape.n_kv_heads)), key=cheapness)
+    groups = sorted(product(range(shape.n_layers), range(shape.n_kv_heads)), key=costliest_first)
     group_size = shape.n_heads // shape.n_kv_heads
-    heads = []
-    for layer, group in groups[:k]:
-        first = group * group_size
-        heads += [(layer, head) for head in range(first, first + group_size)]
-    return HeadPlan.from_pairs(teacher, heads)
+    return HeadPlan.from_pairs(teacher, heads_of_units(groups[:k], group_size))
 
 
 def longest_window(config: RunConfig) -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from transformers import PreTrainedModel
 
 from ..config import PlanConfig
@@ -199,27 +200,32 @@ def check_stages(inputs: RunInputs) -> None:
 
     A stage is made for it, of models without weights: the last one would fail after all others have trained.
     """
-    teacher = inputs.shape_of_teacher()
+    teacher = inputs.given_or_empty_teacher()
     plan = _plan_of(inputs, teacher)
     if plan.keeps_all and not inputs.config.is_control:
         return
     for stage in inputs.config.stages:
-        # Of its own: making a stage replaces a student's parameters.
+        # A new one for each stage: making a stage replaces a student's parameters.
         student = empty_student(teacher, plan, **inputs.config.student.head_options)
         trial_stage = make_stage(stage, student, teacher)
         dtype = student.dtype
         if trial_stage.teachers:
-            dtype = DTYPES[chosen_dtype(inputs.config.teacher_of(stage).dtype)]
-            if inputs.given_teacher is not None and not inputs.has_own_teacher(stage):
-                dtype = teacher.dtype
+            dtype = _dtype_of_teacher(inputs, stage)
         check_precision(stage, dtype)
         check_launched(trial_stage)
+
+
+def _dtype_of_teacher(inputs: RunInputs, stage: StageConfig) -> torch.dtype:
+    """Return the dtype of the teacher that a stage distills from."""
+    if inputs.given_teacher is not None and not inputs.has_own_teacher(stage):
+        return inputs.given_teacher[0].dtype
+    return DTYPES[chosen_dtype(inputs.config.teacher_of(stage).dtype)]
 
 
 def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     """Check that the teacher, this plan (default: the config's) and the config's options make a valid student."""
     options = inputs.config.student
-    teacher = inputs.shape_of_teacher()
+    teacher = inputs.given_or_empty_teacher()
     head_plan = _plan_of(inputs, teacher, plan)
     check_cache(inputs.config, teacher.config, head_plan)
     checked_sites(teacher, head_plan, options.init)

@@ -25,9 +25,8 @@ def export_once(inputs: RunInputs, student: HybridForCausalLM, plan: HeadPlan) -
     paths = inputs.paths
 
     def is_done() -> bool:
-        return is_exported(
-            paths.export, student, evaluations_by_role(paths), training_record(inputs)
-        )
+        results = evaluations_by_role(paths)
+        return is_exported(paths.export, student, "remote-code", results, training_record(inputs))
 
     if from_main(is_done):
         log.info(

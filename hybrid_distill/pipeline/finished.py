@@ -74,18 +74,7 @@ def training_record(inputs: RunInputs, last: Path | None = None) -> list[Record]
 
     Ends with the stage in the folder ``last``.
     """
-    aligned = inputs.config.student.aligned
-    before = None
-    if aligned is not None:
-        # A stage's folder is in RUN/stages.
-        before = RunPaths(aligned.resolve().parents[1])
-    if inputs.config.plan.restores:
-        before = inputs.paths.aligned
-        aligned = None
-    record: list[Record] = []
-    if before is not None and before.config.is_file():
-        # Stages after the one that gave its heads did not train this student.
-        record += training_record(finished_run(before.out), last=aligned)
+    record = _alignment_record(inputs)
     for stage, folder in zip(inputs.stages, inputs.paths.stage_folders(inputs.stages)):
         if StageManifest.read(folder):
             n_tokens = stage.rows_read * inputs.config.data_of(stage).seq_len
@@ -93,3 +82,20 @@ def training_record(inputs: RunInputs, last: Path | None = None) -> list[Record]
         if last is not None and folder.resolve() == last.resolve():
             break
     return record
+
+
+def _alignment_record(inputs: RunInputs) -> list[Record]:
+    """List the stages of the run that aligned this student's heads; none if this run did."""
+    last = inputs.config.student.aligned
+    if inputs.config.plan.restores:
+        alignment = inputs.paths.aligned
+        last = None
+    elif last is not None:
+        # A stage's folder is in RUN/stages.
+        alignment = RunPaths(last.resolve().parents[1])
+    else:
+        return []
+    if not alignment.config.is_file():
+        return []
+    # Stages after the one that gave its heads did not train this student.
+    return training_record(finished_run(alignment.out), last=last)

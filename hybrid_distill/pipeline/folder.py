@@ -194,7 +194,7 @@ def _left_by_an_earlier_run(config: RunConfig) -> list[Path]:
     files = [config.scoring.file, config.plan.file, config.student.aligned]
     files += [stage.cached_logits for stage in config.stages]
     teachers = [config.teacher, *map(config.teacher_of, config.stages)]
-    # Of a model on the hub it looks for a folder that is not there.
+    # For a model on the hub, this names a folder that does not exist, which does no harm.
     files += [Path(teacher.path).expanduser() for teacher in teachers]
     for result in results:
         for file in files:

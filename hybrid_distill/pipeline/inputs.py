@@ -104,11 +104,11 @@ class RunInputs:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.config_and_tokenizer[1]
 
-    def shape_of_teacher(self) -> PreTrainedModel:
+    def given_or_empty_teacher(self) -> PreTrainedModel:
         """Return the teacher, or a model of its shape without weights if it is not loaded yet."""
         if self.given_teacher is not None:
             return self.given_teacher[0]
-        return shape_of_teacher(self.config.teacher)
+        return teacher_without_weights(self.config.teacher)
 
     def release_teacher(self) -> None:
         """Free the teacher's memory; it is loaded again on next use. A teacher given by the caller moves to the CPU."""
@@ -158,7 +158,7 @@ class RunInputs:
             teacher = self.config.teacher_of(stage).path
         else:
             teacher = fingerprint(self.teacher)
-        logits.check_rows(rows, teacher, places=stage.rows_read)
+        logits.check_rows(rows, teacher, rows_read=stage.rows_read)
         return CachedLogitsDataset(rows, logits)
 
     def stored_logits(
@@ -285,7 +285,7 @@ def load_configured(options: TeacherConfig) -> TeacherAndTokenizer:
     )
 
 
-def shape_of_teacher(options: TeacherConfig) -> PreTrainedModel:
+def teacher_without_weights(options: TeacherConfig) -> PreTrainedModel:
     """Build the teacher on the meta device, without weights. Raises ValueError if transformers cannot."""
     config = load_config(options.path, options.revision)
     return empty_teacher(config, options.path, DTYPES[options.dtype], options.attn_implementation)

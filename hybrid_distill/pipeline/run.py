@@ -187,10 +187,10 @@ def score(inputs: RunInputs) -> HeadScores:
     path = inputs.paths.scores
     if options.file is not None:
         scores = HeadScores.load(options.file)
-        own = fingerprint(inputs.teacher)
+        teacher_fingerprint = fingerprint(inputs.teacher)
         if options.other_weights:
-            scores = scores.of_teacher(own)
-        if scores.fingerprint != own:
+            scores = scores.of_teacher(teacher_fingerprint)
+        if scores.fingerprint != teacher_fingerprint:
             raise ValueError(
                 f"{options.file} ranks the heads of another teacher ({scores.fingerprint or 'unknown'}); score this "
                 "one, pass its own scores.json, or --scoring.other-weights if it is another copy of this model."
@@ -333,7 +333,7 @@ def alignment_of_all_heads(config: RunConfig, out: Path) -> RunConfig:
     stages = []
     for stage in config.head_stages:
         if isinstance(stage, Align):
-            # Of the targets, only this one trains heads that can be swapped one by one.
+            # Only this target trains heads that can be swapped one by one.
             stage = dataclasses.replace(stage, target="head")
         stages.append(stage)
     plan = PlanConfig("none", k=0)
@@ -458,12 +458,13 @@ def evaluate_run(
     """
     evaluate_teacher(inputs, again=again)
     path = inputs.paths.evaluation
-    is_new = again or not _is_measured(inputs, student)
-    result = _evaluation(inputs, student, path, is_new)
-    if is_new and inputs.config.trackers:
-        steps = sum(stage.steps for stage in inputs.stages)
-        log_figures(inputs.config.trackers, _tracked(inputs, steps), result.figures())
-    return result
+    if again or not _is_measured(inputs, student):
+        _measure_once(inputs, student, path)
+        if inputs.config.trackers:
+            steps = sum(stage.steps for stage in inputs.stages)
+            figures = EvalResult.load(path).figures()
+            log_figures(inputs.config.trackers, _tracked(inputs, steps), figures)
+    return EvalResult.load(path)
 
 
 def _is_measured(inputs: RunInputs, student: HybridForCausalLM) -> bool:
@@ -485,19 +486,20 @@ def _is_measured(inputs: RunInputs, student: HybridForCausalLM) -> bool:
 
 def evaluate_teacher(inputs: RunInputs, *, again: bool = False) -> EvalResult:
     """Measure the teacher, as `evaluate_run` does."""
-    return _evaluation(inputs, inputs.teacher, inputs.paths.teacher_evaluation, again)
+    path = inputs.paths.teacher_evaluation
+    if again or not is_there(path):
+        _measure_once(inputs, inputs.teacher, path)
+    return EvalResult.load(path)
 
 
-def _evaluation(inputs: RunInputs, model: PreTrainedModel, path: Path, again: bool) -> EvalResult:
-    """Return the evaluation in a file; the main process measures it first if it is missing, or ``again``."""
+def _measure_once(inputs: RunInputs, model: PreTrainedModel, path: Path) -> None:
+    """Measure a model on the main process and save its evaluation; the others wait for it."""
 
     def measure_and_save() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _measure(inputs, model).save(path)
 
-    if again or not is_there(path):
-        on_main_process(measure_and_save)
-    return EvalResult.load(path)
+    on_main_process(measure_and_save)
 
 
 def _measure(inputs: RunInputs, model: PreTrainedModel) -> EvalResult:

@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from ..model.layout import cache_argument, cache_of
 from ..model.self_check import check_numbers
 from ..progress import track
-from ..teacher import eval_mode, generated, may_cache
+from ..teacher import eval_mode, generate_ids, may_cache
 from . import Example, check_counts
 from .encoding import EncodedExample, Tokens, encode_example, tokenize
 
@@ -228,7 +228,7 @@ def generate_greedily(
     lengths = [len(both) - len(prompt) for prompt, both in zip(prompts, with_answers, strict=True)]
     longest = max(lengths)
     input_ids_BL, mask_BL = left_pad(prompts, model.device)
-    output_BL = generated(
+    output_BL = generate_ids(
         model,
         input_ids=input_ids_BL,
         attention_mask=mask_BL,

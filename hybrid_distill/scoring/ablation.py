@@ -99,7 +99,6 @@ def score_heads(
         race = Race(race_k, n_examples, n_queries=queries_of(probe))
 
     with eval_mode(model), _bfloat16_on_gpu(model):
-        # Inside the block: autocast decides the dtype of the computation.
         provenance = {
             "method": "single-head zero ablation",
             "probe": probe.describe(),
@@ -110,8 +109,7 @@ def score_heads(
             "heads": None if heads is None else _pairs(heads),
             "removed": _pairs(removed),
             "kind": sites[0].kind,
-            "computed_in": str(compute_dtype(model)).removeprefix("torch."),
-            **describe_run(model),
+            **_describe_computation(model),
         }
         # The provenance holds everything that decides the numbers: only measurements of the same task are reused.
         log = ResumeLog(resume_path, provenance)
@@ -126,6 +124,12 @@ def score_heads(
             check_accuracy(accuracy, min_accuracy, probe)
             run.ablate(forwards, log, progress)
     return run.scores(sites, probe.chance, provenance)
+
+
+def _describe_computation(model: PreTrainedModel) -> Record:
+    """Describe where a model computes, and in which dtype: that of autocast, where it is on."""
+    dtype = str(compute_dtype(model)).removeprefix("torch.")
+    return {"computed_in": dtype, **describe_run(model)}
 
 
 def _bfloat16_on_gpu(model: PreTrainedModel) -> torch.autocast:

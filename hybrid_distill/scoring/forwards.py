@@ -170,8 +170,10 @@ class FromLayer(Forwards):
         start, below_BLD = self.reached.get(batch, (0, None))
         reads = []
         outputs = []
-        for place, part in batch.parts(n_rows):
-            below_part_BLD = None if below_BLD is None else below_BLD[place]
+        for rows, part in batch.parts(n_rows):
+            below_part_BLD = None
+            if below_BLD is not None:
+                below_part_BLD = below_BLD[rows]
             input_BLD, heads_BLHP, output_BLD = self._record(part, start, below_part_BLD, layer)
             outputs.append(output_BLD)
             # n_rows limits the rows of one forward, and each ablated head repeats the part's rows.

@@ -51,8 +51,8 @@ class Outcome(NamedTuple):
 class Round(NamedTuple):
     """Examples to measure before heads drop out of a race; without a race, all examples."""
 
-    places: slice
-    """Places of its prompts in the order of measurement."""
+    prompts: slice
+    """Its prompts, by their positions in the order of measurement."""
     questions: list[QuestionRow]
     texts: list[TextRow]
     batches: list[ProbeBatch]
@@ -92,7 +92,7 @@ class AblationRun:
             beginnings: list[ProbeRow] = []
             longest_texts = sorted(self.texts, key=_longest_first)[:2]
             for index, row in enumerate(longest_texts):
-                # Of different lengths, so that they are batches of their own, as in scoring.
+                # Different lengths, so that each is a batch of its own, as in scoring.
                 tokens = row.tokens[: SAMPLE_TOKENS - index]
                 beginnings.append(TextRow(row.number, tokens, self.model.device))
             samples.append(beginnings)
@@ -104,12 +104,12 @@ class AblationRun:
         start = 0
         for stop in stops:
             is_last = stop == len(self.order)
-            places = slice(start, stop)
-            questions = [self.questions[number] for number in self.order[places]]
+            prompts = slice(start, stop)
+            questions = [self.questions[number] for number in self.order[prompts]]
             # In the last round only: heads that drop out never need their control loss.
             texts = self.texts if is_last else []
             batches = [*own_batches(questions), *own_batches(texts)]
-            yield Round(places, questions, texts, batches, is_last)
+            yield Round(prompts, questions, texts, batches, is_last)
             start = stop
 
     def baseline(self, forwards: Forwards) -> None:
@@ -171,8 +171,8 @@ class AblationRun:
         racing = list(range(len(self.heads)))
         for current in self.rounds():
             forwards.begin(current.batches)
-            start = current.places.start
-            stop = current.places.stop
+            start = current.prompts.start
+            stop = current.prompts.stop
             layers = [self.heads[index].layer for index in racing]
             rest = [self.questions[number] for number in self.order[start:]]
             phase.total = phase.done + forwards.work([*rest, *self.texts], layers)
@@ -202,7 +202,7 @@ class AblationRun:
             heads = [self.heads[index] for index in in_layer]
             measure = partial(self._measure_layer, forwards, current, heads, phase)
             step = resume_log.next(measure)
-            self._store(step, in_layer, current.places)
+            self._store(step, in_layer, current.prompts)
             work_done += forwards.work(rows, [layer] * len(heads))
             # Measuring has advanced the phase by estimates, and a step read from the file not at all.
             phase.update(work_done - phase.done)
@@ -216,7 +216,7 @@ class AblationRun:
     ) -> Record:
         """Measure one layer's heads on one round's examples, as JSON."""
         prompt_XHE, text_1HT = self._measure(forwards, current.batches, heads, phase)
-        accuracy_HE, logprob_HE = prompt_XHE[:, :, self.order[current.places]]
+        accuracy_HE, logprob_HE = prompt_XHE[:, :, self.order[current.prompts]]
         step = {"right": accuracy_HE.tolist(), "logprob": logprob_HE.tolist()}
         # By round, not by batches: this process may have had no text, but results are shared.
         if current.is_last:
@@ -227,11 +227,11 @@ class AblationRun:
         self,
         step: Record,
         in_layer: list[int],
-        places: slice,
+        prompts: slice,
     ) -> None:
         """Enter a step, measured or read from the file, into the tables."""
-        self.accuracy_HE[in_layer, places] = torch.tensor(step["right"], dtype=torch.float64)
-        self.logprob_HE[in_layer, places] = torch.tensor(step["logprob"], dtype=torch.float64)
+        self.accuracy_HE[in_layer, prompts] = torch.tensor(step["right"], dtype=torch.float64)
+        self.logprob_HE[in_layer, prompts] = torch.tensor(step["logprob"], dtype=torch.float64)
         if "loss" in step:
             self.loss_HT[in_layer] = torch.tensor(step["loss"], dtype=torch.float64)
 
@@ -337,14 +337,15 @@ def _measure_batch(forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId
     else:
         read_HQ = forwards.whole(batch)
     # Here E is a row's questions: each has its own margin.
-    outcome_XHBE = batch.outcome(read_HQ)
-    _check_finite(outcome_XHBE[-1].sum(-1), batch, heads)
+    values_XHBE = batch.outcome(read_HQ)
+    _check_finite(values_XHBE[-1].sum(-1), batch, heads)
     if not batch.is_text:
-        margin_HBE = outcome_XHBE[0]
+        margin_HBE, logprob_HBE = values_XHBE
         # A tie is wrong: the answer has to be above every other choice.
-        outcome_XHBE[0] = margin_HBE > 0
+        is_right_HBE = (margin_HBE > 0).to(logprob_HBE.dtype)
+        values_XHBE = torch.stack([is_right_HBE, logprob_HBE])
     numbers = [row.number for row in batch.rows]
-    return Outcome(batch.is_text, numbers, outcome_XHBE.mean(-1))
+    return Outcome(batch.is_text, numbers, values_XHBE.mean(-1))
 
 
 def _check_finite(outcome_HB: Tensor, batch: ProbeBatch, heads: Sequence[HeadId]) -> None:

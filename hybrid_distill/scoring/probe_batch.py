@@ -42,8 +42,8 @@ class ProbeBatch:
     def parts(self, n_rows: int) -> Iterator[tuple[slice, ProbeBatch]]:
         """Split into batches of up to ``n_rows`` rows; yield each with its slice of this batch."""
         for start in range(0, len(self), n_rows):
-            place = slice(start, start + n_rows)
-            yield place, ProbeBatch(self.rows[place])
+            rows = slice(start, start + n_rows)
+            yield rows, ProbeBatch(self.rows[rows])
 
     def logits(self, model: PreTrainedModel, groups: int = 1) -> Tensor:
         """Compute logits_GBSV of ``groups`` consecutive copies of the rows."""

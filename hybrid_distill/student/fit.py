@@ -1,7 +1,7 @@
 """Choose the coefficients of recurrent heads: guessed, or fitted to the teacher's heads.
 
 Shapes: B batch, L length, R recurrent heads, P head dim, N state size, K conv width, F factors,
-G features of a least-squares problem.
+G features of a least-squares problem, X packed coefficients of a head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALF_LIVES_OF_LAYER = (2.0, 64.0)
 N_SCALARS = 4
 """Fitted numbers of a head before its taps: half-life, average, content and skip."""
 SKIP = 2
-"""Place of x among the features of the fit: average, content, x."""
+"""Index of x among the features of the fit: average, content, x."""
 CONTENT = 0.1
 """Content coefficient without a fit, in standard deviations over white inputs."""
 PIECES = 64
@@ -45,6 +45,17 @@ class Coefficients(NamedTuple):
     content_R: Tensor
     skip_R: Tensor
     taps_RK: Tensor
+
+    def packed(self) -> Tensor:
+        """Join all fields, [R, N_SCALARS + K], so that a head's coefficients are replaced together."""
+        scalars_R4 = torch.stack(self[:N_SCALARS], dim=1)
+        return torch.cat([scalars_R4, self.taps_RK], dim=1)
+
+    @classmethod
+    def unpacked(cls, values_RX: Tensor) -> Coefficients:
+        """Take apart what `packed` has joined."""
+        half_life_R, average_R, content_R, skip_R = values_RX[:, :N_SCALARS].unbind(1)
+        return cls(half_life_R, average_R, content_R, skip_R, values_RX[:, N_SCALARS:])
 
 
 def guess_coefficients(
@@ -97,8 +108,7 @@ def fit_coefficients(
 
     best = _Best(hidden_BLD.new_zeros(n_heads, N_SCALARS + conv_width))
     problem = _LeastSquares(target_BLRP, n_features=3)
-    for taps_RK in (identity_RK, fitted_RK):
-        is_convolved = taps_RK is fitted_RK
+    for taps_RK, is_convolved in ((identity_RK, False), (fitted_RK, True)):
         x_BLRP = values_BLRP
         if is_convolved:
             x_BLRP = _convolved(values_BLRP, taps_RK, seq_idx_BL)
@@ -116,26 +126,25 @@ def fit_coefficients(
                 past = (average_of_x_BLRP, content_BLRP)
             problem.set_features(0, *past)
             weights_R3, error_R = problem.solve()
-            half_life_R1 = torch.full_like(weights_R3[:, :1], half_life)
-            candidate_RX = torch.cat([half_life_R1, weights_R3, taps_RK], dim=1)
-            best.offer(candidate_RX, error_R)
-    half_life_R, average_R, content_R, skip_R = best.values_RG[:, :N_SCALARS].unbind(1)
-    taps_RK = best.values_RG[:, N_SCALARS:]
-    return Coefficients(half_life_R, average_R, content_R, skip_R, taps_RK)
+            average_R, content_R, skip_R = weights_R3.unbind(1)
+            half_life_R = torch.full_like(skip_R, half_life)
+            candidate = Coefficients(half_life_R, average_R, content_R, skip_R, taps_RK)
+            best.offer(candidate.packed(), error_R)
+    return Coefficients.unpacked(best.values_RX)
 
 
 class _Best:
     """Best values so far for every head, by squared error."""
 
-    def __init__(self, values_RG: Tensor) -> None:
-        self.values_RG = values_RG
+    def __init__(self, values_RX: Tensor) -> None:
+        self.values_RX = values_RX
         # In float64, as products are summed: errors of candidates are close to one another.
-        self.error_R = torch.full_like(values_RG[:, 0], math.inf, dtype=torch.float64)
+        self.error_R = torch.full_like(values_RX[:, 0], math.inf, dtype=torch.float64)
 
-    def offer(self, values_RG: Tensor, error_R: Tensor) -> None:
+    def offer(self, values_RX: Tensor, error_R: Tensor) -> None:
         """Take over the values of the heads whose error is smaller than any before."""
         is_better_R = error_R < self.error_R
-        self.values_RG = torch.where(is_better_R[:, None], values_RG, self.values_RG)
+        self.values_RX = torch.where(is_better_R[:, None], values_RX, self.values_RX)
         self.error_R = torch.where(is_better_R, error_R, self.error_R)
 
 
@@ -285,4 +294,4 @@ def _fit_taps(
         cancels_R = total_R1.squeeze(1).abs() < 0.3 * size_R
         error_R = error_R.masked_fill(cancels_R, math.inf)
         best.offer(taps_RK / total_R1, error_R)
-    return best.values_RG
+    return best.values_RX

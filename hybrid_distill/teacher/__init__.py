@@ -22,7 +22,7 @@ from .loading import (
     read_teacher,
 )
 from .location import TINY, hub_error
-from .modes import eager_attention, eval_mode, generated, may_cache, without_cache
+from .modes import eager_attention, eval_mode, generate_ids, may_cache, without_cache
 from .sites import (
     SUPPORTED,
     AttentionSite,

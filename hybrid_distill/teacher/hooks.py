@@ -198,12 +198,12 @@ def replay_blocks(model: nn.Module, layer: int, output: object) -> Iterator[None
 def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Replace a module's forward while the context is open; its hooks still run."""
     # Set already by an outer context, or by a wrapper such as accelerate's dispatch hooks.
-    own = module.__dict__.get("forward")
+    previous_forward = module.__dict__.get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if previous_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = previous_forward

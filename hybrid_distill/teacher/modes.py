@@ -35,12 +35,12 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
     """Let probes and `generate` read a model without a cache; restore its settings afterwards."""
     settings = model.generation_config
     assert settings is not None
-    own = settings.use_cache
+    previous = settings.use_cache
     settings.use_cache = False
     try:
         yield
     finally:
-        settings.use_cache = own
+        settings.use_cache = previous
 
 
 def may_cache(model: PreTrainedModel) -> bool:
@@ -51,22 +51,22 @@ def may_cache(model: PreTrainedModel) -> bool:
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch to eager attention, the only one that returns attention maps; restore afterwards."""
-    own = model.config._attn_implementation or "eager"
+    previous = model.config._attn_implementation or "eager"
     model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(previous)
 
 
-def generated(
+def generate_ids(
     model: PreTrainedModel,
     *,
     processors: Sequence[LogitsProcessor] = (),
     refuses_nan: bool = True,
     **options: object,
 ) -> Tensor:
-    """Return the tokens of ``model.generate``, typed, by ``options`` alone: the model's own penalties are left out.
+    """Generate token ids by ``options`` alone, without the penalties and sampling settings that the model brings.
 
     Raises ValueError if the first token's logits are NaN, or in greedy decoding any token's, if ``refuses_nan``.
     """

@@ -368,7 +368,7 @@ class _Training:
                 self.optimizer.step()
             else:
                 metrics["skipped"] = skipped
-        # Of skipped steps too: their gradients must not reach the next one.
+        # After skipped steps too: their gradients must not reach the next one.
         self.optimizer.zero_grad()
         if self.empty_steps:
             metrics["empty_steps"] = self.empty_steps

@@ -135,14 +135,16 @@ def distillation_loss(
     )
     rows = [mask_BL.flatten(), labels_BL.flatten(), student_logits_BLV.flatten(0, -2)]
     rows += [part_BLX.flatten(0, -2) for part_BLX in teacher_parts]
-    return _sum_over_chunks(chunk_loss, rows, chunk_size or max(1, CHUNK_LOGITS // n_real))
+    if not chunk_size:
+        chunk_size = max(1, CHUNK_LOGITS // n_real)
+    return _sum_over_chunks(chunk_loss, rows, chunk_size)
 
 
 def _chunk_loss(
     mask_M: Tensor,
     labels_M: Tensor,
     student_MV: Tensor,
-    *teacher_MX: Tensor,
+    *teacher_parts: Tensor,
     log_probs_of: Callable[..., tuple[Tensor, Tensor]],
     divergence: Callable[[Tensor, Tensor], Tensor],
     temperature: float,
@@ -150,10 +152,10 @@ def _chunk_loss(
     soft_scale: Tensor,
     hard_scale: Tensor | None,
 ) -> Tensor:
-    """Compute the share of a chunk; ``teacher_MX`` holds its M rows of each teacher part."""
-    student_MV = _real(student_MV, mask_M, n_real)
-    teacher_MX = tuple(_real(part_MX, mask_M, n_real) for part_MX in teacher_MX)
-    log_q_MX, log_p_MX = log_probs_of(student_MV, *teacher_MX, temperature)
+    """Compute the share of a chunk; ``teacher_parts`` hold its M rows of the teacher's logits, or of ids and values."""
+    student_MV = _comparable(student_MV, mask_M, n_real)
+    parts_MX = [_comparable(part_MX, mask_M, n_real) for part_MX in teacher_parts]
+    log_q_MX, log_p_MX = log_probs_of(student_MV, *parts_MX, temperature)
     divergence_M = divergence(log_q_MX, log_p_MX)
     loss = soft_scale * divergence_M.where(mask_M, 0.0).sum()
     if hard_scale is not None:
@@ -311,7 +313,7 @@ def _top_log_probs(
     return log_q_MX, log_p_MX
 
 
-def _real(x_MX: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
+def _comparable(x_MX: Tensor, mask_M: Tensor, n_real: int) -> Tensor:
     """Drop vocabulary padding, in float32; zero masked tokens, so that NaN there affects neither value nor gradient."""
     x_MX = x_MX[:, :n_real]
     # A top K's token ids stay integers: they index.

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from ..data import Batch, pick_rows
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..teacher import eval_mode, generated
+from ..teacher import eval_mode, generate_ids
 from .config import DistillOnPolicy
 from .end_to_end import EndToEnd
 from .stage import Stage, StageLoss, Totals, n_rows, teacher_hidden
@@ -47,7 +47,8 @@ class OnPolicy(EndToEnd):
         config: DistillOnPolicy,
     ) -> None:
         super().__init__(student, teacher, config)
-        self.writing = config
+        # Also self.config, which is of the parent's class to type checkers.
+        self.generation = config
 
     def whole_layers(self) -> list[nn.Module]:
         """Return none: each number and length of generated rows would be compiled anew."""
@@ -67,7 +68,7 @@ class OnPolicy(EndToEnd):
 
         Rows of a kind are grouped, so that many are generated in one batch.
         """
-        is_generated = [random.Random(seed).random() < self.writing.share for seed in seeds]
+        is_generated = [random.Random(seed).random() < self.generation.share for seed in seeds]
         rows = range(len(seeds))
         data_rows = [row for row in rows if not is_generated[row]]
         generated_rows = [row for row in rows if is_generated[row]]
@@ -93,7 +94,7 @@ class OnPolicy(EndToEnd):
         mixed: MixedBatch = {**pick_rows(batch, from_data)}
         if to_generate:
             seeds_of_rows = [seeds[row] for row in to_generate]
-            mixed["generated"] = self.generated_text(pick_rows(batch, to_generate), seeds_of_rows)
+            mixed["generated"] = self.generate_text(pick_rows(batch, to_generate), seeds_of_rows)
         return mixed
 
     def n_tokens(self, batch: Batch) -> Tensor:
@@ -140,15 +141,15 @@ class OnPolicy(EndToEnd):
         teacher_hidden(self.teacher, one_token)
 
     @torch.no_grad()
-    def generated_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:
+    def generate_text(self, batch: Batch, seeds: Sequence[int]) -> Batch:
         """Let the student continue prompts from the batch; the mask keeps the positions that predict its tokens."""
-        n_prompt = min(self.writing.prompt_tokens, batch["input_ids"].shape[1])
+        n_prompt = min(self.generation.prompt_tokens, batch["input_ids"].shape[1])
         prompt_BL = batch["input_ids"][:, :n_prompt]
         seq_idx_BL = batch["seq_idx"][:, :n_prompt]
         # From the last document that begins in the prompt; the ones before are hidden as padding.
         in_prompt_BL = seq_idx_BL == seq_idx_BL[:, -1:]
         with self.autocast(batch):
-            text_BL = self._continued(prompt_BL, in_prompt_BL, seeds)
+            text_BL = self._continue_prompts(prompt_BL, in_prompt_BL, seeds)
 
         # Up to and including the first end token; rows that end early are filled up to the longest.
         is_end = self._is_end(text_BL[:, n_prompt:])
@@ -176,15 +177,15 @@ class OnPolicy(EndToEnd):
             return torch.zeros_like(ids_BL, dtype=torch.bool)
         return torch.isin(ids_BL, torch.as_tensor(end_ids, device=ids_BL.device))
 
-    def _continued(self, ids_BL: Tensor, mask_BL: Tensor, seeds: Sequence[int]) -> Tensor:
+    def _continue_prompts(self, ids_BL: Tensor, mask_BL: Tensor, seeds: Sequence[int]) -> Tensor:
         """Return the prompts with the student's text after them, [B, L + at most ``new_tokens``]."""
-        sample = _SampleByRow(seeds, self.writing.sampling_temperature, ids_BL.device)
+        sample = _SampleByRow(seeds, self.generation.sampling_temperature, ids_BL.device)
         with eval_mode(self.model):
-            return generated(
+            return generate_ids(
                 self.model,
                 input_ids=ids_BL,
                 attention_mask=mask_BL.long(),
-                max_new_tokens=self.writing.new_tokens,
+                max_new_tokens=self.generation.new_tokens,
                 # transformers samples all rows with one generator; a row's text would then depend
                 # on the others. Greedy decoding of noisy logits samples with one per row.
                 do_sample=False,

@@ -17,21 +17,21 @@ class StageParentError(ValueError):
     """A stage's student, or the content of its folder, does not come from the expected parent."""
 
 
-def check_same_run(ours: Record, stored: Record, place: Path) -> None:
+def check_same_run(ours: Record, stored: Record, path: Path) -> None:
     """Raise StageParentError or ValueError unless ``stored`` is the identity of this run.
 
-    ``stored`` was read from ``place``.
+    ``stored`` was read from ``path``.
     """
     if stored["parent"] != ours["parent"]:
         raise StageParentError(
-            f"{place} started from the weights {stored['parent'][:16]}, but the student has "
+            f"{path} started from the weights {stored['parent'][:16]}, but the student has "
             f"{ours['parent'][:16]}; load those weights, or start over with --resume never."
         )
     changed = [name for name in ("data", "seed") if stored[name] != ours[name]]
     changed += differences(stored["config"], ours["config"])
     if changed:
         raise ValueError(
-            f"{place} holds a run with other settings: {', '.join(changed)}; use those settings, "
+            f"{path} holds a run with other settings: {', '.join(changed)}; use those settings, "
             "another --out, or begin again with --resume never."
         )
 

@@ -166,18 +166,7 @@ def _block_of_recurrence(
         has_state = n_segments > 1
         leaves = _draw_leaves(draw, head_dim, d_state, gated=gated, has_state=has_state)
         y, final = _define_recurrence(*leaves, document)
-
-        arguments = ssd_launch.ScanArguments(
-            draw.to_device(leaves.x),
-            draw.to_device(leaves.a, torch.float32),
-            draw.to_device(leaves.b),
-            draw.to_device(leaves.c),
-            D_H=draw.to_device(leaves.D),
-            state_BHPN=draw.to_device(leaves.state, torch.float32),
-            seq_idx_BL=seq_idx,
-            softplus=gated,
-            n_segments=n_segments,
-        )
+        arguments = _scan_arguments(draw, leaves, seq_idx, n_segments)
         before_gate, actual_final, chunk_states = ssd_launch.ssd_forward(
             arguments, save_chunk_states=training
         )
@@ -186,29 +175,60 @@ def _block_of_recurrence(
             output = ssd_operators.gate(before_gate, draw.to_device(leaves.z))
         yield "output", output, y
         yield "last state", actual_final, final
-        if not training or chunk_states is None:
-            continue
-
-        # So that no sum over tokens is small by chance.
-        dy = draw(*y.shape).detach().abs() * leaves.x.detach().sign()
-        loss = (y * dy).sum()
-        dfinal = None
-        if has_state:
-            dfinal = draw(*final.shape).detach()
-            loss = loss + (final * dfinal).sum()
-        upstream = draw.to_device(dy)
-        actual = {}
-        if leaves.z is not None:
-            upstream, actual["z"] = ssd_operators.gate_gradients(
-                upstream, before_gate, draw.to_device(leaves.z)
+        if training and chunk_states is not None:
+            # So that no sum over tokens is small by chance.
+            dy = draw(*y.shape).detach().abs() * leaves.x.detach().sign()
+            loss = (y * dy).sum()
+            dfinal = None
+            if has_state:
+                dfinal = draw(*final.shape).detach()
+                loss = loss + (final * dfinal).sum()
+            actual = _kernel_gradients(
+                draw, leaves, dy, dfinal, before_gate, chunk_states, arguments
             )
-        gradients = ssd_launch.ssd_backward(
-            upstream, draw.to_device(dfinal, torch.float32), chunk_states, arguments
+            yield from _gradients(loss, leaves._asdict(), actual)
+
+
+def _scan_arguments(
+    draw: _Draw, leaves: _Leaves, seq_idx: Tensor | None, n_segments: int
+) -> ssd_launch.ScanArguments:
+    """Return the leaves as the kernel reads them. A recurrence with a gate has raw steps (softplus)."""
+    return ssd_launch.ScanArguments(
+        draw.to_device(leaves.x),
+        draw.to_device(leaves.a, torch.float32),
+        draw.to_device(leaves.b),
+        draw.to_device(leaves.c),
+        D_H=draw.to_device(leaves.D),
+        state_BHPN=draw.to_device(leaves.state, torch.float32),
+        seq_idx_BL=seq_idx,
+        softplus=leaves.z is not None,
+        n_segments=n_segments,
+    )
+
+
+def _kernel_gradients(
+    draw: _Draw,
+    leaves: _Leaves,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    before_gate: Tensor,
+    chunk_states: Tensor,
+    arguments: ssd_launch.ScanArguments,
+) -> dict[str, Tensor]:
+    """Run the backward kernels; return the gradient of each leaf by its name."""
+    upstream = draw.to_device(dy)
+    actual = {}
+    if leaves.z is not None:
+        upstream, actual["z"] = ssd_operators.gate_gradients(
+            upstream, before_gate, draw.to_device(leaves.z)
         )
-        for name, gradient in gradients._asdict().items():
-            # Without the dimensions: x_BLHP is x.
-            actual[name.rpartition("_")[0]] = gradient
-        yield from _gradients(loss, leaves._asdict(), actual)
+    gradients = ssd_launch.ssd_backward(
+        upstream, draw.to_device(dfinal, torch.float32), chunk_states, arguments
+    )
+    for name, gradient in gradients._asdict().items():
+        # Without the dimensions: x_BLHP is x.
+        actual[name.rpartition("_")[0]] = gradient
+    return actual
 
 
 def _gradients(

@@ -83,7 +83,7 @@ class NoChild(RuntimeError):
 
 
 _mistakes: dict[Trial, str | None] = {}
-"""Verdicts that this process has."""
+"""Mistake of each kernel that this process knows the verdict of; None for one that is right."""
 
 
 def trial_of(
@@ -105,8 +105,8 @@ def check_kernel(
 
 
 def check_kernels(trials: Sequence[Trial]) -> list[str | None]:
-    """Return the verdicts of several trials; those that nobody knows yet, and that no other process
-    is testing, share one child process."""
+    """Return the mistake of each trial's kernel, None if it is right. One child process tests those
+    without a verdict that no other process is testing; the others are waited for."""
     folder = None
     if any(trial not in _mistakes for trial in trials):
         folder = _shared_folder()
@@ -118,7 +118,7 @@ def check_kernels(trials: Sequence[Trial]) -> list[str | None]:
                 locked = _wait_for_one(unknown, folder, locks)
             # A process that has just ended may have left verdicts.
             to_test = [trial for trial in _unknown(unknown, folder) if trial in locked]
-            for trial, mistake in _try_all(to_test, folder):
+            for trial, mistake in _test_all(to_test, folder):
                 _mistakes[trial] = mistake
                 _write(folder, trial, mistake)
                 # Processes that wait for this verdict need not wait for the next one.
@@ -140,9 +140,9 @@ def _unknown(trials: Sequence[Trial], folder: Path | None) -> list[Trial]:
     return unknown
 
 
-def _try_all(trials: Sequence[Trial], folder: Path | None) -> Iterator[tuple[Trial, str | None]]:
-    """Yield each trial with its verdict as soon as it is known. A child ends with the first kernel
-    that is not right: an illegal address would make all later ones look wrong."""
+def _test_all(trials: Sequence[Trial], folder: Path | None) -> Iterator[tuple[Trial, str | None]]:
+    """Yield each trial with its kernel's mistake as soon as it is known. A child ends with the first
+    kernel that is not right: an illegal address would make all later ones look wrong."""
     remaining = list(trials)
     while remaining:
         begin = time.monotonic()
@@ -173,7 +173,7 @@ def _describe(trials: Sequence[Trial]) -> str:
 
 
 def _ask_child(trials: Sequence[Trial]) -> Iterator[str | None]:
-    """Yield the verdicts of the first trials, at least one, as a new child process finds them.
+    """Yield the mistakes of the first trials, at least one, as a new child process finds them.
 
     Raises NoChild if the child does not come as far as the first trial.
     """

@@ -70,6 +70,10 @@ CASES = """
     run tiny --dry-run --evaluation.n-pairs: evaluation.stated_pairs 8
     recipes large: llama_1b
     cache-logits tiny --top-k 0: --top-k 0
+    score --sinks 9: --sinks 9 --window
+    prepare-data --tokenizer tiny --sources tiny --out {}/out --chat --text-column body: --text-column 'body' --chat
+    generate-data --model tiny --tokens 20K --out {}/out --seq-len 99: --seq-len 99 --top-k-logits
+    export --model x --out y --format onnx --max-shard-size 1MB: --max-shard-size '1MB' onnx
     memory --heads '': --heads
     memory --heads 4,some: '4,some'
     memory --heads 1000: --heads 1000

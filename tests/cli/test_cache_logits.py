@@ -172,7 +172,7 @@ def test_ids_come_back_exactly_and_probabilities_to_float16(n_words: int) -> Non
         seq_len=5,
         text_fingerprint="",
         order="",
-        places=n_rows,
+        rows_read=n_rows,
         rows=n_rows,
         shard_rows=1,
     )
@@ -395,7 +395,7 @@ def test_the_whole_data_serves_another_order(job: CacheJob) -> None:
     other_order = open_rows(replace(job.run.data, seed=1), run.tokenizer)
     logits = open_logits(job.folder)
 
-    logits.check_rows(other_order, fingerprint(run.teacher), places=10**6)
+    logits.check_rows(other_order, fingerprint(run.teacher), rows_read=10**6)
 
     batch = CachedLogitsDataset(other_order, logits).batch(0, 8)
     mask = batch["mask"]

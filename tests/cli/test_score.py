@@ -100,6 +100,9 @@ def test_finished_scores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run_score(job).ranking() == scores.ranking()
     with pytest.raises(ValueError, match=naming("examples", 4, 8)):
         run_score(replace(job, examples=8))
+    # Without a race, the number of heads that will be kept changes no score.
+    exhaustive = replace(job, exhaustive=True)
+    assert exhaustive.settings == replace(exhaustive, k=7).settings
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=naming(tmp_path / "other.json")):
         run_score(replace(job, out=tmp_path / "other.json"))

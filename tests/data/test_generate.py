@@ -170,7 +170,7 @@ def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows
     rows = open_rows(config, tokenizer)
     logits = open_logits(chat_job.out / "logits")
     logits.check_settings(tokenizer, vocab_size=len(tokenizer), seq_len=seq_len, temperature=1.0)
-    logits.check_rows(rows, fingerprint(model), places=10**6)
+    logits.check_rows(rows, fingerprint(model), rows_read=10**6)
 
     ids = np.fromfile(chat_job.out / "ids-00000.bin", "<u2")
     learned = np.fromfile(chat_job.out / "learned-00000.bin", bool)
@@ -204,7 +204,7 @@ def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None
         inputs.update(options)
         return options["inputs"]
 
-    monkeypatch.setattr(writing, "generated", generated)
+    monkeypatch.setattr(writing, "generate_ids", generated)
     writing._continuations(model, tokenizer, ["The sky"], Sampling(), "0", True)
     assert tokenizer("The sky")["input_ids"][-1] == eos
     assert inputs["inputs"][0, -1] != eos
@@ -225,7 +225,7 @@ def test_a_continuation_begins_with_its_space_and_stops_at_any_end(
         padding = [options["generation_config"].pad_token_id] * 2
         return torch.cat([options["inputs"], torch.tensor([[*is_blue, end_id, *padding]])], dim=1)
 
-    monkeypatch.setattr(writing, "generated", generated)
+    monkeypatch.setattr(writing, "generate_ids", generated)
     texts = writing._continuations(model, tokenizer, ["The sky"], Sampling(), "0", True)
     assert texts == [" is blue"]
 
@@ -244,7 +244,7 @@ def test_logits_of_rows_without_a_loss_are_written(tmp_path: Path) -> None:
         rows,
         name="small",
         top_k=3,
-        places=rows.n_rows,
+        rows_read=rows.n_rows,
         vocab_size=99,
     )
     assert open_logits(tmp_path).header.measured == {"rows": 4, "tokens": 0}

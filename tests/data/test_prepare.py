@@ -273,7 +273,7 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
     for number in range(3):
         write_source(tmp_path / "files" / f"{number}.jsonl", texts(10, 10 * number))
     sources = [str(tmp_path / "files")]
-    batches, places = zip(*documents.document_batches(sources, "text", 100))
+    batches, positions = zip(*documents.document_batches(sources, "text", 100))
     assert list(itertools.chain.from_iterable(batches)) == texts(30)
     assert len(batches) > 6
     read = documents.read_file
@@ -284,13 +284,13 @@ def test_files_that_were_read_are_not_opened_again(tmp_path, monkeypatch):
         return read(path, column)
 
     monkeypatch.setattr(documents, "read_file", recorded)
-    for number, place in enumerate(places, 1):
-        # A place is kept as JSON.
-        read_back = json.loads(json.dumps(place))
+    for number, position in enumerate(positions, 1):
+        # A position is kept as JSON.
+        read_back = json.loads(json.dumps(position))
         rest = documents.document_batches(sources, "text", 100, read_back)
         assert [batch for batch, _ in rest] == list(batches[number:])
 
-    # Each place leaves fewer files to open; behind the last one nothing is left.
+    # Each position leaves fewer files to open; behind the last one nothing is left.
     n_opened = [opened.count(f"{number}.jsonl") for number in range(3)]
     assert n_opened[0] < n_opened[1] < n_opened[2]
     assert n_opened[2] == len(batches) - 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_family_model
-from students import keep
+from students import keep, same_logits
 from test_falcon_h1 import stirred
 from transformers import AutoModelForCausalLM
 
@@ -77,10 +77,21 @@ def test_heads_of_a_size_that_vllm_takes_stay_as_they_are(tmp_path: Path) -> Non
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_what_vllm_would_leave_out_is_refused() -> None:
+@torch.no_grad()
+def test_what_vllm_would_leave_out_is_refused(tmp_path: Path) -> None:
     biased = student_of(make_family_model("qwen2", vocab_size=300), *UNEVEN)
     (reason,) = vllm.obstacles(biased)
     assert "q_proj, k_proj, v_proj" in reason
+
+    # Zero biases are none.
+    for name, parameter in biased.named_parameters():
+        if ".attention." in name and name.endswith("_proj.bias"):
+            parameter.data.zero_()
+    assert vllm.obstacles(biased) == []
+    vllm.write(biased, None, tmp_path, "2GB")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids_BL = torch.arange(60).view(2, 30)
+    same_logits(stock(ids_BL).logits, biased(ids_BL).logits)
 
     yarn = student_of(make_family_model("llama", rope_parameters=YARN), *UNEVEN)
     (reason,) = vllm.obstacles(yarn)

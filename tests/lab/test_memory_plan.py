@@ -298,7 +298,7 @@ def test_timing_lets_transformers_choose_the_attention_and_students_write(
 ) -> None:
     teacher = family_model("gemma2", num_hidden_layers=1)
     teacher.save_pretrained(tmp_path)
-    write = OnPolicy.generated_text
+    write = OnPolicy.generate_text
     n_written = 0
 
     def count_and_write(*args: Any) -> Any:
@@ -306,7 +306,7 @@ def test_timing_lets_transformers_choose_the_attention_and_students_write(
         n_written += 1
         return write(*args)
 
-    monkeypatch.setattr(OnPolicy, "generated_text", count_and_write)
+    monkeypatch.setattr(OnPolicy, "generate_text", count_and_write)
     stages = (Align(**QUICK), DistillOnPolicy(**QUICK))
     run = small_run(gpus=1, teacher=TeacherConfig(str(tmp_path)), stages=stages)
     plan = HeadPlan.random(teacher, 3, seed=0)

@@ -179,6 +179,7 @@ def test_a_mask_that_hides_nothing_or_known_documents_is_read(student: HybridFor
     causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, -1, -1)
     causally = logits(student, ids, attention_mask=causal, use_cache=False)
     # Layers with windows read it as it is: it does not have their windows.
+    assert layer_windows(student.config) == layer_windows(student.model.config)
     if not any(layer_windows(student.model.config)):
         close(causally, logits(student, ids, use_cache=False))
     seq_idx = torch.tensor([[0] * 4 + [1] * 7] * 2)

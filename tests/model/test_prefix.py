@@ -82,6 +82,17 @@ def check_continuations(student: Any, cache: HybridCache, ids: Tensor, mask: Ten
         assert torch.equal(continued(student, cache.copy(), whole, whole_mask), text)
 
 
+def test_a_prefix_that_ends_in_a_piece_of_one_token_is_saved(student, tmp_path: Path) -> None:
+    ids = tokens(2, 9)
+    in_pieces = student.prefill(ids, chunk_size=4)
+    extended = student.prefill(ids[:, 8:], cache=student.prefill(ids[:, :8]))
+    for number, cache in enumerate((in_pieces, extended)):
+        cache.save(tmp_path / str(number))
+        check_continuations(
+            student, student.load_cache(tmp_path / str(number), ids), ids, torch.ones_like(ids)
+        )
+
+
 # Copies
 
 

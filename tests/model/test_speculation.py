@@ -278,7 +278,7 @@ def test_the_cache_of_a_speculation_is_that_of_its_text_and_records_no_more(stud
     output = student.generate(repetitive(), **options)
     text = output.sequences
     cache = cache_of(output)
-    assert not any(layer.record_past or layer.forwards for layer in cache.layers)
+    assert not any(layer.record_past or layer.recorded for layer in cache.layers)
 
     n_held = cache.get_seq_length()
     step = logits(student, text[:, n_held:], cache=cache)

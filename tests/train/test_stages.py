@@ -449,7 +449,7 @@ def test_the_student_continues_the_document_at_hand():
     """Written rows number their documents: 0 before the one at hand, 1 itself, 2 after its end."""
     stage, batch = own_text()
 
-    written = stage.generated_text(batch, range(8))
+    written = stage.generate_text(batch, range(8))
 
     prompts = batch["input_ids"][:, :N_PROMPT]
     assert torch.equal(written["input_ids"][:, :N_PROMPT], prompts)
@@ -473,7 +473,7 @@ def test_the_student_continues_the_document_at_hand():
 
 def test_what_the_student_wrote_is_judged_as_if_alone():
     stage, batch = own_text()
-    written = stage.generated_text(batch, range(8))
+    written = stage.generate_text(batch, range(8))
     ended_early = written["mask"].sum(1) < N_NEW
     row = int(ended_early.nonzero()[0])
     alone = document(written, row, number=1)

@@ -224,8 +224,8 @@ def _mamba1_scan(mixer: Mixer, calls: Calls) -> Scan:
         log_a_LN = dt_L1 * a_CN[channel]
         # A state is a head with N = 1; the channel's matrix is the sum of theirs.
         b_LN1 = (dt_L1 * b_LN)[..., None]
-        of_states = mixing_matrix(log_a_LN[None], b_LN1[None], c_LN[None, ..., None])[0]
-        matrix_LS = of_states.sum(0)
+        state_matrices = mixing_matrix(log_a_LN[None], b_LN1[None], c_LN[None, ..., None])[0]
+        matrix_LS = state_matrices.sum(0)
         # D passes a token's own input on, past the state.
         matrix_LS.diagonal().add_(d_C[channel])
         return matrix_LS, x_LC[:, channel, None], scale_LC[:, channel, None]

@@ -256,5 +256,7 @@ def _bytes_in_computation(site: HeadSite) -> int:
     # Every state of a Mamba-1 channel has its own matrix.
     n_matrices = mixer.A_log.shape[-1] if site.kind == "channel" else 1
     # Eager attention computes the maps of all heads at once: scores and softmax in float32.
-    of_maps = 8 * site.n_heads if site.kind in ("attention", "hybrid") else 0
-    return max(BYTES_PER_MIXING_ENTRY * n_matrices, of_maps)
+    map_bytes = 0
+    if site.kind in ("attention", "hybrid"):
+        map_bytes = 8 * site.n_heads
+    return max(BYTES_PER_MIXING_ENTRY * n_matrices, map_bytes)

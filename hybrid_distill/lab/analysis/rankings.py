@@ -61,20 +61,20 @@ def compare_rankings(
     longest = max(len(ranked_a), len(ranked_b))
     shortest = min(len(ranked_a), len(ranked_b))
     ks = sorted({k for k in ks if 0 < k <= shortest})
-    # Of the heads that both rank, in a's order; these correlate as the two orders do.
-    places = [ranked_b.index(head) for head in ranked_a if head in ranked_b]
+    # Positions in b of the heads that both rank, in a's order: they correlate as the two orders do.
+    positions_in_b = [ranked_b.index(head) for head in ranked_a if head in ranked_b]
     spearman = math.nan
     kendall = math.nan
-    if len(places) > 1:
-        in_order = range(len(places))
-        spearman = statistic(stats.spearmanr(in_order, places))
-        kendall = statistic(stats.kendalltau(in_order, places))
+    if len(positions_in_b) > 1:
+        in_order = range(len(positions_in_b))
+        spearman = statistic(stats.spearmanr(in_order, positions_in_b))
+        kendall = statistic(stats.kendalltau(in_order, positions_in_b))
     return RankingComparison(
         overlap={k: len(set(ranked_a[:k]) & set(ranked_b[:k])) / k for k in ks},
         chance={k: k / longest for k in ks},
         spearman=spearman,
         kendall=kendall,
-        n_common=len(places),
+        n_common=len(positions_in_b),
     )
 
 

@@ -91,7 +91,7 @@ def memory_plan(
         "teacher": teacher,
         # Kept for the backward.
         "activations": int(tokens * activations),
-        # Of float32 weights, by autocast.
+        # Autocast's copies of float32 weights.
         "bf16 copies": BF16 * copied if shape.bf16 else 0,
         # Logits of a chunk of tokens, and the gradients that are computed with the loss.
         "loss chunk": loss,

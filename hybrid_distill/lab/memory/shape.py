@@ -70,7 +70,7 @@ class StageShape:
         self.weights = Weights.of(stage, teacher, sharded_layers, computed)
         self.teacher_itemsize = teacher.dtype.itemsize
         embedding: Any = (student if self.end_to_end else teacher).get_input_embeddings()
-        # Of hidden states between the student's layers.
+        # Bytes of a number between the student's layers.
         self.hidden_itemsize: int = embedding.weight.element_size()
 
 

@@ -242,7 +242,7 @@ def widest(base: RunConfig, d_state: Sequence[int], window: Sequence[int]) -> Ru
 
 def _settings(base: RunConfig, share: bool) -> Record:
     """Return all settings of a sweep, its evaluation included, that may not change when it resumes."""
-    of_runs = settings(base, base.stage_names)
+    run_settings = settings(base, base.stage_names)
     # The grid's, which may grow.
-    del of_runs["student"]["window"]
-    return {"share": share, "evaluation": fixed_fields(base.evaluation), **of_runs}
+    del run_settings["student"]["window"]
+    return {"share": share, "evaluation": fixed_fields(base.evaluation), **run_settings}

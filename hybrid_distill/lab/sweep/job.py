@@ -18,7 +18,7 @@ from ...flags import parse_as
 from ...locking import locked
 from ...pipeline import RunInputs
 from ...pipeline.checks import check_data, check_evaluation, check_student, check_teachers
-from ...pipeline.inputs import shape_of_teacher
+from ...pipeline.inputs import teacher_without_weights
 from ...pipeline.planning import scores_from_file
 from ...plan import HeadPlan
 from ...recipe import ask_recipe, config_of, on_asked_teacher
@@ -93,8 +93,8 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
     check_data(inputs)
     check_evaluation(inputs)
     check_student(inputs, PlanConfig("none", k=0))
-    # Of the teacher, only its config has been read so far.
-    teacher = shape_of_teacher(base.teacher)
+    # So far, only the config of the teacher has been read.
+    teacher = teacher_without_weights(base.teacher)
     scores_from_file(base, teacher)
     cells = grid.cells(HeadPlan.none(teacher))
     words = [str(job.recipe)]
@@ -185,16 +185,16 @@ def base_config(job: SweepJob, recipe: ModuleType, grid: Grid) -> RunConfig:
             flags.append(f"--{section}{dot}no-{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
-    of_recipe = on_asked_teacher(config_of(recipe), flags)
+    recipe_run = on_asked_teacher(config_of(recipe), flags)
     window = max(grid.window)
-    if window > of_recipe.student.window:
+    if window > recipe_run.student.window:
         flags += ["--student.window", str(window)]
     read_by_cells: tuple[str, ...] = ()
     if "restoration" in grid.selection:
         read_by_cells = ("scoring.n_pairs", "scoring.n_queries", "scoring.restoration_examples")
-    default = with_stage_flags(of_recipe)
+    default = with_stage_flags(recipe_run)
     changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
-    base = without_stage_flags(changed, of_recipe, unchecked=read_by_cells)
+    base = without_stage_flags(changed, recipe_run, unchecked=read_by_cells)
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."

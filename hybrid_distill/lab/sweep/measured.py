@@ -27,7 +27,8 @@ CONTEXT = 4096
 FEW_QUESTIONS = 64
 """Number of questions assumed if no file records it."""
 SETTING = ["selection", "heads", "held"]
-NO_SHARES = ["perplexity", "kl_to_teacher"]
+LOWER_IS_BETTER = ["perplexity", "kl_to_teacher"]
+"""Figures of which less is better. All others are shares."""
 UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
@@ -195,8 +196,10 @@ class SweepResults:
         settings = self.compared(quality)
         if ALL in settings.index:
             settings = without(settings, TEACHER)
-        sign = -1 if quality.name in NO_SHARES else 1
-        settings = settings.assign(better=sign * settings["mean"])
+        better = settings["mean"]
+        if quality.name in LOWER_IS_BETTER:
+            better = -better
+        settings = settings.assign(better=better)
         settings = settings.sort_values(["bytes", "better"], ascending=[True, False], kind="stable")
         best_of_smaller = settings.better.cummax().shift(fill_value=-math.inf)
         return settings.loc[settings.better > best_of_smaller]
@@ -230,7 +233,7 @@ def _estimate(rows: pd.DataFrame, columns: list[str]) -> Estimate:
     quantile = stats.t.ppf(0.975, n_seeds.where(n_seeds > 1) - 1)
     margin = pd.DataFrame(grouped.sem()) * quantile
     most = (mean - 0.5).abs() + 0.5
-    most[[name for name in NO_SHARES if name in most]] = math.inf
+    most[[name for name in LOWER_IS_BETTER if name in most]] = math.inf
     return mean, margin.clip(upper=most)
 
 

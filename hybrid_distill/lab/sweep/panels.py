@@ -25,7 +25,7 @@ from ..reporting.figures import (
     percent_axis,
 )
 from .grid import ALL, NONE
-from .measured import NO_SHARES, SweepResults, size_text, without
+from .measured import LOWER_IS_BETTER, SweepResults, size_text, without
 from .results import TEACHER
 
 NAMES = {
@@ -65,7 +65,7 @@ def draw_figures(
         if quality is not None:
             qualities.append(quality)
     rows = [_row(results, quality) for quality in qualities]
-    of_retrieval = [row for row in rows if row.percent]
+    percent_rows = [row for row in rows if row.percent]
 
     groups: dict[str, list[str]] = {}
     if "knowledge" in results.rows:
@@ -79,7 +79,7 @@ def draw_figures(
     by_state: list[PanelRow] = []
     # With windows, states and windows are one text, which has no place on an axis.
     if not results.rows.window.any():
-        by_state = _with_several(of_retrieval, "held")
+        by_state = _with_several(percent_rows, "held")
     return SweepFigures(
         coverage=_panels(
             folder / "coverage.png",
@@ -108,7 +108,7 @@ def draw_figures(
         selection=_panels(
             folder / "selection.png",
             "How heads are chosen",
-            _with_several(of_retrieval, "selection"),
+            _with_several(percent_rows, "selection"),
             panel="held",
             line="selection",
             x="heads",
@@ -130,11 +130,11 @@ def _row(results: SweepResults, quality: Column) -> PanelRow:
     if not math.isnan(chance):
         levels["guessing"] = quality.scale * chance
     if TEACHER in means.index:
-        of_teacher = means.loc[TEACHER][quality.name].iloc[0]
-        if not math.isnan(of_teacher):
-            levels["teacher"] = quality.scale * of_teacher
+        teacher_value = means.loc[TEACHER][quality.name].iloc[0]
+        if not math.isnan(teacher_value):
+            levels["teacher"] = quality.scale * teacher_value
     label = quality.header.removesuffix(", %")
-    is_share = quality.name not in NO_SHARES
+    is_share = quality.name not in LOWER_IS_BETTER
     if not is_share:
         label += " (lower is better)"
     points = _points(means, margins, quality.name, quality.scale)
@@ -223,7 +223,7 @@ def _draw_front(axes: Any, results: SweepResults, quality: Column) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: _short_size(value))
     title = quality.header
-    if quality.name in NO_SHARES:
+    if quality.name in LOWER_IS_BETTER:
         title += " (lower is better)"
     else:
         percent_axis(axes)
