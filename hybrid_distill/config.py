@@ -49,7 +49,7 @@ class ScoringConfig:
 
     method: Literal["auto", "ablation", "attribution"] = "auto"
     """``ablation``: zero one head at a time. ``attribution``: each head's share of what the student's windows lose,
-    asked from farther away than they reach. By default ``attribution`` for a student with a window."""
+    on questions farther from the dictionary than they reach. By default ``attribution`` for a student with a window."""
     n_pairs: Count = 16
     """Key-value pairs in each dictionary."""
     n_examples: Count | None = None
@@ -59,7 +59,7 @@ class ScoringConfig:
     ``attribution`` and for a ``plan`` by ``restoration``."""
     distance: Count | None = None
     """Words of other text between dictionary and question for ``attribution``; by default as many as
-    ``student.window``, at most 512: heads are ranked for no longer window."""
+    ``student.window``, at most 512, the longest window that heads are ranked for."""
     prompt_format: str = "plain"
     """Prompt format for scoring and evaluation: ``plain``, ``shots=1`` (solved examples first) or ``chat`` (the
     tokenizer's template). `hybrid-distill score` prints what the teacher answers in each."""
@@ -92,10 +92,10 @@ class PlanConfig:
     k: CountOrZero = 6
     """Number of units to keep, over all layers, for ``top``, ``restoration`` and ``random``."""
     unit: Unit = "head"
-    """Unit to keep. ``head``: single heads, the only choice for ``restoration``. ``kv-group``: all query heads of a KV
-    head, for the cache of one of them. ``layer``: all heads of a layer. ``container``: ``k`` KV groups in every layer,
-    for Falcon-H1 exports (docs/export.md). A unit ranks by its best head; under ``attribution``, by the sum of its
-    heads."""
+    """Unit to keep. ``head``: single heads, the only choice for ``restoration``. ``kv-group``: all query heads
+    that share a KV head, which is cached once for all of them. ``layer``: all heads of a layer. ``container``: ``k``
+    KV groups in every layer, for Falcon-H1 exports (docs/export.md). A unit ranks by its best head; under
+    ``attribution``, by the sum of its heads."""
     seed: Seed = 0
     """Seed of the ``random`` selection."""
     layers: tuple[CountOrZero, ...] = ()
@@ -226,10 +226,10 @@ class RunConfig:
     align_share: Share = 0.1
     """Share of ``tokens`` for the stages that align heads; the others get the rest. Without a stage to align, all."""
     cache: str | None = None
-    """Largest cache of one sequence of ``context`` tokens in bf16, such as ``15MB``, or ``16%`` of the teacher's. As a
-    flag it decides ``plan.selection``, ``plan.unit``, ``plan.k``, ``student.window``, ``student.sinks`` and
-    ``student.d_state``, unless they are set too; ``--dry-run`` tells how. In Python it is a limit alone, and
-    `pipeline.budget.within_cache` decides."""
+    """Largest cache of one sequence of ``context`` tokens in bf16, such as ``15MB``, or ``16%`` of the teacher's. On
+    the command line it sets ``plan.selection``, ``plan.unit``, ``plan.k``, ``student.window``, ``student.sinks`` and
+    ``student.d_state``; flags for these take precedence, and ``--dry-run`` shows the result. In Python it is only a
+    limit: call `pipeline.budget.within_cache` to fit a run to it."""
     context: Count = 4096
     """Length in tokens at which ``cache`` holds."""
     teacher_sharding: Tunable[Literal["replicated", "sharded"]] = "replicated"
@@ -241,7 +241,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     control: Tunable[bool] = False
     """Also train the teacher itself through the stages that train whole models, in ``control/``, and show it beside the
-    student in report and card: what the stages cost by themselves. Takes as long as they do."""
+    student in report and card: this shows what the stages cost by themselves. Takes as long as they do."""
     export: Tunable[bool] = True
     """Write the student as a Hugging Face checkpoint."""
     resume: Tunable[Literal["auto", "never"]] = "auto"
@@ -289,7 +289,7 @@ class RunConfig:
             )
 
     @property
-    def attributes(self) -> bool:
+    def ranks_by_attribution(self) -> bool:
         """True if heads are ranked by attribution."""
         if self.scoring.method == "auto":
             return self.student.window > 0 and not self.plan.restores
@@ -313,8 +313,8 @@ class RunConfig:
         return isinstance(stage, Align) and stage.train == "ssm" and not self.student.d_state
 
     def resolved(self) -> RunConfig:
-        """Return the run with the stages that have something to train, their steps from ``tokens``, which is then None,
-        and dtypes as `with_dtypes`.
+        """Return the run without idle stages (`is_idle`), with steps from ``tokens`` (then None), and with dtypes as
+        `with_dtypes`.
 
         Raises ValueError if a stage gets less than one step.
         """
@@ -335,37 +335,37 @@ class RunConfig:
         return replace(self, teacher=teacher, stages=stages)
 
     def _within_tokens(self, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
-        """Return stages with steps for ``tokens`` in all.
-
-        Alignment and the other stages have a part each, which stages of one kind share in proportion to the tokens
-        that they had.
-        """
+        """Return the stages with steps that use ``tokens`` in all; alignments get ``align_share`` of them."""
         assert self.tokens is not None
         budget = number_of_tokens("tokens", self.tokens)
-        # By whether a stage aligns heads.
-        tokens_before = {True: 0, False: 0}
-        for stage in stages:
-            tokens_before[stage.is_alignment] += stage.steps * self.tokens_per_step(stage)
+        # In the order of the run: `_check_order` puts alignments first.
+        alignments = [stage for stage in stages if stage.is_alignment]
+        others = [stage for stage in stages if not stage.is_alignment]
         align_share = self.align_share
-        if not tokens_before[True]:
+        if not alignments:
             align_share = 0.0
-        if not tokens_before[False]:
+        if not others:
             align_share = 1.0
-        budgets = {True: budget * align_share, False: budget * (1 - align_share)}
-        within: list[StageConfig] = []
+        aligned = self._within_budget(alignments, budget * align_share)
+        distilled = self._within_budget(others, budget * (1 - align_share))
+        return (*aligned, *distilled)
+
+    def _within_budget(self, stages: list[StageConfig], budget: float) -> list[StageConfig]:
+        """Divide a budget of tokens among stages, in proportion to the tokens of their own steps."""
+        tokens_before = sum(stage.steps * self.tokens_per_step(stage) for stage in stages)
+        resized: list[StageConfig] = []
         for stage in stages:
             per_step = self.tokens_per_step(stage)
             own_before = stage.steps * per_step
-            kind = stage.is_alignment
-            own_tokens = budgets[kind] * own_before / tokens_before[kind]
+            own_tokens = budget * own_before / tokens_before
             steps = round(own_tokens / per_step)
             if steps < 1:
                 raise ValueError(
                     f"tokens is {self.tokens!r}, of which {stage.name} gets {own_tokens:,.0f}, less than one step of "
                     f"{per_step:,}; pass more tokens, another align_share, or smaller batches."
                 )
-            within.append(replace(stage, steps=steps))
-        return tuple(within)
+            resized.append(replace(stage, steps=steps))
+        return resized
 
     def tokens_per_step(self, stage: StageConfig) -> int:
         """Return the tokens of one optimizer step of a stage."""
@@ -391,7 +391,7 @@ class RunConfig:
             )
 
     def _check_control(self) -> None:
-        """Raise ValueError unless some stage trains whole models, and none but alignment a part of them."""
+        """Raise ValueError unless some stage trains whole models, and every stage but alignment does."""
         if not self.student_stages:
             raise ValueError(
                 f"control is set, but none of the stages ({' '.join(self.stage_names) or 'none'}) trains whole models; "

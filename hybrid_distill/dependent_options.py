@@ -18,7 +18,7 @@ def _counts_units(run: RunConfig) -> bool:
 
 
 def _counts_or_is_none(run: RunConfig) -> bool:
-    """Check whether the plan keeps ``k`` units, or none, and says so."""
+    """Check whether ``plan.k`` is read, or is the 0 that selection "none" implies."""
     return _counts_units(run) or (run.plan.selection == "none" and run.plan.k == 0)
 
 
@@ -50,7 +50,7 @@ READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         lambda run: run.plan.restores,
         "with --plan.selection restoration",
     ),
-    "scoring.distance": (lambda run: run.attributes, "with --scoring.method attribution"),
+    "scoring.distance": (lambda run: run.ranks_by_attribution, "with --scoring.method attribution"),
     "scoring.other_weights": (lambda run: run.scoring.file is not None, "with --scoring.file"),
 }
 """Condition under which each option is read, and the flag that makes it true."""
@@ -80,5 +80,5 @@ def _check_unchanged(name: str, value: T, default: T, reader: str) -> None:
         return
     flag = name.replace("_", "-")
     raise ValueError(
-        f"{name} is {value!r}, which takes effect only {reader}; change that, or leave --{flag} out."
+        f"{name} is {value!r}, which takes effect only {reader}; meet that condition, or leave out --{flag}."
     )

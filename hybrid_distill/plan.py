@@ -225,13 +225,11 @@ class HeadPlan:
         heads lower that matter for any text. A unit ranks as its best head does, or by the sum of its heads' shares
         (`HeadScores.unit_ranking`). ``unit`` is
 
-        - "head";
-        - "kv-group": all query heads that read one KV head. Once a KV head is stored for one of
-          them, the others take no further cache;
-        - "layer";
-        - "container": ``k`` KV groups in every layer, the best of each. A Falcon-H1 makes all
-          layers as large as the largest (`container_bytes`); such a plan uses all that it
-          allocates.
+        - "head": single heads;
+        - "kv-group": all query heads that read one KV head, which is cached once for all of them;
+        - "layer": all heads of a layer;
+        - "container": the ``k`` best KV groups of every layer. Falcon-H1 makes all layers as large
+          as the largest (`container_bytes`), so such a plan uses all that it allocates.
 
         Logs a warning if the cut splits a tie between heads. Raises ValueError for another unit,
         and if ``k`` exceeds the scored units.
@@ -239,13 +237,15 @@ class HeadPlan:
         cls.check_k(scores, k, unit=unit)
         if unit == "head":
             return cls.from_pairs(scores, _first_heads(scores, k, by))
-        unit_size = Shape.of(scores).heads_in(unit)
+        shape = Shape.of(scores)
+        unit_size = shape.heads_in(unit)
         ranked = scores.unit_ranking(unit_size, by)
-        n_scored = len(ranked)
         if unit == "container":
-            n_scored = _n_in_every_layer(ranked, Shape.of(scores).n_layers)
-        _check_scored(k, n_scored, unit)
-        chosen = _first_in_each_layer(ranked, k) if unit == "container" else ranked[:k]
+            _check_scored(k, _n_in_every_layer(ranked, shape.n_layers), unit)
+            chosen = _first_in_each_layer(ranked, k)
+        else:
+            _check_scored(k, len(ranked), unit)
+            chosen = ranked[:k]
         return cls.from_pairs(scores, heads_of_units(chosen, unit_size))
 
     @classmethod
@@ -339,11 +339,11 @@ class HeadPlan:
 
 
 def _head_of(pair: Sequence[int]) -> HeadId:
-    """Return a pair as plain integers, if it is of integers: elements of arrays and tensors are (argsort, topk)."""
+    """Convert a pair to plain integers; those of NumPy and torch (from argsort or topk) count as integers."""
     try:
         return HeadId(*map(index, pair))
     except TypeError:
-        # Refused with all heads that do not exist.
+        # Left as it is: `HeadPlan` refuses it as a head that does not exist.
         return HeadId(*pair)
 
 
@@ -358,11 +358,11 @@ def _first_heads(scores: Scored, k: int, by: str) -> list[HeadId]:
 
 
 def _check_scored(k: int, n_scored: int, unit: Unit) -> None:
-    """Raise ValueError for more units than are scored: fewer than the teacher has, if only some heads were."""
+    """Raise ValueError if ``k`` exceeds the scored units: scores may cover only some of the teacher's heads."""
     if k > n_scored:
         raise ValueError(
-            f"k is {k}, but only {n_scored} of unit {unit!r} are scored; pass at most {n_scored}, or scores of more "
-            "heads."
+            f"k is {k}, but only {n_scored} units of kind {unit!r} are scored; pass at most {n_scored}, or scores of "
+            "more heads."
         )
 
 

@@ -206,7 +206,7 @@ def _check_student_files(folder: Path) -> None:
 
 
 def _vocabulary_files(record: Record) -> list[str]:
-    """Return the vocabulary files of which a tokenizer's class reads one; none for a class of bytes."""
+    """Return the files of which a tokenizer's class needs at least one; none for a class of bytes without files."""
     # From transformers' own classes, by name.
     kind = tokenizer_class_from_name(str(record.get("tokenizer_class")))
     if kind is None:
@@ -269,10 +269,7 @@ def _auto_map_entries(auto_map: object) -> list[object]:
 
 
 def _read_weights(folder: Path, is_export: bool) -> dict[str, Entry]:
-    """Read the files that the index names, or model.safetensors.
-
-    An export has no others.
-    """
+    """Read the files that the index names, or model.safetensors; an export must have no other weight files."""
     weight_map = _read_weight_map(folder / INDEX)
     names = set(map(str, weight_map.values())) or {"model.safetensors"}
     _check_file_names(folder, names, is_export)
@@ -300,9 +297,9 @@ def _read_weight_map(index: Path) -> Record:
 
 
 def _check_file_names(folder: Path, names: set[str], is_export: bool) -> None:
-    """Raise ValueError unless the folder has all these files, and if it is an export, no others of weights."""
+    """Raise ValueError if one of these files is missing or, in an export, if there are other weight files."""
     present = {path.name for path in folder.glob("*.safetensors")}
-    # Names in the folder only: a name with a path in it is not among them.
+    # Compared by name: a name that contains a path is never present.
     for name in sorted(names - present):
         raise ValueError(f"{folder} has no {name}, which its weights need; copy it again.")
     if not is_export:
@@ -341,7 +338,7 @@ def _read_file(path: Path) -> dict[str, Entry]:
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    """Read what a safetensors file says of its tensors. Raises ValueError for anything else in its header."""
+    """Read the header of a safetensors file. Raises ValueError for fields or metadata that it should not have."""
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(header_size), f"the header of {path}")

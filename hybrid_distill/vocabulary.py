@@ -30,7 +30,7 @@ def check_embedding(tokenizer: PreTrainedTokenizerBase, config: Any, name: str) 
     beyond = sorted((number, token) for token, number in vocabulary.items() if number >= n_rows)
     number, token = beyond[0]
     raise ValueError(
-        f"the tokenizer {tokenizer.name_or_path or 'of this model'} has ids up to {n_ids - 1} ({len(beyond)} beyond "
-        f"the embedding, from {token!r}, {number}, on), but the embedding of {name} has {n_rows} rows; pass a model "
-        f"saved after `model.resize_token_embeddings({n_ids})`, or its tokenizer without the added tokens."
+        f"the tokenizer {tokenizer.name_or_path or 'of this model'} has ids up to {n_ids - 1}, but the "
+        f"embedding of {name} has {n_rows} rows: {len(beyond)} tokens have none, the first is {token!r} ({number}); "
+        f"pass a model saved after `model.resize_token_embeddings({n_ids})`, or its tokenizer without the added tokens."
     )

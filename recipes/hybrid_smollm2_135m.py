@@ -8,9 +8,10 @@ python recipes/hybrid_smollm2_135m.py --teacher FOLDER    # for example from imp
 Time: without training three minutes of two cores with bfloat16 instructions, nine of others; head scores are shipped.
 The 0.3 million tokens of this recipe take half an hour of an idle core with these instructions, ``--tokens 3M`` five
 and a half; ``--dry-run`` estimates it on this machine. The run resumes where it was stopped.
-Expected result: without training, needles in 2,048 tokens, knowledge and dictionaries within the window as the teacher,
-nine tenths of what it finds farther back, perplexity 5 % higher; after 0.3 million tokens of text, half an hour, all of
-that and 2.5 % (docs/real_models.md).
+Expected result: without training, the student matches the teacher on needles in 2,048 tokens, on knowledge and on
+dictionaries within the window. It keeps nine tenths of what the teacher finds farther back, with a perplexity 5 %
+higher. After half an hour of training on 0.3 million tokens, it keeps all of that, with a perplexity 2.5 % higher
+(docs/real_models.md).
 """
 
 from pathlib import Path
@@ -30,7 +31,7 @@ from hybrid_distill.train.config import Align, Distill
 
 
 def config() -> RunConfig:
-    # Longer than the window: what is lost beyond it can be learned there alone.
+    # Rows longer than the window: only there does a student learn what it has lost beyond the window.
     tokens_per_step = 2048
     return RunConfig(
         name="hybrid-smollm2-135m",
@@ -47,7 +48,8 @@ def config() -> RunConfig:
         student=StudentConfig(d_state=0, window=390, sinks=4),
         data=DataConfig(sources=("tokens/self",), chat=True, seq_len=2048),
         stages=(
-            # Left out as long as there is no state: --student.d-state 8 aligns recurrent heads beside the windows.
+            # Skipped while the student has no state. With --student.d-state 8, it aligns recurrent heads beside the
+            # windows.
             Align(
                 steps=300_000 // tokens_per_step,
                 batch_size=1,

@@ -8,9 +8,9 @@ hybrid-distill run windowed --teacher PATH --tokens 0.3M --data.sources MY_TEXT 
 Time: a minute for the embedded teacher without training. Scoring the heads is most of it: some ten minutes for SmolLM2
 on a CPU core with bfloat16 instructions, a quarter of an hour on two others, and nothing with ``--scoring.file`` of an
 earlier run. Training takes SmolLM2 half an hour of such a core for 0.3 million tokens; ``--dry-run`` estimates yours.
-Expected result: 16 % of the cache; needles and knowledge as the teacher, and text within the window; of dictionaries
-farther back, SmolLM2 keeps four fifths (docs/real_models.md). The embedded teacher answers dictionaries of 16 pairs as
-before.
+Expected result: a cache of 16 % of the teacher's. The student matches the teacher on needles, knowledge and text within
+the window. Of dictionaries farther back, SmolLM2 keeps four fifths (docs/real_models.md); the embedded teacher's
+student still answers those of 16 pairs.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ from hybrid_distill.train.config import Align, Distill
 
 
 def config() -> RunConfig:
-    # Longer than the window: what is lost beyond it can be learned there alone.
+    # Rows longer than the window: only there does a student learn what it has lost beyond the window.
     tokens_per_step = 2048
     steps = 300_000 // tokens_per_step
     return RunConfig(
@@ -38,13 +38,14 @@ def config() -> RunConfig:
         teacher=TeacherConfig(dtype="auto"),
         cache="16%",
         scoring=ScoringConfig(n_pairs=8),
-        # Stand for what the cache decides.
+        # Placeholders: the command line derives plan and window from ``cache``.
         plan=PlanConfig(selection="top", unit="kv-group", k=1),
         student=StudentConfig(d_state=0, window=16, sinks=4),
         # Conversations that the teacher wrote (`hybrid-distill generate-data`); --data.sources names other text.
         data=DataConfig(sources=("tokens/self",), chat=True, seq_len=2048),
         stages=(
-            # Left out as long as there is no state: --student.d-state 8 aligns recurrent heads beside the windows.
+            # Skipped while the student has no state. With --student.d-state 8, it aligns recurrent heads beside the
+            # windows.
             Align(
                 steps=steps,
                 batch_size=1,

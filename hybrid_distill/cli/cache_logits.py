@@ -21,7 +21,7 @@ from ..stage_flags import with_stage_flags, without_stage_flags
 from ..train.config import Distill
 from ..validation import Count, check_options
 from ..vocabulary import vocabulary_size
-from .recipes import fitted, load_recipe, override, recipe_of, usage
+from .recipes import fit_to_cache, load_recipe, override, recipe_of, usage
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,15 @@ def main(words: list[str]) -> None:
     for stage in config.student_stages:
         shown_in_help.append(f"--{stage.name}.teacher-logits")
 
-    def parsed(defaults: RunConfig) -> CacheJob:
+    def parse(defaults: RunConfig) -> CacheJob:
         prog = f"hybrid-distill cache-logits {path}"
         job = override(CacheJob(defaults), flags, prog, CacheJob.__doc__, shown_in_help)
         return replace(job, run=without_stage_flags(job.run, config))
 
     defaults = with_stage_flags(config)
-    job = parsed(defaults)
+    job = parse(defaults)
     if job.run.cache is not None:
-        run = fitted(defaults, job.run, lambda others: parsed(others).run)
+        run = fit_to_cache(defaults, job.run, lambda others: parse(others).run)
         job = replace(job, run=run)
     summary = cache_logits(job)
     if is_launched_main():

@@ -28,7 +28,10 @@ from ..teacher.location import RECIPE_FLAG, check_name, folder_or_name
 from ..validation import MB, first_line
 from .launch_plan import launch_command, memory_tables, plan_stage
 
-NO_PLAN = "No plan yet: heads are ranked when the run starts. Sizes below are for as many heads, evenly spread."
+NO_PLAN = (
+    "No plan yet: heads are ranked when the run starts. Sizes below assume the same number of heads, "
+    "evenly spread."
+)
 
 
 def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
@@ -45,22 +48,10 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
         stages_text += ", and those that train whole models again for the control"
     heading = f"{config.name}: {config.teacher.path} as a hybrid, {stages_text}; into {config.out}"
     check_name(config.teacher.path, RECIPE_FLAG)
-    try:
-        load_config(config.teacher.path, config.teacher.revision)
-    except (OSError, ValueError) as error:
-        # What a folder lacks is one of the problems.
-        if not isinstance(folder_or_name(config.teacher.path), Path):
-            missing = (
-                "The launch command, plan, sizes and memory follow from the teacher's config, and "
-                f"{RECIPE_FLAG} {first_line(error)} (--teacher tiny is the embedded one.)"
-            )
-            return "\n\n".join([*settings, heading, missing])
-    # Several checks read the plan.
-    problems = list(dict.fromkeys(_problems(config)))
-    if problems:
-        if len(problems) > 1:
-            problems = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
-        raise ValueError(f"the run would not start: {' '.join(problems)}")
+    missing = _missing_config(config)
+    if missing:
+        return "\n\n".join([*settings, heading, missing])
+    _check_would_start(config)
     teacher = teacher_without_weights(config.teacher)
     plan, plan_text = _plan(config, teacher)
     stages = [plan_stage(config, stage, plan) for stage in config.stages]
@@ -79,6 +70,31 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     if time:
         blocks.append(time)
     return "\n\n".join([*blocks, *settings])
+
+
+def _missing_config(config: RunConfig) -> str:
+    """Say that the config of a teacher on the hub cannot be read here; empty if it can."""
+    try:
+        load_config(config.teacher.path, config.teacher.revision)
+    except (OSError, ValueError) as error:
+        # `_problems` reports what a local folder lacks.
+        if not isinstance(folder_or_name(config.teacher.path), Path):
+            return (
+                "The launch command, plan, sizes and memory follow from the teacher's config, and "
+                f"{RECIPE_FLAG} {first_line(error)} (--teacher tiny is the embedded one.)"
+            )
+    return ""
+
+
+def _check_would_start(config: RunConfig) -> None:
+    """Raise ValueError with all reasons why the run would not start."""
+    # Once each: several checks read the plan and find the same fault.
+    problems = list(dict.fromkeys(_problems(config)))
+    if not problems:
+        return
+    if len(problems) > 1:
+        problems = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
+    raise ValueError(f"the run would not start: {' '.join(problems)}")
 
 
 def _preparations(config: RunConfig) -> tuple[list[str], str]:

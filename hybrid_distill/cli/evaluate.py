@@ -36,8 +36,8 @@ def command(
         prompt_format: Prompt format, instead of the run's: plain, shots=1 or chat; implies --again.
             The next start of the run measures again in its own.
         speed: Measure speed and memory of the run's student and teacher instead, at contexts of 2,048,
-            8,192 and 32,768 tokens as far as they reach and as a length takes at most five minutes;
-            writes RUN_DIR/speed.json.
+            8,192 and 32,768 tokens, except those beyond the model's context or estimated to take over
+            five minutes; writes RUN_DIR/speed.json.
     """
     _check_flags(run_dir, job, n_examples, prompt_format, speed)
     # Imported here: they load torch, which flags and --help do without.

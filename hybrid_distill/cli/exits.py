@@ -132,15 +132,17 @@ def _report(error: Exception, status: int) -> None:
     raised_by_all = status == 0 or isinstance(error, IN_EVERY_PROCESS)
     if raised_by_all and not is_launched_main():
         return
-    print(error if isinstance(error, Interrupted) else f"error: {error}", file=sys.stderr)
+    prefix = "" if isinstance(error, Interrupted) else "error: "
+    print(f"{prefix}{error}", file=sys.stderr)
 
 
 def _exit_status(error: Exception) -> int | None:
     """Return the exit status of an error; None for a bug."""
     if isinstance(error, Interrupted):
-        # A launcher takes any other status of a process for its failure.
-        stays = is_launched_with_others() or not is_ctrl_c(error)
-        return 0 if stays else CTRL_C
+        # Not under a launcher, which takes any status but 0 for a failure of the process.
+        if is_ctrl_c(error) and not is_launched_with_others():
+            return CTRL_C
+        return 0
     if isinstance(error, (ValueError, OSError, WorldError, OtherProcessError)):
         return 2
     # Imported late: both load torch, which a command that fails at once has not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from functools import partial
@@ -88,28 +89,36 @@ def plan_stage(config: RunConfig, stage: StageConfig, plan: HeadPlan) -> Planned
         world=config.gpus,
         micro_batch=micro_batch,
         seq_len=longest,
-        micro_batches=-(-n_rows // micro_batch),
+        micro_batches=math.ceil(n_rows / micro_batch),
         teacher_sharding=config.teacher_sharding,
     )
-    names = STRATEGIES if config.gpus > 1 else STRATEGIES[:1]
-    if not shape.shardable:
-        names = [name for name in names if name not in ("zero3", "fsdp2")]
-    if stage.on_divergence == "skip":
-        # DeepSpeed steps before anyone has seen the gradient: `Zero` refuses.
-        names = [name for name in names if not name.startswith("zero")]
+    strategies = _strategies(config, stage, shape)
 
-    def of_every_strategy(gradient_checkpointing: bool) -> pd.DataFrame:
+    def plan_all(gradient_checkpointing: bool) -> pd.DataFrame:
         columns = {}
-        for name in names:
+        for name in strategies:
             columns[name] = plan_for(strategy=name, gradient_checkpointing=gradient_checkpointing)
         return pd.DataFrame(columns)
 
     return PlannedStage(
         stage,
         _heading(stage, micro_batch, longest, n_tokens=stage.steps * stage.batch_size * seq_len),
-        as_configured=of_every_strategy(stage.gradient_checkpointing),
-        with_checkpointing_toggled=of_every_strategy(not stage.gradient_checkpointing),
+        as_configured=plan_all(stage.gradient_checkpointing),
+        with_checkpointing_toggled=plan_all(not stage.gradient_checkpointing),
     )
+
+
+def _strategies(config: RunConfig, stage: StageConfig, shape: StageShape) -> list[str]:
+    """Return the strategies that a stage can train under."""
+    if config.gpus == 1:
+        return list(STRATEGIES[:1])
+    names: list[str] = list(STRATEGIES)
+    if not shape.shardable:
+        names = [name for name in names if name not in ("zero3", "fsdp2")]
+    if stage.on_divergence == "skip":
+        # DeepSpeed steps before anyone has seen the gradient: `Zero` refuses.
+        names = [name for name in names if not name.startswith("zero")]
+    return names
 
 
 def _heading(stage: StageConfig, micro_batch: int, length: int, n_tokens: int) -> str:

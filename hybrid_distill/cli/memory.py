@@ -150,21 +150,28 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
         bytes_per_element=BYTES[job.dtype],
         state_bytes=BYTES[job.state_dtype],
     )
-    scores = None if job.scores is None else HeadScores.load(job.scores)
     replacements = job.replacements()
     lengths = numbers("lengths", job.lengths, least=1)
-    n_every_head = shape.plan.n_layers * shape.plan.n_heads
     rows = []
+    for name, plan in _plans(job, shape).items():
+        sizes_of_replaced = [(0, 0)] if plan.keeps_all else replacements
+        for (d_state, window), length in product(sizes_of_replaced, lengths):
+            sinks = min(job.sinks, window)
+            size = n_bytes(plan, length=length, d_state=d_state, window=window, sinks=sinks)
+            setting = (name, plan.n_stored_kv_heads, d_state, window, length)
+            rows.append((*setting, size.kv, size.window, size.ssm, size.conv))
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _plans(job: MemoryJob, shape: ModelShape) -> dict[str, HeadPlan]:
+    """Return the plans of all numbers of heads, by the names of their rows."""
+    scores = None if job.scores is None else HeadScores.load(job.scores)
+    n_every_head = shape.plan.n_layers * shape.plan.n_heads
+    plans: dict[str, HeadPlan] = {}
     for k in numbers("heads", job.heads, least=0, named={"all": n_every_head}):
         HeadPlan.check_k(shape.plan, k, "--heads")
-        sizes_of_replaced = replacements if k < n_every_head else [(0, 0)]
-        for name, plan in _placements(shape, k, scores).items():
-            for (d_state, window), length in product(sizes_of_replaced, lengths):
-                sinks = min(job.sinks, window)
-                size = n_bytes(plan, length=length, d_state=d_state, window=window, sinks=sinks)
-                setting = (name, plan.n_stored_kv_heads, d_state, window, length)
-                rows.append((*setting, size.kv, size.window, size.ssm, size.conv))
-    return pd.DataFrame(rows, columns=COLUMNS)
+        plans |= _placements(shape, k, scores)
+    return plans
 
 
 def _placements(shape: ModelShape, k: int, scores: HeadScores | None) -> dict[str, HeadPlan]:

@@ -147,25 +147,24 @@ def recipe_of(words: Sequence[str], command: str) -> tuple[Path, list[str]]:
     return Path(words[0]), list(words[1:])
 
 
-def fitted(
-    flags: RunConfig, config: RunConfig, parsed: Callable[[RunConfig], RunConfig]
+def fit_to_cache(
+    defaults: RunConfig, config: RunConfig, parse: Callable[[RunConfig], RunConfig]
 ) -> RunConfig:
-    """Return the run with the plan and student that fit ``config.cache``; what words set by hand stands.
+    """Return the run with the plan and student that fit ``config.cache``; flags for these take precedence.
 
-    ``config`` is what the words have made of the ``flags``, and ``parsed`` makes it of others.
+    ``parse`` applies the command line to a run: ``config`` is ``parse(defaults)``.
     """
-    # The command line answers before transformers is imported.
+    # Imported late: they load transformers, which flags and --help do without.
     from ..pipeline.budget import SINKS, longest_window, within_cache
     from ..teacher import load_config
 
-    # States and sinks that were set by hand take their part of the cache first.
-    windowed = replace(
-        flags.student, d_state=0, window=max(SINKS, longest_window(config)), sinks=SINKS
-    )
-    by_hand = parsed(replace(flags, student=windowed)).student
+    # Parsed a first time to learn the state and sinks that flags set: these take their part of the cache first.
+    longest = max(SINKS, longest_window(config))
+    windowed = replace(defaults.student, d_state=0, window=longest, sinks=SINKS)
+    student = parse(replace(defaults, student=windowed)).student
     teacher = load_config(config.teacher.path, config.teacher.revision)
-    fitting = within_cache(config, teacher, d_state=by_hand.d_state, sinks=by_hand.sinks)
-    return parsed(replace(flags, plan=fitting.plan, student=fitting.student))
+    fitting = within_cache(config, teacher, d_state=student.d_state, sinks=student.sinks)
+    return parse(replace(defaults, plan=fitting.plan, student=fitting.student))
 
 
 def override(

@@ -44,17 +44,17 @@ def run_with_flags(
     from ..pipeline.run import run
     from ..recipe import checked_config, on_asked_teacher
     from ..stage_flags import with_stage_flags, without_stage_flags
-    from .recipes import fitted, override
+    from .recipes import fit_to_cache, override
 
     base = on_asked_teacher(checked_config(default, recipe), words)
-    flags = with_stage_flags(base)
+    defaults = with_stage_flags(base)
 
-    def parsed(defaults: RunConfig) -> RunConfig:
-        return without_stage_flags(override(defaults, words, prog, description), base)
+    def parse(run_config: RunConfig) -> RunConfig:
+        return without_stage_flags(override(run_config, words, prog, description), base)
 
-    config = parsed(flags)
+    config = parse(defaults)
     if config.cache is not None:
-        config = fitted(flags, config, parsed)
+        config = fit_to_cache(defaults, config, parse)
     if config.dry_run:
         from .dry_run import describe
 

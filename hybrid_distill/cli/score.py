@@ -68,7 +68,7 @@ class ScoreJob:
     """kv, letters, or a RULER task (docs/scores.md lists them)."""
     prompt_format: str = PLAIN
     """Prompt format: ``plain``, ``shots=1`` (with one solved example) or ``chat`` (the tokenizer's
-    template). Before scoring, a line says what the model answers in each."""
+    template). The model's accuracy in each is printed before scoring."""
     pairs: str = "16"
     """Dictionary sizes of kv; several alternate (``10,25,50``)."""
     queries: Count | None = None
@@ -95,7 +95,7 @@ class ScoreJob:
     """Score every head on every prompt, instead of dropping those that are clearly not in the
     top k. Not with a ``window``."""
     control_texts: str = TINY
-    """Where the control texts come from: ``tiny`` or a file."""
+    """Control texts: ``tiny`` or a file."""
     n_control_texts: CountOrZero = 16
     """Plain texts that reveal heads which matter for any text. Not with a ``window``."""
     min_accuracy: Share | None = None
@@ -148,11 +148,17 @@ class ScoreJob:
     def probe_options(self) -> dict[str, object]:
         """Options of all probes; each takes its own."""
         sizes = tuple(numbers("pairs", self.pairs, least=1))
+        n_queries = self.queries
+        if n_queries is None:
+            n_queries = 1 if self.window else default_queries(sizes)
+        distance = self.distance
+        if distance is None:
+            # A word has a token or more: a window never reaches the dictionary.
+            distance = self.window
         return {
             "pairs": sizes,
-            "n_queries": self.queries or (1 if self.window else default_queries(sizes)),
-            # A word has a token or more: a window never reaches the dictionary.
-            "distance": self.window if self.distance is None else self.distance,
+            "n_queries": n_queries,
+            "distance": distance,
             "n_tokens": self.length,
             "facts": self.facts,
             "seed": self.seed,
@@ -165,9 +171,9 @@ class ScoreJob:
         for name in ("out", "batch_size", "allow_bin", "min_accuracy"):
             del settings[name]
         if self.window or self.exhaustive:
-            # Racing alone drops heads by it.
+            # Only racing, which drops heads outside of the top k, reads it.
             del settings["k"]
-        # As in the file.
+        # Through JSON, as in the file that it is compared with.
         return json.loads(json.dumps(settings, default=str))
 
     @property
@@ -339,7 +345,7 @@ def _check_reach(job: ScoreJob, model: PreTrainedModel) -> None:
     for name, size in {"--distance": job.distance or 0, "--window": job.window}.items():
         if longest is not None and size >= longest:
             raise ValueError(
-                f"{name} is {size}, and the context of {job.model} {longest} tokens; pass less than {longest}."
+                f"{name} is {size}, but {job.model} has a context of {longest} tokens; pass less than {longest}."
             )
 
 

@@ -50,12 +50,12 @@ def evaluate(
 ) -> EvalResult:
     """Measure a Hugging Face decoder or a hybrid student; only agreement needs the ``teacher``.
 
-    KV retrieval is measured by choice and by generation for every dictionary size, and with a
-    ``distance`` once more by choice, for the smallest size, with so many words before the question:
-    beyond the windows of a student. ``seed`` (use
-    another than for scoring heads) and ``keys`` (default: common nouns) determine the prompts,
-    ``prompt_format`` their format (`with_prompt_format`). Questions of ``knowledge`` are asked
-    unchanged. Each of the ``held_out_texts`` is cut at ``max_text_tokens``.
+    KV retrieval is measured for every dictionary size, by choice and by generation. With a
+    ``distance``, the smallest size is also measured by choice with that many words between
+    dictionary and question, beyond a student's windows. ``seed`` and ``keys`` (default: common
+    nouns) determine the prompts; use another seed than for scoring heads. ``prompt_format`` is
+    their format (`with_prompt_format`); questions of ``knowledge`` are asked unchanged. Each of the
+    ``held_out_texts`` is cut at ``max_text_tokens``.
     """
     keys = NOUNS if keys is None else tuple(keys)
     examples = {}

@@ -46,6 +46,37 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
     is one task or group. Raises ValueError for unknown tasks, bad options, missing packages, and
     tasks whose questions cannot be loaded.
     """
+    _check_job(job)
+    if not RULER.keys().isdisjoint(job.names):
+        load_generators()
+    stock = [name for name in job.names if name not in PROBES and name not in RULER]
+    manager = _manager_of(stock, job.include_path)
+    tasks: dict[str, list[Untyped]] = {}
+    failures: dict[str, str] = {}
+    for name in stock:
+        try:
+            loaded: Untyped = manager.load([name])
+        except Exception as error:  # the hub, its libraries and task files raise many kinds
+            failures[name] = f"{type(error).__name__}: {first_line(error)}"
+            continue
+        if name in loaded["groups"]:
+            tasks[name] = [loaded["groups"][name]]
+        else:
+            tasks[name] = list(loaded["tasks"].values())
+    if failures:
+        # Without a network, all tasks fail for the same reason.
+        reason = next(iter(failures.values()))
+        raise ValueError(
+            f"lm-eval cannot load {', '.join(failures)} ({reason}); without a network, bring a copy "
+            "of the Hugging Face cache, or pass task files with --include-path "
+            "(docs/evaluation.md), or leave them out of --suite."
+        )
+    return tasks
+
+
+def _check_job(job: SuiteJob) -> None:
+    """Raise ValueError for a job without tasks, for options that no task reads, for missing files, and without
+    lm-eval."""
     if not job.names:
         raise ValueError(
             f"--suite is {job.suite!r}; pass a suite ({', '.join(SUITES)}) or tasks, such as kv."
@@ -62,31 +93,6 @@ def load_tasks(job: SuiteJob) -> dict[str, list[Untyped]]:
         raise ValueError(f"--facts {job.facts} is not a file; pass one of JSON lines.")
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("lm-eval is not installed; pip install 'lm-eval[ruler]'.")
-    if not RULER.keys().isdisjoint(job.names):
-        load_generators()
-    stock = [name for name in job.names if name not in PROBES and name not in RULER]
-    manager = _manager_of(stock, job.include_path)
-    tasks: dict[str, list[Untyped]] = {}
-    reasons: dict[str, str] = {}
-    for name in stock:
-        try:
-            loaded: Untyped = manager.load([name])
-        except Exception as error:  # the hub, its libraries and task files raise many kinds
-            reasons[name] = f"{type(error).__name__}: {first_line(error)}"
-            continue
-        if name in loaded["groups"]:
-            tasks[name] = [loaded["groups"][name]]
-        else:
-            tasks[name] = list(loaded["tasks"].values())
-    if reasons:
-        # Without a network, all tasks fail for the same reason.
-        reason = next(iter(reasons.values()))
-        raise ValueError(
-            f"lm-eval cannot load {', '.join(reasons)} ({reason}); without a network, bring a copy "
-            "of the Hugging Face cache, or pass task files with --include-path "
-            "(docs/evaluation.md), or leave them out of --suite."
-        )
-    return tasks
 
 
 def _manager_of(names: list[str], include_path: Path | None) -> TaskManager:
@@ -185,7 +191,7 @@ def make_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Sui
 
 
 def _prompt_lengths(task: Untyped, lm: Untyped, job: SuiteJob) -> list[int]:
-    """Count the tokens each request needs; a text that lm-eval reads in windows always fits."""
+    """Count the tokens that each request needs; 0 for a text that lm-eval reads in windows, which always fits."""
     task.set_fewshot_seed(job.seed)
     with redirect_stderr(StringIO()):  # evaluate builds them again, and shows its own progress
         task.build_all_requests(limit=job.limit)

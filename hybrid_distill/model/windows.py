@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PretrainedConfig
 
+from .configuration_hybrid import HybridConfig
 from .once import once
 
 FULL = "full_attention"
@@ -24,10 +27,7 @@ def kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int | 
     """
     if config is None:
         return []
-    if hasattr(config, "shared_backbone"):
-        # A student's: its layers see what the teacher's do.
-        config = config.shared_backbone()
-    config = config.get_text_config(decoder=True)
+    config = _backbone_of(config).get_text_config(decoder=True)
     fields = {name: getattr(config, name, None) for name in _known_fields(type(config))}
     kinds = fields.get("layer_types")
     if kinds is None:
@@ -43,6 +43,14 @@ def kinds_and_windows(config: PretrainedConfig | None) -> list[tuple[str, int | 
         else:
             windows.append((FULL, None))
     return windows
+
+
+def _backbone_of(config: Any) -> PretrainedConfig:
+    """Return the config of a student's backbone, whose layers see what the teacher's do; any other config as it is."""
+    # Not by class: the code of an export has one of its own.
+    if config.model_type == HybridConfig.model_type:
+        return config.shared_backbone()
+    return config
 
 
 @once

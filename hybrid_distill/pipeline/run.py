@@ -209,7 +209,9 @@ def measure_heads(inputs: RunInputs) -> None:
     # Otherwise `build_student` refuses the teacher, after hours of scoring.
     check_teacher_rows(inputs.teacher)
     move_to_own_device(inputs.teacher)
-    scores = attributed_scores(inputs) if inputs.config.attributes else None
+    scores = None
+    if inputs.config.ranks_by_attribution:
+        scores = attributed_scores(inputs)
     if scores is None:
         scores = ablated_scores(inputs)
 

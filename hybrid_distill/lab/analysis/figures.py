@@ -37,10 +37,13 @@ def draw_groups(table: Table, path: Path) -> None:
     with figure(path, 1, n_columns, size=(3.1 * n_columns + 0.4, 3.3)) as grid:
         for index, axes in enumerate(grid[0]):
             for (group, rows), look in zip(groups.items(), LOOKS):
+                spreads = None
+                if rows[0].spreads:
+                    spreads = [row.spread(index) for row in rows]
                 axes.errorbar(
                     [row.x for row in rows],
                     [row.values[index] for row in rows],
-                    [row.spreads[index] for row in rows] if rows[0].spreads else None,
+                    spreads,
                     color=look.color,
                     marker=look.marker,
                     elinewidth=1.2,

@@ -174,7 +174,10 @@ def _masks(prompt: MarkedPrompt, variant: MaskVariant, ids: Tokens) -> dict[Head
     for role, heads in variant.roles.items():
         pattern_TS = PATTERNS[role](continued)
         for head in heads:
-            patterns[head] = patterns[head] | pattern_TS if head in patterns else pattern_TS
+            if head in patterns:
+                patterns[head] = patterns[head] | pattern_TS
+            else:
+                patterns[head] = pattern_TS
     return {head: variant.change(pattern_TS) for head, pattern_TS in patterns.items()}
 
 
@@ -191,8 +194,11 @@ def masked_logprobs(
     Runs a separate forward for every prefix of a choice, because masks do not work with a cache.
     """
     logprob_after: dict[Tokens, Tensor] = {}  # by path; log-probabilities of the next token, [V]
-    # Choices of one more token have no contexts: the shared prefix is the only row.
-    for path in encoded.contexts() or [encoded.choices[0][: encoded.n_shared]]:
+    paths = encoded.contexts()
+    if not paths:
+        # Choices of one more token: only the shared prefix is read.
+        paths = [encoded.choices[0][: encoded.n_shared]]
+    for path in paths:
         ids = encoded.prompt + path
         ids_1L = torch.tensor([ids], device=model.device)
         with mask_heads(model, masks_of(ids), kind=kind):
@@ -200,8 +206,8 @@ def masked_logprobs(
                 model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=len(path) + 1
             ).logits
         logprob_TV = logits_1TV[0].float().log_softmax(-1)
-        for place in range(len(path) + 1):
-            logprob_after[path[:place]] = logprob_TV[place]
+        for length in range(len(path) + 1):
+            logprob_after[path[:length]] = logprob_TV[length]
     reads = [logprob_after[path][token] for path, token in encoded.reads]
     read_1Q = torch.tensor([reads], dtype=torch.float64)
     return encoded.choice_logprobs(read_1Q)[0].tolist()

@@ -37,6 +37,10 @@ class Row(NamedTuple):
     x: float = 0
     spreads: tuple[float, ...] = ()
 
+    def spread(self, index: int) -> float:
+        """Return the standard deviation in a column; NaN for a single draw."""
+        return self.spreads[index] if self.spreads else math.nan
+
 
 class Table(NamedTuple):
     """Rows under a title.
@@ -55,19 +59,17 @@ class Table(NamedTuple):
         cells = pd.DataFrame({self.label: [row.label for row in self.rows]})
         numbers = cells.copy()
         for index, column in enumerate(self.columns):
-            value = pd.Series([row.values[index] for row in self.rows], dtype=float)
-            spread = pd.Series(
-                [row.spreads[index] if row.spreads else math.nan for row in self.rows]
-            )
-            texts = [with_error(v, sd or None, column.digits) for v, sd in zip(value, spread)]
-            numbers[column.name] = value
+            values = pd.Series([row.values[index] for row in self.rows], dtype=float)
+            spreads = pd.Series([row.spread(index) for row in self.rows])
+            texts = [with_error(v, sd or None, column.digits) for v, sd in zip(values, spreads)]
+            numbers[column.name] = values
             if self.compared:
                 # A change from 0 has no percentage.
-                intact = value[0] or math.nan
-                change = (value / intact).where(value.index > 0)
-                texts = [text + _change_text(ratio) for text, ratio in zip(texts, change)]
-                numbers[f"{column.name}_change_percent"] = 100 * (change - 1)
-                numbers[f"{column.name}_sd"] = spread
+                intact = values[0] or math.nan
+                ratios = (values / intact).where(values.index > 0)
+                texts = [text + _change_text(ratio) for text, ratio in zip(texts, ratios)]
+                numbers[f"{column.name}_change_percent"] = 100 * (ratios - 1)
+                numbers[f"{column.name}_sd"] = spreads
             cells[column.header] = texts
         chances = []
         for column in self.columns:

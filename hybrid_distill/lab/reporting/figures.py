@@ -219,6 +219,7 @@ def draw_lines(
     panels = [list(row.points.panel.unique()) for row in rows]
     n_columns = max(map(len, panels))
     ticks = sorted(set(pd.concat([row.points.x for row in rows])))
+    places = ticks if evenly_spaced else None
     height = 2.9 if n_columns > 1 else 3.6
     size = (max(2.9 * n_columns + 0.9, 7.0), height * len(rows) + 0.7)
     with figure(path, len(rows), n_columns, size=size, sharex=True, sharey="row") as grid:
@@ -228,12 +229,8 @@ def draw_lines(
                 if evenly_spaced and len(ticks) == 1:
                     axes.set(xlim=(-0.5, 0.5))  # else offset lines would be far apart
                 of_panel = row.points.loc[row.points.panel == name]
-                _draw_panel(axes, of_panel, looks, ticks if evenly_spaced else None)
-                for level, value in row.levels.items():
-                    color, dash = (BLACK, "solid") if level == "teacher" else (GREY, "dotted")
-                    axes.axhline(
-                        value, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level
-                    )
+                _draw_panel(axes, of_panel, looks, places)
+                _draw_levels(axes, row.levels)
                 if evenly_spaced:
                     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
             first = axes_row[0]
@@ -247,6 +244,17 @@ def draw_lines(
         legend(grid)
         grid[0, 0].figure.supxlabel(xlabel, fontsize=10)
     return [as_block(path, caption, grid)]
+
+
+def _draw_levels(axes: Axes, levels: Mapping[str, float]) -> None:
+    """Draw horizontal lines: the teacher's solid, the others dotted."""
+    for level, value in levels.items():
+        color = GREY
+        dash = "dotted"
+        if level == "teacher":
+            color = BLACK
+            dash = "solid"
+        axes.axhline(value, color=color, linestyle=dash, linewidth=0.9, zorder=1, label=level)
 
 
 def _draw_panel(
@@ -286,7 +294,9 @@ def legend(grid: np.ndarray) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             handle_of[label] = handle
     widest = max(map(len, handle_of))
-    ncols = max(1, min(len(handle_of), 7, 110 // (6 + widest)))
+    # A line of the legend has room for about 110 characters; each handle takes six.
+    n_fitting = 110 // (6 + widest)
+    ncols = max(1, min(len(handle_of), 7, n_fitting))
     grid[0, 0].figure.legend(handle_of.values(), handle_of, loc="outside upper left", ncols=ncols)
 
 

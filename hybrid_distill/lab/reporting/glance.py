@@ -102,6 +102,7 @@ def _draw_kept(axes: Any, kept: dict[str, tuple[float, float]]) -> None:
     axes.set_yticks(places, names, fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="x")
-    axes.set_xlim(0, max(110, min(100 * MOST_SHOWN, max(scores) + max(errors))))
+    farthest = min(max(scores) + max(errors), 100 * MOST_SHOWN)
+    axes.set_xlim(0, max(110, farthest))
     axes.set_xticks(range(0, 101, 25), [f"{value} %" for value in range(0, 101, 25)])
     axes.set_title("kept of the teacher")

@@ -70,7 +70,7 @@ def read_run(folder: Path) -> RunRecord:
     student = files.load(EvalResult.load, paths.evaluation, "the evaluation of 'student'")
     plan = files.load(HeadPlan.load, paths.plan, "the plan of 'student'")
     losses = _losses(paths, STUDENT)
-    # Never listed as missing: without settings, others are.
+    # By a loader of its own, so as not to be listed: a run without settings lacks other files, which are.
     settings = _Files().load(read_json, paths.config, "the settings") or {}
     if losses.empty and settings.get("stages", True):
         pattern = f"{folder.name}/{paths.stages.name}/*/{METRICS}"
@@ -78,7 +78,7 @@ def read_run(folder: Path) -> RunRecord:
     scores = files.load(HeadScores.load, paths.scores, "head scores")
 
     speed = None
-    # Nor listed: only a flag of `evaluate` measures it.
+    # Not listed if absent: only `evaluate --speed` writes it.
     if paths.speed.exists():
         speed = files.load(_speed_rows, paths.speed, "the speeds")
 
@@ -98,22 +98,32 @@ def read_run(folder: Path) -> RunRecord:
         if result is not None:
             models[name] = all_figures(result)
             errors[name] = result.standard_errors()
-    models[GUESSING] = teacher.chances() if teacher else {}
+    models[GUESSING] = {}
     errors[GUESSING] = {}
+    kept: dict[str, tuple[float, float] | None] = {}
+    questions = ""
+    text_length = 0.0
+    if teacher is not None:
+        models[GUESSING] = teacher.chances()
+        questions = _questions(teacher, results)
+    if student is not None:
+        text_length = student.text_length
+        if teacher is not None:
+            kept = student.relative_to(teacher)
     return RunRecord(
         title=folder.name,
         models=_frame(models),
         errors=_frame(errors),
-        kept=student.relative_to(teacher) if student and teacher else {},
+        kept=kept,
         speed=pd.DataFrame(speed),
         # For a `restoration` plan all heads align in a run of its own: the plan comes after it.
         losses=pd.concat([_losses(paths.aligned, SHARED), losses]),
         plan=plan,
         scores=scores,
-        questions=_questions(teacher, results) if teacher else "",
+        questions=questions,
         window=settings.get("student", {}).get("window", 0),
         unit=settings.get("plan", {}).get("unit", "head"),
-        text_length=student.text_length if student else 0.0,
+        text_length=text_length,
         missing=tuple(files.missing),
     )
 

@@ -49,8 +49,8 @@ class Definition:
         has_both = self.base.head_stages and self.base.student_stages
         if self.share and is_aligned and not has_both:
             raise ValueError(
-                f"the recipe's stages are {', '.join(self.base.stage_names) or 'none'}; with a shared alignment there "
-                "must be one to share, and more for the cells to do. List an Align() and a Distill(), or pass "
+                f"the recipe's stages are {', '.join(self.base.stage_names) or 'none'}, but a shared alignment needs a "
+                "stage that aligns heads and one that trains students; list an Align() and a Distill(), or pass "
                 "--no-share."
             )
         self._check_cells()
@@ -129,7 +129,7 @@ class Sweep:
 
     def _delete_obsolete_evaluations(self) -> None:
         """Delete evaluations of the teacher from before the grid had windows: they lack the far questions."""
-        distance = RunInputs(self._cell_run).evaluation_distance
+        distance = RunInputs(self._widest_run).evaluation_distance
         for task in self.tasks.values():
             evaluation = task.run.teacher_evaluation
             if task.kind != "teacher" or not evaluation.exists():
@@ -153,25 +153,25 @@ class Sweep:
             changed = ["with " + ", ".join(missing[:5])]
         if changed:
             raise ValueError(
-                f"{self.out} holds another sweep: {', '.join(changed)}; use those settings and a grid with all its "
-                "values to continue or extend it, or another --out."
+                f"{self.out} holds another sweep: {', '.join(changed)}; to continue or extend it, pass its settings "
+                "and all values of its grid, or pass another --out."
             )
         self._check_distance(definition)
 
     def _check_distance(self, definition: Definition) -> None:
         """Raise ValueError if a wider window would move the far questions, which finished cells have answered."""
         wider = widest(definition.base, definition.grid.d_state, definition.grid.window)
-        if wider.student.window == self._cell_run.student.window:
+        if wider.student.window == self._widest_run.student.window:
             return
         # Without the teacher's weights, for this is also a dry run's check.
-        before = RunInputs(self._cell_run).evaluation_distance
+        before = RunInputs(self._widest_run).evaluation_distance
         after = RunInputs(wider).evaluation_distance
         # Cells without windows were asked none.
         if before not in (0, after):
             raise ValueError(
-                f"--window {wider.student.window} would move the far questions from {before} to {after} words, and "
-                f"cells in {self.out} have answered the former; pass another --out (begun with --set "
-                f"evaluation.distance={after}, a sweep may add windows later)."
+                f"--window {wider.student.window} would move the far questions from {before} to {after} words, but "
+                f"finished cells in {self.out} have answered them at {before}; pass another --out. To add windows "
+                f"later, start that sweep with --set evaluation.distance={after}."
             )
 
     @cached_property
@@ -182,7 +182,7 @@ class Sweep:
     @cached_property
     def evaluation(self) -> EvaluationConfig:
         """Evaluation of every cell: one distance for all far dictionaries, beyond the largest window of the grid."""
-        inputs = RunInputs(self._cell_run, self.teacher)
+        inputs = RunInputs(self._widest_run, self.teacher)
         return replace(self.base.evaluation, distance=inputs.evaluation_distance)
 
     @cached_property
@@ -191,27 +191,27 @@ class Sweep:
         return read_pins(self.paths.sources)
 
     @cached_property
-    def _cell_run(self) -> RunConfig:
-        """Run of a cell with the largest state: if any cell has a stage, this one has."""
+    def _widest_run(self) -> RunConfig:
+        """Run of the cell with the largest state and window: it has every stage that any cell has."""
         grid = self.record["grid"]
         return widest(self.base, grid["d_state"], grid["window"]).resolved()
 
     @property
     def own_stages(self) -> tuple[StageConfig, ...]:
         """Stages that every cell runs by itself."""
-        return self._cell_run.student_stages if self.share else self._cell_run.stages
+        return self._widest_run.student_stages if self.share else self._widest_run.stages
 
     @property
-    def attributes(self) -> bool:
-        """True if the heads of a cell with a window are ranked for this window."""
+    def ranks_by_attribution(self) -> bool:
+        """True if heads of cells with a window are ranked by attribution, for that window."""
         window = max(self.record["grid"]["window"])
         if not window or self.base.scoring.file is not None:
             return False
-        return with_student(self.base, self.base.student.d_state, window).attributes
+        return with_student(self.base, self.base.student.d_state, window).ranks_by_attribution
 
     def scores_of(self, cell: Cell) -> Path:
         """Return the file of scores that rank the heads of a cell."""
-        if self.attributes and cell.window:
+        if self.ranks_by_attribution and cell.window:
             return self.paths.attribution(cell.window, cell.seed).scores
         return self.paths.of_seed(cell.seed).scores
 
@@ -222,9 +222,9 @@ class Sweep:
             self.paths,
             self.cells,
             share=self.share,
-            attributes=self.attributes,
+            ranks_by_attribution=self.ranks_by_attribution,
             own_steps=sum(stage.steps for stage in self.own_stages),
-            shared_stages=self._cell_run.head_stages,
+            shared_stages=self._widest_run.head_stages,
         )
 
 

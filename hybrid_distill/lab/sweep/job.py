@@ -171,7 +171,29 @@ def _raise_if_failed(sweep: Sweep) -> None:
 
 def base_config(job: SweepJob, recipe: ModuleType, grid: Grid) -> RunConfig:
     """Return the recipe's config with the command's changes, of which some are read by cells of the ``grid`` alone."""
-    flags = []
+    flags = _flags_of_settings(job)
+    recipe_run = on_asked_teacher(config_of(recipe), flags)
+    window = max(grid.window)
+    if window > recipe_run.student.window:
+        flags += ["--student.window", str(window)]
+    read_by_cells: tuple[str, ...] = ()
+    if "restoration" in grid.selection:
+        read_by_cells = ("scoring.n_pairs", "scoring.n_queries", "scoring.restoration_examples")
+    default = with_stage_flags(recipe_run)
+    changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
+    base = without_stage_flags(changed, recipe_run, unchecked=read_by_cells)
+    _check_can_sweep(base)
+    # The grid decides what a cache would.
+    base = replace(base, out=job.out.resolve(), cache=None, dry_run=False)
+    if job.trackers is not None:
+        base = replace(base, trackers=job.trackers)
+    # Once for all cells, which may run on machines of several kinds.
+    return base.with_dtypes()
+
+
+def _flags_of_settings(job: SweepJob) -> list[str]:
+    """Return the ``--set`` of a sweep as flags of a run. Raises ValueError for what the sweep itself decides."""
+    flags: list[str] = []
     for name, value in split_pairs("set", job.set, "distill.steps=100"):
         flag = DECIDED.get(name.replace("_", "-"))
         if flag is not None:
@@ -185,16 +207,11 @@ def base_config(job: SweepJob, recipe: ModuleType, grid: Grid) -> RunConfig:
             flags.append(f"--{section}{dot}no-{field}")
         else:
             flags += [f"--{name}", *value.split(",")]
-    recipe_run = on_asked_teacher(config_of(recipe), flags)
-    window = max(grid.window)
-    if window > recipe_run.student.window:
-        flags += ["--student.window", str(window)]
-    read_by_cells: tuple[str, ...] = ()
-    if "restoration" in grid.selection:
-        read_by_cells = ("scoring.n_pairs", "scoring.n_queries", "scoring.restoration_examples")
-    default = with_stage_flags(recipe_run)
-    changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
-    base = without_stage_flags(changed, recipe_run, unchecked=read_by_cells)
+    return flags
+
+
+def _check_can_sweep(base: RunConfig) -> None:
+    """Raise ValueError for a run that starts over or trains a control, which cells do not."""
     if base.resume != "auto":
         raise ValueError(
             f"resume is {base.resume!r}, and a sweep always resumes; leave it out, or pass another --out to start over."
@@ -204,12 +221,6 @@ def base_config(job: SweepJob, recipe: ModuleType, grid: Grid) -> RunConfig:
             "control is set, and a sweep trains no control beside its cells; pass --set control=False, and "
             "--control to `hybrid-distill run` for one student."
         )
-    # The grid decides what a cache would.
-    base = replace(base, out=job.out.resolve(), cache=None, dry_run=False)
-    if job.trackers is not None:
-        base = replace(base, trackers=job.trackers)
-    # Once for all cells, which may run on machines of several kinds.
-    return base.with_dtypes()
 
 
 def _defaults(recipe: ModuleType, function: str, names: Collection[str]) -> dict[str, Any]:

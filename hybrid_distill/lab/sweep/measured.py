@@ -222,19 +222,19 @@ class SweepResults:
 
 
 def _estimate(rows: pd.DataFrame, columns: list[str]) -> Estimate:
-    """Return means and half-widths of the 95 % intervals by Student's t (NaN with one seed), by
-    setting.
+    """Return means by setting, and half-widths of their 95 % intervals by Student's t (NaN with one seed).
 
-    The interval of a share ends at 0 and 1: of two or three seeds, it may be wider.
+    The half-width of a share is at most its distance to the farther of 0 and 1: with two or three seeds, t may give
+    more.
     """
     grouped = rows.groupby(SETTING, sort=False)[columns]
     mean = pd.DataFrame(grouped.mean())
     n_seeds = pd.DataFrame(grouped.count())
     quantile = stats.t.ppf(0.975, n_seeds.where(n_seeds > 1) - 1)
     margin = pd.DataFrame(grouped.sem()) * quantile
-    most = (mean - 0.5).abs() + 0.5
-    most[[name for name in LOWER_IS_BETTER if name in most]] = math.inf
-    return mean, margin.clip(upper=most)
+    farther_end = (mean - 0.5).abs() + 0.5
+    farther_end[[name for name in LOWER_IS_BETTER if name in farther_end]] = math.inf
+    return mean, margin.clip(upper=farther_end)
 
 
 def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:

@@ -36,12 +36,12 @@ RETRIEVAL = "retrieval-heavy"
 TEXT = "plain text"
 NO_TEACHER = "the teacher's evaluation, and with it all comparisons"
 NOTE = (
-    "± is half of the 95 % interval of the mean over seeds, by Student's t, and of a share no more than reaches 0 and "
-    "100 %; a single seed has none. Guessing: of a dictionary, naming one of its values; of the facts, one of the "
-    "choices. Perplexity is per token of held-out text; agreement is the share of its tokens where student and teacher "
-    "expect the same next one. Memory: all that one sequence holds, that is keys and values in bfloat16, states, and "
-    "the convolutions' inputs (`cache_bytes_L + conv_state_bytes` of results.csv), the largest of the seeds; 1 MB = "
-    "1e6 bytes."
+    "± is half of the 95 % interval of the mean over seeds (Student's t); for a share, at most the distance to the "
+    "farther of 0 and 100 %. A single seed has none. Guessing: naming any of a dictionary's values, or any of a "
+    "question's choices. Perplexity is per token of held-out text. Agreement is the share of these tokens for which "
+    "student and teacher expect the same next token. Memory is all that one sequence holds: keys and values in "
+    "bfloat16, states, and the convolutions' inputs (`cache_bytes_L + conv_state_bytes` of results.csv), the "
+    "largest of the seeds; 1 MB = 1e6 bytes."
 )
 CHANGE = (
     "Relative change of each number, student against teacher seed by seed. Coverage: student over teacher, the "

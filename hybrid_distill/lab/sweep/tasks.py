@@ -94,25 +94,25 @@ def tasks_of(
     cells: Sequence[Cell],
     *,
     share: bool,
-    attributes: bool,
+    ranks_by_attribution: bool,
     own_steps: int,
     shared_stages: Sequence[StageConfig],
 ) -> dict[str, Task]:
     """Return tasks by name, each after those that it needs.
 
     ``share``: cells take their recurrent heads from an alignment of their state size and seed.
-    ``attributes``: heads of a cell with a window are ranked for this window. ``own_steps`` are the
+    ``ranks_by_attribution``: heads of a cell with a window are ranked for this window. ``own_steps`` are the
     training steps of a cell, ``shared_stages`` the stages of an alignment.
     """
     ablated_seeds = set()
     for cell in cells:
-        if cell.selection in NEEDS_SCORES and not (attributes and cell.window):
+        if cell.selection in NEEDS_SCORES and not (ranks_by_attribution and cell.window):
             ablated_seeds.add(cell.seed)
     tasks: dict[str, Task] = {}
     for cell in cells:
         teacher = _teacher_task(sweep, cell.seed, has_scores=cell.seed in ablated_seeds)
         needed = [teacher]
-        if cell.selection in NEEDS_SCORES and attributes and cell.window:
+        if cell.selection in NEEDS_SCORES and ranks_by_attribution and cell.window:
             needed.append(_ranking_task(sweep, cell))
         # A window alone has no recurrent heads to align.
         if cell.d_state and share:

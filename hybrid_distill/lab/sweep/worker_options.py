@@ -34,12 +34,12 @@ class WorkerOptions:
     """Further options of submitit."""
 
     @classmethod
-    def chosen(cls, job: SweepJob, of_recipe: Mapping[str, Any]) -> WorkerOptions:
+    def chosen(cls, job: SweepJob, recipe_options: Mapping[str, Any]) -> WorkerOptions:
         """Choose from the command's flags, else the recipe, else this machine.
 
         Raises ValueError for numbers out of range, and for GPUs that a job could not use.
         """
-        chosen = {**JOB_DEFAULTS, **of_recipe}
+        chosen = {**JOB_DEFAULTS, **recipe_options}
         for name in JOB_DEFAULTS:
             flag = getattr(job, name)
             if flag is not None:
@@ -70,15 +70,7 @@ class WorkerOptions:
         COUNT.check("--jobs", jobs)
         if launcher and job.cluster != "slurm":
             program_here(launcher)
-        options: dict[str, str | int] = {}
-        for name, value in split_pairs("options", job.options, "slurm_partition=gpu"):
-            # An account of 0123 is not a number.
-            is_number = value.isdigit() and str(int(value)) == value
-            options[name] = int(value) if is_number else value
-        if options and job.cluster is None:
-            raise ValueError(
-                "--options are for jobs of a cluster; pass --cluster slurm too, or leave them out."
-            )
+        options = _submitit_options(job)
         return cls(job.cluster, launcher, gpus, chosen["minutes"], jobs, options)
 
     def workers(self, folder: Path) -> ThisProcess | SubmittedJobs:
@@ -86,10 +78,25 @@ class WorkerOptions:
         if self.jobs == 1 and not self.launcher and self.cluster is None:
             return ThisProcess(perform)
         cluster = self.cluster or "local"
-        every = {**job_options(cluster, self.gpus, self.minutes), **self.options}
+        options = {**job_options(cluster, self.gpus, self.minutes), **self.options}
         return SubmittedJobs(
-            executor(folder, cluster, every), self.jobs, self.launcher, self.gpus, every
+            executor(folder, cluster, options), self.jobs, self.launcher, self.gpus, options
         )
+
+
+def _submitit_options(job: SweepJob) -> dict[str, str | int]:
+    """Parse ``--options``. Raises ValueError if there is no cluster to read them."""
+    options: dict[str, str | int] = {}
+    for name, value in split_pairs("options", job.options, "slurm_partition=gpu"):
+        options[name] = value
+        # Not if it would lose a leading zero, as of the account 0123.
+        if value.isdigit() and str(int(value)) == value:
+            options[name] = int(value)
+    if options and job.cluster is None:
+        raise ValueError(
+            "--options are for jobs of a cluster; pass --cluster slurm too, or leave them out."
+        )
+    return options
 
 
 def _gpus_of_slurm_job(gpus: int | None, launcher: str) -> int:
