@@ -27,7 +27,7 @@ from hybrid_distill.probes.encoding import EncodedExample, encode_example, token
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.plain_text import text_batches
 from hybrid_distill.teacher import eval_mode, without_cache
-from hybrid_distill.teacher.modes import generated
+from hybrid_distill.teacher.modes import generate_ids
 
 # Numbers are one token, or one token a digit.
 WHOLE = r"\n|:|'|\p{N}+"
@@ -153,7 +153,7 @@ def test_logits_that_become_nan_while_decoding_are_no_answers(planted, n_steps: 
     prompt = tokenize(tokenizer, [KVRetrieval(3, keys=KEYS).examples(1)[0].prompt])
     ids_BL, mask_BL = left_pad(prompt, model.device)
     with pytest.raises(ValueError, match=naming("LlamaForCausalLM", "float32")):
-        generated(
+        generate_ids(
             breaking, input_ids=ids_BL, attention_mask=mask_BL, max_new_tokens=3, do_sample=False
         )
     expected = 3
