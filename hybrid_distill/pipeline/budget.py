@@ -6,14 +6,13 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 from transformers import PretrainedConfig
 
 from ..cache_size import cache_bytes
 from ..config import RunConfig, StudentConfig
 from ..model import layer_windows
-from ..plan import HeadPlan, UnitId, heads_of_units
+from ..plan import HeadPlan, Shape, UnitId, heads_of_units
 from ..teacher import head_dim_of
 from ..validation import MB, number_of_bytes
 
@@ -77,8 +76,7 @@ def within_cache(
     # Rows may be too short for a window of its full share.
     longest = longest_window(config)
     shortest = min(_shortest_window(allowed, least, bytes_per_token, windowed), longest)
-    none_kept = HeadPlan.none(teacher)
-    k = none_kept.n_layers * none_kept.n_kv_heads
+    k = len(Shape.of(teacher).units("kv-group"))
     while k > 0 and size(k, shortest) > allowed:
         k -= 1
     # What is too little for another group makes the windows longer.
@@ -106,7 +104,7 @@ def _most_expensive_groups(teacher: PretrainedConfig, k: int) -> HeadPlan:
 
     A layer whose groups are all kept needs no ring, so these come last.
     """
-    shape = HeadPlan.none(teacher)
+    shape = Shape.of(teacher)
     windows = layer_windows(teacher)
 
     def costliest_first(group: UnitId) -> tuple[float, bool]:
@@ -115,9 +113,9 @@ def _most_expensive_groups(teacher: PretrainedConfig, k: int) -> HeadPlan:
         is_last_of_layer = number == shape.n_kv_heads - 1
         return -reach, is_last_of_layer
 
-    groups = sorted(product(range(shape.n_layers), range(shape.n_kv_heads)), key=costliest_first)
-    group_size = shape.n_heads // shape.n_kv_heads
-    return HeadPlan.from_pairs(teacher, heads_of_units(groups[:k], group_size))
+    groups = sorted(shape.units("kv-group"), key=costliest_first)
+    heads = heads_of_units(groups[:k], shape.heads_in("kv-group"))
+    return HeadPlan.from_pairs(teacher, heads)
 
 
 def longest_window(config: RunConfig) -> int:

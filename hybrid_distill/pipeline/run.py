@@ -461,7 +461,7 @@ def evaluate_run(
     evaluate_teacher(inputs, again=again)
     path = inputs.paths.evaluation
     if again or not _is_measured(inputs, student):
-        _measure_once(inputs, student, path)
+        _measure_and_save(inputs, student, path)
         if inputs.config.trackers:
             steps = sum(stage.steps for stage in inputs.stages)
             figures = EvalResult.load(path).figures()
@@ -490,18 +490,18 @@ def evaluate_teacher(inputs: RunInputs, *, again: bool = False) -> EvalResult:
     """Measure the teacher, as `evaluate_run` does."""
     path = inputs.paths.teacher_evaluation
     if again or not is_there(path):
-        _measure_once(inputs, inputs.teacher, path)
+        _measure_and_save(inputs, inputs.teacher, path)
     return EvalResult.load(path)
 
 
-def _measure_once(inputs: RunInputs, model: PreTrainedModel, path: Path) -> None:
+def _measure_and_save(inputs: RunInputs, model: PreTrainedModel, path: Path) -> None:
     """Measure a model on the main process and save its evaluation; the others wait for it."""
 
-    def measure_and_save() -> None:
+    def measure() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _measure(inputs, model).save(path)
 
-    on_main_process(measure_and_save)
+    on_main_process(measure)
 
 
 def _measure(inputs: RunInputs, model: PreTrainedModel) -> EvalResult:
