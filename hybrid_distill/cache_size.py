@@ -41,7 +41,7 @@ def cache_bytes(
     conv_width: int = 4,
     window: int = 0,
     sinks: int = 0,
-    windows: Sequence[int | None] | None = None,
+    layer_windows: Sequence[int | None] | None = None,
 ) -> CacheBytes:
     """Count the bytes of a hybrid's cache after ``length`` tokens; a plan with every head kept
     gives the teacher's.
@@ -52,24 +52,24 @@ def cache_bytes(
     number of recurrent heads, P the head dim, N the state size, b the bytes per element, and s the
     bytes per element of a state (published tables use 2). H_ring is the number of KV heads that no
     kept head stores whole, where replaced heads have a ``window`` W and ``sinks`` S; each slot of a
-    layer's ring also has an index of 4 bytes, and a shorter text has fewer slots. A layer with a
-    window of its own (``windows``, `layer_windows`) stores the latest tokens that fit in it, but for
-    the current one.
+    layer's ring also has an index of 4 bytes, and a shorter text has fewer slots. ``layer_windows``
+    holds each layer's own sliding window, None for full attention (`model.layer_windows`): the
+    layer's full cache holds the latest tokens that fit in it, but for the current one.
     """
-    if windows is None:
-        windows = [None] * plan.n_layers
+    if layer_windows is None:
+        layer_windows = [None] * plan.n_layers
     # A key and a value of one head.
     token_bytes = 2 * head_dim * bytes_per_element
     kv_bytes = 0
     ring_bytes = 0
-    for layer, limit in zip(range(plan.n_layers), windows, strict=True):
+    for layer, layer_window in zip(range(plan.n_layers), layer_windows, strict=True):
         n_whole = len(plan.kv_groups_in(layer))
         n_stored = length
         n_seen = length
-        if limit is not None:
+        if layer_window is not None:
             # The layer's window includes the token that reads it.
-            n_stored = min(length, limit - 1)
-            n_seen = min(length, limit)
+            n_stored = min(length, layer_window - 1)
+            n_seen = min(length, layer_window)
         kv_bytes += n_whole * n_stored * token_bytes
         if window and plan.replaced_in(layer):
             n_slots = sinks + min(window, n_seen)

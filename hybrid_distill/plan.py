@@ -73,7 +73,7 @@ class Shape(NamedTuple):
         # Configs without the entry, or with None, have a KV head for every query head.
         return cls(n_layers, n_heads, n_kv_heads or n_heads)
 
-    def heads_in(self, unit: Unit) -> int:
+    def unit_size(self, unit: Unit) -> int:
         """Return the number of query heads in a unit."""
         if unit == "head":
             return 1
@@ -84,7 +84,7 @@ class Shape(NamedTuple):
 
     def units(self, unit: Unit) -> list[UnitId]:
         """List all units, layer by layer."""
-        return list(product(range(self.n_layers), range(self.n_heads // self.heads_in(unit))))
+        return list(product(range(self.n_layers), range(self.n_heads // self.unit_size(unit))))
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class HeadPlan:
         if unit == "head":
             return cls.from_pairs(scores, _first_heads(scores, k, by))
         shape = Shape.of(scores)
-        unit_size = shape.heads_in(unit)
+        unit_size = shape.unit_size(unit)
         ranked = scores.unit_ranking(unit_size, by)
         if unit == "container":
             _check_scored(k, _n_in_every_layer(ranked, shape.n_layers), unit)
@@ -258,7 +258,7 @@ class HeadPlan:
             chosen = _first_in_each_layer(units, k)
         else:
             chosen = [units[number * len(units) // k] for number in range(k)]
-        return cls.from_pairs(shape_of, heads_of_units(chosen, shape.heads_in(unit)))
+        return cls.from_pairs(shape_of, heads_of_units(chosen, shape.unit_size(unit)))
 
     @classmethod
     def random(cls, shape_of: object, k: int, seed: int, unit: Unit = "head") -> HeadPlan:
@@ -273,7 +273,7 @@ class HeadPlan:
             chosen = _first_in_each_layer(units, k)
         else:
             chosen = rng.sample(units, k)
-        return cls.from_pairs(shape_of, heads_of_units(chosen, shape.heads_in(unit)))
+        return cls.from_pairs(shape_of, heads_of_units(chosen, shape.unit_size(unit)))
 
     @classmethod
     def layers(cls, shape_of: object, layers: Sequence[int]) -> HeadPlan:
@@ -293,10 +293,8 @@ class HeadPlan:
     @classmethod
     def from_pairs(cls, shape_of: object, pairs: Iterable[Sequence[int]]) -> HeadPlan:
         """Keep the given ``(layer, head)`` pairs, such as the top k of a published ranking."""
-        # A plan knows its teacher, scores know theirs; a config or a model fits any of its shape.
-        teacher = getattr(shape_of, "teacher", "") or getattr(shape_of, "fingerprint", "") or ""
         kept = [_head_of(pair) for pair in pairs]
-        return cls(*Shape.of(shape_of), kept=tuple(kept), teacher=teacher)
+        return cls(*Shape.of(shape_of), kept=tuple(kept), teacher=_teacher_of(shape_of))
 
     @staticmethod
     def check_k(
@@ -336,6 +334,14 @@ class HeadPlan:
                 record["kept"],
                 teacher=record.get("teacher", ""),
             )
+
+
+def _teacher_of(shape_of: object) -> str:
+    """Return the fingerprint of the teacher that a plan or scores are for; empty for a config or a model."""
+    if isinstance(shape_of, HeadPlan):
+        return shape_of.teacher
+    # `HeadScores` have it, by name: this module imports no torch.
+    return getattr(shape_of, "fingerprint", "")
 
 
 def _head_of(pair: Sequence[int]) -> HeadId:

@@ -35,7 +35,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     # All are installed: only a GPU is missing.
-    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: None)
+    monkeypatch.setattr(kernel_choice, "_import_kernels", lambda impl: None)
     monkeypatch.setattr(
         RunInputs, "teacher", property(lambda self: pytest.fail("the teacher was loaded"))
     )
@@ -45,7 +45,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_teacher_is_loaded(
 
 
 def test_an_absent_package_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: "mamba_ssm is not installed")
+    monkeypatch.setattr(kernel_choice, "_import_kernels", lambda impl: "mamba_ssm is not installed")
     with pytest.raises(ValueError, match="mamba_ssm"):
         check_kernels("mamba_ssm", torch.device("cuda"))
 
@@ -55,13 +55,13 @@ def test_a_recipe_builds_its_student_on_the_kernels_before_the_student_checks_it
 ):
     checked_on = []
     build_module = importlib.import_module("hybrid_distill.student.build")
-    check_rows = build_module.check_rows
+    check_same_logits = build_module.check_same_logits
 
     def note_and_check(model, fix):
         checked_on.append(getattr(model, "ssm_implementation", None))
-        check_rows(model, fix)
+        check_same_logits(model, fix)
 
-    monkeypatch.setattr(build_module, "check_rows", note_and_check)
+    monkeypatch.setattr(build_module, "check_same_logits", note_and_check)
     base = small_run(tmp_path / "run", plan=PlanConfig("none", k=0))
 
     def prepared(**changes) -> RunInputs:
@@ -99,7 +99,9 @@ def test_a_run_is_opened_where_the_kernels_that_trained_it_are_missing(
     prepare(inputs)
     build(inputs, choose_heads(inputs))
 
-    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: "missing" * (impl == "mamba_ssm"))
+    monkeypatch.setattr(
+        kernel_choice, "_import_kernels", lambda impl: "missing" * (impl == "mamba_ssm")
+    )
     elsewhere = replace(config, student=replace(config.student, kernels="mamba_ssm"))
     student, _ = trained_student(RunInputs(elsewhere))
     assert student.ssm_implementation == "auto"

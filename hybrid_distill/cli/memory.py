@@ -84,8 +84,8 @@ class ModelShape(NamedTuple):
     plan: HeadPlan
     """Plan without kept heads."""
     head_dim: int
-    windows: Sequence[int | None]
-    """Attention window of each layer, in tokens; None for a layer that sees everything."""
+    layer_windows: Sequence[int | None]
+    """Sliding window of each layer, in tokens; None for full attention."""
 
 
 def memory_table(job: MemoryJob) -> str:
@@ -116,7 +116,7 @@ def _title(job: MemoryJob, shape: ModelShape) -> str:
         f"{plan.n_kv_heads} KV heads",
         f"{shape.head_dim} wide",
     ]
-    limited = [window for window in shape.windows if window is not None]
+    limited = [window for window in shape.layer_windows if window is not None]
     if limited:
         parts.append(f"{len(limited)} layers see {max(limited):,} tokens")
     unit = f"MB (1e6 bytes) of one sequence in {job.dtype}, states in {job.state_dtype}"
@@ -146,7 +146,7 @@ def cache_sizes(job: MemoryJob) -> pd.DataFrame:
     n_bytes = partial(
         cache_bytes,
         head_dim=shape.head_dim,
-        windows=shape.windows,
+        layer_windows=shape.layer_windows,
         bytes_per_element=BYTES[job.dtype],
         state_bytes=BYTES[job.state_dtype],
     )
@@ -183,7 +183,7 @@ def _placements(shape: ModelShape, k: int, scores: HeadScores | None) -> dict[st
         # The scores may be of another model.
         plan.check_fits(empty)
         return {f"first {k}": plan}
-    reach = [math.inf if window is None else window for window in shape.windows]
+    reach = [math.inf if window is None else window for window in shape.layer_windows]
     heads = HeadPlan.all(empty).kept
     group_size = empty.n_heads // empty.n_kv_heads
 

@@ -20,7 +20,7 @@ from ..io import replacing
 from ..model.documents import packed_inputs
 from ..model.layout import decoder_of
 from ..model.logits import logits_of
-from ..model.self_check import check_numbers
+from ..model.self_check import check_not_nan
 from ..progress import Phase
 from ..provenance import now
 from ..teacher import fingerprint
@@ -215,7 +215,7 @@ def _packed_logits(teacher: PreTrainedModel, batch: Batch, header: LogitHeader) 
         temperature=header.temperature,
         bf16=header.precision == "bf16",
     )
-    check_numbers(top_k.log_probs_BLK[batch["mask"]], teacher)
+    check_not_nan(top_k.log_probs_BLK[batch["mask"]], teacher)
     return pack(*top_k, batch["mask"], header).tobytes()
 
 

@@ -185,14 +185,13 @@ def model_cache_bytes(model: PreTrainedModel) -> Record:
         plan = HeadPlan.from_pairs(shape, kept)
         names = ("d_state", "conv_width", "window", "sinks")
         state = {name: getattr(config, name) for name in names}
-    windows = layer_windows(config)
     sizes = {}
     for length in CACHE_LENGTHS:
         sizes[length] = cache_bytes(
             plan,
             length=length,
             head_dim=site.head_dim,
-            windows=windows,
+            layer_windows=layer_windows(config),
             **state,
         )
     return {

@@ -1,19 +1,20 @@
 """Answers and text losses of one model, alone or next to its teacher.
 
-Shapes: B batch, T predicted token, V vocabulary.
+Shapes: B batch, T predicted token, V vocabulary, E question, X text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..io import Record
-from ..model.self_check import check_numbers
+from ..model.self_check import check_not_nan
 from ..probes import Example
 from ..probes.answering import answer_choices, answer_generation
 from ..probes.plain_text import TextBatch, text_batches
@@ -51,16 +52,31 @@ class EvalInputs:
         )
 
 
+class TextSums(NamedTuple):
+    """Sums over the predicted tokens of each text, in float64. Without a teacher, the last two are NaN."""
+
+    n_tokens_X: Tensor
+    loss_X: Tensor
+    n_same_X: Tensor
+    """Tokens whose first choice is the teacher's."""
+    kl_X: Tensor
+    """KL(teacher || model) in nats."""
+
+    def first(self, n: int) -> TextSums:
+        """Return the sums of the first ``n`` texts."""
+        return TextSums(*(sums_X[:n] for sums_X in self))
+
+
 @dataclass(frozen=True)
 class Answers:
-    """Answers to all questions, each right (True) or wrong, and the sums of `compare_on_text`."""
+    """Answers to all questions, each right (True) or wrong, and the sums over texts."""
 
     choice: dict[int, Tensor]
     """By dictionary size, as ``generation`` and ``far``."""
     generation: dict[int, Tensor]
     far: dict[int, Tensor]
     knowledge: Tensor | None
-    texts_X4: Tensor
+    texts: TextSums
 
     def to_questions_of(self, few: Answers) -> Answers:
         """Return the answers to the questions and texts of ``few``, which are the first of these."""
@@ -68,11 +84,11 @@ class Answers:
         if knowledge is not None and few.knowledge is not None:
             knowledge = knowledge[: len(few.knowledge)]
         return Answers(
-            choice=_to_lengths_of(few.choice, self.choice),
-            generation=_to_lengths_of(few.generation, self.generation),
-            far=_to_lengths_of(few.far, self.far),
+            choice=_first_answers(self.choice, few.choice),
+            generation=_first_answers(self.generation, few.generation),
+            far=_first_answers(self.far, few.far),
             knowledge=knowledge,
-            texts_X4=self.texts_X4[: len(few.texts_X4)],
+            texts=self.texts.first(len(few.texts.n_tokens_X)),
         )
 
     def figures(self) -> Record:
@@ -85,11 +101,12 @@ class Answers:
             "kv_generation": _accuracies(self.generation),
             "far_choice": _accuracies(self.far),
             "knowledge": knowledge,
-            **text_figures(self.texts_X4),
+            **text_figures(self.texts),
         }
 
 
-def _to_lengths_of(few: dict[int, Tensor], many: dict[int, Tensor]) -> dict[int, Tensor]:
+def _first_answers(many: dict[int, Tensor], few: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return as many answers of each dictionary size as ``few`` has."""
     return {n: many[n][: len(correct_E)] for n, correct_E in few.items()}
 
 
@@ -143,14 +160,14 @@ def measure(model: PreTrainedModel, inputs: EvalInputs) -> Answers:
     knowledge = None
     if inputs.questions:
         knowledge = by_choice("knowledge,", inputs.questions)
-    texts_X4 = compare_on_text(
+    texts = compare_on_text(
         model,
         inputs.teacher,
         list(batches),
         progress=inputs.progress,
         name=f"{inputs.label}plain text",
     )
-    return Answers(choice, generation, far, knowledge, texts_X4)
+    return Answers(choice, generation, far, knowledge, texts)
 
 
 def compare_on_text(
@@ -160,9 +177,8 @@ def compare_on_text(
     *,
     progress: bool = False,
     name: str = "plain text",
-) -> Tensor:
-    """Return sums_X4 of each text, in float64: predicted tokens, loss, tokens whose first choice is
-    the teacher's, KL(teacher || model) in nats. The last two are NaN without a teacher.
+) -> TextSums:
+    """Measure a model's loss on texts, and how far its predictions are from its teacher's.
 
     Vocabularies padded to different sizes are compared on the tokens they share.
     """
@@ -182,11 +198,12 @@ def compare_on_text(
             same_BT, kl_BT = _against_teacher(logits_BTV, teacher, batch)
         figures_BT4 = torch.stack([counts_BT, loss_BT, same_BT, kl_BT], dim=-1)
         # float64: a sum over many thousand tokens would lose digits in float32.
-        of_text_BT4 = figures_BT4.double().masked_fill(~counts_BT[..., None], 0)
-        sums_B4 = of_text_BT4.sum(1).cpu()
-        check_numbers(sums_B4[:, 1], model)
+        counted_BT4 = figures_BT4.double().masked_fill(~counts_BT[..., None], 0)
+        # One transfer: every read from the device costs a sync.
+        sums_B4 = counted_BT4.sum(1).cpu()
+        check_not_nan(TextSums(*sums_B4.T).loss_X, model)
         sums_X4.append(sums_B4)
-    return torch.cat(sums_X4)
+    return TextSums(*torch.cat(sums_X4).T)
 
 
 def _against_teacher(
@@ -197,13 +214,13 @@ def _against_teacher(
         teacher_BTV = batch.logits(teacher)
     # One number a token to look at: a maximum is NaN if any of its logits is.
     largest_BT = teacher_BTV.amax(-1).to(batch.counts_BT.device)
-    check_numbers(largest_BT[batch.counts_BT], teacher)
+    check_not_nan(largest_BT[batch.counts_BT], teacher)
     return agreement(logits_BTV, teacher_BTV)
 
 
-def text_figures(sums_X4: Tensor) -> Record:
+def text_figures(texts: TextSums) -> Record:
     """Return means over all tokens; the mean of the texts' perplexities would weigh short ones more."""
-    n_tokens, loss, n_same, kl = sums_X4.sum(0).unbind()
+    n_tokens, loss, n_same, kl = (sums_X.sum() for sums_X in texts)
     result: Record = {
         "perplexity": None,
         "top1_agreement": None,

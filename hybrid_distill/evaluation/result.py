@@ -100,16 +100,17 @@ class EvalResult:
         return errors
 
     def relative_to(self, teacher: EvalResult) -> dict[str, tuple[float, float] | None]:
-        """Return what each accuracy keeps of the teacher's beyond guessing; see `relative_score`."""
-        own = self.figures()
-        own_errors = self.standard_errors()
-        best = teacher.figures()
-        best_errors = teacher.standard_errors()
+        """Return the share of each of the teacher's accuracies beyond guessing that is kept (`relative_score`)."""
+        figures = self.figures()
+        errors = self.standard_errors()
+        teacher_figures = teacher.figures()
+        teacher_errors = teacher.standard_errors()
         kept = {}
         for name, chance in teacher.chances().items():
-            if name in own_errors and name in best_errors:
-                student = (own[name], own_errors[name])
-                kept[name] = relative_score(student, (best[name], best_errors[name]), chance)
+            if name in errors and name in teacher_errors:
+                own = (figures[name], errors[name])
+                teachers = (teacher_figures[name], teacher_errors[name])
+                kept[name] = relative_score(own, teachers, chance)
         return kept
 
     @classmethod
@@ -169,15 +170,17 @@ def binomial_error(share: float, n: int) -> float:
 def relative_score(
     student: tuple[float, float], teacher: tuple[float, float], guessing: float
 ) -> tuple[float, float] | None:
-    """Return what a student keeps of its teacher's accuracy beyond guessing, and its standard error.
+    """Return the share of its teacher's accuracy beyond guessing that a student keeps, and the standard error.
 
-    (s - g) / (t - g), 1 for a student that equals its teacher and 0 for one that guesses. Accuracies come with their
+    (s - g) / (t - g): 1 for a student that equals its teacher and 0 for one that guesses. Accuracies come with their
     standard errors, which are propagated as if the two models had answered different questions: the true error of
     models that agree is smaller. None if the teacher is not above guessing by two standard errors.
     """
-    (own, own_error), (best, best_error) = student, teacher
-    span = best - guessing
-    if span <= 2 * best_error:
+    accuracy, error = student
+    teacher_accuracy, teacher_error = teacher
+    span = teacher_accuracy - guessing
+    if span <= 2 * teacher_error:
         return None
-    kept = (own - guessing) / span
-    return kept, math.hypot(own_error, kept * best_error) / span
+    kept = (accuracy - guessing) / span
+    kept_error = math.hypot(error, kept * teacher_error) / span
+    return kept, kept_error

@@ -63,7 +63,7 @@ def model_card(
         conv_width=config.conv_width,
         window=config.window,
         sinks=config.sinks,
-        windows=layer_windows(config),
+        layer_windows=layer_windows(config),
     )
     evaluations = results or {}
     dictionary_sizes: set[int] = set()

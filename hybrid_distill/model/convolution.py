@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernel_choice import KERNEL_WIDTHS, KERNELS, choose
+from .kernel_choice import KERNEL_WIDTHS, KERNELS, choose_implementation
 
 
 def causal_conv(
@@ -32,7 +32,9 @@ def causal_conv(
         state_BCK = state_BCK.to(x_BLC.dtype)
     chosen = "torch"
     if length > 0 and n_past + 1 in KERNEL_WIDTHS:
-        chosen = choose(impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None)
+        chosen = choose_implementation(
+            impl, "convolution", x_BLC, n_past + 1, packed=seq_idx_BL is not None
+        )
     if chosen == "triton":
         conv = KERNELS["causal_conv"]
         y_BLC, last_BCK = conv(x_BLC, weight_CK, state_BCK=state_BCK, seq_idx_BL=seq_idx_BL)

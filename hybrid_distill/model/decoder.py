@@ -206,7 +206,7 @@ def row_arguments(decoder: Any, cache_name: str, arguments: dict[str, Any]) -> d
         cache = make_cache(decoder.config)
     completed[cache_name] = cache
     _mask_documents(decoder, completed, backbone_packs)
-    # Only here: the checks above take a missing token mask for an attention mask that is not 2-D.
+    # After finding documents: that counts the past from the mask, and asks no static cache on a device for it.
     if _marks_nothing(completed["token_mask"], cache):
         completed["token_mask"] = None
     return completed
@@ -249,9 +249,14 @@ def _input_shape(row: Mapping[str, Any]) -> tuple[int, int]:
 
 def _token_mask(attention_mask: Any, length: int) -> Tensor | None:
     """Return the new tokens' part of a 2-D mask; None for another mask, which does not mark padding."""
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+    if _is_padding_mask(attention_mask):
         return attention_mask[:, -length:]
     return None
+
+
+def _is_padding_mask(attention_mask: Any) -> bool:
+    """Return True for a 2-D mask, which marks padding; a 4-D mask says which token sees which."""
+    return isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
 
 
 def _check_mask(decoder: Any, row: Mapping[str, Any], length: int) -> None:
@@ -259,7 +264,7 @@ def _check_mask(decoder: Any, row: Mapping[str, Any], length: int) -> None:
     if row["seq_idx"] is not None:
         return
     attention_mask = row["attention_mask"]
-    if row["token_mask"] is not None:
+    if _is_padding_mask(attention_mask):
         _refuse_padding_in_windows(decoder, attention_mask)
     elif isinstance(attention_mask, Tensor) and length > 1 and decoder.replaces_heads:
         _refuse_hidden_tokens(attention_mask)
@@ -341,7 +346,7 @@ def _mask_documents(decoder: Any, row: dict[str, Any], backbone_packs: bool) -> 
     if not has_kept_heads:
         # No head reads it, and the backbone would expand it to length² elements.
         row["attention_mask"] = None
-    has_own_mask = attention_mask is not None and row["token_mask"] is None
+    has_own_mask = attention_mask is not None and not _is_padding_mask(attention_mask)
     if seq_idx_BL is None or backbone_packs or has_own_mask:
         return
     if has_kept_heads:

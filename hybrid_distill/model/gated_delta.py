@@ -8,7 +8,7 @@ It is the recurrence of `ssd` with other values: S_t = a_t S_{t-1} + u_t k_t^T. 
 the part of x_t that the state does not contain yet: w_t (x_t - a_t S_{t-1} k_t). Each form below
 computes the writes; `ssd` does the rest. On a GPU, a kernel may do both (`hybrid_kernels.delta_rule`).
 
-Shapes as in `ssd`; G gates: the raw decay and the raw write gate of each head.
+Shapes as in `ssd`; G rates: the raw decay and the raw write gate of each head.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.linalg import solve_triangular
 
 from .chunked_scan import chunk_decays, to_chunks
 from .decays import decay_matrix, log_decay, state_dtype
-from .kernel_choice import DELTA_RULE, KERNELS, choose
+from .kernel_choice import DELTA_RULE, KERNELS, choose_implementation
 from .ssd import CHUNK_SIZE, initial_state, mixing_matrix, skip_and_gate, ssd_scan, ssd_step
 
 
-def gates(raw_BLHG: Tensor) -> tuple[Tensor, Tensor]:
+def decay_and_write(raw_BLHG: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log a and the write gate w, in fp32 or fp64."""
     raw_decay, raw_write = raw_BLHG.unbind(-1)
     return log_decay(raw_decay), raw_write.to(state_dtype(raw_write)).sigmoid()
@@ -53,7 +53,10 @@ def delta_scan(
     # At auto alone: "triton" asks for our kernels, and this one is flash-linear-attention's.
     if impl == "auto" and x_BLHP.shape[1] > 0:
         sizes = x_BLHP.shape[-1], k_BLHN.shape[-1]
-        if choose(impl, DELTA_RULE, x_BLHP, *sizes, packed=seq_idx_BL is not None) == "triton":
+        if (
+            choose_implementation(impl, DELTA_RULE, x_BLHP, *sizes, packed=seq_idx_BL is not None)
+            == "triton"
+        ):
             inputs = x_BLHP, log_a_BLH, write_BLH, k_BLHN, c_BLHN
             return KERNELS["delta_rule"](*inputs, state_BHPN=state_BHPN, seq_idx_BL=seq_idx_BL)
     with torch.autocast(x_BLHP.device.type, enabled=False):
@@ -124,7 +127,7 @@ def gated_delta_scan(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(scan(x) + D x) silu(z)`` and the last state; ``options`` as in `gated_ssd_scan`."""
-    y_BLHP, state = delta_scan(x_BLHP, *gates(raw_BLHG), k_BLHN, c_BLHN, **options)
+    y_BLHP, state = delta_scan(x_BLHP, *decay_and_write(raw_BLHG), k_BLHN, c_BLHN, **options)
     return skip_and_gate(y_BLHP, x_BLHP, D_H, z_BLHP), state
 
 
@@ -138,7 +141,7 @@ def gated_delta_step(
     state_BHPN: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute one token of `gated_delta_scan`; return y_BHP and the new state."""
-    y_BHP, state = delta_step(x_BHP, *gates(raw_BHG), k_BHN, c_BHN, state_BHPN)
+    y_BHP, state = delta_step(x_BHP, *decay_and_write(raw_BHG), k_BHN, c_BHN, state_BHPN)
     return skip_and_gate(y_BHP, x_BHP, D_H, z_BHP), state
 
 

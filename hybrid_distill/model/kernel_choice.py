@@ -28,7 +28,9 @@ MODULES = {
     "ssd_step": "hybrid_kernels.step",
     "delta_rule": "hybrid_kernels.delta_rule",
 }
-KERNELS: dict[str, Callable[..., Any]] = {}  # functions of MODULES, once imported
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""Functions of `MODULES`, filled before "triton" is the answer of `choose_implementation`. A dictionary, because
+torch.compile cannot trace an import."""
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +68,11 @@ def check_implementation(impl: str) -> None:
     here."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLEMENTATIONS)}.")
-    if reason := _unusable(impl):
+    if reason := _import_kernels(impl):
         raise RuntimeError(f"impl {impl!r} cannot run: {reason}. Pass 'auto' or 'torch'.")
 
 
-def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
+def choose_implementation(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
     """Resolve "auto" for a kernel, given a tensor and the sizes it must handle; check and return
     any other name."""
     if impl != "auto":
@@ -83,7 +85,7 @@ def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> s
     )
 
 
-def implementation_of(
+def describe_choice(
     impl: str,
     kernel: str,
     device: torch.device,
@@ -92,7 +94,7 @@ def implementation_of(
     training: bool,
     **options: bool,
 ) -> str:
-    """Describe the implementation that `choose` takes, and why if it is not a kernel."""
+    """Describe the answer of `choose_implementation`, with the reason if "auto" does not take a kernel."""
     if impl != "auto":
         return impl
     if device.type != "cuda":
@@ -104,9 +106,11 @@ def implementation_of(
 
 
 def try_together(device: torch.device, calls: Iterable[KernelCall]) -> None:
-    """Test in one child process what "auto" will ask for soon: a child for each kernel would take
-    10 to 25 seconds to start. `choose` then has the verdicts."""
-    if device.type != "cuda" or not torch.cuda.is_available() or _unusable("triton"):
+    """Test the kernels that "auto" will soon be asked for in one child process.
+
+    One for each kernel would take 10 to 25 seconds to start. `choose_implementation` then finds the verdicts.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or _import_kernels("triton"):
         return
     selftest = importlib.import_module("hybrid_kernels.selftest")
     trials = []
@@ -158,7 +162,7 @@ def _reason_not_to_try(
     kernel: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], training: bool
 ) -> str | None:
     """Return in one line why a kernel must not even be tried."""
-    reason = _unusable("triton")
+    reason = _import_kernels("triton")
     if reason is None and kernel == DELTA_RULE:
         delta_rule = importlib.import_module("hybrid_kernels.delta_rule")
         reason = delta_rule.unusable(training=training)
@@ -170,9 +174,11 @@ def _reason_not_to_try(
 
 
 @once
-def _unusable(impl: str) -> str | None:
-    """Return in one line why ``impl`` cannot run, else fill KERNELS. Importing a broken package
-    raises."""
+def _import_kernels(impl: str) -> str | None:
+    """Import an implementation's kernels into `KERNELS`; return in one line why it cannot run, None if it can.
+
+    Importing a broken package raises.
+    """
     package = PACKAGES.get(impl)
     if package is None:
         return None

@@ -30,7 +30,7 @@ from .layout import (
 )
 from .recurrent_heads import SSMHeads
 from .rows import pick_heads
-from .windowed_heads import CALL, HeadCall, WindowedAttention, kv_index_of
+from .windowed_heads import CALL, WindowedAttention, WindowedCall, kv_index_of
 
 ROW_ARGUMENTS = ("token_mask", "seq_idx")
 """Arguments of mixers that attention modules do not accept."""
@@ -207,15 +207,15 @@ class HybridMixer(nn.Module):
         *,
         token_mask: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        attended: Tensor | None = None,
+        kept_outputs: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Compute the outputs y_BLHP of all heads in the teacher's head order, before the output projection.
 
         ``token_mask`` [B, L] is 0 at padding, ``seq_idx`` [B, L] numbers packed documents; only the replaced heads
-        read them. Kept heads read the backbone's ``attention_mask``; if ``attended`` contains their outputs, they do
-        not run. Attention receives all other keyword arguments. The cache may come under any of `CACHE_NAMES`.
-        Raises ValueError for a row that is split over devices.
+        read them. Kept heads read the backbone's ``attention_mask``; they do not run if ``kept_outputs`` is given.
+        Attention receives all other keyword arguments. The cache may come under any of `CACHE_NAMES`. Raises
+        ValueError for a row that is split over devices.
         """
         if self.replaced:
             _refuse_split_rows(kwargs)
@@ -237,7 +237,7 @@ class HybridMixer(nn.Module):
         inputs = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
         inputs |= kwargs
         kept_BLHP, windowed_BLRP = self._attention_parts(
-            hidden_states, attended, layer_cache, token_mask, seq_idx, inputs
+            hidden_states, kept_outputs, layer_cache, token_mask, seq_idx, inputs
         )
         parts = []
         if windowed_BLRP is not None and "window" not in self.silenced:
@@ -251,7 +251,7 @@ class HybridMixer(nn.Module):
     def _attention_parts(
         self,
         hidden_states: Tensor,
-        attended: Tensor | None,
+        kept_outputs: Tensor | None,
         layer_cache: HybridLayerCache | None,
         token_mask: Tensor | None,
         seq_idx: Tensor | None,
@@ -259,19 +259,19 @@ class HybridMixer(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the outputs of the kept heads and, with a window, of the replaced heads.
 
-        If ``attended`` holds the former, they are not computed again.
+        If ``kept_outputs`` holds the former, they are not computed again.
         """
         if self.windowed is None:
-            if self.attention is not None and attended is None:
-                attended = self._attend(hidden_states, self._store(layer_cache), inputs)
-            return attended, None
-        runs_kept = attended is None
-        call = HeadCall(self.windowed, layer_cache, token_mask, seq_idx, runs_kept)
+            if self.attention is not None and kept_outputs is None:
+                kept_outputs = self._attend(hidden_states, self._store(layer_cache), inputs)
+            return kept_outputs, None
+        runs_kept = kept_outputs is None
+        call = WindowedCall(self.windowed, layer_cache, token_mask, seq_idx, runs_kept)
         # Without a store: the call caches keys itself, in full or in a ring.
         y_BLHP = self._attend(hidden_states, None, {**inputs, CALL: call})
         call.check_used(self.attention)
-        if attended is not None:
-            return attended, y_BLHP
+        if kept_outputs is not None:
+            return kept_outputs, y_BLHP
         # Kept heads come first.
         n_kept = len(self.kept)
         return y_BLHP[:, :, :n_kept], y_BLHP[:, :, n_kept:]
@@ -306,24 +306,28 @@ class HybridMixer(nn.Module):
             )
         return self.ssm.mixing_matrices(hidden_states, seq_idx_BL)
 
-    def _in_teacher_order(self, attended: Tensor | None, replaced: Tensor | None) -> Tensor:
+    def _in_teacher_order(
+        self, kept_outputs: Tensor | None, replaced_outputs: Tensor | None
+    ) -> Tensor:
         """Merge [B, L, kept, P] and [B, L, R, P] by runs of consecutive heads of one kind."""
-        if not self.kept or not self.replaced:
-            return cast(Tensor, attended if self.kept else replaced)
-        assert attended is not None and replaced is not None
+        if not self.replaced:
+            return cast(Tensor, kept_outputs)
+        if not self.kept:
+            return cast(Tensor, replaced_outputs)
+        assert kept_outputs is not None and replaced_outputs is not None
         # Runs, because a slice per head would be many small copies, and an index tensor one more transfer to the
         # device. A list, because torch 2.9 cannot compile groupby of a generator.
         is_kept = [head in self.kept for head in range(self.n_heads)]
-        n_attended = 0
+        n_kept = 0
         n_replaced = 0
         runs = []
         for kept, run in itertools.groupby(is_kept):
             length = len(list(run))
             if kept:
-                runs.append(attended.narrow(2, n_attended, length))
-                n_attended += length
+                runs.append(kept_outputs.narrow(2, n_kept, length))
+                n_kept += length
             else:
-                runs.append(replaced.narrow(2, n_replaced, length))
+                runs.append(replaced_outputs.narrow(2, n_replaced, length))
                 n_replaced += length
         return torch.cat(runs, dim=2)
 

@@ -51,6 +51,7 @@ from .rows import TokensFirst
 from .self_check import check_new_version
 from .ssd import ssd_scan
 from .static_layer_cache import StaticLayerCache
+from .weight_samples import sample_weights
 from .window_kernels import window_blocks
 from .windowed_heads import WindowedAttention
 from .windows import layer_windows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cache import HybridCache
-from .prefix import Prefix, fingerprint, read_prefix
+from .prefix import Prefix, prompt_state_fingerprint, read_prefix
 from .pretrained import HybridPreTrainedModel
 
 
@@ -110,7 +110,9 @@ class HybridPrefill(HybridPreTrainedModel):
 
     def _as_prefix(self, ids_BL: Tensor, mask_BL: Tensor) -> Prefix:
         """Describe a prompt that this student reads, by which its cache is recognized."""
-        return Prefix(ids_BL, mask_BL, fingerprint(self, ids_BL, mask_BL), str(self.dtype))
+        return Prefix(
+            ids_BL, mask_BL, prompt_state_fingerprint(self, ids_BL, mask_BL), str(self.dtype)
+        )
 
 
 def _prompt_of(cache: HybridCache, n_rows: int) -> Prefix | None:

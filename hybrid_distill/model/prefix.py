@@ -6,12 +6,8 @@ Shapes: B batch, L columns of the prompt, padding included.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .weight_samples import sample_weights
 
 FORMAT = "hybrid-distill prefix 1"
 SAMPLES_PER_TENSOR = 64
 """Elements of each weight that a fingerprint reads."""
-GOLDEN_RATIO = (1 + 5**0.5) / 2
 STUDENT_FIELDS = ("kept", "d_state", "conv_width", "conv_bias", "recurrence", "window", "sinks")
 """Settings of a student that its weights may not show: beside windows, attention stays whole."""
 OUTPUT_SETTINGS = (
@@ -32,8 +28,6 @@ OUTPUT_SETTINGS = (
     "output_hidden_states", "output_router_logits",
 )  # fmt: skip
 """Settings of a decoder that the state after a prompt does not depend on."""
-ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-"""Attributes of PEFT's layers that decide what their weights do."""
 
 
 class Prefix(NamedTuple):
@@ -42,7 +36,7 @@ class Prefix(NamedTuple):
     ids_BL: Tensor
     mask_BL: Tensor
     student: str
-    """`fingerprint` of the student."""
+    """`prompt_state_fingerprint` of the student."""
     dtype: str
 
     @property
@@ -114,7 +108,7 @@ class Prefix(NamedTuple):
 
 
 @torch.no_grad()
-def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
+def prompt_state_fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
     """Hash everything on which the state after a prompt depends.
 
     That is a student's settings, its weights and which of its adapters are on, and the embeddings of the tokens. Of
@@ -132,74 +126,12 @@ def fingerprint(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> str:
     token_T = token_T[token_T < config.vocab_size]
     embedding_TD = model.get_input_embeddings()(token_T)
     samples = [embedding_TD.float().flatten()]
-    for description, sample in _sampled_weights(model.model):
+    for description, sample in sample_weights(model.model, SAMPLES_PER_TENSOR):
         digest.update(description.encode())
         samples.append(sample.to(ids_BL.device, torch.float32))
     # One transfer: every read from the device costs a sync.
     digest.update(_bytes(torch.cat(samples).cpu()))
     return digest.hexdigest()
-
-
-def _sampled_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names, shapes and dtypes of all weights, and some of their elements; and the state of PEFT's adapters."""
-    for path, module in model.named_modules():
-        if hasattr(module, "base_layer"):
-            adapters = [getattr(module, name, None) for name in ADAPTER_ATTRIBUTES]
-            yield f"{path} {adapters}", torch.empty(0)
-        # Listed first: loading replaces the parameters.
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        with _in_memory(module):
-            for name in names:
-                weight = getattr(module, name)
-                for part in _plain_parts(weight.detach()):
-                    yield (
-                        f"{path}.{name} {tuple(part.shape)} {part.dtype}",
-                        spread_elements(part, SAMPLES_PER_TENSOR),
-                    )
-
-
-def spread_elements(tensor: Tensor, n: int) -> Tensor:
-    """Return at most about n elements of a tensor, from evenly spread rows and columns.
-
-    Both matter: a head is some rows of the query's weight and some columns of the output's. Columns follow the golden
-    ratio, which leaves no gap of more than 3 in n of them.
-    """
-    if tensor.numel() <= n:
-        return tensor.flatten()
-    n_rows = tensor.shape[0]
-    places = _spread_places(n_rows, tensor.numel() // n_rows, n)
-    return tensor.flatten()[torch.tensor(places, device=tensor.device)]
-
-
-@cache
-def _spread_places(n_rows: int, n_columns: int, n: int) -> tuple[int, ...]:
-    """Return the places of `spread_elements` in a flat tensor. Few shapes occur, in many layers and calls."""
-    places = []
-    for step in range(n):
-        row = step * n_rows // n
-        column = int(step * GOLDEN_RATIO % 1 * n_columns)
-        places.append(row * n_columns + column)
-    return tuple(places)
-
-
-def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
-    """Load a module's offloaded weights while the context is open."""
-    is_offloaded = any(p.device.type == "meta" for p in module.parameters(recurse=False))
-    if not is_offloaded:
-        return nullcontext()
-    # It has offloaded them, so it is there. Not an import statement: an export's code must not seem to need it.
-    accelerate_utils: Any = importlib.import_module("accelerate.utils")
-    return accelerate_utils.align_module_device(module, torch.device("cpu"))
-
-
-def _plain_parts(weight: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a weight: a quantized one consists of several."""
-    if not is_traceable_wrapper_subclass(weight):
-        yield weight
-        return
-    names, _ = weight.__tensor_flatten__()
-    for name in names:
-        yield from _plain_parts(getattr(weight, name))
 
 
 def write_prefix(path: Path, prefix: Prefix, tensors: dict[str, Tensor]) -> None:

@@ -72,7 +72,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         """Load as transformers does, but raise ValueError for missing or unexpected tensors.
 
         Under a version of transformers that is not in the export's record, the model checks itself on a few tokens and
-        raises ValueError if it computes something else padded, packed or from a cache (`check_rows`). With
+        raises ValueError if it computes something else padded, packed or from a cache (`check_same_logits`). With
         ``output_loading_info=True``, return the names of missing and unexpected tensors instead of raising.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, __version__
 from .cache import HybridCache
 from .field_rules import release
 from .prefill import HybridPrefill
-from .prefix import fingerprint
+from .prefix import prompt_state_fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ def _check_continued(student: HybridPrefill, prompt: Prompt) -> None:
             "the input does not begin with the prompt that the cache holds; pass all tokens and their "
             "attention_mask, in rows as many as the cache has (cache.repeat)."
         )
-    if prefix.student != fingerprint(student, prefix.ids_BL, prefix.mask_BL):
+    if prefix.student != prompt_state_fingerprint(student, prefix.ids_BL, prefix.mask_BL):
         raise ValueError(
             "the cache holds the state of another student, or of this one with other weights, adapters or "
             "settings; call prefill again."

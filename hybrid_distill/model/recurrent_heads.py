@@ -1,7 +1,7 @@
 """Recurrent heads of a layer: SSMs and the gated delta rule, with their projections and convolution.
 
 Shapes: B batch, L length, S source length, P head dim, N state size, D model width, C conv channels,
-K conv width (minus 1 in a stored state), R recurrent heads, G gates per head.
+K conv width (minus 1 in a stored state), R recurrent heads, G rates per head.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class ScanInputs(NamedTuple):
     x: Tensor
     """[B, L, R, P]"""
     raw: Tensor
-    """Raw gates, [B, L, R] or [B, L, R, G]."""
+    """Raw rates, [B, L, R] or [B, L, R, G]."""
     b: Tensor
-    """[B, L, R, N], as ``Recurrence.keys`` has scaled it."""
+    """[B, L, R, N], as ``Recurrence.scale_b`` returns it."""
     c: Tensor
     """[B, L, R, N]"""
 
@@ -81,8 +81,8 @@ class SSMHeads(nn.Module):
 
     This is the ``discrete`` recurrence. ``mamba2`` uses the heads of Mamba-2 (arXiv 2405.21060, A = -1), which other
     programs support: the biases of x, B and C are those of the convolution, a SiLU follows, and the step size scales
-    the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no gate bias, like published
-    models.
+    the input of the state, dt_t = -log a_t = softplus(a_proj u). ``mamba2-stock`` has no bias of the
+    output gate, like published models.
 
     ``gdn`` follows the gated delta rule (`gated_delta`): x is the value, B scaled to unit length the key, C the query.
     ``a_proj`` has a second row per head, the write gate, after its decay. Everything else is as in ``discrete``.
@@ -120,8 +120,10 @@ class SSMHeads(nn.Module):
         self.x_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=has_bias)
         self.b_proj = nn.Linear(hidden_size, n_heads * d_state, bias=has_bias)
         self.c_proj = nn.Linear(hidden_size, n_heads * d_state, bias=has_bias)
-        self.z_proj = nn.Linear(hidden_size, n_heads * head_dim, bias=self.form.has_gate_bias)
-        self.a_proj = _DecayProjection(hidden_size, n_heads * self.form.n_gates)
+        self.z_proj = nn.Linear(
+            hidden_size, n_heads * head_dim, bias=self.form.has_output_gate_bias
+        )
+        self.a_proj = _DecayProjection(hidden_size, n_heads * self.form.n_rates)
         self.sizes = [n_heads * size for size in (head_dim, d_state, d_state)]
         n_channels = sum(self.sizes)
         self.conv_weight = nn.Parameter(torch.empty(n_channels, conv_width))
@@ -185,9 +187,9 @@ class SSMHeads(nn.Module):
             self.conv_bias.zero_()
         self.D.fill_(1.0)
         self.a_proj.bias.zero_()
-        # The decay is the first gate of a head.
-        gates_RG = self.a_proj.bias.view(self.n_heads, -1)
-        gates_RG[:, 0] = raw_decay(spread_half_lives(self.n_heads))
+        # The decay is the first rate of a head.
+        rates_RG = self.a_proj.bias.view(self.n_heads, -1)
+        rates_RG[:, 0] = raw_decay(spread_half_lives(self.n_heads))
 
     def forward(
         self,
@@ -259,7 +261,7 @@ class SSMHeads(nn.Module):
         y_BLRP, state_BRPN = self.form.scan(
             *inputs,
             self.D,
-            self._gate(hidden_BLD),
+            self._output_gate(hidden_BLD),
             state_BHPN=state_BRPN,
             seq_idx_BL=seq_idx_BL,
             impl=self.impl,
@@ -310,13 +312,13 @@ class SSMHeads(nn.Module):
     def scan_inputs(
         self, hidden_BLD: Tensor, seq_idx_BL: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the scan's inputs x_BLRP, raw gates, B_BLRN and C_BLRN, and the output gate silu(z)_BLRP."""
+        """Return the scan's inputs x_BLRP, raw rates, B_BLRN and C_BLRN, and the output gate silu(z)_BLRP."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
         inputs, _ = self._convolved_inputs(xbc_BLC, raw_BLR, None, seq_idx_BL, None)
-        return (*inputs, F.silu(self._gate(hidden_BLD)))
+        return (*inputs, F.silu(self._output_gate(hidden_BLD)))
 
     def _projections(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x, B and C of all heads before the convolution, [B, L, C], and the raw gates, [B, L, R G]."""
+        """Return x, B and C of all heads before the convolution, [B, L, C], and the raw rates, [B, L, R G]."""
         projections = (self.x_proj, self.b_proj, self.c_proj)
         batch, length, width = hidden_BLD.shape
         on_kernels = hidden_BLD.is_cuda or self.impl == "triton"
@@ -333,7 +335,7 @@ class SSMHeads(nn.Module):
             xbc_BLC = torch.cat([projection(hidden_BLD) for projection in projections], dim=-1)
         return xbc_BLC, self.a_proj(hidden_BLD)
 
-    def _gate(self, hidden_BLD: Tensor) -> Tensor:
+    def _output_gate(self, hidden_BLD: Tensor) -> Tensor:
         return self.z_proj(hidden_BLD).unflatten(-1, (self.n_heads, self.head_dim))
 
     def _step(
@@ -341,7 +343,7 @@ class SSMHeads(nn.Module):
     ) -> Tensor:
         """Compute the next token after the cached ones; if possible, one kernel updates the states in place."""
         xbc_BLC, raw_BLR = self._projections(hidden_BLD)
-        z_BLRP = self._gate(hidden_BLD)
+        z_BLRP = self._output_gate(hidden_BLD)
         conv_state = cast(Tensor, cache.conv_state)
         ssm_state = cast(Tensor, cache.ssm_state)
         y_BRP = step_in_place(
@@ -389,12 +391,12 @@ class SSMHeads(nn.Module):
         xbc_BLC, conv_state_BCK = self._convolve(xbc_BLC, seq_idx_BL, conv_state_BCK, n_tokens_B)
         x, b, c = self._by_head(xbc_BLC)
         raw = raw_BLR
-        if self.form.n_gates > 1:
+        if self.form.n_rates > 1:
             raw = raw_BLR.unflatten(-1, (self.n_heads, -1))
         if token_BL1 is not None:
             # Only now: the taps of the convolution reach from padding back to the tokens before it.
             x = x * token_BL1.unsqueeze(-1)
-        return ScanInputs(x, raw, self.form.keys(b, raw), c), conv_state_BCK
+        return ScanInputs(x, raw, self.form.scale_b(b, raw), c), conv_state_BCK
 
     def _by_head(self, xbc_BLC: Tensor) -> tuple[Tensor, ...]:
         """Split a row into x_BLRP, B_BLRN and C_BLRN."""

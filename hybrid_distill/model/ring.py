@@ -80,7 +80,7 @@ class TokenRing:
     def step(
         self, column_B1: Tensor, token_mask_B1: Tensor | None, n_columns: int, reach: Reach
     ) -> RingStep:
-        """Compute what one token a row does to this ring. The ring has to hold tokens; it gets its slots."""
+        """Compute the effect of one more token per row, and add its slot. Requires a ring that holds tokens."""
         self._grow(n_columns)
         assert self.n_tokens_B is not None
         if token_mask_B1 is None:
@@ -127,7 +127,7 @@ class TokenRing:
         _put(self.values, slots_of_heads, value_BG1P.transpose(1, 2), step.is_new_B)
 
     def last_slots(self, n: int) -> Tensor:
-        """Return the slots of each row's last n tokens in their order, [B, n], of no use before its first token."""
+        """Return the slots of each row's last n tokens in their order, [B, n]; meaningless before its first token."""
         assert self.n_tokens_B is not None
         n_tokens_B1 = self.n_tokens_B.unsqueeze(1)
         place_BN = n_tokens_B1 - n + torch.arange(n, device=n_tokens_B1.device)

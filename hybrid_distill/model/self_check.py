@@ -52,7 +52,7 @@ PASSED = Path("gate", "transformers.json")
 _checked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def check_rows(model: PreTrainedModel, fix: str) -> None:
+def check_same_logits(model: PreTrainedModel, fix: str) -> None:
     """Check that a document gives the same logits packed behind another, left-padded, cached and alone.
 
     Checks again only if the attention implementation changes. The tolerance is relative to the effect of rounding on
@@ -86,7 +86,7 @@ def check_rows(model: PreTrainedModel, fix: str) -> None:
 
 
 def _try_kernels(model: PreTrainedModel, device: torch.device) -> None:
-    """Test what the check will run on, all at once."""
+    """Test the kernels that the check will use, in one child process: one for each would take 10 to 25 s to start."""
     if not _is_student(model):
         return
     student: Any = model
@@ -101,7 +101,7 @@ def _try_kernels(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_new_version(model: PreTrainedModel, path: Any) -> None:
-    """Check a loaded export with `check_rows` if no one has run it under this version of transformers.
+    """Check a loaded export with `check_same_logits` if no one has run it under this version of transformers.
 
     ``path`` is what it was loaded from. A version that passes is added to `PASSED`, if that folder can be written.
     Raises ValueError, naming versions that compute it correctly, if this one does not.
@@ -121,7 +121,7 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
         f"This export was checked with transformers {versions[0]} to {versions[-1]}: "
         f"pip install 'transformers=={versions[-1]}', or export the student again under this version."
     )
-    check_rows(model, fix)
+    check_same_logits(model, fix)
     if record.parent.is_dir():
         with suppress(OSError):
             record.write_text(json.dumps([*passed, __version__]))
@@ -129,19 +129,19 @@ def check_new_version(model: PreTrainedModel, path: Any) -> None:
 
 def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator, fix: str) -> None:
     document_1L = ids_1L[:, BESIDE:]
-    ways: dict[str, Callable[[], Tensor]] = {PADDED: lambda: _padded(model, ids_1L)}
+    forwards: dict[str, Callable[[], Tensor]] = {PADDED: lambda: _padded(model, ids_1L)}
     # `packed_inputs` refuses the others, in training too.
     if model.config._attn_implementation in PACKING:
-        ways[PACKED] = lambda: _packed(model, ids_1L)
-    ways[CACHED] = lambda: _cached(model, document_1L)
+        forwards[PACKED] = lambda: _packed(model, ids_1L)
+    forwards[CACHED] = lambda: _cached(model, document_1L)
     with _refusal(model, "alone", fix):
         alone_LV = _logits(model, document_1L)
         with rounded_once_more(model, generator, _eps(model)):
-            limit = MARGIN * _size(_logits(model, document_1L) - alone_LV)
-    check_numbers(alone_LV, model)
-    for way, logits in ways.items():
-        with _refusal(model, way, fix):
-            difference = _size(logits() - alone_LV)
+            limit = MARGIN * _largest_rms(_logits(model, document_1L) - alone_LV)
+    check_not_nan(alone_LV, model)
+    for case, forward in forwards.items():
+        with _refusal(model, case, fix):
+            difference = _largest_rms(forward() - alone_LV)
             # Not `>`: NaN must fail.
             if not difference <= limit:
                 raise ValueError(
@@ -149,7 +149,7 @@ def _compare(model: PreTrainedModel, ids_1L: Tensor, generator: torch.Generator,
                 )
 
 
-def check_numbers(values: Tensor, model: PreTrainedModel) -> None:
+def check_not_nan(values: Tensor, model: PreTrainedModel) -> None:
     """Raise ValueError if results of a model are NaN: in float16, large activations overflow."""
     if values.isnan().any():
         dtype = str(model.dtype).removeprefix("torch.")
@@ -158,7 +158,7 @@ def check_numbers(values: Tensor, model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _refusal(model: PreTrainedModel, way: str, fix: str) -> Iterator[None]:
+def _refusal(model: PreTrainedModel, case: str, fix: str) -> Iterator[None]:
     """Turn any error into one line with the model and the failed case; model code may raise any exception."""
     try:
         yield
@@ -170,7 +170,7 @@ def _refusal(model: PreTrainedModel, way: str, fix: str) -> Iterator[None]:
         if _is_student(model):
             name = f"a student made from {type(decoder_of(model)).__name__}"
         raise ValueError(
-            f"{name} does not compute a document {way} with transformers {__version__}: {reason}. "
+            f"{name} does not compute a document {case} with transformers {__version__}: {reason}. "
             f"Expected the same logits in every way. {fix}"
         ) from error
 
@@ -179,7 +179,7 @@ def _is_student(model: PreTrainedModel) -> bool:
     return isinstance(model.config, HybridConfig)
 
 
-def _compared(model: PreTrainedModel) -> Any:
+def _module_with_scores(model: PreTrainedModel) -> Any:
     """Return the model; for a student without an output embedding (`HybridModel`, a classifier), its decoder."""
     if _is_student(model) and model.get_output_embeddings() is None:
         return decoder_of(model)
@@ -192,7 +192,7 @@ def _logits(model: PreTrainedModel, ids_1L: Tensor, **inputs: object) -> Tensor:
     if getattr(text_config(model), "output_router_logits", False):
         # Computed of the mask, which packing has another shape of.
         options["output_router_logits"] = False
-    return _scores_of(_compared(model)(input_ids=ids_1L, **options))
+    return _scores_of(_module_with_scores(model)(input_ids=ids_1L, **options))
 
 
 def _scores_of(output: Any) -> Tensor:
@@ -226,18 +226,18 @@ def _in_document(ids_1L: Tensor) -> Tensor:
 
 
 def _cached(model: PreTrainedModel, document_1L: Tensor) -> Tensor:
-    compared = _compared(model)
-    name = cache_argument(compared.forward)
+    module = _module_with_scores(model)
+    name = cache_argument(module.forward)
     cache = None
     logits = []
     for piece_1L in document_1L.split(PIECES, dim=1):
-        output = compared(input_ids=piece_1L, use_cache=True, return_dict=True, **{name: cache})
+        output = module(input_ids=piece_1L, use_cache=True, return_dict=True, **{name: cache})
         cache = cache_of(output)
         logits.append(_scores_of(output))
     return torch.cat(logits)
 
 
-def _size(difference_LV: Tensor) -> float:
+def _largest_rms(difference_LV: Tensor) -> float:
     """Return the root mean square over the vocabulary, for the token where it is largest."""
     return difference_LV.square().mean(-1).sqrt().max().item()
 

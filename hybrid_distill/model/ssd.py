@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .chunked_scan import scan_chunked
 from .decays import decay_matrix, log_decay, state_dtype, sum_over_seen, unseen_mask
-from .kernel_choice import KERNEL_WIDTHS, KERNELS, choose
+from .kernel_choice import KERNEL_WIDTHS, KERNELS, choose_implementation
 
 CHUNK_SIZE = 32
 """Tokens of a chunk. On a CPU, shorter chunks are too many calls and longer ones too many products."""
@@ -51,7 +51,9 @@ def ssd_scan(
     Raises ValueError for an unknown ``impl`` or a bad ``chunk_size``, RuntimeError for an ``impl`` that cannot run.
     """
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
-    chosen = choose(impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None)
+    chosen = choose_implementation(
+        impl, "recurrence", x_BLHP, *sizes, gated=False, packed=seq_idx_BL is not None
+    )
     if type(chunk_size) is not int or chunk_size < 1:
         raise ValueError(
             f"chunk_size is {chunk_size!r}; it counts tokens: pass a whole number of at least 1."
@@ -94,7 +96,9 @@ def gated_ssd_scan(
     Arguments and errors as in `ssd_scan`, but with the raw decay instead of log a.
     """
     sizes = x_BLHP.shape[-1], b_BLHN.shape[-1]
-    chosen = choose(impl, "recurrence", x_BLHP, *sizes, gated=True, packed=seq_idx_BL is not None)
+    chosen = choose_implementation(
+        impl, "recurrence", x_BLHP, *sizes, gated=True, packed=seq_idx_BL is not None
+    )
     options: dict[str, Any] = {"state_BHPN": state_BHPN, "seq_idx_BL": seq_idx_BL}
     if x_BLHP.shape[1] > 0 and chosen == "triton":
         with torch.autocast(x_BLHP.device.type, enabled=False):
@@ -146,7 +150,9 @@ def step_in_place(
     if not (conv_state_BCK.is_contiguous() and ssm_state_BHPN.is_contiguous()):
         return None
     sizes = *ssm_state_BHPN.shape[2:], conv_width
-    chosen = choose(impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None)
+    chosen = choose_implementation(
+        impl, "decoding step", xbc_BC, *sizes, masked=token_mask_B is not None
+    )
     if chosen != "triton":
         return None
     inputs = xbc_BC, raw_BH, z_BHP, conv_weight_CK, D_H

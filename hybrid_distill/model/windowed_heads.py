@@ -1,7 +1,8 @@
 """Attention of a layer in which kept heads see everything and replaced heads a window.
 
 The backbone's own attention module computes queries, keys and values, with its norms and positions. In place of its
-attention function it calls `_attend_by_call`, and that `HeadCall.attend`, which runs each kind of head in its own way.
+attention function it calls `_attend_by_call`, and that `WindowedCall.attend`, which runs kept and windowed heads
+each in their own way.
 
 Shapes: B batch, L length, H heads, G KV heads, P head dim, R slots of a ring, S source length.
 """
@@ -35,12 +36,12 @@ from .windows import kinds_and_windows
 IMPLEMENTATION = "hybrid_distill_windows"
 """Name under which transformers finds `_attend_by_call`."""
 CALL = "head_call"
-"""Argument by which a mixer passes its `HeadCall` through the backbone's attention module."""
+"""Argument by which a mixer passes its `WindowedCall` through the backbone's attention module."""
 
 
 def _attend_by_call(*module_and_inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Pass on what transformers gives its attention function to the `HeadCall` among the arguments."""
-    call: HeadCall = options.pop(CALL)
+    """Pass on what transformers gives its attention function to the `WindowedCall` among the arguments."""
+    call: WindowedCall = options.pop(CALL)
     return call.attend(*module_and_inputs, **options)
 
 
@@ -136,7 +137,7 @@ class FullKeys(NamedTuple):
     offset: Any
 
 
-class HeadCall:
+class WindowedCall:
     """One call of an attention module: its cache, its rows, and whether kept heads run."""
 
     def __init__(
@@ -183,6 +184,7 @@ class HeadCall:
         heads = self.heads
         outputs = []
         maps = []
+        # Also if kept heads do not run: later tokens read their keys.
         full = self._full_keys(key_BGLP, value_BGLP)
         if self.runs_kept and full is not None:
             # Only families that cap scores have attention functions with this argument.
@@ -197,14 +199,14 @@ class HeadCall:
             if kept_maps is not None:
                 maps.append(kept_maps)
         scoring = Scoring(scaling, softcap, dropout)
-        near_query = pick_heads(query_BHLP, heads.replaced)
-        near_BHLP = self._attend_near(near_query, key_BGLP, value_BGLP, full, scoring)
-        outputs.append(near_BHLP.transpose(1, 2))
+        windowed_query = pick_heads(query_BHLP, heads.replaced)
+        windowed_BHLP = self._attend_windowed(windowed_query, key_BGLP, value_BGLP, full, scoring)
+        outputs.append(windowed_BHLP.transpose(1, 2))
         output_BLHP = torch.cat(outputs, dim=2)
         if heads.backbone_config._attn_implementation != "eager":
             return output_BLHP, None
         if self.cache is None and not attention.training:
-            maps.append(self._near_maps(near_query, key_BGLP, scoring))
+            maps.append(self._windowed_maps(windowed_query, key_BGLP, scoring))
         if not maps:
             # Not None: eager attention returns a tensor, whose shape its callers read.
             batch, _, length, _ = query_BHLP.shape
@@ -228,14 +230,14 @@ class HeadCall:
             keys, values = self.cache.update(keys, values)
         return FullKeys(keys, values, offset)
 
-    def _near_maps(self, query_BHLP: Tensor, key_BGLP: Tensor, scoring: Scoring) -> Tensor:
+    def _windowed_maps(self, query_BHLP: Tensor, key_BGLP: Tensor, scoring: Scoring) -> Tensor:
         """Return the attention maps of the windowed heads, for analysis. Padding counts as tokens."""
         heads = self.heads
         key_BHLP = pick_heads(key_BGLP, heads.window_groups)
         begin_BL = self._begins(query_BHLP, None)
         return local_maps(query_BHLP, key_BHLP, begin_BL, heads.reach, scoring)
 
-    def _attend_near(
+    def _attend_windowed(
         self,
         query_BHLP: Tensor,
         key_BGLP: Tensor,

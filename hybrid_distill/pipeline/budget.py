@@ -33,7 +33,7 @@ def student_cache(
         d_state=student.d_state,
         window=student.window,
         sinks=student.sinks,
-        windows=layer_windows(teacher),
+        layer_windows=layer_windows(teacher),
     ).total
 
 
@@ -114,7 +114,7 @@ def _most_expensive_groups(teacher: PretrainedConfig, k: int) -> HeadPlan:
         return -reach, is_last_of_layer
 
     groups = sorted(shape.units("kv-group"), key=costliest_first)
-    heads = heads_of_units(groups[:k], shape.heads_in("kv-group"))
+    heads = heads_of_units(groups[:k], shape.unit_size("kv-group"))
     return HeadPlan.from_pairs(teacher, heads)
 
 

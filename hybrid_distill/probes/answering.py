@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.layout import cache_argument, cache_of
-from ..model.self_check import check_numbers
+from ..model.self_check import check_not_nan
 from ..progress import track
 from ..teacher import eval_mode, generate_ids, may_cache
 from . import Example, check_counts
@@ -179,7 +179,7 @@ def answer_choices(
             batch = ChoiceBatch(encoded, model.device)
             reads = batch.reads(model)
             # Not in `reads`: scoring names the head and the prompt of what is NaN.
-            check_numbers(torch.cat(list(reads)), model)
+            check_not_nan(torch.cat(list(reads)), model)
             for example, read_Q in zip(encoded, reads):
                 logprob_C = example.choice_logprobs(read_Q[None])[0]
                 logprob_EC.append(logprob_C.tolist())

@@ -14,7 +14,7 @@ from ..kernels import run_on
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import decoder_of, rope_frequencies
 from ..model.mixer import silence
-from ..model.self_check import check_rows
+from ..model.self_check import check_same_logits
 from ..plan import HeadPlan
 from ..teacher import (
     SUPPORTED,
@@ -82,7 +82,7 @@ def build_student(
     on. ``seed`` sets all random draws. ``recurrent`` holds the `recurrent_tensors` of the same student, built before:
     nothing is initialized then, and the student has the same bits. The teacher is unchanged and shares no tensor with
     the student; to share, call `share_frozen_weights`. Raises ValueError for a plan made for another teacher, a bad
-    option, unsupported attention, and a model that fails `check_rows`.
+    option, unsupported attention, and a model that fails `check_same_logits`.
     """
     check_plan(plan, teacher)
     sites = checked_sites(teacher, plan, init)
@@ -114,7 +114,7 @@ def build_student(
         initialized = _initialized_tensors(student, sites, init, traces, seed)
     _load(student, initialized)
     student.generation_config = copy.deepcopy(teacher.generation_config)
-    check_rows(student, _OTHER_TEACHER)
+    check_same_logits(student, _OTHER_TEACHER)
     student.set_ssm_implementation(kernels)
     records = [tensor.record for tensor in (*copied, *initialized)]
     report = BuildReport(
@@ -142,7 +142,7 @@ def check_plan(plan: HeadPlan, teacher: PreTrainedModel) -> None:
 def check_teacher_rows(teacher: PreTrainedModel) -> None:
     """Check that the teacher itself computes a document in every way alike, with exact positions.
 
-    Raises ValueError for RoPE's frequencies in half precision, and as `check_rows` does.
+    Raises ValueError for RoPE's frequencies in half precision, and as `check_same_logits` does.
     """
     for name, frequencies in rope_frequencies(teacher).items():
         if frequencies.dtype.itemsize < 4:
@@ -151,7 +151,7 @@ def check_teacher_rows(teacher: PreTrainedModel) -> None:
                 f"the teacher's {name} is {dtype}, so its positions are inexact; load it with "
                 f"from_pretrained(..., dtype=torch.{dtype}) instead of casting it with .to(), .half() or .bfloat16()."
             )
-    check_rows(teacher, _OTHER_TEACHER)
+    check_same_logits(teacher, _OTHER_TEACHER)
 
 
 def empty_student(
@@ -280,8 +280,8 @@ def _calibration_rows(
 def _windowed_heads(mixer: HybridMixer, call: MixerCall, seq_idx_BL: Tensor) -> Tensor:
     """Return what a layer's heads compute without recurrence, [B, L, H, P], on the teacher's input to the layer."""
     # The teacher's outputs stand in for kept heads, which then do not run.
-    attended = call.heads_BLHP[:, :, list(mixer.kept)]
-    arguments = {**call.kwargs, "seq_idx": seq_idx_BL, "attended": attended}
+    kept_outputs = call.heads_BLHP[:, :, list(mixer.kept)]
+    arguments = {**call.kwargs, "seq_idx": seq_idx_BL, "kept_outputs": kept_outputs}
     with silence([mixer], "recurrence"):
         return mixer.heads(*call.args, **arguments)
 

@@ -19,7 +19,7 @@ SHORT_WINDOW = 3
 
 
 def check_family(teacher: PreTrainedModel, recurrence: str = "discrete", window: int = 0) -> None:
-    """Check a small random student of the teacher's family with `check_rows`, before anything is computed.
+    """Check a small random student of the teacher's family with `check_same_logits`, before anything is computed.
 
     It has the teacher's config, but few layers (one of each type), a small vocabulary and narrow MLPs. The teacher may
     be on the meta device. Raises ValueError if this version of transformers computes such a student wrongly.

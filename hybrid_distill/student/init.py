@@ -93,7 +93,7 @@ def init_ssm(
         start = _random_start(site, len(heads), config, generator)
     else:
         start = _teacher_start(site, heads, config, generator, trace)
-    a_bias = _gate_biases(form, start.coefficients.half_life_R)
+    a_bias = _rate_biases(form, start.coefficients.half_life_R)
     if form.has_silu:
         start = _start_before_silu(start, a_bias, config.d_state)
     # The decay does not depend on the input at first.
@@ -109,13 +109,15 @@ def init_ssm(
     }
 
 
-def _gate_biases(form: Recurrence, half_life_R: Tensor) -> Tensor:
-    """Return the bias of a_proj: the decay of each head, and its write gates if it has any."""
+def _rate_biases(form: Recurrence, half_life_R: Tensor) -> Tensor:
+    """Return the bias of a_proj: the decay of each head and, for the delta rule, its write gate."""
     decay_R = raw_decay(half_life_R)
     write_R = torch.full_like(decay_R, WRITE).logit()
-    gates = [decay_R] + [write_R] * (form.n_gates - 1)
+    rates = [decay_R]
+    if form.delta_rule:
+        rates.append(write_R)
     # The rows of a head are neighbors.
-    return torch.stack(gates, dim=1).flatten()
+    return torch.stack(rates, dim=1).flatten()
 
 
 def _start_before_silu(start: _Start, a_bias: Tensor, d_state: int) -> _Start:
@@ -153,7 +155,7 @@ def _output_gate(
 ) -> SourcedTensors:
     """Make the tensors of z_proj."""
     x_weight = start.x.weight
-    if not form.has_gate_bias:
+    if not form.has_output_gate_bias:
         # Without calibration data the mean input counts as 0: the noise alone then opens the gate.
         noise = small_noise(generator, *x_weight.shape, like=x_weight)
         return {"z_proj.weight": (start.open_gate_D + noise, ())}

@@ -15,7 +15,8 @@ from ..io import read_json
 from ..model.backbone_config import rope_settings
 from ..model.configuration_hybrid import HybridConfig
 from ..model.layout import text_config
-from ..model.prefix import STUDENT_FIELDS, spread_elements
+from ..model.prefix import STUDENT_FIELDS
+from ..model.weight_samples import spread_elements
 
 FIELDS = (
     "model_type",

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..model.self_check import check_numbers
+from ..model.self_check import check_not_nan
 
 
 @contextmanager
@@ -129,4 +129,4 @@ class _RefusesNaN(LogitsProcessor):
     def check(self) -> None:
         """Raise ValueError if a logit was NaN."""
         if self.largest is not None:
-            check_numbers(self.largest, self.model)
+            check_not_nan(self.largest, self.model)

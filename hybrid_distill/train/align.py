@@ -115,7 +115,7 @@ class LayerAlignment(TeacherForced[Align]):
             return output
         if self.config.train == "ssm" and mixer.kept:
             # Kept heads are frozen: the teacher's heads have computed their output already.
-            arguments["attended"] = select_heads(call.heads_BLHP, mixer.kept, dim=2)
+            arguments["kept_outputs"] = select_heads(call.heads_BLHP, mixer.kept, dim=2)
         if self.config.target == "head":
             heads_BLHP = mixer.heads(*call.args, **arguments)
             return self._recurrent(layer, heads_BLHP)

@@ -14,7 +14,7 @@ import torch
 from hybrid_kernels import loss_choice
 
 from ..distributed import WorldError, compute_everywhere
-from ..model.kernel_choice import DELTA_RULE, KernelCall, implementation_of, try_together
+from ..model.kernel_choice import DELTA_RULE, KernelCall, describe_choice, try_together
 from ..model.recurrent_heads import SSMHeads
 from .end_to_end import EndToEnd, loss_implementation
 from .on_policy import OnPolicy
@@ -128,13 +128,13 @@ def _call_implementation(heads: SSMHeads, device: torch.device, call: KernelCall
     if call.kernel == "convolution" and heads.impl == "mamba_ssm":
         return "torch"
     kernel, dtype, sizes, options = call
-    return implementation_of(heads.impl, kernel, device, dtype, *sizes, **options)
+    return describe_choice(heads.impl, kernel, device, dtype, *sizes, **options)
 
 
 def _loss_implementation(stage: EndToEnd, device: torch.device) -> str:
     if not stage.is_fused:
         return "torch (not fused)"
     impl = loss_implementation(stage.student)
-    return loss_choice.implementation_of(
+    return loss_choice.describe_choice(
         impl, device, _dtype_of_loss(stage), stage.config.kind, bool(stage.teachers)
     )

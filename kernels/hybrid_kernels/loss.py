@@ -139,7 +139,7 @@ def loss_and_gradients(
     `TeacherTopK`.
     """
     options = Options(kind, temperature, beta, hard_weight)
-    impl = loss_choice.pick(impl, hidden.device, dtype, kind, from_head)
+    impl = loss_choice.choose_implementation(impl, hidden.device, dtype, kind, from_head)
     if from_head:
         teacher = TeacherHead(teacher_a, teacher_b)
     else:

@@ -14,7 +14,9 @@ log = logging.getLogger(__name__)
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def pick(impl: str, device: torch.device, dtype: torch.dtype, kind: str, from_head: bool) -> str:
+def choose_implementation(
+    impl: str, device: torch.device, dtype: torch.dtype, kind: str, from_head: bool
+) -> str:
     """Return the implementation that "auto" stands for, or the named one.
 
     Raises ValueError for "triton" in a dtype without kernels, RuntimeError where triton cannot run.
@@ -36,7 +38,7 @@ def pick(impl: str, device: torch.device, dtype: torch.dtype, kind: str, from_he
     return "torch"
 
 
-def implementation_of(
+def describe_choice(
     impl: str, device: torch.device, dtype: torch.dtype, kind: str, from_head: bool
 ) -> str:
     """Describe what runs: "triton", or "torch" and, on a GPU, why."""

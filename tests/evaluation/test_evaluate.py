@@ -80,7 +80,7 @@ def test_cache_bytes_are_those_of_a_real_teachers_cache(family: str, length: int
         d_state=8,
         bytes_per_element=4,
         batch=2,
-        windows=layer_windows(model.config),
+        layer_windows=layer_windows(model.config),
     )
     ids = torch.randint(3, 100, (2, length))
     at_once = [length]
@@ -127,7 +127,7 @@ def test_cache_bytes_are_those_of_a_real_students_cache(
             head_dim=attention_sites(teacher)[0].head_dim,
             bytes_per_element=4,
             batch=2,
-            windows=layer_windows(student.model.config),
+            layer_windows=layer_windows(student.model.config),
             **sizes,
         )
         assert dataclasses.asdict(size) == cache.nbytes()

@@ -9,7 +9,7 @@ import torch
 
 from hybrid_distill.model import kernel_choice
 
-REMEMBERING = ("_unusable", "_reason_against", "_best_on_gpu")
+REMEMBERING = ("_import_kernels", "_reason_against", "_best_on_gpu")
 """Functions of `kernel_choice` that compute once for each call."""
 
 

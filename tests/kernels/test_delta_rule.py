@@ -78,7 +78,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(impl: str, kernel: str, x: Tensor, *sizes: int, **options: bool) -> str:
         return choice_on_gpu(kernel, x.dtype, sizes, **options)
 
-    monkeypatch.setattr(gated_delta, "choose", choose)
+    monkeypatch.setattr(gated_delta, "choose_implementation", choose)
 
 
 def mistake(dtype: torch.dtype = FP32, *, training: bool = True, packed: bool = True) -> str | None:
@@ -227,7 +227,7 @@ def test_what_the_package_refuses_is_not_tried(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "tilelang" or None)
     monkeypatch.setattr(selftest, "check_kernel", lambda *_, **__: None)
     monkeypatch.setattr(known_bad, "known_bad", lambda *_: None)
-    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: None)
+    monkeypatch.setattr(kernel_choice, "_import_kernels", lambda impl: None)
 
     reason = delta_rule.unusable()
     assert (reason is not None) == is_refused
@@ -238,7 +238,7 @@ def test_what_the_package_refuses_is_not_tried(
     assert delta_rule.unusable(training=False) is None
     for training in (True, False):
         options = {"training": training, "packed": True}
-        chosen = kernel_choice.implementation_of(
+        chosen = kernel_choice.describe_choice(
             "auto", DELTA_RULE, torch.device("cuda"), torch.bfloat16, *SIZES, **options
         )
         assert (chosen == "triton") == (not is_refused or not training)

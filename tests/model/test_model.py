@@ -240,6 +240,7 @@ CODE = {
     "self_check",
     "ssd",
     "static_layer_cache",
+    "weight_samples",
     "window_kernels",
     "windowed_heads",
     "windows",

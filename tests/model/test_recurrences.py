@@ -17,13 +17,13 @@ def form(request: pytest.FixtureRequest) -> Recurrence:
 
 
 def inputs(form: Recurrence) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, the raw gates, the keys and C of a row, in float64."""
+    """Return x, the raw rates, the keys and C of a row, in float64."""
     x = torch.randn(BATCH, LENGTH, HEADS, HEAD_DIM, dtype=torch.float64)
-    gates = () if form.n_gates == 1 else (form.n_gates,)
-    raw = 2 * torch.randn(BATCH, LENGTH, HEADS, *gates, dtype=torch.float64)
+    rates = () if form.n_rates == 1 else (form.n_rates,)
+    raw = 2 * torch.randn(BATCH, LENGTH, HEADS, *rates, dtype=torch.float64)
     b = torch.randn(BATCH, LENGTH, HEADS, STATE, dtype=torch.float64)
     c = torch.randn(BATCH, LENGTH, HEADS, STATE, dtype=torch.float64)
-    return x, raw, form.keys(b, raw), c
+    return x, raw, form.scale_b(b, raw), c
 
 
 def skip_and_gate() -> tuple[Tensor, Tensor]:
@@ -58,10 +58,10 @@ def test_a_scan_of_documents_is_their_mixing_matrix(form: Recurrence) -> None:
 
 
 def test_padding_leaves_the_state_as_it_is(form: Recurrence) -> None:
-    """At padding, a layer passes x of zero and raw gates of -inf."""
+    """At padding, a layer passes x of zero and raw rates of -inf."""
     x, raw, b, c = inputs(form)
     D, z = skip_and_gate()
     state = some_state()
     raw = torch.full_like(raw, -torch.inf)
-    _, last = form.scan(0 * x, raw, form.keys(b, raw), c, D, z, state_BHPN=state)
+    _, last = form.scan(0 * x, raw, form.scale_b(b, raw), c, D, z, state_BHPN=state)
     torch.testing.assert_close(last, state, **EXACT)

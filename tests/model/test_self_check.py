@@ -225,7 +225,7 @@ def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, mon
     student = mixed_student(make_family_model("llama"), recurrence=recurrence).to(dtype)
     together: list[KernelCall] = []
     called: list[KernelCall] = []
-    choose = kernel_choice.choose
+    choose = kernel_choice.choose_implementation
 
     def note_trials(device: torch.device, calls: list[KernelCall]) -> None:
         together.extend(calls)
@@ -239,9 +239,9 @@ def test_its_kernels_are_tried_together(recurrence: str, dtype: torch.dtype, mon
 
     monkeypatch.setattr(self_check, "try_together", note_trials)
     for asking in (ssd, convolution, gated_delta):
-        monkeypatch.setattr(asking, "choose", note_choice)
+        monkeypatch.setattr(asking, "choose_implementation", note_choice)
     self_check._checked.pop(student, None)
-    self_check.check_rows(student, "")
+    self_check.check_same_logits(student, "")
     not_tried = [call for call in called if call not in together]
     not_called = [call for call in together if call not in called]
     assert not_tried == []

@@ -18,10 +18,10 @@ from hybrid_distill.model import chunked_scan, kernel_choice
 from hybrid_distill.model.convolution import causal_conv
 from hybrid_distill.model.decays import log_decay, raw_decay
 from hybrid_distill.model.gated_delta import (
+    decay_and_write,
     delta_mixing_matrix,
     delta_scan,
     delta_step,
-    gates,
     unit_keys,
 )
 from hybrid_distill.model.ssd import mixing_matrix, ssd_scan, ssd_step
@@ -53,7 +53,7 @@ def inputs(
 def delta_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     """Return x, log a, the write gate, keys and C of the gated delta rule."""
     x, _, b, c = inputs(length, dtype)
-    log_a, write = gates(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype))
+    log_a, write = decay_and_write(2 * torch.randn(BATCH, length, HEADS, 2, dtype=dtype))
     return x, log_a, write, unit_keys(b), c
 
 
@@ -336,7 +336,7 @@ def test_a_carried_convolution_state_is_of_the_first_document() -> None:
 def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = inputs(3)
     reasons = {"mamba_ssm": "missing"}
-    monkeypatch.setattr(kernel_choice, "_unusable", reasons.get)
+    monkeypatch.setattr(kernel_choice, "_import_kernels", reasons.get)
     with pytest.raises(ValueError, match=naming("'cuda'", "auto", "torch")):
         ssd_scan(*args, impl="cuda")
     with pytest.raises(RuntimeError, match="missing"):
@@ -346,7 +346,7 @@ def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_installed_package_that_is_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "_unusable", lambda impl: None)
+    monkeypatch.setattr(kernel_choice, "_import_kernels", lambda impl: None)
     for name in list(sys.modules):
         if name.startswith("mamba_ssm."):
             monkeypatch.delitem(sys.modules, name)

@@ -137,7 +137,7 @@ def test_a_student_for_kernels_of_a_gpu_is_built_beside_its_teacher_on_the_cpu(
     def note(model: Any, *options: Any) -> None:
         checked_on.append(getattr(model, "ssm_implementation", None))
 
-    monkeypatch.setattr(build, "check_rows", note)
+    monkeypatch.setattr(build, "check_same_logits", note)
     plan = HeadPlan.none(teacher)
     student, _ = build_student(teacher, plan, d_state=4, init="random", kernels="triton")
     assert checked_on == [None, "torch"]

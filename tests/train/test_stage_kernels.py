@@ -85,20 +85,20 @@ def test_what_is_tried_before_training_is_what_a_step_calls(
 
     # What a step calls.
     called: list[tuple] = []
-    choose = kernel_choice.choose
-    pick = loss_choice.pick
+    choose_kernel = kernel_choice.choose_implementation
+    choose_loss = loss_choice.choose_implementation
 
     def noting(impl, kernel, x, *sizes, **options):
         called.append((kernel, x.dtype, sizes, torch.is_grad_enabled(), options))
-        return choose(impl, kernel, x, *sizes, **options)
+        return choose_kernel(impl, kernel, x, *sizes, **options)
 
     def noting_loss(impl, device, dtype, kind, from_head):
         called.append(("distillation loss", dtype, kind, from_head))
-        return pick(impl, device, dtype, kind, from_head)
+        return choose_loss(impl, device, dtype, kind, from_head)
 
     for asking in (ssd, convolution):
-        monkeypatch.setattr(asking, "choose", noting)
-    monkeypatch.setattr(loss_choice, "pick", noting_loss)
+        monkeypatch.setattr(asking, "choose_implementation", noting)
+    monkeypatch.setattr(loss_choice, "choose_implementation", noting_loss)
     # Of several tokens, only a CPU drops a mask without padding.
     monkeypatch.setattr(decoder, "_marks_nothing", lambda token_mask_BL, cache: False)
     (batch,) = stage.micro_batches(small_rows().batch(0, 4), 4, [0, 1, 2, 3])
