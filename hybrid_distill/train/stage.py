@@ -30,6 +30,7 @@ from ..student.dtypes import make_master_weights
 from ..student.sharing import share_frozen_weights
 from ..teacher import AttentionSite, MixerCall, attention_sites, watch_calls
 from .config import StageConfig
+from .noise import remove_noise
 
 Totals = Mapping[str, Tensor]
 """Denominators of a stage's losses over a whole step, by name (`Stage.totals`); if empty, the batch's own are used."""
@@ -72,6 +73,7 @@ class Stage(nn.Module, ABC, Generic[Config]):
         self.config = config.with_precision(dtype.itemsize < 4)
         self.bf16 = self.config.precision == "bf16"
         """True to compute in bfloat16 where that is safe (autocast); weights and sums keep their dtype."""
+        remove_noise(student)
         # In tuples, neither model becomes a submodule.
         self._student = (student,)
         self.teachers: tuple[PreTrainedModel, ...] = ()

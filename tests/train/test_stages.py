@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import make_family_model
 from messages import naming
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -166,6 +167,28 @@ def test_with_ssm_training_a_kept_head_contributes_what_it_did(batch):
         assert_close(heads[:, :, kept], expected, rtol=1e-5, atol=1e-6)
         o_proj = teacher.model.layers[layer].self_attn.o_proj
         assert torch.equal(mixer.o_proj.weight, o_proj.weight)
+
+
+NOISY = [
+    ("phi", {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    ("phi3", {"resid_pdrop": 0.1}),
+    ("gpt_neox", {"hidden_dropout": 0.1}),
+    ("llama", {"attention_dropout": 0.1}),
+    ("mixtral", {"router_jitter_noise": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("family", "noise"), NOISY)
+def test_a_student_trains_without_the_noise_of_its_teachers_pretraining(family, noise, batch):
+    """With all heads kept it is the teacher, so the loss is zero in training too."""
+    teacher = make_family_model(family, **noise)
+    student, _ = build_student(teacher, HeadPlan.all(teacher.config), d_state=4)
+    stage = make_stage(Distill(), student, teacher, vocab_size=teacher.config.vocab_size)
+    stage.train()
+    packed = {name: rows % teacher.config.vocab_size for name, rows in batch.items()}
+    assert stage(packed).total.item() == 0.0
+    for name, value in noise.items():
+        assert getattr(student.model.config, name) == value
 
 
 @pytest.mark.parametrize("target", TARGETS)
