@@ -20,14 +20,18 @@ if __name__ == "__main__":
     sys.path[:0] = [str(home), str(home / "kernels"), str(home / "tests")]
 
 import torch
+from messages import naming
 from safetensors.torch import load_file
 from training import small_run
 
 from hybrid_distill.config import PlanConfig, RunConfig, StudentConfig
 from hybrid_distill.pipeline import RunInputs
+from hybrid_distill.pipeline.checks import check_student
+from hybrid_distill.pipeline.paths import RunPaths
 from hybrid_distill.pipeline.run import build, choose_heads, prepare, train
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student import build as student_build
+from hybrid_distill.teacher import TINY, load_teacher
 from hybrid_distill.train.result import StageManifest
 from hybrid_distill.train.sealed import CorruptCheckpoint
 from hybrid_distill.train.weights import weights_hash
@@ -165,6 +169,41 @@ def test_an_alignment_is_grafted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(student_build, "init_ssm", other_bits)
     loaded = build(RunInputs(config), plan)
     assert weights_hash(loaded) == weights_hash(built)
+
+
+UNFIT_ALIGNMENTS = {
+    "a stage end to end": {"stages": (DISTILL,)},
+    "another target": {"stages": (replace(ALIGN, target="mixer"),)},
+    "beside a window": {"student": StudentConfig(d_state=4, init="teacher", window=8)},
+    "with kept heads": {"plan": PlanConfig("random", k=3)},
+}
+
+
+@pytest.mark.parametrize("case", UNFIT_ALIGNMENTS)
+def test_heads_that_were_aligned_to_something_else_are_refused(case, tmp_path):
+    changes = {"plan": PlanConfig("none", k=0), "stages": (ALIGN,), **UNFIT_ALIGNMENTS[case]}
+    donor = small_run(tmp_path / "donor", **changes)
+    trained(donor)
+    aligned = RunPaths(donor.out).stage_folders(donor.stages)[0]
+    student = StudentConfig(d_state=4, init="teacher", aligned=aligned)
+    inputs = RunInputs(small_run(tmp_path / "run", student=student))
+    with pytest.raises(ValueError, match=naming(str(aligned))):
+        check_student(inputs)
+
+
+def test_heads_that_were_aligned_to_another_teacher_are_refused(tmp_path):
+    none = run_of(tmp_path / "none", plan=PlanConfig("none", k=0))
+    trained(none)
+    aligned = tmp_path / "none/stages/1-align"
+    teacher, tokenizer = load_teacher(TINY)
+    with torch.no_grad():
+        teacher.get_input_embeddings().weight.mul_(2)
+    student = StudentConfig(d_state=4, init="teacher", aligned=aligned)
+    config = replace(small_run(tmp_path / "run"), student=student)
+    inputs = RunInputs(config, (teacher, tokenizer))
+    plan = HeadPlan.none(teacher)
+    with pytest.raises(ValueError, match=naming(str(aligned))):
+        build(inputs, plan)
 
 
 def test_another_plan_is_another_student(tmp_path):

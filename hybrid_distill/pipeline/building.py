@@ -19,8 +19,9 @@ from ..student.grafting import graft_recurrent_heads, load_recurrent_heads
 from ..student.init import DEFAULT_INIT, Init
 from ..teacher import fingerprint
 from ..train.result import StageManifest, load_stage, stage_tensors
-from .built import save_built
+from .built import built_for, save_built
 from .inputs import RunInputs
+from .paths import run_of_stage
 
 CALIBRATION_TOKENS = 2048
 
@@ -113,6 +114,12 @@ def student_of_stage(inputs: RunInputs, plan: HeadPlan, stage: Path) -> HybridFo
 def _donor(inputs: RunInputs, stage: Path) -> HybridForCausalLM:
     """Return a student without kept heads that holds the recurrent heads of a finished alignment, and no other
     weights: a second copy of a large model would not fit."""
+    requirements = built_for(run_of_stage(stage))
+    if requirements is not None and requirements["teacher"] != fingerprint(inputs.teacher):
+        raise ValueError(
+            f"student.aligned is {stage}, whose heads were aligned with another teacher; pass a stage of a run with this "
+            "one."
+        )
     options = inputs.config.student
     none_kept = HeadPlan.none(inputs.teacher)
     donor = empty_student(inputs.teacher, none_kept, **options.head_options)

@@ -64,6 +64,16 @@ def build_hash(paths: RunPaths, requirements: Record) -> str | None:
     return record["weights"]
 
 
+def built_for(paths: RunPaths) -> Record | None:
+    """Return the requirements of the student that was built here, as JSON holds them; None if there is none.
+
+    Raises CorruptCheckpoint for a damaged record.
+    """
+    if not paths.build.exists():
+        return None
+    return read_sealed(paths.build, FORMAT)["made_for"]
+
+
 def load_built(paths: RunPaths) -> Mapping[str, Tensor]:
     """Return the recurrent heads of the student that was built here, each read on access."""
     return ShardedTensors([paths.built_weights])

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ..config import PlanConfig
+from ..config import PlanConfig, StudentConfig
 from ..data import check_launch, check_same_vocabulary, check_sources
 from ..distributed import chosen_dtype
 from ..model.documents import check_packs
@@ -26,14 +26,16 @@ from ..student.build import checked_sites, empty_student
 from ..student.family_check import check_family
 from ..student.teachers import check_teacher
 from ..teacher import DTYPES, TINY, longest_context
-from ..train.config import StageConfig
+from ..train.config import Align, StageConfig
 from ..train.loop import check_precision
 from ..train.parallel.choice import check_launched
 from ..train.result import StageManifest
 from ..train.stages import make_stage
 from ..train.tracking import check_trackers
 from .budget import check_cache
+from .built import built_for
 from .inputs import RunInputs
+from .paths import run_of_stage
 from .planning import placeholder_plan, plan_before_ranking
 
 log = logging.getLogger(__name__)
@@ -232,7 +234,35 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     # Built without weights, for the checks of the config and of every layer's shapes.
     empty_student(teacher, head_plan, **options.head_options)
     _check_family_once(teacher, options.recurrence, options.window)
-    if options.aligned is not None and not StageManifest.read(options.aligned):
+    if options.aligned is not None:
+        _check_alignment(options)
+
+
+def _check_alignment(options: StudentConfig) -> None:
+    """Raise ValueError if a student's heads would not compute what they were aligned to."""
+    folder = options.aligned
+    assert folder is not None
+    manifest = StageManifest.read(folder)
+    fix = "pass a finished stage `align`, with target head, of a run without kept heads."
+    if manifest is None:
+        raise ValueError(f"student.aligned is {folder}, which has no finished stage; {fix}")
+    stage = manifest.config["stage"]
+    target = manifest.config.get("target")
+    if stage != Align.__name__ or target != "head":
         raise ValueError(
-            f"student.aligned is {options.aligned}, which has no finished stage; pass a finished one."
+            f"student.aligned is {folder}, a stage {stage} with target {target}; {fix}"
         )
+    requirements = built_for(run_of_stage(folder))
+    if requirements is None:
+        raise ValueError(f"student.aligned is {folder}, which is not in the folder of a run; {fix}")
+    if requirements["plan"]["kept"]:
+        raise ValueError(f"student.aligned is {folder}, of a student that keeps heads; {fix}")
+    for name in ("window", "sinks"):
+        aligned = requirements["student"][name]
+        own = getattr(options, name)
+        # Beside a window, recurrent heads learn only what it leaves over.
+        if aligned != own:
+            raise ValueError(
+                f"student.aligned is {folder}, whose heads were aligned with {name} {aligned}, and student.{name} is "
+                f"{own}; pass --student.{name} {aligned}, or another alignment."
+            )

@@ -15,7 +15,7 @@ from .building import new_student, student_of_stage
 from .built import load_built
 from .folder import as_moved
 from .inputs import RunInputs
-from .paths import RunPaths
+from .paths import RunPaths, run_of_stage
 
 
 def finished_run(folder: Path) -> RunInputs:
@@ -91,8 +91,7 @@ def _alignment_record(inputs: RunInputs) -> list[Record]:
         alignment = inputs.paths.aligned
         last = None
     elif last is not None:
-        # A stage's folder is in RUN/stages.
-        alignment = RunPaths(last.resolve().parents[1])
+        alignment = run_of_stage(last)
     else:
         return []
     if not alignment.config.is_file():

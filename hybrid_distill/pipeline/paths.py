@@ -141,3 +141,8 @@ class RunPaths:
         for pattern in patterns:
             existing += sorted(self.out.glob(pattern))
         return existing
+
+
+def run_of_stage(stage: Path) -> RunPaths:
+    """Return the run that a stage's folder, RUN/stages/NAME, belongs to."""
+    return RunPaths(stage.resolve().parents[1])
