@@ -1,5 +1,6 @@
 """A whole run on the embedded teacher, cut down to seconds: its parts fit."""
 
+import copy
 import io
 import json
 import shutil
@@ -403,6 +404,15 @@ def test_the_last_of_many_stages_is_not_the_last_by_name(tmp_path: Path) -> None
     assert last_stage(paths) == paths.stages / "11-distill9"
 
 
+def test_questions_longer_than_the_context_are_refused_before_training(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    question = {"prompt": "heart " * 1100, "answer": " a", "choices": [" a", " b"]}
+    file.write_text(json.dumps(question))
+    evaluation = replace(small_run().evaluation, knowledge=str(file))
+    with pytest.raises(CannotAnswer, match="1024"):
+        checks.check_evaluation(RunInputs(small_run(evaluation=evaluation)))
+
+
 def test_dictionaries_beyond_the_context_are_announced(monkeypatch, caplog) -> None:
     evaluation = replace(small_run().evaluation, n_pairs=(4, 32))
     monkeypatch.setattr(checks, "longest_context", lambda config: 100)
@@ -414,12 +424,12 @@ def test_dictionaries_beyond_the_context_are_announced(monkeypatch, caplog) -> N
 def test_rows_longer_than_the_students_context_are_refused(monkeypatch) -> None:
     """Whatever the context of a stage's own teacher is."""
     config = small_run()
-    run_config, tokenizer = RunInputs(config).config_and_tokenizer
-    other = ("config of a teacher that reads farther", tokenizer)
-    reach = {id(run_config): 8, id(other[0]): 10**6}
-    monkeypatch.setattr(RunInputs, "stage_config_and_tokenizer", lambda inputs, stage: other)
-    monkeypatch.setattr(RunInputs, "config_and_tokenizer", (run_config, tokenizer))
-    monkeypatch.setattr(checks, "longest_context", lambda config: reach[id(config)])
+    farther, tokenizer = RunInputs(config).config_and_tokenizer
+    short = copy.deepcopy(farther)
+    short.max_position_embeddings = 8
+    stages = (farther, tokenizer)
+    monkeypatch.setattr(RunInputs, "stage_config_and_tokenizer", lambda inputs, stage: stages)
+    monkeypatch.setattr(RunInputs, "config_and_tokenizer", (short, tokenizer))
     with pytest.raises(ValueError, match=naming("data.seq_len", 8)):
         checks.check_data(RunInputs(config))
 

@@ -14,7 +14,7 @@ from ..data import open_rows, write_logits
 from ..data.caching import SHARD_TOKENS
 from ..distributed import is_launched_main
 from ..pipeline import RunInputs
-from ..pipeline.checks import check_teachers
+from ..pipeline.checks import check_contexts, check_teachers
 from ..pipeline.folder import as_started
 from ..recipe import config_of, on_asked_teacher
 from ..stage_flags import with_stage_flags, without_stage_flags
@@ -73,6 +73,7 @@ def cache_logits(job: CacheJob) -> str:
     folder = job.folder
     inputs = RunInputs(job.run)
     check_teachers(inputs)
+    check_contexts(inputs, config)
     _, tokenizer = inputs.stage_config_and_tokenizer(config)
     return write_logits(
         folder,

@@ -18,7 +18,7 @@ from ..distributed import Dtype
 from ..locking import locked
 from ..probes.prompt_formats import has_chat_template
 from ..student.teachers import check_teacher
-from ..teacher import load_on_own_device, read_teacher
+from ..teacher import check_row_length, load_on_own_device, read_teacher
 from ..validation import Count, check_options, number_of_tokens
 from ..vocabulary import vocabulary_size
 
@@ -72,6 +72,7 @@ def generate(job: GenerateJob) -> str:
     if job.top_k_logits is not None:
         # Asked by `write_logits` too, but only after the text is written.
         check_top_k(job.top_k_logits, vocabulary_size(tokenizer), "--top-k-logits")
+        check_row_length("--seq-len", job.seq_len, config, job.model)
     model, tokenizer = load_on_own_device(job.model, dtype=job.dtype, flag="--model")
     if job.form == "auto":
         chat = has_chat_template(tokenizer)

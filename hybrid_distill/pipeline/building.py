@@ -117,8 +117,8 @@ def _donor(inputs: RunInputs, stage: Path) -> HybridForCausalLM:
     requirements = built_for(run_of_stage(stage))
     if requirements is not None and requirements["teacher"] != fingerprint(inputs.teacher):
         raise ValueError(
-            f"student.aligned is {stage}, whose heads were aligned with another teacher; pass a stage of a run with this "
-            "one."
+            f"student.aligned is {stage}, whose heads were aligned with another teacher; pass a stage of a run with "
+            "this one."
         )
     options = inputs.config.student
     none_kept = HeadPlan.none(inputs.teacher)

@@ -11,21 +11,21 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import PlanConfig, StudentConfig
 from ..data import check_launch, check_same_vocabulary, check_sources
 from ..distributed import chosen_dtype
 from ..model.documents import check_packs
 from ..plan import HeadPlan
-from ..probes.checks import CannotAnswer, check_answerable
+from ..probes.checks import CannotAnswer, check_answerable, check_readable
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
 from ..probes.prompt_formats import PLAIN, with_prompt_format
 from ..student.build import checked_sites, empty_student
 from ..student.family_check import check_family
 from ..student.teachers import check_teacher
-from ..teacher import DTYPES, TINY, longest_context
+from ..teacher import DTYPES, TINY, check_row_length, longest_context
 from ..train.config import Align, StageConfig
 from ..train.loop import check_precision
 from ..train.parallel.choice import check_launched
@@ -81,46 +81,41 @@ def check_data(inputs: RunInputs) -> None:
     if inputs.config.fits_to_text:
         check_sources(inputs.config.data, inputs.tokenizer)
     for stage in inputs.config.stages:
-        teacher_config, tokenizer = inputs.stage_config_and_tokenizer(stage)
+        _, tokenizer = inputs.stage_config_and_tokenizer(stage)
         if inputs.has_own_teacher(stage):
             check_same_vocabulary(inputs.tokenizer, tokenizer)
         check_sources(inputs.config.data_of(stage), tokenizer)
         # `RunInputs.rows` compares the teacher's weights and the text too.
         inputs.stored_logits(stage, tokenizer)
-        _check_context(
-            inputs, stage, inputs.config.teacher_of(stage).path, longest_context(teacher_config)
-        )
-        # The student reads as far as the run's teacher.
-        own_config, _ = inputs.config_and_tokenizer
-        _check_context(inputs, stage, inputs.config.teacher.path, longest_context(own_config))
+        check_contexts(inputs, stage)
         _check_window(inputs, stage)
 
 
+def check_contexts(inputs: RunInputs, stage: StageConfig) -> None:
+    """Check that a stage's rows fit into the contexts of its teacher and of the run's, whose student reads as far."""
+    stage_config, _ = inputs.stage_config_and_tokenizer(stage)
+    _check_context(inputs, stage, stage_config, inputs.config.teacher_of(stage).path)
+    run_config, _ = inputs.config_and_tokenizer
+    _check_context(inputs, stage, run_config, inputs.config.teacher.path)
+
+
 def _check_context(
-    inputs: RunInputs, stage: StageConfig, teacher: str, longest: int | None
+    inputs: RunInputs, stage: StageConfig, teacher_config: PretrainedConfig, teacher: str
 ) -> None:
-    """Raise ValueError if a row of the stage is longer than the context ``longest`` of a teacher."""
-    if longest is None:
-        return
-    if stage.tokens_generated > longest:
+    """Raise ValueError if a row of the stage, or what it generates, is longer than a teacher's context."""
+    longest = longest_context(teacher_config)
+    if longest is not None and stage.tokens_generated > longest:
         raise ValueError(
             f"{stage.name} reads prompts and writes {stage.tokens_generated} tokens in all, but the context of the "
             f"teacher {teacher!r} is {longest} tokens; use a smaller "
             f"{stage.name}.new-tokens or {stage.name}.prompt-tokens."
         )
-    seq_len = inputs.config.data_of(stage).seq_len
-    if seq_len <= longest:
-        return
     option = "data.seq_len"
     if stage.data is not None:
         option = f"{stage.name}.data.seq_len"
     if stage.seq_len is not None:
         option = f"{stage.name}.seq_len"
-    raise ValueError(
-        f"{option} is {seq_len}, but the context of the teacher {teacher!r} is "
-        f"{longest} tokens; use at most {longest}, or a teacher whose config scales its RoPE further "
-        "(rope_parameters of type yarn)."
-    )
+    check_row_length(option, inputs.config.data_of(stage).seq_len, teacher_config, teacher)
 
 
 def _check_window(inputs: RunInputs, stage: StageConfig) -> None:
@@ -148,9 +143,10 @@ def check_evaluation(inputs: RunInputs) -> None:
     if options.texts != TINY:
         # Two tokens: enough to find an empty text, without tokenizing all of them.
         text_rows(inputs.tokenizer, inputs.held_out_texts(options.n_texts), max_tokens=2)
+    limit = longest_context(inputs.config_and_tokenizer[0]) or sys.maxsize
     knowledge = inputs.knowledge()
     if knowledge is not None:
-        knowledge.examples(1)
+        check_readable(knowledge.examples(), inputs.tokenizer, limit)
     probes = [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
     if inputs.config.probes_heads:
         probes.insert(0, inputs.plain_probe)
@@ -158,7 +154,6 @@ def check_evaluation(inputs: RunInputs) -> None:
         probe.examples(1)
     if options.distance:
         inputs.check_far_questions(options.distance)
-    limit = longest_context(inputs.config_and_tokenizer[0]) or sys.maxsize
     for probe in probes:
         question = with_prompt_format(probe, inputs.prompt_format, inputs.tokenizer).examples(1)
         try:

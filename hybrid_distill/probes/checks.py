@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from . import Example
-from .encoding import tokenize
+from .encoding import encode_example, tokenize
 
 WORD = re.compile(r"\w+|[^\w\s]|\n")
 NAMED = 8
@@ -40,6 +40,22 @@ def check_answerable(
             "these words; give the probe words that it knows (keys, words, facts or filler), or "
             "take another probe."
         )
+    check_fits(examples, tokenizer, max_length)
+
+
+def check_readable(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> None:
+    """Raise CannotAnswer for questions that do not fit into the model's context, ValueError for equal choices."""
+    check_fits(examples, tokenizer, max_length)
+    for example in examples:
+        encode_example(tokenizer, example)
+
+
+def check_fits(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> None:
+    """Raise CannotAnswer for examples that are too long for the model's context."""
     # With its longest choice: a prompt alone may just fit.
     lengths = token_counts(tokenizer, examples)
     longest = max(lengths, default=0)

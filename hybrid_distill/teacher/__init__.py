@@ -14,6 +14,7 @@ from .hooks import (
 from .identity import IMPORTED, fingerprint, float16_note, imported_from
 from .loading import (
     DTYPES,
+    check_row_length,
     load_config,
     load_on_own_device,
     load_teacher,

@@ -183,6 +183,16 @@ def longest_context(config: PretrainedConfig) -> int | None:
     return max(contexts)
 
 
+def check_row_length(option: str, seq_len: int, config: PretrainedConfig, teacher: str) -> None:
+    """Raise ValueError, naming the option that sets it, if a row is longer than a teacher's context."""
+    longest = longest_context(config)
+    if longest is not None and seq_len > longest:
+        raise ValueError(
+            f"{option} is {seq_len}, but the context of the teacher {teacher!r} is {longest} tokens; use at most "
+            f"{longest}, or a teacher whose config scales its RoPE further (rope_parameters of type yarn)."
+        )
+
+
 def _tokenizer(
     path: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:

@@ -56,6 +56,11 @@ logger = logging.getLogger(__name__)
 GPU_WORKERS = 2
 """Worker processes that prepare batches for a GPU. On a CPU, making a batch takes under a
 thousandth of a step."""
+HOW_TO_RESUME = {
+    "auto": "run the same command to resume",
+    # The same command would delete what is saved.
+    "never": "run it again without --resume never to resume",
+}
 
 
 class Diverged(RuntimeError):
@@ -113,7 +118,7 @@ def train_stage(
     trace = None
     if profile:
         trace = out / f"trace-{accelerator.process_index}.json"
-    training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked)
+    training = _Training(stage, rows, out, accelerator, identity, checkpoints, tracked, resume)
     try:
         # Not in a variable: as long as something refers to it, the checkpoint's deleted files keep their disk space.
         training.begin(_snapshot_of(checkpoints, identity), teacher_sharding, collective_timeout)
@@ -182,6 +187,7 @@ class _Training:
         identity: Record,
         checkpoints: Checkpoints,
         tracked: TrackedRun,
+        resume: str,
     ) -> None:
         self.stage = stage
         self.config = stage.config
@@ -193,6 +199,7 @@ class _Training:
         self.n_rows = self.config.batch_size // self.world
         """Rows of a step in this process."""
         self.identity = identity
+        self.how_to_resume = HOW_TO_RESUME[resume]
         self.checkpoints = checkpoints
         self.tracked = tracked
         self.spikes = SpikeDetector(self.config.spike)
@@ -265,7 +272,7 @@ class _Training:
             # alone.
             if any(compute_everywhere(stop_requested)):
                 raise Interrupted(
-                    f"{self.config.name} is finished and saved in {self.out}; run the same command to resume.",
+                    f"{self.config.name} is finished and saved in {self.out}; {self.how_to_resume}.",
                     number=stop_requested(),
                 )
         return manifest
@@ -540,7 +547,7 @@ class _Training:
         self.checkpoints.wait()
         raise Interrupted(
             f"{self.config.name} stopped at step {self.step} of {self.config.steps} and is saved "
-            f"in {path}; run the same command to resume.",
+            f"in {path}; {self.how_to_resume}.",
             number=number,
         )
 

@@ -70,9 +70,11 @@ CASES = """
     run tiny --dry-run --evaluation.n-pairs: evaluation.stated_pairs 8
     recipes large: llama_1b
     cache-logits tiny --top-k 0: --top-k 0
+    cache-logits tiny --data.seq-len 2048 --distill.teacher-logits {}/out: data.seq_len 2048 1024
     score --sinks 9: --sinks 9 --window
     prepare-data --tokenizer tiny --sources tiny --out {}/out --chat --text-column body: --text-column 'body' --chat
     generate-data --model tiny --tokens 20K --out {}/out --seq-len 99: --seq-len 99 --top-k-logits
+    generate-data --model tiny --tokens 4K --out {}/out --top-k-logits 8 --seq-len 2048: --seq-len 2048 1024
     export --model x --out y --format onnx --max-shard-size 1MB: --max-shard-size '1MB' onnx
     memory --heads '': --heads
     memory --heads 4,some: '4,some'

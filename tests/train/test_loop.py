@@ -295,7 +295,8 @@ def test_resume_never_begins_again(uninterrupted, tmp_path):
     """Over a finished stage, then over an interrupted one, both of another learning rate."""
     train("align", tmp_path, learning_rate=1e-4)
     rows = StoppingRows(small_rows(), 6)
-    with pytest.raises(Interrupted):
+    # The same command would begin again.
+    with pytest.raises(Interrupted, match=naming("--resume never")):
         train("align", tmp_path, rows, resume="never", learning_rate=1e-4)
     assert train("align", tmp_path, resume="never") == uninterrupted["align"]
 
