@@ -189,8 +189,8 @@ def test_memory_at_any_length_is_the_formula(tmp_path: Path) -> None:
     out = write(tmp_path, cells())
     for length in (1, 4096, 32768):
         students = without(SweepResults.read(out, length).settings, "teacher", "all")
-        for (_, heads, d_state), size in students.bytes.items():
-            assert size == pytest.approx(sum(held(heads, d_state, length)))
+        for (_, heads, replacement), size in students.bytes.items():
+            assert size == pytest.approx(sum(held(heads, int(replacement), length)))
 
 
 def test_memory_beyond_a_window_is_the_formula(tmp_path: Path) -> None:
