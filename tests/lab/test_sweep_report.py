@@ -278,7 +278,7 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
         write(job.out, rows)
         raise SweepFailed("1 of 48 cells failed")
 
-    monkeypatch.setattr("hybrid_distill.cli.sweep.sweep", fail)
+    monkeypatch.setattr("hybrid_distill.cli.sweep.run_sweep", fail)
     with pytest.raises(SystemExit, match="1"):
         main(["sweep", "tiny", "--out", str(tmp_path)])
 
