@@ -136,9 +136,8 @@ class ReplaceLayer(Experiment):
             # Perplexity, the only figure without a unit, is better if lower.
             higher_is_better = bool(bench.tasks[0].column.unit)
             rows[1:] = sorted(rows[1:], key=lambda row: row.values[0], reverse=higher_is_better)
-        variant = Variant("teacher", nullcontext(), "teacher")
-        teacher_table = bench._replace(model=teacher).table("", "teacher", [variant])
-        rows += teacher_table.rows
+        intact_teacher = Variant("teacher", nullcontext(), "teacher")
+        rows += bench._replace(model=teacher).rows([intact_teacher], "teacher")
         return table._replace(rows=rows)
 
 
