@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..io import Record, differences, refused, write_json
+from ..io import Record, refused, write_json
 from ..probes.prompt_formats import PLAIN
 
 FORMAT = "hybrid-distill/evaluation/1"
@@ -66,10 +66,10 @@ class EvalResult:
     def prompt_format(self) -> str:
         return self.provenance.get("prompt_format", PLAIN)
 
-    def asked_otherwise(self, n_examples: int, prompt_format: str) -> list[str]:
-        """List the settings in which its questions differ from these."""
-        asked = {"n_examples": self.n_examples, "prompt_format": self.prompt_format}
-        return differences(asked, {"n_examples": n_examples, "prompt_format": prompt_format})
+    @property
+    def question_settings(self) -> Record:
+        """Settings that decide its questions."""
+        return {"n_examples": self.n_examples, "prompt_format": self.prompt_format}
 
     @property
     def text_length(self) -> float:
