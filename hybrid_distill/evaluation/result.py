@@ -30,7 +30,7 @@ class EvalResult:
     same most likely token, and ``kl_to_teacher`` is the mean KL(teacher || model) in nats.
     ``cache_bytes`` is the size for one sequence by number of tokens, in bfloat16 with states in
     float32; ``conv_state_bytes`` is extra and does not grow. ``recurrent_heads_zeroed`` and
-    ``windows_zeroed`` are results of `without_parts`.
+    ``windows_zeroed`` are results of `measure_with_parts_zeroed`.
     """
 
     kv_choice: dict[int, float]

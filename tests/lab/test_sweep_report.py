@@ -324,7 +324,7 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
         if row["selection"] == "top":
             row |= {
                 "whole_kv_generation_8": 0.9,
-                "without_recurrence_kv_generation_8": 0.05,
+                "zeroed_recurrence_kv_generation_8": 0.05,
                 "recurrence_unused": int(row["heads"] == 4),
             }
     # The first row has all columns.
@@ -334,7 +334,7 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
 
     section = text.partition("## Without the recurrence")[2]
     assert "| 2 | top | 16 | 90.0 → 5.0 | used |" in section
-    assert "| 4 | top | 16 | 90.0 → 5.0 | NOT USED |" in section
+    assert "| 4 | top | 16 | 90.0 → 5.0 | unused |" in section
 
 
 def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figures: None) -> None:

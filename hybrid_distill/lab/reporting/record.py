@@ -198,7 +198,7 @@ def all_figures(result: EvalResult) -> dict[str, float]:
             continue
         for name, measured in zeroed["figures"].items():
             figures[f"whole_{name}"] = measured["whole"]
-            figures[f"without_{part}_{name}"] = measured["zeroed"]
+            figures[f"zeroed_{part}_{name}"] = measured["zeroed"]
         figures[f"{part}_unused"] = float(zeroed["unused"])
     return figures
 
