@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_distill.assets import general_facts_path
 from hybrid_distill.evaluation.evaluate import model_cache_bytes
 from hybrid_distill.evaluation.measure import agreement
-from hybrid_distill.model.mixer import silence
+from hybrid_distill.model.mixer import zero_part
 from hybrid_distill.probes import Example
 from hybrid_distill.probes.answering import answer_choices, answer_generation
 from hybrid_distill.probes.knowledge import Knowledge
@@ -192,6 +192,6 @@ def measure_one(model: PreTrainedModel, measures: Measures, path: Path) -> None:
     for part in ("recurrence", "window"):
         name = f"text without {part}"
         if mixers is not None and mixers(part) and name not in record:
-            with silence(mixers(part), part):
+            with zero_part(mixers(part), part):
                 record[name] = measures.text(model)
             write(path, record)

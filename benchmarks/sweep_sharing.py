@@ -32,7 +32,7 @@ from hybrid_distill.lab.sweep.cells import cell_config
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Sweep
 from hybrid_distill.lab.sweep.grid import Cell
-from hybrid_distill.lab.sweep.job import sweep
+from hybrid_distill.lab.sweep.job import run_sweep
 from hybrid_distill.pipeline import RunInputs
 from hybrid_distill.pipeline.run import choose_heads, evaluate_run, prepare, train
 from hybrid_distill.plan import HeadPlan
@@ -94,7 +94,7 @@ def compare_students(folder: Path) -> dict[str, Any]:
     )
     recipe = ModuleType("sweep_sharing")
     vars(recipe).update(config=config, __file__=__file__)
-    shared, shared_seconds = cpu_time(lambda: sweep(job, recipe))
+    shared, shared_seconds = cpu_time(lambda: run_sweep(job, recipe))
 
     independent_seconds = 0.0
     rows: dict[str, dict[str, list[float]]] = {}

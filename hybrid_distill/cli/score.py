@@ -117,7 +117,7 @@ class ScoreJob:
         check_options(self, "--")
         check_prompt_format("--prompt-format", self.prompt_format)
         if self.window:
-            self._check_ablates_nothing()
+            self._refuse_ablation_options()
             names = {"window": "--window", "sinks": "--sinks"}
             check_windows(self.window, self.sinks, d_state=0, recurrence="discrete", names=names)
         elif self.sinks != ScoreJob.sinks:
@@ -134,7 +134,7 @@ class ScoreJob:
             path = self.out / "scores.json"
             raise ValueError(f"--out is {self.out}, a folder; pass a file, such as {path}.")
 
-    def _check_ablates_nothing(self) -> None:
+    def _refuse_ablation_options(self) -> None:
         """Raise ValueError for options of ablation, which a ``window`` replaces."""
         for name in ("exhaustive", "control_texts", "n_control_texts"):
             if getattr(self, name) != getattr(ScoreJob, name):
@@ -251,16 +251,14 @@ def _finished(job: ScoreJob, model: PreTrainedModel) -> HeadScores | None:
         return None
     scores = HeadScores.load(job.out)
     settings = scores.provenance.get("settings")
-    changed = ["scores that another command has made"]
+    changed = ["made by another command"]
     if isinstance(settings, dict):
         changed = differences(settings, job.settings)
     if scores.fingerprint != fingerprint(model):
-        changed.append(
-            f"the scores of a model with other weights or settings ({scores.fingerprint[:16]})"
-        )
+        changed.append(f"of a model with other weights or settings ({scores.fingerprint[:16]})")
     if changed:
         raise ValueError(
-            f"{job.out} holds {', '.join(changed)}; pass another --out, or delete it to score again."
+            f"{job.out} holds other scores: {', '.join(changed)}; pass another --out, or delete it to score again."
         )
     log.info("%s holds these scores already; delete it to score again.", job.out)
     return scores
@@ -351,7 +349,7 @@ def _check_reach(job: ScoreJob, model: PreTrainedModel) -> None:
 
 def _log_accuracies(accuracies: Mapping[str, float], chance: float) -> None:
     shares = ", ".join(f"{name} {accuracy:.0%}" for name, accuracy in accuracies.items())
-    log.info("right of %d prompts: %s; guessing: %.0f%%", N_TRIED, shares, 100 * chance)
+    log.info("accuracy on %d prompts: %s; guessing %.0f%%", N_TRIED, shares, 100 * chance)
 
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:

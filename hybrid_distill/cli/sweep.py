@@ -7,7 +7,7 @@ import sys
 import tyro
 
 from ..lab.sweep.flags import SweepJob
-from ..lab.sweep.job import SweepFailed, dry_run, sweep
+from ..lab.sweep.job import SweepFailed, dry_run, run_sweep
 from ..lab.sweep.paths import SweepPaths
 from ..lab.sweep.report import pareto_front, write_sweep_report
 from ..lab.sweep.status import status
@@ -29,7 +29,7 @@ def command(job: tyro.conf.OmitArgPrefixes[SweepJob] = SweepJob()) -> None:  # n
         return
     failed: SweepFailed | None = None
     try:
-        sweep(job, load_recipe(job.recipe))
+        run_sweep(job, load_recipe(job.recipe))
     except SweepFailed as error:
         # The cells that have finished still make a report.
         failed = error

@@ -12,7 +12,7 @@ from ..assets.dictionaries import NOUNS
 from ..cache_size import cache_bytes
 from ..io import Record
 from ..model import HybridConfig, HybridForCausalLM, layer_windows
-from ..model.mixer import HeadPart, silence
+from ..model.mixer import HeadPart, zero_part
 from ..plan import HeadId, HeadPlan
 from ..probes import Example
 from ..probes.knowledge import Knowledge
@@ -83,7 +83,7 @@ def evaluate(
         progress=progress,
     )
     answers = measure(model, inputs)
-    zeroed = without_parts(model, inputs, answers)
+    zeroed = measure_with_parts_zeroed(model, inputs, answers)
     return EvalResult(
         n_examples=n_examples,
         n_far=sum(map(len, far_prompts.values())),
@@ -126,7 +126,7 @@ def far_examples(
     return {smallest: probe.examples(min(n_examples, MOST_FAR))}
 
 
-def without_parts(
+def measure_with_parts_zeroed(
     model: PreTrainedModel, inputs: EvalInputs, answers: Answers
 ) -> dict[HeadPart, Record]:
     """Measure a student on few examples with each part of all replaced heads zeroed.
@@ -148,7 +148,7 @@ def without_parts(
     n_examples = [FEW, *(len(examples) for examples in inputs.examples.values())]
     records = {}
     for part in parts:
-        with silence(student.mixers_with(part), part):
+        with zero_part(student.mixers_with(part), part):
             zeroed_answers = measure(model, replace(few, label=f"{part} zeroed, "))
         zeroed = flatten(zeroed_answers.figures(), names)
         whole = flatten(answers.to_questions_of(zeroed_answers).figures(), names)
@@ -166,6 +166,7 @@ def _is_same(name: str, whole: float, zeroed: float) -> bool:
         return abs(zeroed / whole - 1) <= 0.01
     if name == "top1_agreement":
         return abs(zeroed - whole) <= 0.01
+    # One example of FEW; a little more, because accuracies are rounded floats.
     return abs(zeroed - whole) <= 1.01 / FEW
 
 

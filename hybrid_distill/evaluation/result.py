@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..io import Record, differences, refused, write_json
+from ..io import Record, refused, write_json
 from ..probes.prompt_formats import PLAIN
 
 FORMAT = "hybrid-distill/evaluation/1"
@@ -30,7 +30,7 @@ class EvalResult:
     same most likely token, and ``kl_to_teacher`` is the mean KL(teacher || model) in nats.
     ``cache_bytes`` is the size for one sequence by number of tokens, in bfloat16 with states in
     float32; ``conv_state_bytes`` is extra and does not grow. ``recurrent_heads_zeroed`` and
-    ``windows_zeroed`` are results of `without_parts`.
+    ``windows_zeroed`` are results of `measure_with_parts_zeroed`.
     """
 
     kv_choice: dict[int, float]
@@ -66,10 +66,10 @@ class EvalResult:
     def prompt_format(self) -> str:
         return self.provenance.get("prompt_format", PLAIN)
 
-    def asked_otherwise(self, n_examples: int, prompt_format: str) -> list[str]:
-        """List the settings in which its questions differ from these."""
-        asked = {"n_examples": self.n_examples, "prompt_format": self.prompt_format}
-        return differences(asked, {"n_examples": n_examples, "prompt_format": prompt_format})
+    @property
+    def question_settings(self) -> Record:
+        """Settings that decide its questions."""
+        return {"n_examples": self.n_examples, "prompt_format": self.prompt_format}
 
     @property
     def text_length(self) -> float:

@@ -117,8 +117,8 @@ class HybridMixer(nn.Module):
         self._cache_argument = cache_argument(attention.forward)
         # Stored KV head of each kept head; None if the backbone repeats KV heads itself.
         self.kv_index: list[int] | None = None
-        self.silenced: frozenset[HeadPart] = frozenset()
-        """Parts of replaced heads that are left out (`silence`)."""
+        self.zeroed_parts: frozenset[HeadPart] = frozenset()
+        """Parts of replaced heads that are zeroed (`zero_part`)."""
         self.windowed: WindowedAttention | None = None
         self.attention: Any = None
         delattr(attention, self.layout.output)
@@ -240,9 +240,9 @@ class HybridMixer(nn.Module):
             hidden_states, kept_outputs, layer_cache, token_mask, seq_idx, inputs
         )
         parts = []
-        if windowed_BLRP is not None and "window" not in self.silenced:
+        if windowed_BLRP is not None and "window" not in self.zeroed_parts:
             parts.append(windowed_BLRP)
-        if self.ssm is not None and "recurrence" not in self.silenced:
+        if self.ssm is not None and "recurrence" not in self.zeroed_parts:
             parts.append(self.ssm(hidden_states, token_mask, seq_idx, layer_cache))
         if layer_cache is not None:
             layer_cache.advance(length)
@@ -333,13 +333,13 @@ class HybridMixer(nn.Module):
 
 
 @contextmanager
-def silence(mixers: list[HybridMixer], part: HeadPart) -> Iterator[None]:
-    """Leave one part of all replaced heads out, so that the other part, or neither, computes alone."""
-    before = [mixer.silenced for mixer in mixers]
+def zero_part(mixers: list[HybridMixer], part: HeadPart) -> Iterator[None]:
+    """Zero one part of all replaced heads, so that the other part, or neither, computes alone."""
+    before = [mixer.zeroed_parts for mixer in mixers]
     try:
         for mixer in mixers:
-            mixer.silenced = frozenset({*mixer.silenced, part})
+            mixer.zeroed_parts = frozenset({*mixer.zeroed_parts, part})
         yield
     finally:
-        for mixer, silenced in zip(mixers, before, strict=True):
-            mixer.silenced = silenced
+        for mixer, parts in zip(mixers, before, strict=True):
+            mixer.zeroed_parts = parts

@@ -124,11 +124,13 @@ def other_questions(config: RunConfig) -> list[str]:
     """List the settings in which the questions behind a run's figures differ from its config's: `hybrid-distill
     evaluate` can ask others."""
     paths = RunPaths(config.out)
+    wanted = {
+        "n_examples": config.evaluation.n_examples,
+        "prompt_format": config.scoring.prompt_format,
+    }
     for path in (paths.teacher_evaluation, paths.evaluation):
         if path.exists():
-            changed = EvalResult.load(path).asked_otherwise(
-                config.evaluation.n_examples, config.scoring.prompt_format
-            )
+            changed = differences(EvalResult.load(path).question_settings, wanted)
             if changed:
                 return changed
     return []

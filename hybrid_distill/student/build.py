@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..kernels import run_on
 from ..model import HybridConfig, HybridForCausalLM, HybridMixer, packed_inputs
 from ..model.layout import decoder_of, rope_frequencies
-from ..model.mixer import silence
+from ..model.mixer import zero_part
 from ..model.self_check import check_same_logits
 from ..plan import HeadPlan
 from ..teacher import (
@@ -282,7 +282,7 @@ def _windowed_heads(mixer: HybridMixer, call: MixerCall, seq_idx_BL: Tensor) -> 
     # The teacher's outputs stand in for kept heads, which then do not run.
     kept_outputs = call.heads_BLHP[:, :, list(mixer.kept)]
     arguments = {**call.kwargs, "seq_idx": seq_idx_BL, "kept_outputs": kept_outputs}
-    with silence([mixer], "recurrence"):
+    with zero_part([mixer], "recurrence"):
         return mixer.heads(*call.args, **arguments)
 
 

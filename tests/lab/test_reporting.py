@@ -334,7 +334,7 @@ def test_what_windows_lose_has_a_column_and_a_task(tmp_path: Path) -> None:
     assert has_facts(text, "75.0", "50.0", 24, 300)
 
 
-def test_a_model_that_was_asked_otherwise_is_named(tmp_path: Path) -> None:
+def test_a_model_that_answered_other_questions_is_named(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "run")
     in_chat = replace(evaluation((1.0,)), n_examples=8, provenance={"prompt_format": "chat"})
     for path in (run.teacher_evaluation, run.evaluation):

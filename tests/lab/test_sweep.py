@@ -32,7 +32,7 @@ from hybrid_distill.lab.sweep.cells import best_layers, cell_config, perform, te
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Definition, Sweep
 from hybrid_distill.lab.sweep.grid import Cell, Grid
-from hybrid_distill.lab.sweep.job import SweepFailed, base_config, checked, dry_run, sweep
+from hybrid_distill.lab.sweep.job import SweepFailed, base_config, checked, dry_run, run_sweep
 from hybrid_distill.lab.sweep.schedule import run_tasks
 from hybrid_distill.lab.sweep.status import progress, status
 from hybrid_distill.lab.sweep.tasks import Outcome, Task
@@ -217,7 +217,7 @@ def test_heads_are_ranked_for_the_window_of_each_cell(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     job = SweepJob(out=out, heads="2", d_state="0", window="8,12", seeds=1, selection="top")
 
-    sweep(job, SimpleNamespace(config=windows_run, __file__="recipe.py"))
+    run_sweep(job, SimpleNamespace(config=windows_run, __file__="recipe.py"))
 
     for window in (8, 12):
         scores = HeadScores.load(out / "shared" / f"w{window}-s0" / "scores.json")
@@ -394,20 +394,17 @@ class Scripted:
             return True
 
         return SimpleNamespace(
-            done=done, state="OUT_OF_MEMORY", task=task.name, is_preempted=is_preempted
+            state="OUT_OF_MEMORY",
+            done=done,
+            cancel=lambda: self.canceled.append(task.name),
+            was_preempted=lambda: is_preempted,
         )
-
-    def was_preempted(self, job: Any) -> bool:
-        return job.is_preempted
-
-    def cancel(self, job: Any) -> None:
-        self.canceled.append(job.task)
 
 
 def end(task: Task, error: str = "") -> None:
     task.end(error, seconds=10.0)
     if not error:
-        for path in task.leaves:
+        for path in task.outputs:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
 
@@ -437,7 +434,7 @@ def test_a_task_comes_after_what_it_needs_and_slots_are_filled(
     run_tasks(this, again, lambda task: None)
     assert again.begun == [], "finished tasks ran again"
 
-    (manifest,) = this.tasks["n4-s0"].leaves
+    (manifest,) = this.tasks["n4-s0"].outputs
     manifest.unlink()
     run_tasks(this, again, lambda task: None)
     assert again.begun == ["n4-s0"], "a stage that a user has deleted is not made again"
@@ -557,7 +554,7 @@ def test_a_process_that_fails_ends_its_launch(
 
     monkeypatch.setattr(cells, "connect", lambda: state)
     monkeypatch.setattr(cells, "GRACE", 0)
-    monkeypatch.setattr(cells, "_work", fail)
+    monkeypatch.setitem(cells.WORK, "teacher", fail)
     with pytest.raises(IndexError):
         perform(Sweep(tmp_path), task)
     is_recorded = task.outcome().error == "IndexError: 7"
@@ -595,7 +592,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         selection="random",
         trackers=("tensorboard",),
     )
-    sweep(job, recipe())
+    run_sweep(job, recipe())
     return out
 
 
@@ -692,7 +689,7 @@ def test_a_recipe_that_fails_in_all_cells(tmp_path: Path) -> None:
     job = SweepJob(out=tmp_path, heads="0,2", d_state="4", seeds=1, selection="random")
 
     with pytest.raises(SweepFailed, match=naming("precision", "'fp32'")):
-        sweep(job, failing)
+        run_sweep(job, failing)
 
     students = [row for row in rows(tmp_path).values() if row["selection"] != "teacher"]
     assert [row["state"] for row in students] == ["failed", "failed"]
@@ -749,7 +746,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(longer: Path) -> Path:
     """A sweep by two jobs at a time that nothing stopped."""
     job = SweepJob(longer, out=longer.parent / "whole", jobs=2, **GRID)
-    return sweep(job, load_recipe(longer)).out
+    return run_sweep(job, load_recipe(longer)).out
 
 
 def rows_without_times(out: Path) -> list[dict[str, str]]:
@@ -771,7 +768,7 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_table(
     assert not was_over, "it was over before it was stopped"
     assert "none-n4-s0" in status(tmp_path).partition("stopped:")[2]
 
-    sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
+    run_sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
 
     assert weights(tmp_path / "cells") == weights(whole / "cells") != {}
     assert rows_without_times(tmp_path) == rows_without_times(whole)
@@ -811,7 +808,7 @@ def test_jobs_that_are_stopped_save_and_say_nothing_themselves(
     assert not states & {"failed", "running"}
     assert "stopped" in states, "they trained on"
 
-    sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
+    run_sweep(SweepJob(longer, out=tmp_path, **GRID), load_recipe(longer))
     assert weights(tmp_path / "cells") == weights(whole / "cells")
     assert rows_without_times(tmp_path) == rows_without_times(whole)
 
@@ -819,4 +816,4 @@ def test_jobs_that_are_stopped_save_and_say_nothing_themselves(
 def test_jobs_need_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ValueError, match=r"pip install 'hybrid-distill\[sweep\]'"):
-        sweep(SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1, jobs=2), recipe())
+        run_sweep(SweepJob(out=tmp_path, heads="0", d_state="4", seeds=1, jobs=2), recipe())

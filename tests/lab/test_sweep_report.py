@@ -189,8 +189,8 @@ def test_memory_at_any_length_is_the_formula(tmp_path: Path) -> None:
     out = write(tmp_path, cells())
     for length in (1, 4096, 32768):
         students = without(SweepResults.read(out, length).settings, "teacher", "all")
-        for (_, heads, d_state), size in students.bytes.items():
-            assert size == pytest.approx(sum(held(heads, d_state, length)))
+        for (_, heads, replacement), size in students.bytes.items():
+            assert size == pytest.approx(sum(held(heads, int(replacement), length)))
 
 
 def test_memory_beyond_a_window_is_the_formula(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_an_unfinished_sweep_says_what_is_missing_and_failed_cells_are_an_exit_s
         write(job.out, rows)
         raise SweepFailed("1 of 48 cells failed")
 
-    monkeypatch.setattr("hybrid_distill.cli.sweep.sweep", fail)
+    monkeypatch.setattr("hybrid_distill.cli.sweep.run_sweep", fail)
     with pytest.raises(SystemExit, match="1"):
         main(["sweep", "tiny", "--out", str(tmp_path)])
 
@@ -324,7 +324,7 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
         if row["selection"] == "top":
             row |= {
                 "whole_kv_generation_8": 0.9,
-                "without_recurrence_kv_generation_8": 0.05,
+                "zeroed_recurrence_kv_generation_8": 0.05,
                 "recurrence_unused": int(row["heads"] == 4),
             }
     # The first row has all columns.
@@ -334,7 +334,7 @@ def test_what_is_left_without_the_recurrence_is_shown(tmp_path: Path, no_figures
 
     section = text.partition("## Without the recurrence")[2]
     assert "| 2 | top | 16 | 90.0 → 5.0 | used |" in section
-    assert "| 4 | top | 16 | 90.0 → 5.0 | NOT USED |" in section
+    assert "| 4 | top | 16 | 90.0 → 5.0 | unused |" in section
 
 
 def test_questions_and_guessing_stand_above_the_results(tmp_path: Path, no_figures: None) -> None:

@@ -23,13 +23,13 @@ from hybrid_distill.lab.sweep import schedule
 from hybrid_distill.lab.sweep.flags import SweepJob
 from hybrid_distill.lab.sweep.folder import Definition, Sweep
 from hybrid_distill.lab.sweep.grid import Grid
-from hybrid_distill.lab.sweep.job import _defaults, dry_run, sweep
+from hybrid_distill.lab.sweep.job import _defaults, dry_run, run_sweep
 from hybrid_distill.lab.sweep.machine import share_of_machine
 from hybrid_distill.lab.sweep.schedule import run_tasks
 from hybrid_distill.lab.sweep.submission import PATIENCE, Command, executor, job_options
 from hybrid_distill.lab.sweep.tasks import Task
 from hybrid_distill.lab.sweep.worker_options import JOB_DEFAULTS, WorkerOptions
-from hybrid_distill.lab.sweep.workers import SubmittedJobs
+from hybrid_distill.lab.sweep.workers import JobSubmitter, SubmittedJob
 from hybrid_distill.plan import HeadPlan
 
 pytest.importorskip("submitit", reason="submitit is not installed")
@@ -238,11 +238,11 @@ def test_a_slurm_job_asks_for_its_gpu_and_its_time(tmp_path: Path, cluster: Path
     """The file that submitit submits: without our defaults it asks for 5 minutes and no GPU."""
     this = opened(tmp_path / "sweep")
     options = {**job_options("slurm", 2, 90), "slurm_partition": "gpu"}
-    workers = SubmittedJobs(executor(tmp_path / "jobs", "slurm", options), 4, n_gpus=2)
+    workers = JobSubmitter(executor(tmp_path / "jobs", "slurm", options), 4, n_gpus=2)
 
-    job = workers.start(this, this.tasks["s0"], 0)
+    started = workers.start(this, this.tasks["s0"], 0)
 
-    assert job.job_id == "4711"
+    assert started.job.job_id == "4711"
     # submitit requeues a job three times by default.
     assert workers.executor._executor.max_num_timeout > 100
     asked = (cluster / "file").read_text()
@@ -257,7 +257,7 @@ def test_a_cluster_that_refuses_a_job_is_quoted(tmp_path: Path, cluster: Path) -
     sbatch = cluster.parent / "bin" / "sbatch"
     sbatch.write_text("#!/bin/sh\necho 'invalid partition nowhere' >&2; exit 1\n")
     this = opened(tmp_path / "sweep")
-    workers = SubmittedJobs(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
+    workers = JobSubmitter(executor(tmp_path / "jobs", "slurm", job_options("slurm", 1, 90)), 4)
     with pytest.raises(ValueError, match="invalid partition nowhere"):
         workers.start(this, this.tasks["s0"], 0)
 
@@ -324,15 +324,14 @@ def test_a_job_out_of_time_has_saved_when_it_is_requeued(tmp_path: Path) -> None
 def test_a_job_that_its_cluster_ended_was_preempted(cluster: str, tmp_path: Path) -> None:
     """On this machine, only its user ends a job."""
     work = Work.submitted(tmp_path)
-    executor_of: Any = SimpleNamespace(cluster=cluster)
-    workers = SubmittedJobs(executor_of, 1)
-    assert not workers.was_preempted(work.job), "it works"
+    job = SubmittedJob(work.job, cluster)
+    assert not job.was_preempted(), "it works"
 
     os.kill(int(work.started.read_text()), signal.SIGTERM)
 
-    wait_until(work.job.done)
+    wait_until(job.done)
     assert work.saved.exists()
-    assert workers.was_preempted(work.job) == (cluster == "slurm")
+    assert job.was_preempted() == (cluster == "slurm")
 
 
 class Fake:
@@ -367,7 +366,7 @@ class Fake:
 
 def end(task: Task) -> None:
     task.end()
-    for path in task.leaves:
+    for path in task.outputs:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
@@ -380,7 +379,7 @@ def test_every_running_job_has_a_gpu_of_its_own(
     this = opened(tmp_path)
     fake: Any = Fake(this)
 
-    run_tasks(this, SubmittedJobs(fake, 3), lambda task: None)
+    run_tasks(this, JobSubmitter(fake, 3), lambda task: None)
 
     assert fake.seen == {"0", "1", "2"}
     assert fake.at_once == 3
@@ -400,7 +399,7 @@ def test_a_dry_run_asks_what_the_sweep_asks(tmp_path: Path, n_gpus: Any) -> None
     assert "0 | 1" in dry_run(job, recipe()), "a GPU for each job"
 
     wrong = replace(job, options=("slurm_partition=gpu",))
-    for action in (dry_run, sweep):
+    for action in (dry_run, run_sweep):
         with pytest.raises(ValueError, match="--cluster"):
             action(wrong, recipe())
     assert not (tmp_path / "out").exists()

@@ -7,10 +7,10 @@ import torch
 from conftest import make_family_model
 from torch.testing import assert_close
 
-from hybrid_distill.lab.analysis.hybrids import _without_recurrence
+from hybrid_distill.lab.analysis.hybrids import _zero_recurrence
 from hybrid_distill.lab.analysis.mixing import mask_heads, mix_heads
 from hybrid_distill.model import HybridForCausalLM
-from hybrid_distill.model.mixer import silence
+from hybrid_distill.model.mixer import zero_part
 from hybrid_distill.plan import HeadId, HeadPlan
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import head_sites
@@ -35,9 +35,9 @@ def test_zeroed_recurrence_leaves_the_window() -> None:
     student = student_with(d_state=4)
     ids = torch.tensor([IDS])
 
-    with _without_recurrence(student, head_sites(student)):
+    with _zero_recurrence(student, head_sites(student)):
         zeroed = student(ids).logits
-    with silence(student.mixers(), "recurrence"):
+    with zero_part(student.mixers(), "recurrence"):
         window_alone = student(ids).logits
     intact = student(ids).logits
 

@@ -26,7 +26,7 @@ from hybrid_distill.model import (
 )
 from hybrid_distill.model.document_kernels import FLEX_BLOCK as BLOCK
 from hybrid_distill.model.local_attention import Reach, Scoring
-from hybrid_distill.model.mixer import silence
+from hybrid_distill.model.mixer import zero_part
 from hybrid_distill.model.recurrent_heads import OPEN_GATE
 from hybrid_distill.model.ring import TokenRing
 from hybrid_distill.plan import HeadPlan
@@ -100,16 +100,16 @@ def test_a_layer_with_a_window_of_its_own(layer_window: int) -> None:
 
 
 @torch.no_grad()
-def test_silenced_parts(teacher) -> None:
+def test_zeroed_parts(teacher) -> None:
     plan = HeadPlan.from_pairs(teacher, [(0, 0)])
     student = opened(windowed_student(teacher, plan))
     ids = ids_of(teacher)
 
-    with silence(student.mixers(), "recurrence"), masked_teacher(teacher, plan):
+    with zero_part(student.mixers(), "recurrence"), masked_teacher(teacher, plan):
         assert_close(logits(student, ids), logits(teacher, ids, use_cache=False))
 
     whole = logits(student, ids)
-    with silence(student.mixers(), "window"):
+    with zero_part(student.mixers(), "window"):
         assert not torch.allclose(logits(student, ids), whole, atol=1e-3)
     assert torch.equal(logits(student, ids), whole)
 

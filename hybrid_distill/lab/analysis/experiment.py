@@ -138,13 +138,14 @@ class Bench(NamedTuple):
     tasks: Sequence[Task]
     resume_log: ResumeLog | None = None
 
-    def table(
-        self,
-        title: str,
-        label: str,
-        variants: Sequence[Variant],
-    ) -> Table:
-        """Make a table with a row per variant.
+    def table(self, title: str, label: str, variants: Sequence[Variant]) -> Table:
+        """Measure variants as the rows of a table, whose title begins with the model's name."""
+        columns = [task.column for task in self.tasks]
+        rows = self.rows(variants, label)
+        return Table(f"{self.model.name_or_path}: {title}", label, columns, rows)
+
+    def rows(self, variants: Sequence[Variant], label: str) -> list[Row]:
+        """Measure each variant as a row; ``label`` names the progress bar.
 
         Variants with the same label are draws, shown as their mean.
         """
@@ -164,8 +165,7 @@ class Bench(NamedTuple):
             means = tuple(map(fmean, by_column))
             spreads = tuple(map(pstdev, by_column)) if len(draws[name]) > 1 else ()
             rows.append(Row(name, means, variant.group, variant.x, spreads))
-        columns = [task.column for task in self.tasks]
-        return Table(f"{self.model.name_or_path}: {title}", label, columns, rows)
+        return rows
 
     def _measure(self, variant: Variant) -> Record:
         with variant.changed:

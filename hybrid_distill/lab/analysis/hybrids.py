@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data import read_held_out
 from ...distributed import own_device
 from ...kernels import Kernels, use_kernels
-from ...model.mixer import HybridMixer, silence
+from ...model.mixer import HybridMixer, zero_part
 from ...model.modeling_hybrid import HybridForCausalLM
 from ...pipeline import finished_run, is_run, trained_student
 from ...plan import HeadId
@@ -136,9 +136,8 @@ class ReplaceLayer(Experiment):
             # Perplexity, the only figure without a unit, is better if lower.
             higher_is_better = bool(bench.tasks[0].column.unit)
             rows[1:] = sorted(rows[1:], key=lambda row: row.values[0], reverse=higher_is_better)
-        variant = Variant("teacher", nullcontext(), "teacher")
-        teacher_table = bench._replace(model=teacher).table("", "teacher", [variant])
-        rows += teacher_table.rows
+        intact_teacher = Variant("teacher", nullcontext(), "teacher")
+        rows += bench._replace(model=teacher).rows([intact_teacher], "teacher")
         return table._replace(rows=rows)
 
 
@@ -179,8 +178,8 @@ class ZeroedRecurrence(ModelExperiment):
         for layer, layer_sites in sorted(layers.items()):
             n_heads = sum(len(_recurrent_heads(site)) for site in layer_sites)
             label = f"layer {layer} ({n_heads} heads)"
-            variants.append(Variant(label, _without_recurrence(model, layer_sites)))
-        variants.append(Variant("all layers", _without_recurrence(model, sites), "all layers"))
+            variants.append(Variant(label, _zero_recurrence(model, layer_sites)))
+        variants.append(Variant("all layers", _zero_recurrence(model, sites), "all layers"))
         return bench.table("recurrent heads zeroed, by layer", "zeroed", variants)
 
 
@@ -189,13 +188,13 @@ def _recurrent_heads(site: HeadSite) -> list[HeadId]:
 
 
 @contextmanager
-def _without_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> Iterator[None]:
+def _zero_recurrence(model: PreTrainedModel, sites: Sequence[HeadSite]) -> Iterator[None]:
     """Zero all recurrent heads of these sites; in a student, not the windows beside them."""
     with ExitStack() as zeroed:
         for site in sites:
             if site.kind == "hybrid":
                 mixers = [cast(HybridMixer, site.module)]
-                zeroed.enter_context(silence(mixers, "recurrence"))
+                zeroed.enter_context(zero_part(mixers, "recurrence"))
                 continue
             zeroed.enter_context(
                 ablate_heads(model, _recurrent_heads(site), kind=as_head_kind(site.kind))

@@ -69,7 +69,7 @@ class HeadRemoval(Experiment):
     kind: HeadKind | None = None
     """Kind of the heads: ``ssm`` for the recurrent heads of a model that also has attention."""
 
-    def remove(
+    def measure_removals(
         self, make_tasks: Callable[[PreTrainedModel, PreTrainedTokenizerBase], list[Task]]
     ) -> Table:
         """Load the model and measure it with and without heads.
@@ -81,7 +81,9 @@ class HeadRemoval(Experiment):
         model, tokenizer = self.subject.load()
         bench = Bench(model, tokenizer, make_tasks(model, tokenizer))
         if scores is None:
-            return bench.table("", "heads removed", [Variant("nothing", nullcontext())])
+            return bench.table(
+                self.title(model), "heads removed", [Variant("nothing", nullcontext())]
+            )
         # Scores that were written by hand may have none.
         if scores.fingerprint not in ("", fingerprint(model)):
             log.warning("%s was made for another model than %s", self.scores, model.name_or_path)
@@ -95,6 +97,11 @@ class HeadRemoval(Experiment):
         }
         resume_log = ResumeLog(self.out / f"{self.NAME}.partial.json", task)
         return self.table(bench._replace(resume_log=resume_log), ranking)
+
+    def title(self, model: PreTrainedModel) -> str:
+        """Return the title of the table, after the model's name."""
+        n_heads = len(heads_of(head_sites(model, self.kind)))
+        return f"without some of its {n_heads} heads"
 
     def check_counts(self, model: PreTrainedModel, ranking: Sequence[HeadId]) -> None:
         """Raise ValueError for more heads than the ranking or the model has."""
@@ -129,7 +136,7 @@ class HeadRemoval(Experiment):
                 # By count and draw: a row is the same whatever else is in the table.
                 drawn = random.Random(f"remove-heads {n} {seed}").sample(all_heads, n)
                 variants.append(without(f"random {n}{mean}", drawn, "random"))
-        return bench.table(f"without some of its {len(all_heads)} heads", "heads removed", variants)
+        return bench.table(self.title(model), "heads removed", variants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +150,7 @@ class RemoveHeads(HeadRemoval):
     questions: Questions = field(default_factory=Questions)
 
     def run(self) -> str:
-        return self.save(self.remove(self.questions.make), draw_groups)
+        return self.save(self.measure_removals(self.questions.make), draw_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,16 +181,15 @@ class Formats(HeadRemoval):
         names = choices if self.formats is None else words(self.formats)
         if not names or set(names) - set(choices):
             raise ValueError(
-                f"--formats is {self.formats!r}; of {self.of} there are {', '.join(choices)}."
+                f"--formats is {self.formats!r}; with --of {self.of}, pass any of {', '.join(choices)}."
             )
-        table = self.remove(partial(self._tasks, names))
-        if self.of == "facts":
-            questions = "facts"
-        else:
+        return self.save(self.measure_removals(partial(self._tasks, names)), draw_groups)
+
+    def title(self, model: PreTrainedModel) -> str:
+        questions = "facts"
+        if self.of == "kv":
             questions = f"dictionaries of {self.questions.pairs} pairs"
-        model_name, _, _ = table.title.rpartition(": ")
-        title = f"{model_name}: the same {self.questions.examples} {questions} in several formats"
-        return self.save(table._replace(title=title), draw_groups)
+        return f"the same {self.questions.examples} {questions} in several formats"
 
     def _tasks(
         self,

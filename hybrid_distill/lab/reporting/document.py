@@ -240,7 +240,7 @@ def zeroed_section(
 ) -> Section:
     """Compare the models' figures with and without zeroing one part of all replaced heads.
 
-    Rows are labeled by ``names``. Columns ``whole_NAME`` and ``without_PART_NAME`` are measured on
+    Rows are labeled by ``names``. Columns ``whole_NAME`` and ``zeroed_PART_NAME`` are measured on
     few examples; ``PART_unused`` is 1 for a student whose figures do not change. Empty if that was
     not measured.
     """
@@ -249,16 +249,16 @@ def zeroed_section(
     values = values.loc[values[f"{part}_unused"].notna()]
     table = names.loc[values.index].copy()
     for column in columns:
-        without = f"without_{part}_{column.name}"
-        if without not in values:
+        zeroed = f"zeroed_{part}_{column.name}"
+        if zeroed not in values:
             continue
         cells = []
-        for pair in zip(values[f"whole_{column.name}"], values[without]):
+        for pair in zip(values[f"whole_{column.name}"], values[zeroed]):
             texts = [with_error(x, None, column.digits, scale=column.scale) for x in pair]
             cells.append(" → ".join(texts))
         table[column.group, column.header] = cells
     is_unused = values[f"{part}_unused"] == 1
-    table["", part] = ["NOT USED" if unused else "used" for unused in is_unused]
+    table["", part] = ["unused" if unused else "used" for unused in is_unused]
     note = (
         f"The student as it is → with zeros in place of what the {part} of its replaced heads "
         "writes, on the same few examples."

@@ -176,10 +176,16 @@ def _questions(teacher: EvalResult, results: Mapping[str, EvalResult | None]) ->
     for name, result in results.items():
         if result is None:
             continue
-        # `hybrid-distill evaluate` may have asked teacher and student otherwise, and the control not.
-        changed = result.asked_otherwise(teacher.n_examples, teacher.prompt_format)
+        # `hybrid-distill evaluate` may have asked others of teacher and student, but not of the control.
+        own = result.question_settings
+        changed = []
+        for setting, teachers in teacher.question_settings.items():
+            if own[setting] != teachers:
+                changed.append(f"{setting} is {own[setting]}, not {teachers}")
         if changed:
-            sentences.append(f"The {name} was asked otherwise: {', '.join(changed)}.")
+            sentences.append(
+                f"The {name} answered other questions than the teacher: {', '.join(changed)}."
+            )
     return " ".join(sentences)
 
 
@@ -192,7 +198,7 @@ def all_figures(result: EvalResult) -> dict[str, float]:
             continue
         for name, measured in zeroed["figures"].items():
             figures[f"whole_{name}"] = measured["whole"]
-            figures[f"without_{part}_{name}"] = measured["zeroed"]
+            figures[f"zeroed_{part}_{name}"] = measured["zeroed"]
         figures[f"{part}_unused"] = float(zeroed["unused"])
     return figures
 

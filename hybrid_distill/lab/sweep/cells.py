@@ -49,7 +49,7 @@ def perform(sweep: Sweep, task: Task) -> None:
     try:
         # A process of a stopped sweep may still be saving this task.
         with alone_in(task.folder, patience=PATIENCE):
-            _work(sweep, task)
+            WORK[task.kind](sweep, task)
     except Interrupted:
         raise
     except Exception as error:
@@ -72,15 +72,11 @@ def _record_failure(task: Task, error: Exception, seconds: float) -> None:
     task.end(text, seconds)
 
 
-def _work(sweep: Sweep, task: Task) -> None:
-    WORK[task.kind](sweep, task)
-
-
 def _evaluate_teacher(sweep: Sweep, task: Task) -> None:
     run = teacher_run(sweep, task.seed)
     prepare(run)
     # Grids of random or restored heads need no scores.
-    if run.paths.scores in task.leaves:
+    if task.ablates_heads:
         score(run)
     evaluate_teacher(run)
 

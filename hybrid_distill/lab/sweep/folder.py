@@ -150,7 +150,7 @@ class Sweep:
         wanted = {cell.name for cell in definition.cells}
         missing = sorted(cell.name for cell in self.cells if cell.name not in wanted)
         if missing and not changed:
-            changed = ["with " + ", ".join(missing[:5])]
+            changed = [f"this grid lacks its cells {', '.join(missing[:5])}"]
         if changed:
             raise ValueError(
                 f"{self.out} holds another sweep: {', '.join(changed)}; to continue or extend it, pass its settings "

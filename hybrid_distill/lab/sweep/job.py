@@ -108,7 +108,7 @@ def checked(job: SweepJob, recipe: ModuleType) -> Request:
 def dry_run(job: SweepJob, recipe: ModuleType) -> str:
     """Describe cells and jobs of a sweep that would start. Writes nothing.
 
-    Raises ValueError as `sweep` does.
+    Raises ValueError as `run_sweep` does.
     """
     request = checked(job, recipe)
     request.definition.check()
@@ -121,7 +121,7 @@ def dry_run(job: SweepJob, recipe: ModuleType) -> str:
     return f"{title}\n{workers.described()}"
 
 
-def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
+def run_sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     """Run a job's sweep, or resume it, and print its state.
 
     ``recipe`` is the module of ``job.recipe``. Raises ValueError for an invalid request, before
@@ -131,30 +131,30 @@ def sweep(job: SweepJob, recipe: ModuleType) -> Sweep:
     paths = SweepPaths(job.out)
     workers = request.workers.workers(paths.jobs)
     with locked(job.out):
-        this = Sweep.open(request.definition)
+        sweep = Sweep.open(request.definition)
         # All cells read the same commits of sources on the hub, and none of them queries it.
         if request.inputs.pins:
             write_pins(paths.sources, request.inputs.pins)
 
         def report(task: Task) -> None:
             # After every task, for users who look while the sweep runs.
-            write_results(this)
+            write_results(sweep)
             outcome = task.outcome()
             print(f"{task.name}: {outcome.error or outcome.state}")
-            print(f"  {progress(this, at_once=workers.slots)}", flush=True)
+            print(f"  {progress(sweep, at_once=workers.slots)}", flush=True)
 
         try:
-            run_tasks(this, workers, report)
+            run_tasks(sweep, workers, report)
         except (KeyboardInterrupt, Interrupted) as stop:
             raise Interrupted(
                 "the sweep stopped and has saved what ran; the same command continues it.",
                 number=signal.SIGINT if is_ctrl_c(stop) else None,
             ) from None
         finally:
-            print(f"results: {write_results(this)}")
+            print(f"results: {write_results(sweep)}")
     print(status(job.out))
-    _raise_if_failed(this)
-    return this
+    _raise_if_failed(sweep)
+    return sweep
 
 
 def _raise_if_failed(sweep: Sweep) -> None:

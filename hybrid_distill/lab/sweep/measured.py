@@ -1,7 +1,6 @@
 """Read a sweep's results.csv (docs/sweeps.md lists its columns), and average it by setting.
 
-A setting is a selection, a number of heads, and the state size and window of the other heads. Its cells differ only in
-the seed.
+A setting is a selection, a number of heads, and what replaces the other heads. Its cells differ only in the seed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .results import TEACHER
 CONTEXT = 4096
 FEW_QUESTIONS = 64
 """Number of questions assumed if no file records it."""
-SETTING = ["selection", "heads", "held"]
+SETTING = ["selection", "heads", "replacement"]
 LOWER_IS_BETTER = ["perplexity", "kl_to_teacher"]
 """Figures of which less is better. All others are shares."""
 UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
@@ -64,7 +63,7 @@ class SweepResults:
             rows = rows.replace([np.inf, -np.inf], np.nan)
             numbers = ["heads", "d_state", "window"]
             rows[numbers] = rows[numbers].fillna(0).astype(int)
-            rows["held"] = _held(rows)
+            rows["replacement"] = list(map(_replacement, rows.d_state, rows.window))
             # Stable: behind the teacher, cells stay in the order of the grid.
             rows = rows.sort_values("selection", key=lambda names: names != TEACHER, kind="stable")
             any_done = (rows["state"] == "done").any()
@@ -85,16 +84,23 @@ class SweepResults:
 
     @cached_property
     def settings(self) -> pd.DataFrame:
-        """Teacher and finished settings: numbers of finished and of all seeds, largest bytes over seeds, label."""
+        """Teacher and finished settings: numbers of finished and of all seeds, state size, largest bytes over
+        seeds, label."""
         grouped = self.rows.groupby(SETTING, sort=False)
         table = grouped.agg(
             n_done=("state", lambda states: (states == "done").sum()),
             n=("seed", "size"),
+            d_state=("d_state", "first"),
         )
         # Seeds keep different heads, which share more or fewer KV heads.
         table["bytes"] = grouped["bytes"].max()
         table["label"] = [_label(*setting) for setting in table.index]
         return table.loc[table.n_done > 0]
+
+    @cached_property
+    def replacements(self) -> list[str]:
+        """Descriptions of what replaces heads, by state size and then by window: "4" before "16"."""
+        return list(self.rows.sort_values(["d_state", "window"]).replacement.unique())
 
     @cached_property
     def figures(self) -> Estimate:
@@ -242,28 +248,21 @@ def without(settings: pd.DataFrame, *selections: str) -> pd.DataFrame:
     return settings.loc[~settings.index.isin(selections, level=0)]
 
 
-def _held(rows: pd.DataFrame) -> list[int] | list[str]:
-    """Return each row's state size of replaced heads or, if any row has a window, a text with both."""
-    if not rows.window.any():
-        return rows.d_state.tolist()
-    texts = []
-    for d_state, window in zip(rows.d_state, rows.window):
-        if window:
-            texts.append(f"{d_state}, window {window}")
-        else:
-            # With all heads kept there is neither.
-            texts.append(str(d_state) if d_state else "")
-    return texts
+def _replacement(d_state: int, window: int) -> str:
+    """Describe what replaces a head: "16", or "16, window 32"; empty for students that keep all heads."""
+    if window:
+        return f"{d_state}, window {window}"
+    return str(d_state) if d_state else ""
 
 
-def _label(selection: str, heads: int, held: object) -> str:
+def _label(selection: str, heads: int, replacement: str) -> str:
     """Describe a setting: ``top 4 heads, state 16``."""
     if selection == TEACHER:
         return "the teacher"
     if selection == ALL:
         return f"all {heads} heads"
     chosen = "" if selection == NONE else f"{selection} "
-    return f"{chosen}{heads} head{'s' * (heads != 1)}, state {held}"
+    return f"{chosen}{heads} head{'s' * (heads != 1)}, state {replacement}"
 
 
 def _bytes(rows: pd.DataFrame, length: int) -> pd.Series:

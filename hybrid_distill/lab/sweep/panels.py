@@ -25,7 +25,7 @@ from ..reporting.figures import (
     percent_axis,
 )
 from .grid import ALL, NONE
-from .measured import LOWER_IS_BETTER, SweepResults, size_text, without
+from .measured import LOWER_IS_BETTER, Estimate, SweepResults, size_text, without
 from .results import TEACHER
 
 NAMES = {
@@ -34,9 +34,9 @@ NAMES = {
     "layers": "whole layers",
     "random": "random",
 }
-WORDS = {"heads": "{} heads", "held": "state {}"}
+WORDS = {"heads": "{} heads", "replacement": "state {}"}
 """How a value of a column is written."""
-AXES = {"heads": "heads kept", "held": "state size of the recurrent heads"}
+AXES = {"heads": "heads kept", "d_state": "state size of the recurrent heads"}
 BARS = "bars: 95 % intervals of the mean over seeds"
 LABEL_DISTANCE = 1.4
 """Ratio of the sizes of two labeled points of a front, so that their labels do not overlap."""
@@ -77,15 +77,15 @@ def draw_figures(
     if TEACHER in results.settings.index and groups:
         selection, covered = _coverage(results, groups)
     by_state: list[PanelRow] = []
-    # With windows, states and windows are one text, which has no place on an axis.
+    # A point of this figure is a state size alone: students with windows have no place in it.
     if not results.rows.window.any():
-        by_state = _with_several(percent_rows, "held")
+        by_state = _with_several(percent_rows, "d_state")
     return SweepFigures(
         coverage=_panels(
             folder / "coverage.png",
             f"Coverage, student over teacher, by group of tasks; heads: {selection}",
             covered,
-            panel="held",
+            panel="replacement",
             line="group",
             x="heads",
         ),
@@ -94,7 +94,7 @@ def draw_figures(
             "Against heads kept, by how they are chosen",
             _with_several(rows, "heads"),
             panel="selection",
-            line="held",
+            line="replacement",
             x="heads",
         ),
         states=_panels(
@@ -103,13 +103,13 @@ def draw_figures(
             by_state,
             panel="selection",
             line="heads",
-            x="held",
+            x="d_state",
         ),
         selection=_panels(
             folder / "selection.png",
             "How heads are chosen",
             _with_several(percent_rows, "selection"),
-            panel="held",
+            panel="replacement",
             line="selection",
             x="heads",
         ),
@@ -137,7 +137,7 @@ def _row(results: SweepResults, quality: Column) -> PanelRow:
     is_share = quality.name not in LOWER_IS_BETTER
     if not is_share:
         label += " (lower is better)"
-    points = _points(means, margins, quality.name, quality.scale)
+    points = _points(results, (means, margins), quality.name, quality.scale)
     return PanelRow(points, label, is_share, levels)
 
 
@@ -145,17 +145,19 @@ def _coverage(results: SweepResults, groups: dict[str, list[str]]) -> tuple[str,
     """Return the selection that is shown, and its coverage of the teacher by group of tasks."""
     parts = []
     for group, names in groups.items():
-        means, margins = results.against_teacher(names)
-        parts.append(_points(means, margins, "all", 100).assign(group=group))
+        ratios = results.against_teacher(names)
+        parts.append(_points(results, ratios, "all", 100).assign(group=group))
     points = pd.concat(parts)
     selection = points.selection.iloc[0] if len(points) else ""
     points = points.loc[points.selection == selection]
     return selection, [PanelRow(points, "student, of what the teacher has", True, {"teacher": 100})]
 
 
-def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float) -> pd.DataFrame:
+def _points(results: SweepResults, estimate: Estimate, name: str, scale: float) -> pd.DataFrame:
     """Return students with recurrent heads as points; those without kept heads belong to every selection."""
+    means, margins = estimate
     rows = pd.DataFrame({"y": scale * means[name], "error": scale * margins[name]})
+    rows = rows.join(results.settings.d_state)
     rows = rows.dropna(subset=["y"]).reset_index()
     without_heads = rows[rows.selection == NONE]
     present = [selection for selection in NAMES if (rows.selection == selection).any()]
@@ -164,9 +166,11 @@ def _points(means: pd.DataFrame, margins: pd.DataFrame, name: str, scale: float)
         own = pd.concat([without_heads, rows[rows.selection == selection]])
         parts.append(own.assign(selection=NAMES[selection]))
     points = pd.concat(parts)
-    # Panels stand in the order of NAMES.
-    texts = pd.CategoricalDtype(list(NAMES.values()), ordered=True)
-    return points.astype({"selection": texts}).sort_values("heads", kind="stable")
+    # Panels and lines stand in the order of these lists.
+    selections = pd.CategoricalDtype(list(NAMES.values()), ordered=True)
+    replacements = pd.CategoricalDtype(results.replacements, ordered=True)
+    points = points.astype({"selection": selections, "replacement": replacements})
+    return points.sort_values("heads", kind="stable")
 
 
 def _panels(
@@ -229,11 +233,15 @@ def _draw_front(axes: Any, results: SweepResults, quality: Column) -> None:
         percent_axis(axes)
     axes.set_title(title, fontsize=10)
     last_labeled = 0.0
-    for (selection, heads, held), n_bytes, y in zip(front.index, front.bytes, front.y):
+    for setting, n_bytes, y in zip(front.index, front.bytes, front.y):
         if n_bytes > LABEL_DISTANCE * last_labeled:
-            text = "all" if selection in (ALL, TEACHER) else f"{heads} / {held}"
             axes.annotate(
-                text, (n_bytes, y), (-5, 6), textcoords="offset points", fontsize=8, ha="right"
+                _heads_and_replacement(setting),
+                (n_bytes, y),
+                (-5, 6),
+                textcoords="offset points",
+                fontsize=8,
+                ha="right",
             )
             last_labeled = n_bytes
 
@@ -251,9 +259,18 @@ def _draw_settings(axes: Any, results: SweepResults, quality: Column) -> None:
         color, marker, _ = look(str(selection))
         points = axes.scatter(own.bytes, own.y, color=color, marker=marker, zorder=3, label=name)
         titles = []
-        for (_, heads, held), n_bytes, y in zip(own.index, own.bytes, own.y):
-            titles.append(f"{name}: {heads} / {held}, {size_text(n_bytes)}, {y:.4g}")
+        for setting, n_bytes, y in zip(own.index, own.bytes, own.y):
+            heads = _heads_and_replacement(setting)
+            titles.append(f"{name}: {heads}, {size_text(n_bytes)}, {y:.4g}")
         name_points(points, titles)
+
+
+def _heads_and_replacement(setting: tuple[str, int, str]) -> str:
+    """Describe a setting briefly: "4 / 16"; "all" if it keeps all heads."""
+    selection, heads, replacement = setting
+    if selection in (ALL, TEACHER):
+        return "all"
+    return f"{heads} / {replacement}"
 
 
 def _short_size(n_bytes: float) -> str:

@@ -159,12 +159,13 @@ def _names(settings: pd.DataFrame) -> pd.DataFrame:
     chosen_of = {NONE: "", ALL: "", TEACHER: "the teacher"}
     heads_of = {ALL: ALL, TEACHER: ABSENT}
     rows = []
-    for (selection, heads, held), n_done, n in zip(settings.index, settings.n_done, settings.n):
+    for setting, n_done, n in zip(settings.index, settings.n_done, settings.n):
+        selection, heads, replacement = setting
         rows.append(
             (
                 heads_of.get(selection, heads),
                 chosen_of.get(selection, selection),
-                held or ABSENT,
+                replacement or ABSENT,
                 n_done if n_done == n else f"{n_done} of {n}",
             )
         )
@@ -236,12 +237,16 @@ def _needed(results: SweepResults) -> list[Block]:
     if kept.empty:
         return []
     kept["enough"] = kept.heads.where(kept["all"] >= NEEDED)
-    fewest = kept.groupby(["selection", "held"], sort=False).agg({"enough": "min", "heads": "max"})
+    groups = kept.groupby(["selection", "replacement"], sort=False)
+    fewest = groups.agg({"enough": "min", "heads": "max"})
     counts = fewest.enough.map("{:.0f}".format)
     # If no number was enough, more heads are needed than the most that were run.
     more_than_most = "> " + fewest.heads.astype(str)
     texts = counts.where(fewest.enough.notna(), more_than_most)
-    table = texts.unstack().rename(columns=lambda held: f"state {held}")
+    table = texts.unstack()
+    columns = [name for name in results.replacements if name in table]
+    # These columns have no common name, unlike the unstacked ones; HTML would show it.
+    table = table[columns].set_axis([f"state {name}" for name in columns], axis="columns")
     note = f"Fewest heads, of those that were run, that keep {100 * NEEDED:.0f} % of the teacher's retrieval"
     measure = quality.header.removesuffix(", %")
     return [table.rename_axis("chosen").reset_index(), f"{note} ({measure})."]

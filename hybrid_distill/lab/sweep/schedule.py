@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 from ...distributed.shared_folder import SEEN_WITHIN_S
 from ...locking import is_locked
 from .submission import PATIENCE, REQUEUES
-from .workers import SubmittedJobs, ThisProcess
+from .workers import JobSubmitter, StartedJob, ThisProcess
 
 if TYPE_CHECKING:
-    from submitit import Job
-
     from .folder import Sweep
     from .tasks import Task
 
@@ -26,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def run_tasks(
-    sweep: Sweep, workers: ThisProcess | SubmittedJobs, report: Callable[[Task], None]
+    sweep: Sweep, workers: ThisProcess | JobSubmitter, report: Callable[[Task], None]
 ) -> None:
     """Run every task that is not done, including failed ones; call ``report`` after each.
 
@@ -47,29 +45,18 @@ def run_tasks(
             ended = _collect(sweep, running)
             for task, job in ended:
                 if not _has_outcome(task):
-                    _end_or_repeat(task, job, workers, pending, preemptions)
+                    _end_or_repeat(task, job, pending, preemptions)
                 report(task)
-            task = None
-            if len(running) < workers.slots:
-                task = _next_task(pending, running)
-            if task is None:
-                # A task that has just ended may have freed another.
-                time.sleep(0 if ended else POLL)
-                continue
-            del pending[task.name]
-            if _has_outcome(task):
-                report(task)
-                continue
-            error = _error_of_needed(sweep, task)
-            if error:
-                task.end(error)
-                report(task)
-                continue
-            slot = _free_slot(running, workers.slots)
-            with workers.starting():
-                running[task.name] = Running(workers.start(sweep, task, slot), slot)
+            task = _next_task(pending, running, workers.slots)
+            if task is not None:
+                del pending[task.name]
+                _start_or_fail(sweep, task, workers, running)
+                if task.name not in running:
+                    report(task)
+            elif not ended:
+                time.sleep(POLL)
     except KeyboardInterrupt:
-        _stop(sweep, workers, running)
+        _stop(sweep, running)
         raise
 
 
@@ -77,7 +64,7 @@ def run_tasks(
 class Running:
     """Job of a task that has started."""
 
-    job: ThisProcess | Job[bool]
+    job: StartedJob
     slot: int
     """Its share of the machine."""
     ended_at: float | None = None
@@ -93,9 +80,7 @@ class Running:
         return _has_outcome(task) or time.monotonic() - self.ended_at >= SEEN_WITHIN_S
 
 
-def _collect(
-    sweep: Sweep, running: dict[str, Running]
-) -> list[tuple[Task, ThisProcess | Job[bool]]]:
+def _collect(sweep: Sweep, running: dict[str, Running]) -> list[tuple[Task, StartedJob]]:
     """Remove the tasks whose jobs have ended, and return both."""
     ended = []
     for name, each in list(running.items()):
@@ -111,30 +96,50 @@ def _has_outcome(task: Task) -> bool:
 
 
 def _end_or_repeat(
-    task: Task,
-    job: ThisProcess | Job[bool],
-    workers: ThisProcess | SubmittedJobs,
-    pending: dict[str, Task],
-    preemptions: Counter[str],
+    task: Task, job: StartedJob, pending: dict[str, Task], preemptions: Counter[str]
 ) -> None:
     """Make a preempted task pending again, as its state is saved; mark any other without an outcome as failed."""
-    if preemptions[task.name] < REQUEUES and workers.was_preempted(job):
+    if preemptions[task.name] < REQUEUES and job.was_preempted():
         preemptions[task.name] += 1
         # SLURM may requeue the job itself; two jobs must not work on one task.
-        workers.cancel(job)
+        job.cancel()
         pending[task.name] = task
     else:
         # Such as a job that the machine has killed.
         task.end(f"its job ended ({job.state}) without a result; see {task.log_path}.")
 
 
-def _next_task(pending: Mapping[str, Task], running: Mapping[str, Running]) -> Task | None:
-    """Return the first task whose predecessors are done, and that no job of an earlier command works on."""
+def _next_task(
+    pending: Mapping[str, Task], running: Mapping[str, Running], n_slots: int
+) -> Task | None:
+    """Return the first task whose predecessors have ended, and that no job of an earlier command works on; None
+    without one, and while all slots are taken."""
+    if len(running) == n_slots:
+        return None
     unfinished = {*pending, *running}
     for task in pending.values():
         if unfinished.isdisjoint(task.after) and not is_locked(task.folder):
             return task
     return None
+
+
+def _start_or_fail(
+    sweep: Sweep,
+    task: Task,
+    workers: ThisProcess | JobSubmitter,
+    running: dict[str, Running],
+) -> None:
+    """Start a task that has no outcome in a free slot; fail it if one that it needs has failed."""
+    if _has_outcome(task):
+        # From a job of an earlier command.
+        return
+    error = _error_of_needed(sweep, task)
+    if error:
+        task.end(error)
+        return
+    slot = _free_slot(running, workers.slots)
+    with workers.starting():
+        running[task.name] = Running(workers.start(sweep, task, slot), slot)
 
 
 def _free_slot(running: Mapping[str, Running], n_slots: int) -> int:
@@ -152,17 +157,15 @@ def _error_of_needed(sweep: Sweep, task: Task) -> str:
     return ""
 
 
-def _stop(
-    sweep: Sweep, workers: ThisProcess | SubmittedJobs, running: Mapping[str, Running]
-) -> None:
+def _stop(sweep: Sweep, running: Mapping[str, Running]) -> None:
     """Cancel running jobs, and wait until they have saved."""
     for each in running.values():
-        workers.cancel(each.job)
+        each.job.cancel()
     limit = time.monotonic() + PATIENCE
     while time.monotonic() < limit and any(_is_saving(sweep, *item) for item in running.items()):
         time.sleep(POLL)
         for each in running.values():
-            workers.cancel(each.job, again=True)
+            each.job.cancel(again=True)
 
 
 def _is_saving(sweep: Sweep, name: str, running: Running) -> bool:

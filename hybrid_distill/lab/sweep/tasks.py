@@ -46,13 +46,15 @@ class Task:
     sweep: SweepPaths
     run: RunPaths
     """Run whose folder it writes."""
-    leaves: Sequence[Path]
-    """Files that exist when it is done."""
+    outputs: Sequence[Path]
+    """Files that exist once it is done."""
     d_state: int | None = None
     window: int = 0
     cell: Cell | None = None
     after: Sequence[str] = ()
     """Names of the tasks that must be done first."""
+    ablates_heads: bool = False
+    """True if a task of kind ``teacher`` also scores heads."""
     steps: int = 0
     """Training steps."""
 
@@ -77,7 +79,7 @@ class Task:
         if self.outcome_path.exists():
             outcome = Outcome(**read_json(self.outcome_path))
             # A user deletes results to have them computed again.
-            if outcome.state == "failed" or all(path.exists() for path in self.leaves):
+            if outcome.state == "failed" or all(path.exists() for path in self.outputs):
                 return outcome
         if is_locked(self.folder):
             return Outcome("running")
@@ -110,7 +112,7 @@ def tasks_of(
             ablated_seeds.add(cell.seed)
     tasks: dict[str, Task] = {}
     for cell in cells:
-        teacher = _teacher_task(sweep, cell.seed, has_scores=cell.seed in ablated_seeds)
+        teacher = _teacher_task(sweep, cell.seed, ablates_heads=cell.seed in ablated_seeds)
         needed = [teacher]
         if cell.selection in NEEDS_SCORES and ranks_by_attribution and cell.window:
             needed.append(_ranking_task(sweep, cell))
@@ -124,12 +126,12 @@ def tasks_of(
     return tasks
 
 
-def _teacher_task(sweep: SweepPaths, seed: int, *, has_scores: bool) -> Task:
+def _teacher_task(sweep: SweepPaths, seed: int, *, ablates_heads: bool) -> Task:
     run = sweep.of_seed(seed)
-    leaves = [run.teacher_evaluation]
-    if has_scores:
-        leaves.append(run.scores)
-    return Task(run.out.name, "teacher", seed, sweep, run, leaves)
+    outputs = [run.teacher_evaluation]
+    if ablates_heads:
+        outputs.append(run.scores)
+    return Task(run.out.name, "teacher", seed, sweep, run, outputs, ablates_heads=ablates_heads)
 
 
 def _ranking_task(sweep: SweepPaths, cell: Cell) -> Task:
@@ -140,7 +142,7 @@ def _ranking_task(sweep: SweepPaths, cell: Cell) -> Task:
         cell.seed,
         sweep,
         run,
-        leaves=[run.scores],
+        outputs=[run.scores],
         window=cell.window,
     )
 
@@ -160,7 +162,7 @@ def _alignment_task(
         cell.seed,
         sweep,
         run,
-        leaves=[folder / MANIFEST for folder in folders],
+        outputs=[folder / MANIFEST for folder in folders],
         d_state=d_state,
         window=cell.window,
         after=after,
@@ -176,7 +178,7 @@ def _cell_task(sweep: SweepPaths, cell: Cell, steps: int, after: Sequence[str]) 
         cell.seed,
         sweep,
         run,
-        leaves=[run.evaluation],
+        outputs=[run.evaluation],
         d_state=cell.d_state,
         cell=cell,
         after=after,

@@ -12,7 +12,7 @@ from .cells import perform
 from .flags import SweepJob, split_pairs
 from .machine import program_here, visible_gpus
 from .submission import executor, job_options
-from .workers import SubmittedJobs, ThisProcess
+from .workers import JobSubmitter, ThisProcess
 
 JOB_DEFAULTS: dict[str, Any] = {"launcher": "", "gpus": None, "minutes": 1440}
 """Options that a recipe's jobs() may set, and their defaults; unnamed GPUs are this machine's
@@ -73,13 +73,13 @@ class WorkerOptions:
         options = _submitit_options(job)
         return cls(job.cluster, launcher, gpus, chosen["minutes"], jobs, options)
 
-    def workers(self, folder: Path) -> ThisProcess | SubmittedJobs:
+    def workers(self, folder: Path) -> ThisProcess | JobSubmitter:
         """Make the workers; ``folder`` is for submitit's files."""
         if self.jobs == 1 and not self.launcher and self.cluster is None:
             return ThisProcess(perform)
         cluster = self.cluster or "local"
         options = {**job_options(cluster, self.gpus, self.minutes), **self.options}
-        return SubmittedJobs(
+        return JobSubmitter(
             executor(folder, cluster, options), self.jobs, self.launcher, self.gpus, options
         )
 
