@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPO_ID_SEPARATOR
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..cache_size import cache_bytes, container_bytes
+from ..cache_size import cache_bytes, falcon_h1_cache_bytes
 from ..evaluation.evaluate import EvalResult
 from ..evaluation.result import binomial_error, size_shown
 from ..io import Record
@@ -24,7 +24,7 @@ from ..plan import HeadPlan
 from ..scoring import HeadScores
 from ..teacher import TINY
 from .check import PACKAGES
-from .falcon_h1 import container
+from .falcon_h1 import to_falcon_h1
 from .formats import FORMATS
 from .versions import TRIED, oldest_transformers
 
@@ -53,9 +53,9 @@ def model_card(
     """
     config = student.config
     model_type = config.backbone["model_type"]
-    n_stock_parameters = 0
+    n_falcon_h1_parameters = 0
     if export_format == "falcon-h1":
-        n_stock_parameters = container(student).parameters()
+        n_falcon_h1_parameters = to_falcon_h1(student).parameters()
     cache = partial(
         cache_bytes,
         head_dim=config.head_dim,
@@ -92,9 +92,9 @@ def model_card(
         is_for_other_program=export_format in PACKAGES,
         oldest=oldest_transformers(model_type),
         newest=TRIED["tried"][-1],
-        stock_versions=", ".join(TRIED["falcon-h1"]),
-        stock_parameters=n_stock_parameters,
-        stock_bytes=container_bytes(
+        falcon_h1_versions=", ".join(TRIED["falcon-h1"]),
+        falcon_h1_parameters=n_falcon_h1_parameters,
+        falcon_h1_bytes=falcon_h1_cache_bytes(
             plan, length=4096, head_dim=config.head_dim, d_state=config.d_state
         ),
         n_parameters=student.num_parameters(),
