@@ -23,7 +23,6 @@ from ..model.recurrences import FORMS
 from ..plan import HeadPlan
 from ..scoring import HeadScores
 from ..teacher import TINY
-from .check import PACKAGES
 from .falcon_h1 import to_falcon_h1
 from .formats import FORMATS
 from .versions import TRIED, oldest_transformers
@@ -89,7 +88,7 @@ def model_card(
         recurrence=FORMS[config.recurrence].title,
         export_format=export_format,
         library=FORMATS[export_format].library,
-        is_for_other_program=export_format in PACKAGES,
+        is_for_other_program=FORMATS[export_format].is_for_other_program,
         oldest=oldest_transformers(model_type),
         newest=TRIED["tried"][-1],
         falcon_h1_versions=", ".join(TRIED["falcon-h1"]),

@@ -135,7 +135,7 @@ def _verify(
     if device.type == "cuda":
         # Frees the record's float32 copy of the student: the gate's process needs that memory.
         torch.cuda.empty_cache()
-    report = export_gate.run_gate(folder, str(device), called=path).require(path)
+    report = export_gate.run_gate(folder, str(device), shown_path=path).require(path)
     write_json(folder / REPORT, report.to_dict())
     return report
 

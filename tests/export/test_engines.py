@@ -39,8 +39,8 @@ def student_for(export_format: str) -> tuple[HybridForCausalLM, HeadPlan]:
     return student, plan
 
 
-def test_every_format_without_tensors_of_its_own_has_a_program() -> None:
-    for_programs = {name for name, export_format in FORMATS.items() if not export_format.tensors}
+def test_every_format_for_another_program_has_that_program() -> None:
+    for_programs = {name for name, format in FORMATS.items() if format.is_for_other_program}
     assert PACKAGES.keys() == for_programs
     assert PROGRAMS.keys() == for_programs
     assert RECURRENCE.keys() == for_programs
@@ -143,7 +143,7 @@ def test_a_program_that_computes_something_else_fails(
             return [(tokens_T + error).tolist() for tokens_T in prompts.generated]
 
     monkeypatch.setattr(check, "load_program", {"onnx": Answers}.get)
-    record = {"form": "onnx", "rounding": {"float32": 0.0}}
+    record = {"export_format": "onnx", "rounding": {"float32": 0.0}}
 
     of_logits, of_tokens = check.check_program(Path(), record, prompts)
 

@@ -318,12 +318,12 @@ LIBRARIES = {
     "onnx": None,
     "safetensors": None,
 }
-"""Library on the hub that loads each form, None for forms that none loads."""
+"""Library on the hub that loads each format, None for formats that none loads."""
 
 
 @pytest.mark.parametrize("export_format", FORMATS)
-def test_the_card_claims_the_library_and_the_checks_of_its_form(export_format: str) -> None:
-    # The recurrence that every form can hold.
+def test_the_card_claims_the_library_and_the_checks_of_its_format(export_format: str) -> None:
+    # The recurrence that every format can hold.
     student, plan = tiny_student("llama", recurrence="mamba2")
     text = model_card(
         student,
@@ -507,6 +507,15 @@ def test_refuses_a_folder_that_is_not_an_export(exports, tmp_path):
     assert thesis.read_text() == "years of work"
     with pytest.raises(ValueError, match=naming(tmp_path, MARK)):
         verify_export(tmp_path)
+
+
+@pytest.mark.parametrize("export_format", [None, "pickle", ["onnx"]])
+def test_a_record_of_an_unknown_format_is_refused(copied, export_format: object) -> None:
+    path, _ = copied
+    record = json.loads((path / MARK).read_text())
+    (path / MARK).write_text(json.dumps({**record, "export_format": export_format}))
+    with pytest.raises(ValueError, match=naming(path / MARK)):
+        verify_export(path)
 
 
 def test_the_folder_of_a_run_names_the_export_in_it(tmp_path):
