@@ -17,7 +17,7 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.export import ExportError, check, export_checkpoint, verify_export
 from hybrid_distill.export.check import PACKAGES, Prompts, greedy, load_program, run_checks, table
 from hybrid_distill.export.formats import FORMATS, check_expressible
-from hybrid_distill.export.programs import PROGRAMS, Program
+from hybrid_distill.export.programs import PROGRAMS
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -125,11 +125,11 @@ def test_a_program_that_computes_something_else_fails(
         prompts.generated.append(continued.tokens_BT[0])
         prompts.leads.append(continued.leads_BT[0] + 1)  # no token is within rounding
 
-    class Answers(Program):
+    class Answers:
         """The student's own answers, but for the fault."""
 
-        def __init__(self, folder: Path, context: int) -> None:
-            assert context == 9 + n_new
+        def __init__(self, folder: Path, longest: int) -> None:
+            assert longest == 9 + n_new
 
         def logits(self, prompt: Sequence[int]) -> np.ndarray:
             place = id_lists.index(list(prompt))
