@@ -21,9 +21,10 @@ from ..progress import Phase
 from ..scoring import HeadScores
 from ..student.dtypes import check_one_dtype
 from . import gate as export_gate
-from .card import UNKNOWN, model_card
+from .card import model_card
 from .formats import FORMATS, ExportFormat, check_expressible, missing_program
 from .gate import GateReport
+from .license import UNKNOWN
 from .record import write_record
 from .replacement import check_replaceable, replacing_folder
 from .weights import MAX_SHARD_SIZE
