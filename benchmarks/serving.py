@@ -3,14 +3,14 @@
     python benchmarks/serving.py RUN --engine onnx=PYTHON --engine gguf=PYTHON --engine mlx=PYTHON --engine vllm=PYTHON
     python benchmarks/serving.py RUN --out results.json      # of its own engine, transformers; merged into --out
 
-RUN is the folder of a finished run. Its student is exported in the form of each engine, which then runs in a process of
-its own (`serving_worker.py`), with the Python that is named: 64 prompts of different lengths, greedily, in batches of 8
-(left-padded where the engine pads). Tokens are compared with those that the student itself computes, up to the first
-whose lead over the second best may be rounding; logits where the engine shows them. Bytes of cache are those that the
-engine has allocated for one sequence, beside what `cache_bytes` or `container_bytes` says. The teacher runs in the same
-engine: as it is where the engine reads Hugging Face folders, else as the student that keeps all heads. An engine that
-is not installed, or whose form refuses the student, is left out with the reason. Exit status 1 where an engine computes
-other tokens.
+RUN is the folder of a finished run. Its student is exported in the format of each engine, which then runs in a process
+of its own (`serving_worker.py`), with the Python that is named: 64 prompts of different lengths, greedily, in batches
+of 8 (left-padded where the engine pads). Tokens are compared with those that the student itself computes, up to the
+first whose lead over the second best may be rounding; logits where the engine shows them. Bytes of cache are those that
+the engine has allocated for one sequence, beside what `cache_bytes` or `falcon_h1_cache_bytes` says. The teacher runs
+in the same engine: as it is where the engine reads Hugging Face folders, else as the student that keeps all heads. An
+engine that is not installed, or whose format refuses the student, is left out with the reason. Exit status 1 where an
+engine computes other tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from records import RESULTS, about, parser_of, read, write
 from serving_worker import BATCH, CONTEXT, ENGINES, N_PROMPTS, NEW_TOKENS, Tokens
 from transformers import PreTrainedModel
 
-from hybrid_distill.cache_size import cache_bytes, container_bytes
+from hybrid_distill.cache_size import cache_bytes, falcon_h1_cache_bytes
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.check import Greedy, greedy, left_padded
 from hybrid_distill.model import HybridForCausalLM
@@ -125,8 +125,8 @@ def predicted_bytes(engine: str, contender: Contender, folder: Path) -> int:
     if engine in OWN_LAYERS or (plan.keeps_all and engine in NATIVE):
         own = cache_bytes(plan, **sizes, length=CONTEXT, conv_width=config.conv_width)
         return own.total + own.conv
-    states = container_bytes(plan, **sizes, length=0)
-    keys = container_bytes(plan, **sizes, length=CONTEXT) - states
+    states = falcon_h1_cache_bytes(plan, **sizes, length=0)
+    keys = falcon_h1_cache_bytes(plan, **sizes, length=CONTEXT) - states
     if engine == "vllm":  # spreads small heads over larger ones
         exported = read(folder / "config.json")
         keys *= exported["head_dim"] // config.head_dim
@@ -178,13 +178,13 @@ class Comparison:
         if contender.name == "teacher" and engine in NATIVE:
             self.save_teacher(engine, folder)
         else:
-            form: Any = "remote-code" if engine == "transformers" else engine
+            export_format: Any = "remote-code" if engine == "transformers" else engine
             export_checkpoint(
                 contender.model,
                 self.tokenizer,
                 folder,
                 plan=contender.plan,
-                export_format=form,
+                export_format=export_format,
                 gate=False,
             )
         measured = compared(self.work(engine, python, folder), contender.right)

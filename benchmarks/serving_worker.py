@@ -14,6 +14,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ Tokens = list[list[int]]
 PROGRAMS: dict[str, Any] = runpy.run_path(
     str(Path(__file__).resolve().parents[1] / "hybrid_distill" / "export" / "programs.py")
 )
-Program: Any = PROGRAMS["Program"]
+StepwiseProgram: Any = PROGRAMS["StepwiseProgram"]
 
 
-class Transformers(Program):
+class Transformers(StepwiseProgram):
     """Eager transformers, with the folder's own code; batches are left-padded."""
 
-    def __init__(self, folder: Path, context: int, threads: int) -> None:
+    def __init__(self, folder: Path, longest: int, threads: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -53,10 +54,12 @@ class Transformers(Program):
         self.cache_name = cache_argument(self.model.forward)
 
     def begin(self, prompts: Tokens, every: bool = False) -> np.ndarray:
-        ids, mask = PROGRAMS["left_padded"](prompts)
-        self.mask = self.torch.tensor(mask)
+        rows = [self.torch.tensor(prompt) for prompt in prompts]
+        ones = [self.torch.ones_like(row) for row in rows]
+        pad = partial(self.torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        self.mask = pad(ones)
         self.cache: Any = None
-        return self._read(self.torch.tensor(ids), 0 if every else 1)
+        return self._read(pad(rows), 0 if every else 1)
 
     def step(self, tokens: Sequence[int]) -> np.ndarray:
         self.mask = self.torch.nn.functional.pad(self.mask, (0, 1), value=1)
@@ -75,7 +78,8 @@ class Transformers(Program):
         self.cache = self.cache_of(output)
         return output.logits.numpy()
 
-    def nbytes(self) -> int:
+    def cache_bytes(self, prompt: list[int]) -> int:
+        self.begin([prompt])
         n_bytes = 0
         for layer in self.cache.layers:
             for value in vars(layer).values():
@@ -131,7 +135,7 @@ def least_ms(work: Callable[[], object], times: int, digits: int) -> float:
 def ms_of_step(model: Any, prompt: list[int]) -> float | None:
     """Time the steps behind a prompt."""
     # An engine that generates by its own scheduler takes no single steps.
-    if type(model).generate is not Program.generate:
+    if not isinstance(model, StepwiseProgram):
         return None
     model.begin([prompt])
     return least_ms(lambda: model.step([7]), times=4 * NEW_TOKENS, digits=2)

@@ -1,14 +1,14 @@
-"""From which transformers on an export computes what it computed here: every supported family, every form.
+"""From which transformers on an export computes what it computed here: every supported family, every format.
 
     pip install --target OTHERS/5.0.0 transformers==5.0.0     # and so on; torch stays the one that is here
     python benchmarks/versions.py OTHERS
 
 Exports a tiny random student that keeps some heads of every model type that benchmarks/results/families.json has as
-supported, and students in the forms falcon-h1 and safetensors. Each export's own program then checks it in one process
-per version (`versions_worker.py`): tensors, logits, cached decoding, padding, generated tokens, tokenizer. Writes what
-was found to benchmarks/results/versions.json and docs/families.md, and the oldest version from which on all are right
-to the table that exports take theirs from (hybrid_distill/export/versions.json). ``--model`` checks exports that exist,
-and writes nothing.
+supported, and students in the formats falcon-h1 and safetensors. Each export's own program then checks it in one
+process per version (`versions_worker.py`): tensors, logits, cached decoding, padding, generated tokens, tokenizer.
+Writes what was found to benchmarks/results/versions.json and docs/families.md, and the oldest version from which on all
+are right to the table that exports take theirs from (hybrid_distill/export/versions.json). ``--model`` checks exports
+that exist, and writes nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from students import byte_tokenizer, tiny_student
 
 RECORD = RESULTS / "versions.json"
 OLDEST = ROOT / "hybrid_distill" / "export" / "versions.json"
-OWN_FORM = "remote-code"
-FORMS = ("falcon-h1", "safetensors")
+OWN_FORMAT = "remote-code"
+OTHER_FORMATS = ("falcon-h1", "safetensors")
 # Checks whose figures are kept; of a check's name, what stands before the first comma.
 FIGURES = (check.RELOADED, check.CACHED, check.PADDED)
 Exports = dict[str, list[Path]]
-"""Folders by form."""
+"""Folders by format."""
 Result = dict[str, Any]
 ByVersion = dict[str, Result]
 """Results of an export, from the newest transformers to the oldest."""
@@ -52,7 +52,7 @@ ByVersion = dict[str, Result]
 
 def check_exports(exports: Exports, others: Path | None) -> dict[str, Result]:
     """Check all exports with one transformers, by default this process's; results by export."""
-    alone = exports[OWN_FORM] + exports["falcon-h1"]
+    alone = exports[OWN_FORMAT] + exports["falcon-h1"]
     results = run_worker(others, alone, [])
     if exports["safetensors"]:
         # Plain weights are read by the package itself.
@@ -108,22 +108,28 @@ def make_exports(scratch: Path, only: Sequence[str]) -> Exports:
     # More would take hours, over all families and versions.
     gate_record.PROMPT_LENGTHS = (5, 24)
     gate_record.NEW_TOKENS = 8
-    exports: Exports = {form: [] for form in (OWN_FORM, *FORMS)}
+    exports: Exports = {export_format: [] for export_format in (OWN_FORMAT, *OTHER_FORMATS)}
     for model_type in tqdm(only or supported_types(), desc="exports"):
         teacher = families.tiny_teacher(model_type)
         plan = families.keep_some(teacher)
         student = families.make_student(teacher, plan)
         folder = scratch / model_type
         export_checkpoint(student, None, folder, plan=plan, gate=False, max_shard_size="100KB")
-        exports[OWN_FORM].append(folder)
-    for form in FORMS if not only else ():
+        exports[OWN_FORMAT].append(folder)
+    other_formats = () if only else OTHER_FORMATS
+    for export_format in other_formats:
         for family in ("llama", "qwen2"):
             student, plan = tiny_student(family, recurrence="mamba2")
-            folder = scratch / f"{family}, {form}"
+            folder = scratch / f"{family}, {export_format}"
             export_checkpoint(
-                student, byte_tokenizer(), folder, plan=plan, export_format=form, gate=False
+                student,
+                byte_tokenizer(),
+                folder,
+                plan=plan,
+                export_format=export_format,
+                gate=False,
             )
-            exports[form].append(folder)
+            exports[export_format].append(folder)
     for folders in exports.values():
         for folder in folders:
             forget_version(folder / "config.json")
@@ -136,10 +142,10 @@ def supported_types() -> list[str]:
 
 
 def existing_exports(folders: Sequence[Path]) -> Exports:
-    exports: Exports = {form: [] for form in (OWN_FORM, *FORMS)}
+    exports: Exports = {export_format: [] for export_format in (OWN_FORMAT, *OTHER_FORMATS)}
     for folder in folders:
         reference = read(folder / "gate" / "reference.json")
-        exports[reference.get("form", OWN_FORM)].append(folder.resolve())
+        exports[reference["export_format"]].append(folder.resolve())
     return exports
 
 
@@ -216,15 +222,15 @@ def record(new: Mapping[str, ByVersion]) -> None:
     write(RECORD, {**head, "results": results})
     tried = set()
     oldest = {}
-    stock = []
+    falcon = []
     for name, by_version in results.items():
         tried.update(by_version)
-        if "," not in name:  # the names of other forms have one
+        if "," not in name:  # the names of other formats have one
             oldest[name] = oldest_right(by_version)
         if name.endswith(", falcon-h1"):
-            stock.append(by_version)
+            falcon.append(by_version)
     versions = sorted(tried, key=release)
-    right = [version for version in versions if all(is_right(each, version) for each in stock)]
+    right = [version for version in versions if all(is_right(each, version) for each in falcon)]
     write(OLDEST, {"tried": versions, "oldest": oldest, "falcon-h1": right})
     families.write_page()
 

@@ -23,7 +23,7 @@ def check_all(results: Path, folders: list[Path]) -> None:
         for folder in folders:
             program = load_program(folder / "gate" / "check.py")
             reference = json.loads((folder / "gate" / "reference.json").read_text())
-            if reference.get("form") != "safetensors":
+            if reference["export_format"] != "safetensors":
                 # None in its place makes an import of a package fail.
                 sys.modules.update(dict.fromkeys(program.FORBIDDEN_PACKAGES))
             rows = []

@@ -89,7 +89,7 @@ def cache_bytes(
     )
 
 
-def container_bytes(
+def falcon_h1_cache_bytes(
     plan: HeadPlan,
     *,
     length: int,

@@ -79,7 +79,7 @@ class Shape(NamedTuple):
             return 1
         if unit == "layer":
             return self.n_heads
-        # A container is filled with KV groups.
+        # "container": KV groups in every layer alike, as Falcon-H1 allocates them.
         return self.n_heads // self.n_kv_heads
 
     def units(self, unit: Unit) -> list[UnitId]:
@@ -229,7 +229,7 @@ class HeadPlan:
         - "kv-group": all query heads that read one KV head, which is cached once for all of them;
         - "layer": all heads of a layer;
         - "container": the ``k`` best KV groups of every layer. Falcon-H1 makes all layers as large
-          as the largest (`container_bytes`), so such a plan uses all that it allocates.
+          as the largest (`falcon_h1_cache_bytes`), so such a plan uses all that it allocates.
 
         Logs a warning if the cut splits a tie between heads. Raises ValueError for another unit,
         and if ``k`` exceeds the scored units.

@@ -198,7 +198,7 @@ def gate_in_this_process(
     ``new_tokens`` shortens the texts that a record holds, where exports are not what is tested.
     """
 
-    def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
+    def run_gate(folder: Path, device: str, *, shown_path: Path | None = None) -> GateReport:
         # The name of an export under way has dots, which a Python package's cannot have.
         alias = modules.with_name("alias")
         alias.unlink(missing_ok=True)

@@ -587,10 +587,8 @@ def test_a_failing_gate_loses_nothing_and_the_same_command_repeats_the_export_al
     # One in another format is not the run's.
     main(["export", "--model", str(out), "--out", str(out / "export"), "--format", "safetensors"])
     run(config)
-    assert (
-        json.loads((out / "export" / "gate" / "reference.json").read_text())["form"]
-        == "remote-code"
-    )
+    record = json.loads((out / "export" / "gate" / "reference.json").read_text())
+    assert record["export_format"] == "remote-code"
     for file in (file_of(ssd), f"gate/{file_of(check)}", "model.safetensors"):
         written = report.stat().st_mtime_ns
         with (out / "export" / file).open("r+b") as changed:

@@ -8,10 +8,10 @@ from pathlib import Path
 import tyro
 
 from ..evaluation.evaluate import EvalResult
-from ..export.card import on_card
 from ..export.checkpoint import ExportFormat, export_checkpoint
 from ..export.formats import FORMATS
 from ..export.gate import GateReport, check_not_quantized, check_unchanged
+from ..export.license import read_license_and_base
 from ..export_paths import CARD, EVALUATION, HEAD_SCORES, PLAN, TRAINING
 from ..io import Record, read_json
 from ..pipeline import finished_run, is_run, trained_student
@@ -71,7 +71,7 @@ def export_student(job: ExportJob) -> GateReport:
     check_not_quantized(job.model)
     student, tokenizer = load_student(job.model)
     check_unchanged(job.model)
-    license, base_model = on_card(job.model / CARD)
+    license, base_model = read_license_and_base(job.model / CARD)
     # An export may have been made without scores, evaluation or training; the plan is always there.
     evaluations = _read_if_there(job.model / EVALUATION)
     results = None

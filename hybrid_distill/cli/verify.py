@@ -18,7 +18,7 @@ def command(
     to: Path | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Check an export of any form against the record made with it; prints a table.
+    """Check an export of any format against the record made with it; prints a table.
 
     Exit status: 0 if every check passes, 1 if one fails, 2 if there is nothing to check.
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-from huggingface_hub import ModelCard
-from huggingface_hub.constants import REPO_ID_SEPARATOR
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..cache_size import cache_bytes, container_bytes
+from ..cache_size import cache_bytes, falcon_h1_cache_bytes
 from ..evaluation.evaluate import EvalResult
 from ..evaluation.result import binomial_error, size_shown
 from ..io import Record
@@ -22,13 +19,11 @@ from ..model import HybridForCausalLM, layer_windows
 from ..model.recurrences import FORMS
 from ..plan import HeadPlan
 from ..scoring import HeadScores
-from ..teacher import TINY
-from .check import PACKAGES
-from .falcon_h1 import container
+from .falcon_h1 import to_falcon_h1
 from .formats import FORMATS
+from .license import UNKNOWN
 from .versions import TRIED, oldest_transformers
 
-UNKNOWN = "unknown"
 N_BEST_HEADS = 10
 ABSENT = "–"
 
@@ -51,24 +46,15 @@ def model_card(
     unknown. If the student does not compute as its export does, ``kernels`` holds its
     ``implementation`` and the ``difference`` of its logits from the export's.
     """
-    config = student.config
-    model_type = config.backbone["model_type"]
-    n_stock_parameters = 0
-    if export_format == "falcon-h1":
-        n_stock_parameters = container(student).parameters()
-    cache = partial(
-        cache_bytes,
-        head_dim=config.head_dim,
-        d_state=config.d_state,
-        conv_width=config.conv_width,
-        window=config.window,
-        sinks=config.sinks,
-        layer_windows=layer_windows(config),
-    )
-    evaluations = results or {}
-    dictionary_sizes: set[int] = set()
-    for evaluation in evaluations.values():
-        dictionary_sizes.update(evaluation.kv_generation)
+    facts = {
+        "license": license,
+        "unknown": UNKNOWN,
+        "training": training,
+        "kernels": kernels,
+        **_identity(student, plan, base_model, export_format),
+        **_memory(student, plan, export_format),
+        **_results(plan, results or {}, scores),
+    }
     environment = Environment(
         loader=PackageLoader(__package__ or "", "."),
         # A misspelled name in the template is an error, not a gap in the card.
@@ -78,73 +64,71 @@ def model_card(
         keep_trailing_newline=True,
     )
     template = environment.get_template("card.md.jinja")
-    return template.render(
-        license=license,
-        unknown=UNKNOWN,
-        base_model=base_model,
-        teacher=base_model or f"a {model_type} model",
-        plan=plan,
-        n_heads=plan.n_layers * plan.n_heads,
-        config=config,
-        recurrence=FORMS[config.recurrence].title,
-        export_format=export_format,
-        library=FORMATS[export_format].library,
-        is_for_other_program=export_format in PACKAGES,
-        oldest=oldest_transformers(model_type),
-        newest=TRIED["tried"][-1],
-        stock_versions=", ".join(TRIED["falcon-h1"]),
-        stock_parameters=n_stock_parameters,
-        stock_bytes=container_bytes(
+    return template.render(**facts)
+
+
+def _identity(
+    student: HybridForCausalLM, plan: HeadPlan, base_model: str, export_format: str
+) -> Record:
+    """Collect the facts on the model, its teacher, its format and the versions that load it."""
+    config = student.config
+    model_type = config.backbone["model_type"]
+    return {
+        "base_model": base_model,
+        "teacher": base_model or f"a {model_type} model",
+        "plan": plan,
+        "n_heads": plan.n_layers * plan.n_heads,
+        "config": config,
+        "recurrence": FORMS[config.recurrence].title,
+        "export_format": export_format,
+        "library": FORMATS[export_format].library,
+        "is_for_other_program": FORMATS[export_format].is_for_other_program,
+        "oldest": oldest_transformers(model_type),
+        "newest": TRIED["tried"][-1],
+        "falcon_h1_versions": ", ".join(TRIED["falcon-h1"]),
+    }
+
+
+def _memory(student: HybridForCausalLM, plan: HeadPlan, export_format: str) -> Record:
+    """Collect parameters and cache sizes, of the student and as a Falcon-H1."""
+    config = student.config
+    n_falcon_h1_parameters = 0
+    if export_format == "falcon-h1":
+        n_falcon_h1_parameters = to_falcon_h1(student).parameters()
+    cache = partial(
+        cache_bytes,
+        head_dim=config.head_dim,
+        d_state=config.d_state,
+        conv_width=config.conv_width,
+        window=config.window,
+        sinks=config.sinks,
+        layer_windows=layer_windows(config),
+    )
+    return {
+        "n_parameters": student.num_parameters(),
+        "cache": cache,
+        "falcon_h1_parameters": n_falcon_h1_parameters,
+        "falcon_h1_bytes": falcon_h1_cache_bytes(
             plan, length=4096, head_dim=config.head_dim, d_state=config.d_state
         ),
-        n_parameters=student.num_parameters(),
-        best_heads=_best_heads(scores, plan) if scores else [],
-        is_share=scores is not None and scores.is_additive,
-        training=training,
-        kernels=kernels,
-        results=evaluations,
-        n_pairs=size_shown(dictionary_sizes),
-        share=_share,
-        number=_number,
-        cache=cache,
-    )
+    }
 
 
-def origin(teacher: str) -> tuple[str, str]:
-    """Return a teacher's license, from its model card, and its name, for `export_checkpoint`.
-
-    The license is the hub's "unknown" if the card cannot be read or names none.
-    """
-    if teacher == TINY:
-        return "apache-2.0", ""
-    folder = Path(teacher).expanduser()
-    if folder.is_dir():
-        license, _ = on_card(folder / "README.md")
-        folder = folder.resolve()
-        return license, _hub_id(folder) or folder.name
-    license, _ = on_card(teacher)
-    return license, teacher
-
-
-def _hub_id(folder: Path) -> str:
-    """Return the hub's name of a folder in its cache (models--ORG--NAME/snapshots/COMMIT); else ""."""
-    kind, _, name = folder.parent.parent.name.partition(REPO_ID_SEPARATOR)
-    if folder.parent.name != "snapshots" or kind != "models":
-        return ""
-    return name.replace(REPO_ID_SEPARATOR, "/", 1)
-
-
-def on_card(card: str | Path) -> tuple[str, str]:
-    """Read (license, base_model) from a model card: a file or a hub id."""
-    try:
-        fields = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # no file, no network, or a header that YAML or ModelCard rejects
-        fields = {}
-    base_model = fields.get("base_model") or ""
-    if isinstance(base_model, list):
-        # The hub's form for merges of several models.
-        base_model = base_model[0]
-    return fields.get("license") or UNKNOWN, base_model
+def _results(
+    plan: HeadPlan, results: Mapping[str, EvalResult], scores: HeadScores | None
+) -> Record:
+    """Collect scores and evaluations, and the functions that format them."""
+    dictionary_sizes: set[int] = set()
+    for evaluation in results.values():
+        dictionary_sizes.update(evaluation.kv_generation)
+    return {
+        "best_heads": [] if scores is None else _best_heads(scores, plan),
+        "is_share": scores is not None and scores.is_additive,
+        "results": results,
+        "n_pairs": size_shown(dictionary_sizes),
+        "share": _share,
+        "number": _number,
+    }
 
 
 def _best_heads(scores: HeadScores, plan: HeadPlan) -> list[str]:

@@ -38,7 +38,7 @@ import json
 import platform
 import runpy
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -49,7 +49,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 Record: TypeAlias = dict[str, Any]
-"""Contents of reference.json; ``form`` is the export format."""
+"""Contents of reference.json; ``format`` is its version."""
 Model: TypeAlias = Any
 """Transformers model, whose class may come with the checkpoint."""
 # Not the student's dtype: rounding to bfloat16 alone moved logits of students of 6 layers by 1 to 17 % of
@@ -75,7 +75,7 @@ a padded batch, in the student's code or another program's, on one device or ano
 MARGIN = 16
 """Limit for sums in another order, as a multiple of the record's ``rounding``: the effect, on these
 very logits, of one extra rounding after every layer, by dtype."""
-FORMAT = "hybrid-distill/export-gate/3"
+FORMAT = "hybrid-distill/export-gate/4"
 PACKAGES = {"vllm": "vllm", "gguf": "llama_cpp", "mlx": "mlx_lm", "onnx": "onnxruntime"}
 """Package that runs each format of another program; programs.py calls it."""
 FORBIDDEN_PACKAGES = ("hybrid_distill", "hybrid_kernels")
@@ -121,6 +121,11 @@ class Prompts:
         """Largest absolute logit; differences are relative to it."""
         return max(float(logits_LC.abs().max()) for logits_LC in self.logits)
 
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens generated after each prompt."""
+        return len(self.generated[0])
+
     def only(self, number: int) -> Prompts:
         """Return one of the prompts."""
         return Prompts(
@@ -144,20 +149,20 @@ def run_checks(folder: Path, gate: Path, *, device: str = "cpu") -> list[Check]:
             checks.append(check)
     except Exception as error:  # a damaged export can raise anything
         reason = f"{type(error).__name__}: {error}"
-        checks.append(Check("every check can be made", float("inf"), 0, reason))
+        checks.append(Check("all checks ran without an error", float("inf"), 0, reason))
     return checks
 
 
 def _checks(folder: Path, gate: Path, device: str) -> Iterator[Check]:
     record = read_record(gate)
     yield check_no_pickles(folder)
-    if record["form"] in PACKAGES:
+    if record["export_format"] in PACKAGES:
         yield check_files(folder, record)
         yield from check_tokenizer(folder, record)
         # Programs return numpy arrays, which are on the CPU.
         yield from check_program(folder, record, load_prompts(gate, "cpu"))
         return
-    if record["form"] != "remote-code":
+    if record["export_format"] != "remote-code":
         yield check_no_code(folder)
     yield check_tensors_on_disk(folder, record)
     yield from check_tokenizer(folder, record)
@@ -196,7 +201,7 @@ def check_tokenizer(folder: Path, record: Record) -> Iterator[Check]:
     # AutoTokenizer does not know the model type of the other formats, and would ask the user
     # whether to run their code.
     tokenizer_class: Any = PreTrainedTokenizerFast
-    if record["form"] in ("remote-code", "falcon-h1"):
+    if record["export_format"] in ("remote-code", "falcon-h1"):
         tokenizer_class = AutoTokenizer
     tokenizer = tokenizer_class.from_pretrained(folder, **trust_option(record))
     wrong = []
@@ -208,7 +213,7 @@ def check_tokenizer(folder: Path, record: Record) -> Iterator[Check]:
 
 def trust_option(record: Record) -> dict[str, bool]:
     """Return the keyword argument of `from_pretrained` that an export of this format needs."""
-    if record["form"] == "remote-code":
+    if record["export_format"] == "remote-code":
         return {"trust_remote_code": True}
     return {}
 
@@ -233,7 +238,7 @@ def limits_of(record: Record, device: str) -> Limits:
 
 def is_stock(record: Record) -> bool:
     """Return whether transformers' own code computes the export, not the student's."""
-    return record["form"] == "falcon-h1"
+    return record["export_format"] == "falcon-h1"
 
 
 def order_limit(dtype: torch.dtype, record: Record) -> float:
@@ -358,7 +363,7 @@ def check_files(folder: Path, record: Record) -> Check:
 
 def load_model(folder: Path, record: Record, device: str) -> tuple[Model, Check]:
     """Load the model with its format's class; check that each tensor is loaded and none is new."""
-    if record["form"] == "safetensors":
+    if record["export_format"] == "safetensors":
         # Not an import statement: an export's Python files must not seem to need this package.
         model_class = importlib.import_module("hybrid_distill.model").HybridForCausalLM
     else:
@@ -396,66 +401,88 @@ def check_own_dtype(model: Model, prompts: Prompts, limit: float) -> Iterator[Ch
     within this limit; `check_outputs` finds it.
     """
     prefix = f"in {dtype_name(model.dtype)}, "
-    yield from check_forwards(model, prompts, Limits(limit, limit), prefix)
+    logits = [forward(model, ids_L) for ids_L in prompts.ids]
+    yield check_reloaded(logits, prompts, limit, prefix)
+    decoded = decode(model, prompts)
+    yield check_decoded(decoded, prompts, limit, prefix)
+    yield check_padded(model, logits, prompts, limit, prefix)
 
 
 def check_outputs(model: Model, prompts: Prompts, limits: Limits) -> Iterator[Check]:
-    """Compare logits as `check_forwards` does, and greedy tokens with the record."""
-    new_tokens = len(prompts.generated[0])
-    cached = yield from check_forwards(model, prompts, limits)
+    """Compare logits with the record and with each other, and greedy tokens with the record."""
+    logits = [forward(model, ids_L) for ids_L in prompts.ids]
+    yield check_reloaded(logits, prompts, limits.forward)
+    decoded = decode(model, prompts)
+    yield check_decoded(decoded, prompts, limits.order)
+    yield check_padded(model, logits, prompts, limits.order)
     margin = margin_of(max(limits), prompts)
-    yield check_tokens("cached", cached, prompts, margin)
-    # Without a cache each token takes a whole forward. One prompt suffices: `check_forwards` has
+    yield check_tokens("cached", decoded.tokens, prompts, margin)
+    # Without a cache each token takes a whole forward. One prompt suffices: `check_decoded` has
     # compared the forwards of all.
     lengths = [len(ids_L) for ids_L in prompts.ids]
     longest = lengths.index(max(lengths))
     ids_1L = prompts.ids[longest].unsqueeze(0)
-    uncached = greedy(model, ids_1L, None, new_tokens, use_cache=False)
+    uncached = greedy(model, ids_1L, None, prompts.new_tokens, use_cache=False)
     yield check_tokens("uncached", uncached.tokens_BT, prompts.only(longest), margin)
-    in_batch = greedy(model, *left_padded(prompts.ids), new_tokens)
+    in_batch = greedy(model, *left_padded(prompts.ids), prompts.new_tokens)
     yield check_tokens("left-padded batch", in_batch.tokens_BT, prompts, margin)
 
 
+def check_reloaded(
+    logits: Sequence[Tensor], prompts: Prompts, limit: float, prefix: str = ""
+) -> Check:
+    """Compare each prompt's ``logits`` [L, V] with the record."""
+    recorded_columns = [logits_LV[:, prompts.columns] for logits_LV in logits]
+    name = f"{prefix}{RELOADED}"
+    return check_logits(name, recorded_columns, prompts.logits, limit, scale=prompts.scale)
+
+
+def check_decoded(decoded: Decoded, prompts: Prompts, limit: float, prefix: str = "") -> Check:
+    """Compare the logits of generated tokens, read one by one, with those of a whole forward."""
+    name = f"{prefix}{CACHED}"
+    return check_logits(name, decoded.stepwise, decoded.at_once, limit, scale=prompts.scale)
+
+
+def check_padded(
+    model: Model, logits: Sequence[Tensor], prompts: Prompts, limit: float, prefix: str = ""
+) -> Check:
+    """Compare the logits of a left-padded batch with the ``logits`` [L, V] of each prompt alone."""
+    padded = padded_logits(model, prompts.ids)
+    return check_logits(f"{prefix}{PADDED}", padded, logits, limit, scale=prompts.scale)
+
+
 @torch.no_grad()
-def check_forwards(
-    model: Model, prompts: Prompts, limits: Limits, prefix: str = ""
-) -> Generator[Check, None, list[Tensor]]:
-    """Compare each prompt's logits with the record, then those with a cache and in a padded batch.
+def forward(model: Model, ids_L: Tensor) -> Tensor:
+    """Compute the logits [L, V] of one row of tokens without a cache."""
+    return model(input_ids=ids_L[None], use_cache=False).logits[0].float()
 
-    The names of the checks begin with ``prefix``. Returns the tokens [T] generated after each
-    prompt, with a cache.
+
+class Decoded(NamedTuple):
+    """Tokens [T] generated after each prompt, and the logits [T, V] that each was chosen from.
+
+    ``stepwise`` logits are from the cache, token by token; those ``at_once`` from a whole forward.
     """
-    new_tokens = len(prompts.generated[0])
 
-    def full_forward(ids_L: Tensor) -> Tensor:
-        return model(input_ids=ids_L[None], use_cache=False).logits[0].float()
+    tokens: list[Tensor]
+    stepwise: list[Tensor]
+    at_once: list[Tensor]
 
-    def compare(
-        name: str, logits: Sequence[Tensor], expected: Sequence[Tensor], limit: float
-    ) -> Check:
-        return check_logits(f"{prefix}{name}", logits, expected, limit, scale=prompts.scale)
 
-    alone = [full_forward(ids_L) for ids_L in prompts.ids]
-    recorded = [logits_LV[:, prompts.columns] for logits_LV in alone]
-    yield compare(RELOADED, recorded, prompts.logits, limits.forward)
-
+def decode(model: Model, prompts: Prompts) -> Decoded:
+    """Continue each prompt greedily with a cache, then read it and its tokens at once without one."""
     generated = []
     stepwise = []
     at_once = []
     for ids_L in prompts.ids:
-        from_cache = greedy(model, ids_L[None], None, new_tokens)
+        from_cache = greedy(model, ids_L[None], None, prompts.new_tokens)
         tokens_T = from_cache.tokens_BT[0]
         # Without the last token, which `generate` chose and did not read.
         read_L = torch.cat([ids_L, tokens_T[:-1]])
-        logits_LV = full_forward(read_L)
-        at_once.append(logits_LV[-new_tokens:])
-        stepwise.append(from_cache.logits_BTV[0])
+        logits_LV = forward(model, read_L)
         generated.append(tokens_T)
-    yield compare(CACHED, stepwise, at_once, limits.order)
-
-    padded = padded_logits(model, prompts.ids)
-    yield compare(PADDED, padded, alone, limits.order)
-    return generated
+        stepwise.append(from_cache.logits_BTV[0])
+        at_once.append(logits_LV[-prompts.new_tokens :])
+    return Decoded(generated, stepwise, at_once)
 
 
 def margin_of(limit: float, prompts: Prompts) -> float:
@@ -504,6 +531,7 @@ def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> 
     return float(torch.stack(largest).max())
 
 
+@torch.no_grad()
 def padded_logits(model: Model, ids: Sequence[Tensor]) -> list[Tensor]:
     """Compute the logits [L, V] of each prompt in a left-padded batch, without those of padding."""
     ids_BL, mask_BL = left_padded(ids)
@@ -592,12 +620,11 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
 
     These are each prompt's logits, if the program exposes them, and the greedy tokens of a batch.
     """
-    package = PACKAGES[record["form"]]
+    package = PACKAGES[record["export_format"]]
     limit = order_limit(COMPUTES, record)
     ids = [ids_L.tolist() for ids_L in prompts.ids]
-    new_tokens = len(prompts.generated[0])
-    longest = max(map(len, ids)) + new_tokens
-    program = load_program(record["form"])(folder, longest)
+    longest = max(map(len, ids)) + prompts.new_tokens
+    program = load_program(record["export_format"])(folder, longest)
     logits = []
     for prompt in ids:
         logits_LV = program.logits(prompt)
@@ -607,7 +634,7 @@ def check_program(folder: Path, record: Record, prompts: Prompts) -> Iterator[Ch
     if logits:
         name = f"{package} = exported model"
         yield check_logits(name, logits, prompts.logits, limit, scale=prompts.scale)
-    generated = [torch.tensor(tokens) for tokens in program.generate(ids, new_tokens)]
+    generated = [torch.tensor(tokens) for tokens in program.generate(ids, prompts.new_tokens)]
     yield check_tokens(package, generated, prompts, margin_of(limit, prompts))
 
 
@@ -646,8 +673,8 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(f"{options.folder} is not an export: {error}", file=sys.stderr)
         return 2
-    needed = PACKAGES.get(record["form"])
-    if record["form"] == "safetensors":
+    needed = PACKAGES.get(record["export_format"])
+    if record["export_format"] == "safetensors":
         needed = "hybrid_distill"
     else:
         # Make their import fail, as on a machine without them.
@@ -659,7 +686,7 @@ def main() -> int:
 
     checks = run_checks(options.folder, gate, device=options.device)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{options.folder} ({record['form']}) on {options.device}: {versions}")
+    print(f"{options.folder} ({record['export_format']}) on {options.device}: {versions}")
     print(table(checks))
     if options.json:
         options.json.write_text(json.dumps([asdict(check) for check in checks]))

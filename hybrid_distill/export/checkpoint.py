@@ -21,9 +21,10 @@ from ..progress import Phase
 from ..scoring import HeadScores
 from ..student.dtypes import check_one_dtype
 from . import gate as export_gate
-from .card import UNKNOWN, model_card
+from .card import model_card
 from .formats import FORMATS, ExportFormat, check_expressible, missing_program
 from .gate import GateReport
+from .license import UNKNOWN
 from .record import write_record
 from .replacement import check_replaceable, replacing_folder
 from .weights import MAX_SHARD_SIZE
@@ -135,7 +136,7 @@ def _verify(
     if device.type == "cuda":
         # Frees the record's float32 copy of the student: the gate's process needs that memory.
         torch.cuda.empty_cache()
-    report = export_gate.run_gate(folder, str(device), called=path).require(path)
+    report = export_gate.run_gate(folder, str(device), shown_path=path).require(path)
     write_json(folder / REPORT, report.to_dict())
     return report
 

@@ -27,8 +27,12 @@ def is_exported(
 ) -> bool:
     """Check for an export of this student in this format, with these results, by this version's code.
 
-    The export has passed its gate and has not changed since.
+    The export has passed its gate and has not changed since. Always False for formats of other programs.
     """
+    tensors = FORMATS[export_format].tensors
+    # Another program's files do not show which student is in them: such an export is always written again.
+    if tensors is None:
+        return False
     if not _has_passed(folder):
         return False
     # Cheap comparisons first: the hashes below read all weights.
@@ -36,13 +40,10 @@ def is_exported(
         return False
     try:
         record = read_record(folder / GATE)
-        if record["form"] != export_format or _has_foreign_code(folder, export_format):
+        if record["export_format"] != export_format or _has_foreign_code(folder, export_format):
             return False
         check_unchanged(folder)
     except (ExportError, OSError, ValueError):
-        return False
-    tensors = FORMATS[export_format].tensors
-    if tensors is None:
         return False
     hashes = {name: tensor_hash(tensor) for name, tensor in tensors(student).items()}
     return hashes == record["tensors"]

@@ -12,7 +12,6 @@ Shapes: D model width, R rows of a projection, K conv width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,15 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..io import Record, write_json
 from ..model import HybridForCausalLM
-from ..model.backbone_config import rope_settings
 from ..model.mixer import HybridMixer
+from .head_blocks import gather_blocks, heads_at, padded
+from .obstacles import MAMBA2, backbone_obstacles, unsupported_recurrence
 from .weights import tied_weights, write_weights
 
-MAMBA2 = ("mamba2", "mamba2-stock")
-"""Recurrences that Falcon-H1's heads compute."""
-SSD_RECURRENCES = ("discrete", *MAMBA2)
-"""Recurrences whose states only add."""
-BACKBONES = ("llama", "mistral", "qwen2")
 ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
 SAME_AS_BACKBONE = (
     "vocab_size",
@@ -57,7 +52,7 @@ ATTENTION_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias")
 
 
 @dataclass(frozen=True)
-class Container:
+class FalconH1:
     """Configuration and tensors of a `FalconH1ForCausalLM` that computes a student's function."""
 
     config: Record
@@ -85,7 +80,7 @@ class _Layout:
 def obstacles(student: HybridForCausalLM) -> list[str]:
     """List the reasons why Falcon-H1 cannot express a student."""
     reasons = []
-    unsupported = _unsupported_recurrence(student, MAMBA2)
+    unsupported = unsupported_recurrence(student, MAMBA2)
     if unsupported is not None:
         reasons.append(
             f"its recurrent heads are {unsupported}: Falcon-H1's states only add, and scale their input by the step "
@@ -94,53 +89,9 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
     return reasons + backbone_obstacles(student)
 
 
-def recurrence_obstacles(student: HybridForCausalLM) -> list[str]:
-    """List the reason why the ONNX graph and the MLX model cannot express a student's recurrent heads."""
-    unsupported = _unsupported_recurrence(student, SSD_RECURRENCES)
-    if unsupported is None:
-        return []
-    return [f"its recurrent heads are {unsupported}, not one of {', '.join(SSD_RECURRENCES)}"]
-
-
-def _unsupported_recurrence(student: HybridForCausalLM, supported: Sequence[str]) -> str | None:
-    """Return the recurrence of a student's recurrent heads if it is not among those ``supported``."""
-    recurrence = student.config.recurrence
-    has_recurrent_heads = any(mixer.ssm is not None for mixer in student.mixers())
-    if has_recurrent_heads and recurrence not in supported:
-        return recurrence
-    return None
-
-
-def backbone_obstacles(
-    student: HybridForCausalLM, backbones: Sequence[str] = BACKBONES
-) -> list[str]:
-    """List the reasons why Llama-like formats cannot express a student's backbone and kept heads."""
-    backbone = student.model.config
-    if backbone.model_type not in backbones:
-        # At once: other backbones may lack the fields below.
-        return [f"its backbone is {backbone.model_type}, not one of {', '.join(backbones)}"]
-    reasons = []
-    if backbone.hidden_act != "silu":
-        reasons.append(f"its MLPs use {backbone.hidden_act}, not silu")
-    cache = student.new_cache()
-    for mixer in student.mixers():
-        if mixer.kept and cache.layer(mixer.layer).sliding_window is not None:
-            reasons.append(
-                "some of its kept heads use sliding-window attention, which this format lacks"
-            )
-            break
-    return reasons
-
-
-def rope_kinds(student: HybridForCausalLM) -> set[str]:
-    """Return the RoPE types of a student's layers."""
-    settings = rope_settings(student.model.config)
-    return {rope.get("rope_type") or rope.get("type") or "default" for rope in settings}
-
-
 def tensors(student: HybridForCausalLM) -> dict[str, Tensor]:
     """Return the stored tensors by name, including tied ones."""
-    return container(student).state
+    return to_falcon_h1(student).state
 
 
 def write(
@@ -150,9 +101,9 @@ def write(
     max_shard_size: int | str,
 ) -> None:
     """Write weights and configuration."""
-    stock = container(student)
-    write_weights(stock.state, folder, tied_weights(student), max_shard_size)
-    write_json(folder / "config.json", stock.config)
+    falcon = to_falcon_h1(student)
+    write_weights(falcon.state, folder, tied_weights(student), max_shard_size)
+    write_json(folder / "config.json", falcon.config)
 
 
 def configuration(student: HybridForCausalLM) -> Record:
@@ -193,7 +144,7 @@ def configuration(student: HybridForCausalLM) -> Record:
 
 
 @torch.no_grad()
-def container(student: HybridForCausalLM) -> Container:
+def to_falcon_h1(student: HybridForCausalLM) -> FalconH1:
     """Convert a student without `obstacles` to a Falcon-H1."""
     config = configuration(student)
     layout = _layout(student)
@@ -216,7 +167,7 @@ def container(student: HybridForCausalLM) -> Container:
         for name, tensor in source.items():
             if name.startswith(f"{layer}mlp."):
                 state[name.replace(".mlp.", ".feed_forward.")] = tensor
-    return Container(config, state)
+    return FalconH1(config, state)
 
 
 def _layout(student: HybridForCausalLM) -> _Layout:
@@ -276,10 +227,10 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
     for kv_position, positions in enumerate(kept_by_group(mixer)):
         for start in range(0, len(positions), group_size):
             block = positions[start : start + group_size]
-            q_positions += _padded(block, group_size)
+            q_positions += padded(block, group_size)
             kv_positions.append(kv_position)
-    kv_positions = _padded(kv_positions, layout.n_kv_heads)
-    q_positions = _padded(q_positions, layout.n_kv_heads * group_size)
+    kv_positions = padded(kv_positions, layout.n_kv_heads)
+    q_positions = padded(q_positions, layout.n_kv_heads * group_size)
 
     head_dim = layout.head_dim
     out_DR = mixer.o_proj.weight
@@ -293,28 +244,16 @@ def _attention(mixer: HybridMixer, layout: _Layout, has_bias: bool) -> dict[str,
             projection = getattr(mixer.attention, part)
             weight = projection.weight
             bias = projection.bias
-        tensors[f"self_attn.{part}.weight"] = placed(weight, order, head_dim)
+        tensors[f"self_attn.{part}.weight"] = gather_blocks(weight, order, head_dim)
         if has_bias:
-            tensors[f"self_attn.{part}.bias"] = placed(_or_zeros(bias, weight), order, head_dim)
-    heads = _heads_at(q_positions, mixer.kept)
-    tensors["self_attn.o_proj.weight"] = placed(out_DR.T, heads, head_dim).T
+            tensors[f"self_attn.{part}.bias"] = gather_blocks(
+                _or_zeros(bias, weight), order, head_dim
+            )
+    heads = heads_at(q_positions, mixer.kept)
+    tensors["self_attn.o_proj.weight"] = gather_blocks(out_DR.T, heads, head_dim).T
     if has_bias:
         tensors["self_attn.o_proj.bias"] = _or_zeros(mixer.o_proj.bias, out_DR)
     return tensors
-
-
-def _padded(positions: Sequence[int | None], size: int) -> list[int | None]:
-    """Append None until there are ``size`` positions."""
-    n_missing = size - len(positions)
-    return list(positions) + [None] * n_missing
-
-
-def _heads_at(positions: Sequence[int | None], heads: Sequence[int]) -> list[int | None]:
-    """Return the head at each position; None where the position is padding."""
-    found: list[int | None] = []
-    for position in positions:
-        found.append(None if position is None else heads[position])
-    return found
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
@@ -332,7 +271,7 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
     ssm = mixer.ssm
     out_DR = mixer.o_proj.weight
     head_dim = layout.head_dim
-    positions = _padded(range(len(mixer.replaced)), layout.n_ssm_heads)
+    positions = padded(range(len(mixer.replaced)), layout.n_ssm_heads)
     widths = {"z": head_dim, "x": head_dim, "b": d_state, "c": d_state, "a": 1}
     weights = {}
     biases = {}
@@ -340,8 +279,8 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         projection = getattr(ssm, f"{part}_proj", None)
         weight = out_DR.new_zeros(0, len(out_DR)) if projection is None else projection.weight
         bias = getattr(projection, "bias", None)
-        weights[part] = placed(weight, positions, width)
-        biases[part] = placed(_or_zeros(bias, weight), positions, width)
+        weights[part] = gather_blocks(weight, positions, width)
+        biases[part] = gather_blocks(_or_zeros(bias, weight), positions, width)
 
     if ssm is None:
         taps = [out_DR.new_zeros(0, conv_width)] * 3
@@ -352,14 +291,16 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         skip = ssm.D
         # Mamba-2 adds the bias of x, B and C behind the convolution, not in front of it.
         for part, bias in zip("xbc", ssm.conv_bias.split(ssm.sizes)):
-            biases[part] = placed(bias, positions, widths[part])
-    placed_taps = [placed(rows, positions, widths[part]) for part, rows in zip("xbc", taps)]
-    conv_RK = torch.cat(placed_taps)
+            biases[part] = gather_blocks(bias, positions, widths[part])
+    gathered_taps = []
+    for part, rows in zip("xbc", taps):
+        gathered_taps.append(gather_blocks(rows, positions, widths[part]))
+    conv_RK = torch.cat(gathered_taps)
     conv_bias_R = torch.cat([biases["x"], biases["b"], biases["c"]])
 
     # In in_proj, only the gate has a bias: x, B and C have it behind the convolution, the step in dt_bias.
     no_bias = torch.zeros_like(torch.cat([conv_bias_R, biases["a"]]))
-    heads = _heads_at(positions, mixer.replaced)
+    heads = heads_at(positions, mixer.replaced)
     return {
         "mamba.in_proj.weight": torch.cat(list(weights.values())),
         "mamba.in_proj.bias": torch.cat([biases["z"], no_bias]),
@@ -368,18 +309,8 @@ def _mamba(mixer: HybridMixer, layout: _Layout, d_state: int, conv_width: int) -
         "mamba.dt_bias": biases["a"],
         # A = -1: a student's step alone makes its decay.
         "mamba.A_log": torch.zeros_like(biases["a"]),
-        "mamba.D": placed(skip, positions, 1),
-        "mamba.out_proj.weight": placed(out_DR.T, heads, head_dim).T,
+        "mamba.D": gather_blocks(skip, positions, 1),
+        "mamba.out_proj.weight": gather_blocks(out_DR.T, heads, head_dim).T,
         # vLLM has one switch for this bias and in_proj's.
         "mamba.out_proj.bias": out_DR.new_zeros(len(out_DR)),
     }
-
-
-def placed(rows: Tensor, positions: Sequence[int | None], width: int) -> Tensor:
-    """Gather the blocks of ``width`` rows at these positions, in this order; None becomes a block of zeros."""
-    blocks = rows.reshape(len(rows) // width, width, *rows.shape[1:])
-    zeros = blocks.new_zeros(1, *blocks.shape[1:])
-    blocks_and_zeros = torch.cat([blocks, zeros])
-    last = len(blocks)
-    order = [last if position is None else position for position in positions]
-    return blocks_and_zeros[order].flatten(0, 1)

@@ -61,6 +61,11 @@ class Format:
     """Library that the hub shows code for, on the model card. The hub knows GGUF and ONNX by their files, as formats
     and not as libraries, and this package not at all."""
 
+    @property
+    def is_for_other_program(self) -> bool:
+        """True if another program runs the export, not transformers or this package."""
+        return self.tensors is None
+
 
 FORMATS = {
     "remote-code": Format(

@@ -22,11 +22,11 @@ from ..safe_loading import check_checkpoint, check_no_run, foreign_code
 from . import check
 from .check import Check
 from .errors import ExportError
-from .formats import missing_program
+from .formats import FORMATS, missing_program
 from .record import program_files
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER = (
+LAUNCHER_PREFIXES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_",
@@ -35,7 +35,7 @@ LAUNCHER = (
     "TORCHELASTIC_",
     "FSDP_",
 )
-"""Prefixes of a launcher's environment variables; with them, the check would wait for other processes."""
+"""Prefixes of a launcher's environment variables. With these variables, the check would wait for other processes."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ def verify_export(
     code, which must be this package's own, byte for byte, unless ``trust_remote_code``.
 
     Raises ExportError when the process ends without a result or a file for another program has
-    changed; ValueError for a folder that is not an export, that `check_checkpoint` rejects, or
-    whose program is not installed.
+    changed; ValueError for a folder that is not an export, that `check_checkpoint` rejects (unless
+    ``trust_remote_code``), or whose program is not installed.
     """
     folder = Path(path)
     if not (folder / MARK).is_file():
         check_no_run(folder)
         raise ValueError(f"{folder} is not an export: it has no {MARK}; pass an export's folder.")
     export_format = format_of(folder)
-    if export_format in check.PACKAGES:
+    if FORMATS[export_format].is_for_other_program:
         check_unchanged(folder)
         if not trust_remote_code:
             _refuse_code(_foreign_files(folder), folder)
@@ -95,6 +95,7 @@ def verify_export(
             )
     elif not trust_remote_code:
         _refuse_code(foreign_code(folder), folder)
+        # It refuses foreign code too, which the caller trusts; then only the gate looks for damage.
         check_checkpoint(folder)
     return run_gate(folder, device)
 
@@ -106,8 +107,14 @@ def _foreign_files(folder: Path) -> list[str]:
 
 
 def format_of(folder: Path) -> str:
-    """Return the format of an export, as its record names it; empty if it names none."""
-    return read_json(folder / MARK).get("form", "")
+    """Return the format of an export, as its record names it. Raises ValueError for an unknown one."""
+    export_format = str(read_json(folder / MARK).get("export_format"))
+    if export_format not in FORMATS:
+        raise ValueError(
+            f"{folder / MARK} names the export format {export_format!r}, expected one of {', '.join(FORMATS)}; it is "
+            "damaged or another version's: export the student again."
+        )
+    return export_format
 
 
 def _refuse_code(names: Sequence[str], folder: Path) -> None:
@@ -123,7 +130,7 @@ def check_unchanged(folder: Path) -> None:
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} has no {MARK}; pass an export as it was written.")
     record = check.read_record(folder / GATE)
-    if record["form"] in check.PACKAGES:
+    if FORMATS[format_of(folder)].is_for_other_program:
         result = check.check_files(folder, record)
     else:
         try:
@@ -142,10 +149,10 @@ def check_not_quantized(folder: Path) -> None:
         raise ValueError(f"{folder} is quantized; pass the unquantized export.")
 
 
-def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateReport:
+def run_gate(folder: Path, device: str, *, shown_path: Path | None = None) -> GateReport:
     """Compare a folder with its record, in a new interpreter without cached remote code.
 
-    ``called`` is the path to show the user while ``folder`` is temporary. Raises ExportError when
+    ``shown_path`` is the path to show the user while ``folder`` is temporary. Raises ExportError when
     the process ends without a result.
     """
     with tempfile.TemporaryDirectory(prefix="export-gate-") as name:
@@ -155,7 +162,7 @@ def run_gate(folder: Path, device: str, *, called: Path | None = None) -> GateRe
             shutil.copyfile(file, scratch / file.name)
         results = scratch / "checks.json"
         options = ["--device", device, "--json", results]
-        with Phase(f"checking {called or folder} in a separate process"):
+        with Phase(f"checking {shown_path or folder} in a separate process"):
             process = subprocess.run(
                 [sys.executable, scratch / "check.py", folder.resolve(), *options],
                 cwd=scratch,
@@ -177,7 +184,7 @@ def _environment(scratch: Path) -> dict[str, str]:
     """Return the environment variables of the check: this process's, without its launcher's."""
     environment = {}
     for name, value in os.environ.items():
-        if not name.startswith(LAUNCHER):
+        if not name.startswith(LAUNCHER_PREFIXES):
             environment[name] = value
     # The format safetensors needs this package; for all others, check.py blocks its import.
     search_path = str(PACKAGE_ROOT)

@@ -21,6 +21,8 @@ from ..io import Record
 from ..model import HybridForCausalLM
 from ..probes.prompt_formats import has_chat_template
 from . import falcon_h1
+from .falcon_h1 import FalconH1, to_falcon_h1
+from .obstacles import rope_kinds
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -90,7 +92,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
         )
     if any(_has_bias(mixer.o_proj) for mixer in mixers):
         reasons.append("its output projections have a bias")
-    kinds = falcon_h1.rope_kinds(student)
+    kinds = rope_kinds(student)
     if kinds != {"default"}:
         reasons.append(
             f"its RoPE is {', '.join(sorted(kinds))}, and llama.cpp's Falcon-H1 has the plain one only"
@@ -117,11 +119,11 @@ def write(
     parts = _parts_of(tokenizer)
     pre_tokenizer = _pre_tokenizer(parts)
     assert tokenizer is not None, "its parts have a pre-tokenizer"
-    stock = falcon_h1.container(student)
+    falcon = to_falcon_h1(student)
     writer = gguf.GGUFWriter(folder / FILE, ARCHITECTURE)
-    _add_sizes(writer, stock.config)
-    _add_tokenizer(writer, tokenizer, parts, pre_tokenizer, stock.config)
-    _add_tensors(writer, tensors(stock), student.dtype)
+    _add_sizes(writer, falcon.config)
+    _add_tokenizer(writer, tokenizer, parts, pre_tokenizer, falcon.config)
+    _add_tensors(writer, tensors(falcon), student.dtype)
     # In this order: the file begins with its header, and tensors come last.
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -146,17 +148,17 @@ def _add_tensors(writer: GGUFWriter, state: dict[str, Tensor], dtype: torch.dtyp
         writer.add_tensor(name, array, raw_dtype=tensor_type)
 
 
-def tensors(stock: falcon_h1.Container) -> dict[str, Tensor]:
+def tensors(falcon: FalconH1) -> dict[str, Tensor]:
     """Rename a Falcon-H1's tensors, and give them llama.cpp's shapes.
 
     llama.cpp stores A instead of log A, A and D as columns, and weights of convolutions as
     matrices.
     """
     renamed = {}
-    for name, tensor in stock.state.items():
+    for name, tensor in falcon.state.items():
         if name in TOP_NAMES:
             # Without an output.weight, llama.cpp ties it to the embedding.
-            is_tied = name == "lm_head.weight" and stock.config["tie_word_embeddings"]
+            is_tied = name == "lm_head.weight" and falcon.config["tie_word_embeddings"]
             if not is_tied:
                 renamed[TOP_NAMES[name]] = tensor
             continue

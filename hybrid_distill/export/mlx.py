@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..io import write_json
 from ..model import HybridForCausalLM
 from ..model.backbone_config import rope_settings
-from .falcon_h1 import backbone_obstacles, recurrence_obstacles, rope_kinds
+from .obstacles import backbone_obstacles, recurrence_obstacles, rope_kinds
 from .weights import student_config, tied_weights, write_weights
 
 MODEL_FILE = Path(__file__).with_name("mlx_model.py")

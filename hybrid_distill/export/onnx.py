@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..model import HybridForCausalLM
-from .falcon_h1 import backbone_obstacles, recurrence_obstacles, rope_kinds
+from .obstacles import backbone_obstacles, recurrence_obstacles, rope_kinds
 from .onnx_graph import GraphBuilder
 
 if TYPE_CHECKING:

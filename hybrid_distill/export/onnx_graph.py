@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..model import HybridForCausalLM
 from ..model.mixer import HybridMixer
 from ..model.recurrent_heads import SSMHeads
-from .falcon_h1 import placed
+from .head_blocks import gather_blocks, padded
 from .onnx_windows import END, WindowGraph
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ class GroupedHeads(NamedTuple):
         largest = max(map(len, queries_of.values()), default=0)
         queries: list[int | None] = []
         for own in queries_of.values():
-            queries += own
-            n_missing = largest - len(own)
-            queries += [None] * n_missing
+            queries += padded(own, largest)
         return cls(queries, list(queries_of))
 
 
@@ -205,7 +203,7 @@ class GraphBuilder:
         joined = outputs[0]
         if len(outputs) > 1:
             joined = self.op.Concat(*outputs, axis=-1)
-        weight = placed(mixer.o_proj.weight.T, columns, self.head_dim).T
+        weight = gather_blocks(mixer.o_proj.weight.T, columns, self.head_dim).T
         return self._affine("out_proj", joined, weight, mixer.o_proj.bias)
 
     def _attention_projections(
@@ -222,8 +220,8 @@ class GraphBuilder:
             projection = getattr(mixer.attention, f"{part}_proj")
             bias = projection.bias
             if bias is not None:
-                bias = placed(bias, positions, self.head_dim)
-            weight = placed(projection.weight, positions, self.head_dim)
+                bias = gather_blocks(bias, positions, self.head_dim)
+            weight = gather_blocks(projection.weight, positions, self.head_dim)
             projections[prefix + part] = Projection(weight, bias)
         return projections
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import runpy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,33 +21,44 @@ Logits = Sequence[np.ndarray] | np.ndarray
 """Logits [L, V] of each prompt."""
 
 
-class Program:
-    """Export loaded by a program, to run up to ``batch`` sequences together.
+class Program(ABC):
+    """Export loaded by a program: logits, greedy continuations, bytes of its cache.
 
-    Subclasses take the ``folder``, the ``context`` (tokens of the longest sequence), and
-    ``threads``: the number of cores, if the program lets us set it; 0 means all.
+    Subclasses take the ``folder``, ``longest`` (tokens of the longest sequence), and ``threads``:
+    the number of cores, if the program lets us set it; 0 means all.
     """
 
     batch = 8
+    """Most sequences that it runs together."""
 
-    def begin(self, prompts: Tokens, every: bool = False) -> Logits:
-        """Read prompts; return the logits of each one's last token, with ``every`` of all tokens."""
-        raise NotImplementedError
-
-    def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one more token of each prompt; return its logits."""
-        raise NotImplementedError
-
-    def nbytes(self) -> int:
-        """Count the bytes allocated for the states of the first prompt."""
-        raise NotImplementedError
-
+    @abstractmethod
     def logits(self, prompt: Sequence[int]) -> np.ndarray | None:
         """Compute logits [L, V] of a prompt; None if the program does not expose them."""
+
+    @abstractmethod
+    def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
+        """Continue prompts greedily."""
+
+    @abstractmethod
+    def cache_bytes(self, prompt: Sequence[int]) -> int:
+        """Count the bytes allocated for the states of one sequence after ``prompt``."""
+
+
+class StepwiseProgram(Program):
+    """Program that reads prompts, then one token of each per call, up to ``batch`` together."""
+
+    @abstractmethod
+    def begin(self, prompts: Tokens, every: bool = False) -> Logits:
+        """Read prompts; return the logits of each one's last token, with ``every`` of all tokens."""
+
+    @abstractmethod
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Read one more token of each prompt; return its logits."""
+
+    def logits(self, prompt: Sequence[int]) -> np.ndarray:
         return self.begin([prompt], every=True)[0]
 
     def generate(self, prompts: Tokens, new_tokens: int) -> list[list[int]]:
-        """Continue prompts greedily, in batches of ``batch``."""
         continuations: list[list[int]] = []
         for start in range(0, len(prompts), self.batch):
             batch = prompts[start : start + self.batch]
@@ -59,39 +71,23 @@ class Program:
             continuations += batch_continuations
         return continuations
 
-    def cache_bytes(self, prompt: Sequence[int]) -> int:
-        """Count the cache bytes of one sequence after ``prompt``."""
-        self.begin([prompt])
-        return self.nbytes()
-
 
 def best(logits: Logits) -> list[int]:
     """Return the most likely next token of each prompt."""
     return [int(logits_LV[-1].argmax()) for logits_LV in logits]
 
 
-def left_padded(prompts: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad prompts into one batch; return (ids_BL, mask_BL)."""
-    longest = max(map(len, prompts))
-    ids_BL = np.zeros((len(prompts), longest), int)
-    mask_BL = np.zeros_like(ids_BL)
-    for row, prompt in enumerate(prompts):
-        start = longest - len(prompt)
-        ids_BL[row, start:] = prompt
-        mask_BL[row, start:] = 1
-    return ids_BL, mask_BL
-
-
-class OnnxRuntime(Program):
+class OnnxRuntime(StepwiseProgram):
     """ONNX Runtime, through the Session in the export's generate.py."""
 
-    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+    def __init__(self, folder: Path, longest: int, threads: int = 0) -> None:
         # By its path: the export is not a package.
         module = runpy.run_path(str(folder / "generate.py"))
         self.session = module["Session"](folder, threads)
+        self.left_padded = module["left_padded"]
 
     def begin(self, prompts: Tokens, every: bool = False) -> Logits:
-        ids_BL, self.mask_BS = left_padded(prompts)
+        ids_BL, self.mask_BS = self.left_padded(prompts)
         self.states = self.session.first_states(len(prompts))
         # 0 keeps the logits of all tokens.
         logits_BLV = self._read(ids_BL, keep=0 if every else 1)
@@ -109,18 +105,19 @@ class OnnxRuntime(Program):
         logits_BLV, self.states = self.session.run(ids_BL, self.mask_BS, self.states, keep=keep)
         return logits_BLV
 
-    def nbytes(self) -> int:
+    def cache_bytes(self, prompt: Sequence[int]) -> int:
+        self.begin([prompt])
         return sum(value.numpy().nbytes for value in self.states.values())
 
 
-class LlamaCpp(Program):
+class LlamaCpp(StepwiseProgram):
     """llama.cpp through its C API, which can keep keys and values in float32 instead of 16 bits."""
 
-    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+    def __init__(self, folder: Path, longest: int, threads: int = 0) -> None:
         import llama_cpp
 
         self.lib = llama_cpp
-        self.n_context = context
+        self.longest = longest
         self.threads = threads
         self.context = None
         self.lib.llama_backend_init()
@@ -138,7 +135,7 @@ class LlamaCpp(Program):
         options = self.lib.llama_context_default_params()
         n_prompts = len(prompts)
         n_tokens = sum(map(len, prompts))
-        options.n_ctx = self.n_context * n_prompts
+        options.n_ctx = self.longest * n_prompts
         options.n_seq_max = n_prompts
         # All prompts at once: llama_decode refuses a batch that is longer than this.
         options.n_batch = max(n_tokens, n_prompts)
@@ -189,17 +186,18 @@ class LlamaCpp(Program):
         address = self.lib.llama_get_logits_ith(self.context, index)
         return np.ctypeslib.as_array(address, (self.n_vocab,))
 
-    def nbytes(self) -> int:
+    def cache_bytes(self, prompt: Sequence[int]) -> int:
         """Count the bytes that llama.cpp writes to save the sequence, metadata included."""
+        self.begin([prompt])
         return self.lib.llama_state_seq_get_size(self.context, 0)
 
 
-class MlxLm(Program):
+class MlxLm(StepwiseProgram):
     """mlx-lm, one prompt at a time. Reads all tokens but the last without logits, as mlx-lm does."""
 
     batch = 1
 
-    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+    def __init__(self, folder: Path, longest: int, threads: int = 0) -> None:
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
         from mlx_lm.utils import load_model
@@ -228,14 +226,15 @@ class MlxLm(Program):
         logits = self.model(self.mx.array([tokens]), cache=self.cache)
         return np.array(logits)
 
-    def nbytes(self) -> int:
+    def cache_bytes(self, prompt: Sequence[int]) -> int:
+        self.begin([prompt])
         return sum(layer_cache.nbytes for layer_cache in self.cache)
 
 
 class Vllm(Program):
     """vLLM in this process, through its scheduler, which exposes neither logits nor states."""
 
-    def __init__(self, folder: Path, context: int, threads: int = 0) -> None:
+    def __init__(self, folder: Path, longest: int, threads: int = 0) -> None:
         # vLLM reads these when it is imported. `cache_bytes` needs the engine in this process.
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -248,7 +247,7 @@ class Vllm(Program):
             str(folder),
             dtype="float32",
             mamba_ssm_cache_dtype="float32",
-            max_model_len=context,
+            max_model_len=longest,
             max_num_seqs=self.batch,
             enforce_eager=True,
             # On CPUs it fails for prompts of more than 128 tokens.

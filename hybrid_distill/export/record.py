@@ -75,24 +75,19 @@ def write_record(
         models.append(reference)
     record = {
         "format": check.FORMAT,
-        "form": export_format,
+        "export_format": export_format,
         "dtype": check.dtype_name(student.dtype),
         "tied": dict(tied_weights(student)),
         "texts": texts,
-        "tensors": {},
+        **_stored_weights(student, folder, export_format),
     }
-    tensors = FORMATS[export_format].tensors
-    is_for_other_program = tensors is None
-    if tensors is None:
-        record["files"] = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
-    else:
-        stored = tensors(student)
-        record["tensors"] = {name: tensor_hash(tensor) for name, tensor in stored.items()}
     ids = _random_prompts(student)
     for _, text_ids in texts:
         ids.append(torch.tensor(text_ids))
     with computing_as_exported(reference):
-        prompts = record_prompts(reference, ids, past_ends=is_for_other_program)
+        # The gate cannot forbid other programs to choose end-of-text tokens.
+        past_ends = FORMATS[export_format].is_for_other_program
+        prompts = record_prompts(reference, ids, past_ends=past_ends)
         record["arithmetic"] = check.arithmetic(str(reference.device))
     record["rounding"] = {}
     for model in models:
@@ -105,11 +100,21 @@ def write_record(
     return record
 
 
+def _stored_weights(student: HybridForCausalLM, folder: Path, export_format: str) -> Record:
+    """Hash each stored tensor, or each file if another program reads the export."""
+    tensors = FORMATS[export_format].tensors
+    if tensors is None:
+        files = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+        return {"tensors": {}, "files": files}
+    hashes = {name: tensor_hash(tensor) for name, tensor in tensors(student).items()}
+    return {"tensors": hashes}
+
+
 def _write_files(folder: Path, record: Record, prompts: Prompts) -> None:
     """Write the check program, reference.json with the Python files' hashes, and the tensors."""
     gate = folder / GATE
     gate.mkdir()
-    for file in program_files(record["form"]):
+    for file in program_files(record["export_format"]):
         shutil.copyfile(file, gate / file.name)
     code = {path.name: file_hash(path) for path in sorted(folder.glob("*.py"))}
     write_json(folder / MARK, {**record, "code": code}, indent=1)
@@ -124,7 +129,7 @@ def _write_files(folder: Path, record: Record, prompts: Prompts) -> None:
 def program_files(export_format: str) -> list[Path]:
     """List the source files of the check program for a format."""
     main_file = Path(check.__file__)
-    if export_format in check.PACKAGES:
+    if FORMATS[export_format].is_for_other_program:
         return [main_file, main_file.with_name("programs.py")]
     return [main_file]
 

@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from ..io import write_json
 from ..model import HybridForCausalLM
 from . import falcon_h1
+from .falcon_h1 import to_falcon_h1
+from .obstacles import rope_kinds
 from .weights import tied_weights, write_weights
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -37,7 +39,7 @@ def obstacles(student: HybridForCausalLM) -> list[str]:
         reasons.append(f"its {', '.join(dropped)} have biases, which vLLM's Falcon-H1 leaves out")
     head_dim = student.config.head_dim
     step = spacing(head_dim)
-    kinds = falcon_h1.rope_kinds(student)
+    kinds = rope_kinds(student)
     if step is None or (step > 1 and kinds - SPREADABLE):
         reasons.append(
             f"its heads of {head_dim} with {', '.join(sorted(kinds))} RoPE cannot be padded to a "
@@ -61,19 +63,19 @@ def write(
     max_shard_size: int | str,
 ) -> None:
     """Write weights and configuration for ``vllm serve``; transformers reads them too."""
-    stock = falcon_h1.container(student)
+    falcon = to_falcon_h1(student)
     step = spacing(student.config.head_dim)
     assert step is not None, "an obstacle"
     config = {
-        **stock.config,
+        **falcon.config,
         # Biases that are not zero are an obstacle: vLLM's attention has none.
         "attention_bias": False,
-        "head_dim": stock.config["head_dim"] * step,
+        "head_dim": falcon.config["head_dim"] * step,
         "key_multiplier": step**0.5,
     }
     write_json(folder / "config.json", config)
     state = {}
-    for name, tensor in stock.state.items():
+    for name, tensor in falcon.state.items():
         if ".self_attn." not in name:
             state[name] = tensor
         elif not name.endswith(".bias"):

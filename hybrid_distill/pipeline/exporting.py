@@ -8,7 +8,7 @@ from typing import Any
 
 from ..distributed import from_main, on_main_process
 from ..evaluation.evaluate import EvalResult
-from ..export import ExportError, GateReport, export_checkpoint, is_exported, origin
+from ..export import ExportError, GateReport, export_checkpoint, is_exported, license_and_name
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
 from ..scoring import HeadScores
@@ -65,7 +65,7 @@ def export(
     in its last stage's folder, and the same command finds everything but the export.
     """
     paths = inputs.paths
-    license, base_model = origin(inputs.config.teacher.path)
+    license, base_model = license_and_name(inputs.config.teacher.path)
     changed = other_questions(inputs.config)
     if changed:
         log.warning(

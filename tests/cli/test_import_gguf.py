@@ -12,7 +12,7 @@ from training import SMALL
 
 from hybrid_distill.cli import import_gguf as command
 from hybrid_distill.cli.app import main
-from hybrid_distill.export import origin
+from hybrid_distill.export import license_and_name
 from hybrid_distill.teacher import imported_from, load_teacher
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
@@ -91,7 +91,7 @@ def test_a_folder_computes_what_the_file_holds(tmp_path, capsys):
     assert imported.dtype == torch.float32
     assert not hasattr(imported.config, "quantization_config")
     assert hashlib.sha256(file.read_bytes()).hexdigest() in str(imported_from(out))
-    assert origin(str(out)) == ("mit", "folder")
+    assert license_and_name(str(out)) == ("mit", "folder")
     names = {path.name for path in out.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors"} <= names
 

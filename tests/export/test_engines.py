@@ -17,7 +17,7 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.export import ExportError, check, export_checkpoint, verify_export
 from hybrid_distill.export.check import PACKAGES, Prompts, greedy, load_program, run_checks, table
 from hybrid_distill.export.formats import FORMATS, check_expressible
-from hybrid_distill.export.programs import PROGRAMS, Program
+from hybrid_distill.export.programs import PROGRAMS
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.plan import HeadPlan
 from hybrid_distill.student.build import build_student
@@ -39,8 +39,8 @@ def student_for(export_format: str) -> tuple[HybridForCausalLM, HeadPlan]:
     return student, plan
 
 
-def test_every_format_without_tensors_of_its_own_has_a_program() -> None:
-    for_programs = {name for name, export_format in FORMATS.items() if not export_format.tensors}
+def test_every_format_for_another_program_has_that_program() -> None:
+    for_programs = {name for name, format in FORMATS.items() if format.is_for_other_program}
     assert PACKAGES.keys() == for_programs
     assert PROGRAMS.keys() == for_programs
     assert RECURRENCE.keys() == for_programs
@@ -125,11 +125,11 @@ def test_a_program_that_computes_something_else_fails(
         prompts.generated.append(continued.tokens_BT[0])
         prompts.leads.append(continued.leads_BT[0] + 1)  # no token is within rounding
 
-    class Answers(Program):
+    class Answers:
         """The student's own answers, but for the fault."""
 
-        def __init__(self, folder: Path, context: int) -> None:
-            assert context == 9 + n_new
+        def __init__(self, folder: Path, longest: int) -> None:
+            assert longest == 9 + n_new
 
         def logits(self, prompt: Sequence[int]) -> np.ndarray:
             place = id_lists.index(list(prompt))
@@ -143,7 +143,7 @@ def test_a_program_that_computes_something_else_fails(
             return [(tokens_T + error).tolist() for tokens_T in prompts.generated]
 
     monkeypatch.setattr(check, "load_program", {"onnx": Answers}.get)
-    record = {"form": "onnx", "rounding": {"float32": 0.0}}
+    record = {"export_format": "onnx", "rounding": {"float32": 0.0}}
 
     of_logits, of_tokens = check.check_program(Path(), record, prompts)
 

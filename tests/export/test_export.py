@@ -31,10 +31,10 @@ from hybrid_distill.export import (
     ExportError,
     GateReport,
     export_checkpoint,
-    origin,
+    license_and_name,
     verify_export,
 )
-from hybrid_distill.export.card import model_card, on_card
+from hybrid_distill.export.card import model_card
 from hybrid_distill.export.check import (
     CACHED,
     PACKAGES,
@@ -47,6 +47,7 @@ from hybrid_distill.export.check import (
     weight_files,
 )
 from hybrid_distill.export.formats import FORMATS
+from hybrid_distill.export.license import read_license_and_base
 from hybrid_distill.export.native import checked_attention
 from hybrid_distill.export.replacement import check_replaceable
 from hybrid_distill.export.versions import checked_transformers
@@ -249,32 +250,32 @@ def test_license_and_name_come_from_the_teachers_own_card(tmp_path, monkeypatch)
     teacher = tmp_path / "Some-1B"
     teacher.mkdir()
     card = teacher / "README.md"
-    assert origin(str(teacher)) == ("unknown", "Some-1B")
+    assert license_and_name(str(teacher)) == ("unknown", "Some-1B")
 
     card.write_text("---\nlicense: llama3.2\n---\n# Some\n")
-    assert origin(str(teacher)) == ("llama3.2", "Some-1B")
-    assert origin("~/Some-1B") == ("llama3.2", "Some-1B")
+    assert license_and_name(str(teacher)) == ("llama3.2", "Some-1B")
+    assert license_and_name("~/Some-1B") == ("llama3.2", "Some-1B")
 
     broken_yaml = "---\nlicense: [llama3.2\n---\n"
     card.write_text(broken_yaml)
-    assert origin(str(teacher)) == ("unknown", "Some-1B")
+    assert license_and_name(str(teacher)) == ("unknown", "Some-1B")
 
-    assert origin("tiny") == ("apache-2.0", "")
+    assert license_and_name("tiny") == ("apache-2.0", "")
 
 
 def test_a_card_may_list_its_base_models(tmp_path: Path) -> None:
     """The first base of a merge is the one that the export's own card names."""
     card = tmp_path / "README.md"
     card.write_text("---\nlicense: mit\nbase_model:\n- a/b\n- c/d\n---\n")
-    assert on_card(card) == ("mit", "a/b")
+    assert read_license_and_base(card) == ("mit", "a/b")
     card.write_text("---\nlicense: mit\nbase_model: []\n---\n")
-    assert on_card(card) == ("mit", "")
+    assert read_license_and_base(card) == ("mit", "")
 
 
-def test_the_origin_of_a_snapshot_in_the_hubs_cache_is_its_identifier(tmp_path: Path) -> None:
+def test_the_name_of_a_snapshot_in_the_hubs_cache_is_its_identifier(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--Some-Org--Some--1B" / "snapshots" / "0123abc"
     snapshot.mkdir(parents=True)
-    assert origin(str(snapshot)) == ("unknown", "Some-Org/Some--1B")
+    assert license_and_name(str(snapshot)) == ("unknown", "Some-Org/Some--1B")
 
 
 def test_the_card_says_distilled_only_of_a_student_that_was() -> None:
@@ -318,12 +319,12 @@ LIBRARIES = {
     "onnx": None,
     "safetensors": None,
 }
-"""Library on the hub that loads each form, None for forms that none loads."""
+"""Library on the hub that loads each format, None for formats that none loads."""
 
 
 @pytest.mark.parametrize("export_format", FORMATS)
-def test_the_card_claims_the_library_and_the_checks_of_its_form(export_format: str) -> None:
-    # The recurrence that every form can hold.
+def test_the_card_claims_the_library_and_the_checks_of_its_format(export_format: str) -> None:
+    # The recurrence that every format can hold.
     student, plan = tiny_student("llama", recurrence="mamba2")
     text = model_card(
         student,
@@ -507,6 +508,15 @@ def test_refuses_a_folder_that_is_not_an_export(exports, tmp_path):
     assert thesis.read_text() == "years of work"
     with pytest.raises(ValueError, match=naming(tmp_path, MARK)):
         verify_export(tmp_path)
+
+
+@pytest.mark.parametrize("export_format", [None, "pickle", ["onnx"]])
+def test_a_record_of_an_unknown_format_is_refused(copied, export_format: object) -> None:
+    path, _ = copied
+    record = json.loads((path / MARK).read_text())
+    (path / MARK).write_text(json.dumps({**record, "export_format": export_format}))
+    with pytest.raises(ValueError, match=naming(path / MARK)):
+        verify_export(path)
 
 
 def test_the_folder_of_a_run_names_the_export_in_it(tmp_path):

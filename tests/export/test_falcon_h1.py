@@ -15,13 +15,13 @@ from students import gate_in_this_process, keep, tiny_student
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_distill.cache_size import container_bytes
+from hybrid_distill.cache_size import falcon_h1_cache_bytes
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.export import ExportJob, export_student
 from hybrid_distill.export import export_checkpoint
 from hybrid_distill.export.card import model_card
 from hybrid_distill.export.check import CACHED, RELOADED, greedy, left_padded
-from hybrid_distill.export.falcon_h1 import container, obstacles
+from hybrid_distill.export.falcon_h1 import obstacles, to_falcon_h1
 from hybrid_distill.export.formats import check_expressible
 from hybrid_distill.model import HybridConfig, HybridForCausalLM
 from hybrid_distill.model.layout import cache_of
@@ -66,12 +66,12 @@ def random_ids(*shape: int) -> torch.Tensor:
     return torch.randint(5, 300, shape, generator=torch.Generator().manual_seed(1))
 
 
-def stock_model(student: HybridForCausalLM) -> torch.nn.Module:
-    """Let transformers build a model from the container's configuration and tensors alone."""
-    stock = container(student)
-    config = AutoConfig.for_model(**stock.config)
+def falcon_model(student: HybridForCausalLM) -> torch.nn.Module:
+    """Let transformers build a model from the converted configuration and tensors alone."""
+    falcon = to_falcon_h1(student)
+    config = AutoConfig.for_model(**falcon.config)
     model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(stock.state, strict=True)
+    model.load_state_dict(falcon.state, strict=True)
     return model.eval()
 
 
@@ -82,17 +82,17 @@ def test_a_falcon_h1_computes_what_the_student_computes(
     family: str, kept: list[tuple[int, ...]]
 ) -> None:
     student = student_keeping(family, kept)
-    stock = stock_model(student)
+    falcon = falcon_model(student)
     ids_BL = random_ids(2, 37)
 
     expected = student(ids_BL).logits
-    error = (stock(ids_BL).logits - expected).abs().max()
+    error = (falcon(ids_BL).logits - expected).abs().max()
     assert error <= TOLERANCE * expected.abs().max()
 
     # Left-padded and from its cache, where biases before the convolution would leak out of padding.
     prompts_BL, mask_BL = left_padded([ids_BL[0, :3], ids_BL[1, :17]])
     ours = greedy(student, prompts_BL, mask_BL, 8).tokens_BT
-    theirs = greedy(stock, prompts_BL, mask_BL, 8).tokens_BT
+    theirs = greedy(falcon, prompts_BL, mask_BL, 8).tokens_BT
     assert torch.equal(theirs, ours)
 
 
@@ -102,17 +102,17 @@ def test_the_announced_sizes_are_those_of_the_falcon_h1(
     family: str, kept: list[tuple[int, ...]]
 ) -> None:
     student = student_keeping(family, kept)
-    stock = stock_model(student)
+    falcon = falcon_model(student)
 
-    n_parameters = sum(parameter.numel() for parameter in stock.parameters())
-    assert container(student).parameters() == n_parameters
+    n_parameters = sum(parameter.numel() for parameter in falcon.parameters())
+    assert to_falcon_h1(student).parameters() == n_parameters
 
     length = 100
-    config = stock.config
+    config = falcon.config
     # Keys and values in 16 bit, states in 32.
     kv_bytes = 2 * config.num_key_value_heads * config.head_dim * length * 2
     ssm_bytes = config.mamba_d_ssm * config.mamba_d_state * 4
-    announced = container_bytes(keep(student, *kept), head_dim=8, d_state=5, length=length)
+    announced = falcon_h1_cache_bytes(keep(student, *kept), head_dim=8, d_state=5, length=length)
     assert announced == config.num_hidden_layers * (kv_bytes + ssm_bytes)
 
 
@@ -127,7 +127,7 @@ def test_the_announced_sizes_are_those_of_the_falcon_h1(
 def test_heads_of_one_group_share_keys_and_values_where_every_layer_lets_them(
     kept: list[tuple[int, ...]], n_heads: int, n_kv_heads: int
 ) -> None:
-    config = container(student_keeping("llama", kept)).config
+    config = to_falcon_h1(student_keeping("llama", kept)).config
     assert config["num_attention_heads"] == n_heads
     assert config["num_key_value_heads"] == n_kv_heads
 
@@ -226,7 +226,7 @@ def test_the_card_states_the_cost() -> None:
     kv_bytes = 2 * 1 * 8 * 4096 * 2
     ssm_bytes = 8 * 8 * 5 * 4
     megabytes = 3 * (kv_bytes + ssm_bytes) / 1e6
-    assert f"{container(student).parameters():,} parameters" in card
+    assert f"{to_falcon_h1(student).parameters():,} parameters" in card
     assert f"{megabytes:.3f} MB at 4,096 tokens" in card
 
 
@@ -234,26 +234,26 @@ def test_the_card_states_the_cost() -> None:
 def test_a_student_goes_from_format_to_format_behind_the_gate(tmp_path: Path) -> None:
     student, plan = tiny_student("llama", recurrence="mamba2")
     own = tmp_path / "own"
-    stock = tmp_path / "stock"
+    falcon = tmp_path / "falcon"
     export_checkpoint(student, None, own, plan=plan, export_format="safetensors", gate=False)
 
-    report = export_student(ExportJob(own, stock, "falcon-h1", max_shard_size="100KB"))
+    report = export_student(ExportJob(own, falcon, "falcon-h1", max_shard_size="100KB"))
 
     assert report.ok
     limits = {check.limit for check in report.checks if "logits" in check.name}
     assert limits == {1e-4}
-    assert json.loads((stock / "gate/report.json").read_text())["ok"]
+    assert json.loads((falcon / "gate/report.json").read_text())["ok"]
 
     # Neither format brings code.
-    for folder in (own, stock):
+    for folder in (own, falcon):
         assert not list(folder.glob("*.py"))
-    assert "auto_map" not in json.loads((stock / "config.json").read_text())
-    assert len(list(stock.glob("model-*.safetensors"))) > 1
-    assert "FalconH1ForCausalLM" in (stock / "README.md").read_text()
+    assert "auto_map" not in json.loads((falcon / "config.json").read_text())
+    assert len(list(falcon.glob("model-*.safetensors"))) > 1
+    assert "FalconH1ForCausalLM" in (falcon / "README.md").read_text()
 
-    # The stock format is not read back.
+    # The format falcon-h1 is not read back.
     with pytest.raises(ValueError, match="falcon_h1"):
-        export_student(ExportJob(stock, tmp_path / "back"))
+        export_student(ExportJob(falcon, tmp_path / "back"))
 
 
 def test_verify_has_an_exit_status(
@@ -262,18 +262,18 @@ def test_verify_has_an_exit_status(
     """The check runs in this process: its logits are compared, its decoding is consistent."""
     gate_in_this_process(monkeypatch, tmp_path / "modules")
     student, plan = tiny_student("llama", recurrence="mamba2")
-    stock = tmp_path / "stock"
-    export_checkpoint(student, None, stock, plan=plan, export_format="falcon-h1", gate=False)
+    falcon = tmp_path / "falcon"
+    export_checkpoint(student, None, falcon, plan=plan, export_format="falcon-h1", gate=False)
 
-    main(["verify", str(stock), "--to", str(tmp_path / "checks.json")])
+    main(["verify", str(falcon), "--to", str(tmp_path / "checks.json")])
     assert json.loads((tmp_path / "checks.json").read_text())["ok"]
 
     # Weights that changed after the export: status 1. No export at all: 2.
-    file = stock / "model.safetensors"
+    file = falcon / "model.safetensors"
     weights = load_file(file)
     weights["model.layers.0.mamba.A_log"] += 1
     save_file(weights, file, metadata={"format": "pt"})
-    for folder, status in (("stock", 1), ("nowhere", 2)):
+    for folder, status in (("falcon", 1), ("nowhere", 2)):
         with pytest.raises(SystemExit) as end:
             main(["verify", str(tmp_path / folder), "--to", str(tmp_path / "checks.json")])
         assert end.value.code == status

@@ -165,7 +165,7 @@ def test_llama_cpp_computes_what_the_student_computes(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
     student, tokenizer = student_of("mamba2-stock")
     write(student, tokenizer, tmp_path, "2GB")
-    engine = LlamaCpp(tmp_path, context=512, threads=1)
+    engine = LlamaCpp(tmp_path, longest=512, threads=1)
     prompts = [tokenizer(text).input_ids for text in TEXTS]
     n_new = 16
 

@@ -11,7 +11,7 @@ import torch
 from students import byte_tokenizer
 from test_falcon_h1 import KEPT, student_keeping
 
-from hybrid_distill.export import falcon_h1
+from hybrid_distill.export.falcon_h1 import to_falcon_h1
 from hybrid_distill.export.mlx import write
 from hybrid_distill.io import save_tensors, write_json
 from hybrid_distill.model import HybridForCausalLM
@@ -96,10 +96,10 @@ def test_mlx_computes_what_the_falcon_h1_format_computes(tmp_path: Path) -> None
     """With mlx-lm's own model, whose multipliers are not 1 unless the configuration has them."""
     pytest.importorskip("mlx_lm", reason="pip install mlx[cpu] mlx-lm")
     student = student_keeping("qwen2", KEPT["uneven"])
-    stock = falcon_h1.container(student)
-    write_json(tmp_path / "config.json", stock.config)
-    del stock.state["lm_head.weight"]  # tied
-    state = {name: tensor.contiguous() for name, tensor in stock.state.items()}
+    falcon = to_falcon_h1(student)
+    write_json(tmp_path / "config.json", falcon.config)
+    del falcon.state["lm_head.weight"]  # tied
+    state = {name: tensor.contiguous() for name, tensor in falcon.state.items()}
     save_tensors(tmp_path / "model.safetensors", state)
     check_same(tmp_path, student)
 

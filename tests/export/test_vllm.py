@@ -19,7 +19,8 @@ from students import keep, same_logits
 from test_falcon_h1 import stirred
 from transformers import AutoModelForCausalLM
 
-from hybrid_distill.export import falcon_h1, vllm
+from hybrid_distill.export import vllm
+from hybrid_distill.export.falcon_h1 import to_falcon_h1
 from hybrid_distill.model import HybridForCausalLM
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import load_teacher
@@ -58,14 +59,14 @@ def test_heads_spread_over_larger_ones_compute_the_same(
 
     vllm.write(student, None, tmp_path, "2GB")
 
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    falcon = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     head_dim = student.config.head_dim
-    assert stock.config.head_dim == 32
+    assert falcon.config.head_dim == 32
     assert vllm.spacing(head_dim) * head_dim == 32
     generator = torch.Generator().manual_seed(1)
     ids_BL = torch.randint(5, 300, (2, 150), generator=generator)
     expected = student(ids_BL).logits
-    error = (stock(ids_BL).logits - expected).abs().max()
+    error = (falcon(ids_BL).logits - expected).abs().max()
     assert error <= 1e-5 * expected.abs().max()
 
 
@@ -73,7 +74,7 @@ def test_heads_of_a_size_that_vllm_takes_stay_as_they_are(tmp_path: Path) -> Non
     student = student_of(make_family_model("llama", head_dim=32, vocab_size=300), *UNEVEN)
     vllm.write(student, None, tmp_path, "2GB")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
-    for name, tensor in falcon_h1.container(student).state.items():
+    for name, tensor in to_falcon_h1(student).state.items():
         assert torch.equal(loaded[name], tensor), name
 
 
@@ -89,9 +90,9 @@ def test_what_vllm_would_leave_out_is_refused(tmp_path: Path) -> None:
             parameter.data.zero_()
     assert vllm.obstacles(biased) == []
     vllm.write(biased, None, tmp_path, "2GB")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    falcon = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids_BL = torch.arange(60).view(2, 30)
-    same_logits(stock(ids_BL).logits, biased(ids_BL).logits)
+    same_logits(falcon(ids_BL).logits, biased(ids_BL).logits)
 
     yarn = student_of(make_family_model("llama", rope_parameters=YARN), *UNEVEN)
     (reason,) = vllm.obstacles(yarn)
