@@ -11,7 +11,7 @@ The result is exact: every operation is the same as in a full forward, and skipp
 read.
 
 Shapes: G group (one ablation), B row, R = G*B rows, L length, H head, P head dim, C = H*P, D model
-width, Q value read (`ProbeBatch.read`).
+width, Q value (`ProbeBatch.values`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Forwards(ABC):
         self.blocks = [block for _, block in decoder_blocks(self.model)]
 
     def whole(self, batch: ProbeBatch) -> Tensor:
-        """Return read_1Q of the model as it is."""
+        """Return value_1Q of the model as it is."""
         return self.sizer.fit(batch, lambda n_rows: self._whole_in_parts(batch, n_rows))
 
     def without(
@@ -66,7 +66,7 @@ class Forwards(ABC):
         layer: int,
         heads: Sequence[int],
     ) -> Tensor:
-        """Return read_HQ with each of ``heads`` ablated in turn.
+        """Return value_HQ with each of ``heads`` ablated in turn.
 
         Call for layers from bottom to top.
         """
@@ -113,8 +113,8 @@ class FullForwards(Forwards):
         return _n_tokens(rows) * len(self.blocks) * len(layers)
 
     def _whole_in_parts(self, batch: ProbeBatch, n_rows: int) -> Tensor:
-        reads = [part.read_plainly(self.model) for _, part in batch.parts(n_rows)]
-        return torch.cat(reads, dim=1)
+        values = [part.values_by_plain_forwards(self.model) for _, part in batch.parts(n_rows)]
+        return torch.cat(values, dim=1)
 
     def _without_in_parts(
         self,
@@ -123,11 +123,11 @@ class FullForwards(Forwards):
         heads: Sequence[int],
         n_rows: int,
     ) -> Tensor:
-        reads = []
+        values = []
         for head in heads:
             with ablate_heads(self.model, [HeadId(layer, head)], kind=self.kind):
-                reads.append(self._whole_in_parts(batch, n_rows))
-        return torch.cat(reads)
+                values.append(self._whole_in_parts(batch, n_rows))
+        return torch.cat(values)
 
 
 @dataclass(eq=False)
@@ -156,8 +156,8 @@ class FromLayer(Forwards):
         return _n_tokens(rows) * sum(len(self.blocks) - layer for layer in layers)
 
     def _whole_in_parts(self, batch: ProbeBatch, n_rows: int) -> Tensor:
-        reads = [part.read(part.logits(self.model)) for _, part in batch.parts(n_rows)]
-        return torch.cat(reads, dim=1)
+        values = [part.values(part.logits(self.model)) for _, part in batch.parts(n_rows)]
+        return torch.cat(values, dim=1)
 
     def _without_in_parts(
         self,
@@ -168,7 +168,7 @@ class FromLayer(Forwards):
     ) -> Tensor:
         # Before the first layer nothing is cached: the forward begins with the embedding.
         start, below_BLD = self.reached.get(batch, (0, None))
-        reads = []
+        values = []
         outputs = []
         for rows, part in batch.parts(n_rows):
             below_part_BLD = None
@@ -178,14 +178,14 @@ class FromLayer(Forwards):
             outputs.append(output_BLD)
             # n_rows limits the rows of one forward, and each ablated head repeats the part's rows.
             n_at_once = max(1, n_rows // len(part))
-            reads_of_part = []
+            values_of_part = []
             for first in range(0, len(heads), n_at_once):
                 group = heads[first : first + n_at_once]
-                reads_of_part.append(self._ablate(part, layer, group, input_BLD, heads_BLHP))
-            reads.append(torch.cat(reads_of_part))
+                values_of_part.append(self._ablate(part, layer, group, input_BLD, heads_BLHP))
+            values.append(torch.cat(values_of_part))
         # Only now: if memory runs out before, the retry needs the old entry.
         self.reached[batch] = (layer + 1, torch.cat(outputs))
-        return torch.cat(reads, dim=1)
+        return torch.cat(values, dim=1)
 
     def _record(
         self,
@@ -238,7 +238,7 @@ class FromLayer(Forwards):
         input_BLD: Tensor,
         heads_BLHP: Tensor,
     ) -> Tensor:
-        """Return read_GQ of one forward from this layer up, the rows repeated for each head."""
+        """Return value_GQ of one forward from this layer up, the rows repeated for each head."""
         site = self.site_of[layer]
         n_groups = len(heads)
         heads_RLC = heads_BLHP.flatten(2).repeat(n_groups, 1, 1)
@@ -254,7 +254,7 @@ class FromLayer(Forwards):
             patches.enter_context(replay_blocks(self.model, layer - 1, below))
             patches.enter_context(replaced_forward(site.module, project))
             patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))
-            return part.read(part.logits(self.model, n_groups))
+            return part.values(part.logits(self.model, n_groups))
 
 
 class _Enough(Exception):

@@ -333,11 +333,11 @@ def _measure_batch(forwards: Forwards, batch: ProbeBatch, heads: Sequence[HeadId
     Returns the means over each row's questions.
     """
     if heads:
-        read_HQ = forwards.without(batch, heads[0].layer, [head.head for head in heads])
+        value_HQ = forwards.without(batch, heads[0].layer, [head.head for head in heads])
     else:
-        read_HQ = forwards.whole(batch)
+        value_HQ = forwards.whole(batch)
     # Here E is a row's questions: each has its own margin.
-    values_XHBE = batch.outcome(read_HQ)
+    values_XHBE = batch.outcome(value_HQ)
     _check_finite(values_XHBE[-1].sum(-1), batch, heads)
     if not batch.is_text:
         margin_HBE, logprob_HBE = values_XHBE

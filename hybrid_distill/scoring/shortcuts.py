@@ -1,7 +1,7 @@
 """Choose the fastest forwards that are exact for a model: the shortcut, if it agrees with full ones.
 
-Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X value that
-scores depend on (`ProbeBatch.outcome`).
+Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X outcome
+(`ProbeBatch.outcome`).
 """
 
 from __future__ import annotations

@@ -447,12 +447,12 @@ def test_logits_that_are_not_finite_are_named_and_the_rest_is_kept(
     original = Forwards.without
 
     def broken(self, batch, layer, heads):
-        read_HQ = original(self, batch, layer, heads)
+        value_HQ = original(self, batch, layer, heads)
         if layer == 2 and len(heads) == N_HEADS:
             row = [row.number for row in batch.rows].index(5)
-            first_read = row * 8  # 8 choices of one token
-            read_HQ[3, first_read] = math.nan
-        return read_HQ
+            first_value = row * 8  # 8 choices of one token
+            value_HQ[3, first_value] = math.nan
+        return value_HQ
 
     with monkeypatch.context() as patch:
         patch.setattr(Forwards, "without", broken)
