@@ -37,10 +37,9 @@ from ..progress import Phase
 from ..teacher import attention_sites, eval_mode, fingerprint, longest_context
 from .ablation import check_accuracy
 from .head_scores import HeadScores, describe_run, head_table, heads_of
-from .measure import AGREEMENT_AT
 from .restoration import merged_heads
 from .resume_log import ResumeLog
-from .uncertainty import bootstrap_interval, split_half
+from .uncertainty import AGREEMENT_AT, bootstrap_interval, split_half
 
 METHOD = "integrated gradients from the student's heads to the teacher's"
 N_EXAMPLES = 24

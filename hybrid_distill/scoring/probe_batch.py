@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..distributed import own_share
 from ..probes.answering import accepts
-from .probe_rows import ProbeRow, QuestionRow, TextRow
+from .probe_rows import ProbeRow, PromptRow, TextRow
 
 
 class ProbeBatch:
@@ -31,7 +31,7 @@ class ProbeBatch:
 
     @property
     def is_text(self) -> bool:
-        """True for plain texts, False for questions."""
+        """True for plain texts, False for prompts."""
         return self.kind is TextRow
 
     @cached_property
@@ -55,17 +55,17 @@ class ProbeBatch:
 
     def _tree_arguments(self, model: PreTrainedModel, groups: int) -> dict[str, object]:
         """Return the mask and positions of rows with a tree; plain rows need neither."""
-        questions = [row for row in self.rows if isinstance(row, QuestionRow)]
+        prompts = [row for row in self.rows if isinstance(row, PromptRow)]
         # Without a mask, attention takes its fast causal path.
-        if not any(row.node_of for row in questions):
+        if not any(row.node_of for row in prompts):
             return {}
-        mask_B1LL = torch.stack([row.sees_LL for row in questions])[:, None]
+        mask_B1LL = torch.stack([row.sees_LL for row in prompts])[:, None]
         # Only sdpa accepts a Boolean mask; other attentions add the mask to their scores.
         if model.config._attn_implementation != "sdpa":
             lowest = torch.finfo(model.dtype).min
             zeros_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype)
             mask_B1LL = zeros_B1LL.masked_fill(~mask_B1LL, lowest)
-        position_BL = torch.stack([row.position_L for row in questions])
+        position_BL = torch.stack([row.position_L for row in prompts])
         return {
             "attention_mask": mask_B1LL.repeat(groups, 1, 1, 1),
             "position_ids": position_BL.repeat(groups, 1),

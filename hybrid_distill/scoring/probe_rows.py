@@ -1,4 +1,4 @@
-"""Questions and texts as rows of tokens, and how a forward pass answers them.
+"""Prompts with their questions, and texts, as rows of tokens, and how a forward pass answers them.
 
 All questions about one prompt are one row: the tokens that they share (the trunk), then a tree of
 continuations. Two questions about a dictionary, for a tokenizer that splits digits:
@@ -109,7 +109,7 @@ class TextRow(ProbeRow):
         return value_GQ[None]
 
 
-class QuestionRow(ProbeRow):
+class PromptRow(ProbeRow):
     """Questions about one prompt, measured by the log-probabilities that make up their choices.
 
     The tokens are ``n_trunk`` shared ones, then the nodes of a tree. ``node_of`` maps the path to a
@@ -173,7 +173,7 @@ class QuestionRow(ProbeRow):
         return torch.tensor(positions, device=self.ids_L.device)
 
     @staticmethod
-    def values(rows: Sequence[QuestionRow], logits_GBSV: Tensor) -> Tensor:
+    def values(rows: Sequence[PromptRow], logits_GBSV: Tensor) -> Tensor:
         row_of_value: list[int] = []
         for index, row in enumerate(rows):
             row_of_value += [index] * row.n_values
@@ -184,7 +184,7 @@ class QuestionRow(ProbeRow):
         return logit_GQ - normalizer_GBS[:, row_Q, position_Q]
 
     @staticmethod
-    def values_by_plain_forwards(rows: Sequence[QuestionRow], model: PreTrainedModel) -> Tensor:
+    def values_by_plain_forwards(rows: Sequence[PromptRow], model: PreTrainedModel) -> Tensor:
         encoded: list[EncodedExample] = []
         for row in rows:
             encoded += row.encoded
