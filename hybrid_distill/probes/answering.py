@@ -21,8 +21,9 @@ from ..model.layout import cache_argument, cache_of
 from ..model.self_check import check_numbers
 from ..progress import track
 from ..teacher import eval_mode, generate_ids, may_cache
-from . import Example, check_counts
+from ..validation import check_counts
 from .encoding import EncodedExample, Tokens, encode_example, tokenize
+from .probe import Example
 
 
 class Output(Protocol):

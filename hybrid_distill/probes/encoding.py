@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from . import Example
+from .probe import Example
 
 Tokens = tuple[int, ...]
 

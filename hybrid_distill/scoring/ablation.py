@@ -22,12 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..io import Record
 from ..plan import HeadId
-from ..probes import Probe, check_counts, queries_of
+from ..probes import Probe, queries_of
 from ..probes.checks import CannotAnswer
 from ..probes.encoding import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
 from ..teacher import HeadKind, HeadSite, ablate_heads, check_exists, eval_mode, head_sites
+from ..validation import check_counts
 from .batch_sizer import BatchSizer
 from .head_scores import HeadScores, describe_run, heads_of
 from .measure import measure_baseline

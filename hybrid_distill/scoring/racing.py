@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..probes import check_counts
+from ..validation import check_counts
 
 # Close together at the end, where most heads are decided, and just before the control texts.
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1)
