@@ -26,8 +26,7 @@ from hybrid_distill.probes.answering import (
 from hybrid_distill.probes.encoding import EncodedExample, encode_example, tokenize
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.plain_text import text_batches
-from hybrid_distill.teacher import eval_mode, without_cache
-from hybrid_distill.teacher.modes import generate_ids
+from hybrid_distill.teacher import eval_mode, generate_ids, without_cache
 
 # Numbers are one token, or one token a digit.
 WHOLE = r"\n|:|'|\p{N}+"
