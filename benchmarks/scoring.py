@@ -42,9 +42,10 @@ from planted import KEYS, Circuit, Shape, planted_teacher
 
 from hybrid_distill.data import read_held_out
 from hybrid_distill.plan import HeadId
-from hybrid_distill.probes import Example, default_prompts, default_queries
+from hybrid_distill.probes import Example
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, ablation, score_heads
+from hybrid_distill.scoring.defaults import default_prompts, default_questions
 from hybrid_distill.scoring.forwards import FromLayer
 from hybrid_distill.teacher import ablate_heads, load_teacher
 
@@ -192,7 +193,7 @@ def measure_questions(teacher: Path) -> Measured:
     """Return CPU seconds and the overlap of halves of one question a prompt and of the defaults."""
     model, tokenizer = load_teacher(str(teacher), dtype="bfloat16")
     ablation.fastest_exact = lambda model, sites, sizer, samples: FromLayer(model, sites, sizer)
-    queries = default_queries([REAL_PAIRS])
+    queries = default_questions([REAL_PAIRS])
     ways = {
         "one question, exhaustive": (1, default_prompts(1), None),
         "defaults": (queries, default_prompts(queries), REAL_K),

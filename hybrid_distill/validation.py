@@ -86,6 +86,12 @@ def check_options(options: object, prefix: str) -> None:
         check_value(label, hint, getattr(options, name))
 
 
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless every count is a whole number of at least 1."""
+    for name, value in counts.items():
+        COUNT.check(name, value)
+
+
 def check_task_reads(
     options: object, readers: Mapping[str, Collection[str]], choice: str, chosen: Collection[str]
 ) -> None:

@@ -20,7 +20,7 @@ from ..lab.reporting import can_draw, text_table
 from ..lab.reporting.heads import score_map, score_table
 from ..model import HybridConfig
 from ..model.field_rules import check_windows
-from ..probes import Probe, default_prompts, default_queries, queries_of
+from ..probes import Probe, queries_of
 from ..probes.checks import check_answerable
 from ..probes.prompt_formats import (
     CHAT,
@@ -34,6 +34,7 @@ from ..probes.prompt_formats import (
 from ..probes.registry import make_probe, probes_with
 from ..scoring import HeadScores, attribute_heads, score_heads
 from ..scoring.attribution import N_EXAMPLES as N_ATTRIBUTED
+from ..scoring.defaults import default_prompts, default_questions
 from ..student.confined import confined
 from ..student.teachers import check_teacher
 from ..teacher import (
@@ -150,7 +151,7 @@ class ScoreJob:
         sizes = tuple(numbers("pairs", self.pairs, least=1))
         n_queries = self.queries
         if n_queries is None:
-            n_queries = 1 if self.window else default_queries(sizes)
+            n_queries = 1 if self.window else default_questions(sizes)
         distance = self.distance
         if distance is None:
             # A word has a token or more: a window never reaches the dictionary.

@@ -27,11 +27,12 @@ from ..data import (
 )
 from ..distributed import agree_on
 from ..evaluation.evaluate import far_examples
-from ..probes import Probe, default_queries
+from ..probes import Probe
 from ..probes.checks import CannotAnswer, check_answerable
 from ..probes.knowledge import Knowledge
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.prompt_formats import with_prompt_format
+from ..scoring.defaults import default_questions
 from ..student.teachers import empty_teacher
 from ..teacher import (
     DTYPES,
@@ -265,7 +266,7 @@ class RunInputs:
         if n_queries is None:
             # Restoration compares log-probabilities, which differ more between dictionaries than within.
             is_ranking = not self.config.plan.restores
-            n_queries = default_queries([scoring.n_pairs]) if is_ranking else 1
+            n_queries = default_questions([scoring.n_pairs]) if is_ranking else 1
         return KVRetrieval(scoring.n_pairs, seed=seed, n_queries=n_queries)
 
     @property

@@ -34,11 +34,12 @@ from ..kernels import check_kernels
 from ..model.kernel_choice import check_implementation
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..plan import HeadPlan
-from ..probes import default_prompts, queries_of
+from ..probes import queries_of
 from ..probes.checks import CannotAnswer
 from ..progress import Phase
 from ..scoring import HeadScores, attribute_heads, score_heads
 from ..scoring.attribution import N_EXAMPLES as ATTRIBUTED
+from ..scoring.defaults import default_prompts
 from ..scoring.restoration import greedy_restoration
 from ..student.build import check_plan, check_teacher_rows
 from ..student.confined import confined

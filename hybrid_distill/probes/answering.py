@@ -1,8 +1,7 @@
 """Read a model's answers in two ways: the most likely of some choices, and greedy generation.
 
-Shapes: B batch, E example, C choice, L length, S positions read, R context row, T new tokens, V
-vocabulary, Q log-probability read for an example (`EncodedExample.reads`), A log-probability read
-for a batch.
+Shapes: B batch, E example, C choice, L length, S position with logits, R context row, T new token, V
+vocabulary, Q target of an example (`EncodedExample.targets`), A target of any example of a batch.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from ..model.layout import cache_argument, cache_of
 from ..model.self_check import check_not_nan
 from ..progress import track
 from ..teacher import eval_mode, generate_ids, may_cache
-from . import Example, check_counts
+from ..validation import check_counts
 from .encoding import EncodedExample, Tokens, encode_example, tokenize
+from .probe import Example
 
 
 class Output(Protocol):
@@ -72,7 +72,7 @@ class ChoiceBatch:
         self.address_4A = self._addresses().to(device)
 
     def _addresses(self) -> Tensor:
-        """Return where each log-probability is read: in a context (1) or not (0), row, position, token.
+        """Return the address of each target: in a context (1) or not (0), row, position, token.
 
         The position is an index into the logits: of prompts from the end (-1 is the last), of
         contexts from 0.
@@ -83,15 +83,15 @@ class ChoiceBatch:
                 row_of[index, context[:length]] = row
         addresses = []
         for index, example in enumerate(self.encoded):
-            for path, token in example.reads:
+            for path, token in example.targets:
                 position = len(path) - example.n_shared - 1
                 in_context = position >= 0
                 row = row_of[index, path] if in_context else index
                 addresses.append((in_context, row, position, token))
         return torch.tensor(addresses).T
 
-    def reads(self, model: PreTrainedModel) -> Sequence[Tensor]:
-        """Compute each example's `EncodedExample.reads`, running each prompt once."""
+    def target_logprobs(self, model: PreTrainedModel) -> Sequence[Tensor]:
+        """Return the log-probabilities of each example's targets, [Q], running each prompt once."""
         # In float64: choices add up several of them.
         logprob_A = torch.empty(self.address_4A.shape[1], dtype=torch.float64)
         use_cache = bool(self.contexts) and may_cache(model)
@@ -102,12 +102,12 @@ class ChoiceBatch:
             logits_to_keep=self.n_logits,
             use_cache=use_cache,
         )
-        self._read(output.logits, logprob_A, in_contexts=False)
+        self._fill(output.logits, logprob_A, in_contexts=False)
         if self.contexts:
             cache = cache_of(output) if use_cache else None
             logits_RTV = self._context_logits(model, cache)
-            self._read(logits_RTV, logprob_A, in_contexts=True)
-        return logprob_A.split([len(example.reads) for example in self.encoded])
+            self._fill(logits_RTV, logprob_A, in_contexts=True)
+        return logprob_A.split([len(example.targets) for example in self.encoded])
 
     def _context_logits(self, model: PreTrainedModel, cache: Cache | None) -> Tensor:
         """Run the contexts, one row each, on the prompts' cache or after the prompts."""
@@ -128,14 +128,14 @@ class ChoiceBatch:
         cache.batch_select_indices(example_R)
         return forward(model, ids_RT, mask_RL, cache=cache, use_cache=True).logits
 
-    def _read(
+    def _fill(
         self,
         logits_BSV: Tensor,
         logprob_A: Tensor,
         *,
         in_contexts: bool,
     ) -> None:
-        """Fill in the log-probabilities that these logits contain, computed in float32."""
+        """Fill in the log-probabilities of the targets in these logits, computed in float32."""
         is_here_A = self.address_4A[0] == in_contexts
         row, position, token = self.address_4A[1:, is_here_A]
         # Only the normalizer needs the whole vocabulary: log_softmax would store it once more.
@@ -177,11 +177,11 @@ def answer_choices(
         for part in _parts(examples, batch_size, name, progress):
             encoded = [encode_example(tokenizer, example) for example in part]
             batch = ChoiceBatch(encoded, model.device)
-            reads = batch.reads(model)
-            # Not in `reads`: scoring names the head and the prompt of what is NaN.
-            check_not_nan(torch.cat(list(reads)), model)
-            for example, read_Q in zip(encoded, reads):
-                logprob_C = example.choice_logprobs(read_Q[None])[0]
+            target_logprobs = batch.target_logprobs(model)
+            # Not in the batch: scoring names the head and the prompt of what is NaN.
+            check_not_nan(torch.cat(list(target_logprobs)), model)
+            for example, target_logprob_Q in zip(encoded, target_logprobs):
+                logprob_C = example.choice_logprobs(target_logprob_Q[None])[0]
                 logprob_EC.append(logprob_C.tolist())
                 answers.append(example.answer)
     return choice_result(logprob_EC, answers)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from . import Example
 from .encoding import encode_example, tokenize
+from .probe import Example
 
 WORD = re.compile(r"\w+|[^\w\s]|\n")
 NAMED = 8

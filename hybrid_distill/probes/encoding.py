@@ -1,6 +1,6 @@
 """Encode examples as tokens: the prompt, and each choice as a continuation of it.
 
-Shapes: C choice, Q log-probability read (`EncodedExample.reads`), G model.
+Shapes: C choice, Q target (`EncodedExample.targets`), G model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from . import Example
+from .probe import Example
 
 Tokens = tuple[int, ...]
 
@@ -39,20 +39,20 @@ class EncodedExample:
         return sorted({choice[:-1] for choice in self.choices if len(choice) > self.n_shared + 1})
 
     @cached_property
-    def reads(self) -> list[tuple[Tokens, int]]:
-        """Pairs (tokens after the prompt, next token) whose log-probabilities the choices need."""
+    def targets(self) -> list[tuple[Tokens, int]]:
+        """Pairs (tokens after the prompt, next token) whose log-probabilities make up those of choices."""
         pairs: set[tuple[Tokens, int]] = set()
         for choice, stop in zip(self.choices, self.stops):
             pairs.update((choice[:place], token) for place, token in enumerate(choice))
             pairs.update((choice, token) for token in stop)
         return sorted(pairs)
 
-    def choice_logprobs(self, reads_GQ: Tensor) -> Tensor:
-        """Return log-probabilities of the choices, [G, C], from those of `reads`, for G models.
+    def choice_logprobs(self, target_logprob_GQ: Tensor) -> Tensor:
+        """Return log-probabilities of the choices, [G, C], from those of `targets`, for G models.
 
         Sums over a choice's tokens, then excludes the probability of continuing to a longer choice.
         """
-        logprob_G_of = dict(zip(self.reads, reads_GQ.unbind(1)))
+        logprob_G_of = dict(zip(self.targets, target_logprob_GQ.unbind(1)))
         totals = []
         for choice, stop in zip(self.choices, self.stops):
             total_G = torch.zeros(())

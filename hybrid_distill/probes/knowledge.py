@@ -19,7 +19,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 from ..assets import facts_path
 from ..io import Record, refused, text_lines, whole_strings
 from ..validation import Limits
-from . import Example, SeededProbe, digest
+from .probe import Example, SeededProbe
+from .words import digest
 
 Item = TypeVar("Item")
 ANSWER = "Answer:"

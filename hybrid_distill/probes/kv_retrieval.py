@@ -10,8 +10,9 @@ from typing import Annotated, ClassVar, NamedTuple
 from ..assets import general_facts_path
 from ..assets.dictionaries import HEADER, N_VALUES, NOUNS, QUESTION
 from ..validation import Count, CountOrZero, Limits
-from . import Example, SeededProbe, as_tuple, check_queries, checked_words
 from .knowledge import Knowledge
+from .probe import Example, SeededProbe
+from .words import as_tuple, checked_words
 
 Pairs = Annotated[int, Limits(1, N_VALUES, whole=True)]
 """Number of entries in a dictionary; limited because values are distinct."""
@@ -61,7 +62,7 @@ class KVRetrieval(SeededProbe):
         super().__post_init__()
         checked_words("n_pairs", self._sizes)
         object.__setattr__(self, "keys", checked_words("keys", self.keys, max(self._sizes)))
-        check_queries(self.n_queries, min(self._sizes))
+        _check_queries(self.n_queries, min(self._sizes))
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -132,3 +133,11 @@ def _general_statements() -> list[str]:
     """List the shipped facts as sentences; cached, because every prompt with a distance needs them."""
     facts = Knowledge(general_facts_path()).examples()
     return [f"{fact.prompt}{fact.answer}." for fact in facts]
+
+
+def _check_queries(n_queries: int, n_pairs: int) -> None:
+    """Raise ValueError if a prompt has more questions than pairs."""
+    if n_queries > n_pairs:
+        raise ValueError(
+            f"n_queries is {n_queries}, but a prompt has {n_pairs} pairs; pass at most {n_pairs}."
+        )

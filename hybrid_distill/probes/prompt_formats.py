@@ -12,9 +12,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..teacher import longest_context
-from . import Example, Probe, SeededProbe, queries_of
 from .answering import answer_choices
 from .checks import token_counts
+from .probe import Example, Probe, SeededProbe, queries_of
 
 log = logging.getLogger(__name__)
 

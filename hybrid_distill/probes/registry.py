@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from . import Probe, as_tuple
 from .knowledge import LetterChoice
 from .kv_retrieval import KVRetrieval
+from .probe import Probe
 from .ruler import TASKS, RulerProbe
+from .words import as_tuple
 
 
 def make_probe(name: str, **options: object) -> Probe:

@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..assets.filler import filler_sentences
 from ..validation import Count, check_options
-from . import Example
 from .checks import missing_words
+from .probe import Example
 
 
 class Needles(NamedTuple):

@@ -4,18 +4,17 @@ A head's score is the drop in accuracy on a retrieval probe (arXiv 2504.18574). 
 of the answer breaks ties in accuracy; the loss on plain text reveals heads that matter for every
 task.
 
-    model before ablation, on all examples                              -> baseline
-    for each round of examples (one; a race has several, for the remaining heads)
+    model before ablation, on all prompts                               -> baseline
+    for each round of prompts (one; a race has several, for the remaining heads)
         for each layer, bottom to top
             several heads at once, from that layer up (`forwards`)      -> accuracy, logprob
-    drops, standard errors, intervals, split-half agreement (`measure`) -> HeadScores
+    drops, standard errors, intervals, split-half agreement (`results`) -> HeadScores
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,19 +22,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..io import Record
 from ..plan import HeadId
-from ..probes import Probe, check_counts, queries_of
+from ..probes import Probe, queries_of
 from ..probes.checks import CannotAnswer
 from ..probes.encoding import encode_example
 from ..probes.plain_text import text_rows
 from ..progress import Phase
 from ..teacher import HeadKind, HeadSite, ablate_heads, check_exists, eval_mode, head_sites
+from ..validation import check_counts
 from .batch_sizer import BatchSizer
 from .head_scores import HeadScores, describe_run, heads_of
-from .measure import AblationRun
-from .probe_rows import QuestionRow, TextRow
+from .measure import measure_baseline
+from .probe_rows import PromptRow, TextRow
 from .racing import Race
+from .results import scores_of
 from .resume_log import ResumeLog
-from .shortcuts import compute_dtype, fastest_exact
+from .rounds import AblationRun
+from .shortcuts import compute_dtype, fastest_exact, sample_rows
 
 CONTROL_TOKENS = 256
 """Tokens of each plain text on which the control loss is measured."""
@@ -74,8 +76,8 @@ def score_heads(
         min_accuracy: Accuracy required of the model with all its heads. None: `ENOUGH`.
         race_k: Drop heads once they cannot be among the top k (`racing`). With about 99 %
             confidence, the top k are the same as in exhaustive scoring. A dropped head's scores cover only the
-            examples it was measured on (``n_examples_LH``), and its control loss is NaN. None scores
-            every head on every example.
+            prompts it was measured on (``n_examples_LH``), and its control loss is NaN. None scores
+            every head on every prompt.
         heads: Heads to score; others get NaN.
         removed: Heads ablated throughout, including in the baseline (joint ablation); they get NaN.
         kind: Kind of heads, as in `head_sites`.
@@ -83,7 +85,7 @@ def score_heads(
             same task are reused.
 
     Raises ValueError for a model below ``min_accuracy``, and for non-finite logits, naming the head
-    and the example.
+    and the prompt.
     """
     check_counts(n_examples=n_examples)
     if batch_size is not None:
@@ -91,12 +93,14 @@ def score_heads(
     sites = head_sites(model, kind)
     candidates = _candidates(model, sites, heads, removed)
     # Encoded once: every ablated model reads the same tokens.
-    questions = _question_rows(model, tokenizer, probe, n_examples)
+    prompts = _prompt_rows(model, tokenizer, probe, n_examples)
     control_texts = list(control_texts or [])
     texts = _control_rows(model, tokenizer, control_texts)
     race = None
+    in_order = prompts
     if race_k is not None:
-        race = Race(race_k, n_examples, n_queries=queries_of(probe))
+        race = Race(race_k, n_examples, n_questions=queries_of(probe))
+        in_order = [prompts[number] for number in race.order()]
 
     with eval_mode(model), _bfloat16_on_gpu(model):
         provenance = {
@@ -112,18 +116,19 @@ def score_heads(
             **_describe_computation(model),
         }
         # The provenance holds everything that decides the numbers: only measurements of the same task are reused.
-        log = ResumeLog(resume_path, provenance)
+        resume_log = ResumeLog(resume_path, provenance)
         # The baseline too: each head's drop is relative to the reduced model.
         with ablate_heads(model, removed, kind=kind):
-            run = AblationRun(model, questions, texts, candidates, race)
             with Phase("measuring the model with all its heads", hidden=not progress):
                 sizer = BatchSizer(model, batch_size)
-                forwards = fastest_exact(model, sites, sizer, run.samples())
-                run.baseline(forwards)
-            accuracy = run.accuracy_E.mean().item()
-            check_accuracy(accuracy, min_accuracy, probe)
-            run.ablate(forwards, log, progress)
-    return run.scores(sites, probe.chance, provenance)
+                samples = sample_rows(prompts, texts, model.device)
+                forwards = fastest_exact(model, sites, sizer, samples)
+                baseline = measure_baseline(forwards, in_order, texts)
+            run = AblationRun(forwards, in_order, texts, candidates, race, resume_log)
+            run.log_estimate(baseline.seconds)
+            check_accuracy(baseline.accuracy_M.mean().item(), min_accuracy, probe)
+            run.ablate(progress)
+    return scores_of(run, baseline, chance=probe.chance, provenance=provenance)
 
 
 def _describe_computation(model: PreTrainedModel) -> Record:
@@ -159,21 +164,21 @@ def _candidates(
     return candidates
 
 
-def _question_rows(
+def _prompt_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     probe: Probe,
     n_prompts: int,
-) -> list[QuestionRow]:
+) -> list[PromptRow]:
     """Make a row for each prompt, with all the questions that the probe asks about it."""
-    n_queries = queries_of(probe)
-    examples = probe.examples(n_prompts * n_queries)
+    n_questions = queries_of(probe)
+    examples = probe.examples(n_prompts * n_questions)
     encoded = [encode_example(tokenizer, example) for example in examples]
     rows = []
-    for start in range(0, len(examples), n_queries):
+    for start in range(0, len(examples), n_questions):
         # Consecutive examples ask about the same prompt.
-        queries = slice(start, start + n_queries)
-        row = QuestionRow(len(rows), examples[queries], encoded[queries], model.device)
+        questions = slice(start, start + n_questions)
+        row = PromptRow(len(rows), examples[questions], encoded[questions], model.device)
         rows.append(row)
     return rows
 
@@ -191,7 +196,14 @@ def _control_rows(
 def _describe_race(race: Race | None) -> Record | None:
     if race is None:
         return None
-    return {**asdict(race), "rounds": race.rounds}
+    return {
+        "k": race.k,
+        "n_examples": race.n_prompts,
+        "confidence": race.confidence,
+        "seed": race.seed,
+        "n_queries": race.n_questions,
+        "rounds": race.rounds,
+    }
 
 
 def _describe_texts(texts: Sequence[str]) -> Record | None:

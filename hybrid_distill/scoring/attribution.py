@@ -29,18 +29,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distributed import compute_everywhere, own_share, rank_and_world
 from ..io import Record
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..probes import Example, Probe, check_counts
+from ..probes import Example, Probe
 from ..probes.answering import answer_choices, forward, left_pad
 from ..probes.checks import check_answerable
 from ..probes.encoding import EncodedExample, encode_example
 from ..progress import Phase
 from ..teacher import attention_sites, eval_mode, fingerprint, longest_context
+from ..validation import check_counts
 from .ablation import check_accuracy
 from .head_scores import HeadScores, describe_run, head_table, heads_of
-from .measure import AGREEMENT_AT
 from .restoration import merged_heads
 from .resume_log import ResumeLog
-from .uncertainty import bootstrap_interval, split_half
+from .uncertainty import AGREEMENT_AT, bootstrap_interval, split_half
 
 METHOD = "integrated gradients from the student's heads to the teacher's"
 N_EXAMPLES = 24

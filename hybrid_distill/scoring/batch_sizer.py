@@ -42,7 +42,7 @@ class BatchSizer:
             # A power of two: it can be halved down to one row.
             n_rows = _power_of_two(tokens // batch.length)
         # With a large vocabulary, logits take more memory than all layers together.
-        n_logits = batch.n_read * text_config(self.model).vocab_size
+        n_logits = batch.n_positions * text_config(self.model).vocab_size
         n_rows = min(n_rows, LOGITS_AT_ONCE // n_logits)
         return max(1, n_rows >> self.n_halvings)
 

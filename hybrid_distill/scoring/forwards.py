@@ -11,7 +11,7 @@ The result is exact: every operation is the same as in a full forward, and skipp
 read.
 
 Shapes: G group (one ablation), B row, R = G*B rows, L length, H head, P head dim, C = H*P, D model
-width, Q value read (`ProbeBatch.read`).
+width, Q value (`ProbeBatch.values`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class Forwards(ABC):
         self.blocks = [block for _, block in decoder_blocks(self.model)]
 
     def whole(self, batch: ProbeBatch) -> Tensor:
-        """Return read_1Q of the model as it is."""
+        """Return value_1Q of the model as it is."""
         return self.sizer.fit(batch, lambda n_rows: self._whole_in_parts(batch, n_rows))
 
     def without(
@@ -66,7 +67,7 @@ class Forwards(ABC):
         layer: int,
         heads: Sequence[int],
     ) -> Tensor:
-        """Return read_HQ with each of ``heads`` ablated in turn.
+        """Return value_HQ with each of ``heads`` ablated in turn.
 
         Call for layers from bottom to top.
         """
@@ -113,8 +114,8 @@ class FullForwards(Forwards):
         return _n_tokens(rows) * len(self.blocks) * len(layers)
 
     def _whole_in_parts(self, batch: ProbeBatch, n_rows: int) -> Tensor:
-        reads = [part.read_plainly(self.model) for _, part in batch.parts(n_rows)]
-        return torch.cat(reads, dim=1)
+        values = [part.values_by_plain_forwards(self.model) for _, part in batch.parts(n_rows)]
+        return torch.cat(values, dim=1)
 
     def _without_in_parts(
         self,
@@ -123,11 +124,30 @@ class FullForwards(Forwards):
         heads: Sequence[int],
         n_rows: int,
     ) -> Tensor:
-        reads = []
+        values = []
         for head in heads:
             with ablate_heads(self.model, [HeadId(layer, head)], kind=self.kind):
-                reads.append(self._whole_in_parts(batch, n_rows))
-        return torch.cat(reads)
+                values.append(self._whole_in_parts(batch, n_rows))
+        return torch.cat(values)
+
+
+class LayerRecord(NamedTuple):
+    """One layer's tensors, and functions that wrap a tensor as its mixer and its block return it."""
+
+    input_BLD: Tensor
+    heads_BLHP: Tensor
+    """Input of the output projection."""
+    output_BLD: Tensor
+    as_mixer_output: Callable[[Tensor], object]
+    as_block_output: Callable[[Tensor], object]
+
+
+class _Reached(NamedTuple):
+    """Layers that have run for a batch: their number, and the output of the last one."""
+
+    n_layers: int
+    output_BLD: Tensor
+    as_block_output: Callable[[Tensor], object]
 
 
 @dataclass(eq=False)
@@ -140,24 +160,19 @@ class FromLayer(Forwards):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.begin([])
-        # Wrap a tensor like the output of a layer and of its mixer, which differ by family; set by
-        # the first forward.
-        self.as_block_output: Callable[[Tensor], object]
-        self.as_mixer_output: Callable[[Tensor], object]
 
     def __str__(self) -> str:
         return "forwards from the ablated layer up"
 
     def begin(self, batches: Sequence[ProbeBatch]) -> None:
-        # By batch: the number of layers that have run, and the output of the last one.
-        self.reached: dict[ProbeBatch, tuple[int, Tensor]] = {}
+        self.reached: dict[ProbeBatch, _Reached] = {}
 
     def work(self, rows: Sequence[ProbeRow], layers: Sequence[int]) -> int:
         return _n_tokens(rows) * sum(len(self.blocks) - layer for layer in layers)
 
     def _whole_in_parts(self, batch: ProbeBatch, n_rows: int) -> Tensor:
-        reads = [part.read(part.logits(self.model)) for _, part in batch.parts(n_rows)]
-        return torch.cat(reads, dim=1)
+        values = [part.values(part.logits(self.model)) for _, part in batch.parts(n_rows)]
+        return torch.cat(values, dim=1)
 
     def _without_in_parts(
         self,
@@ -167,43 +182,34 @@ class FromLayer(Forwards):
         n_rows: int,
     ) -> Tensor:
         # Before the first layer nothing is cached: the forward begins with the embedding.
-        start, below_BLD = self.reached.get(batch, (0, None))
-        reads = []
-        outputs = []
+        below = self.reached.get(batch)
+        values = []
+        parts_reached: list[_Reached] = []
         for rows, part in batch.parts(n_rows):
-            below_part_BLD = None
-            if below_BLD is not None:
-                below_part_BLD = below_BLD[rows]
-            input_BLD, heads_BLHP, output_BLD = self._record(part, start, below_part_BLD, layer)
-            outputs.append(output_BLD)
+            below_part = None
+            if below is not None:
+                below_part = below._replace(output_BLD=below.output_BLD[rows])
+            record = self._record(part, below_part, layer)
+            parts_reached.append(_Reached(layer + 1, record.output_BLD, record.as_block_output))
             # n_rows limits the rows of one forward, and each ablated head repeats the part's rows.
             n_at_once = max(1, n_rows // len(part))
-            reads_of_part = []
+            values_of_part = []
             for first in range(0, len(heads), n_at_once):
                 group = heads[first : first + n_at_once]
-                reads_of_part.append(self._ablate(part, layer, group, input_BLD, heads_BLHP))
-            reads.append(torch.cat(reads_of_part))
+                values_of_part.append(self._ablate(part, layer, group, record))
+            values.append(torch.cat(values_of_part))
+        output_BLD = torch.cat([part.output_BLD for part in parts_reached])
         # Only now: if memory runs out before, the retry needs the old entry.
-        self.reached[batch] = (layer + 1, torch.cat(outputs))
-        return torch.cat(reads, dim=1)
+        self.reached[batch] = parts_reached[0]._replace(output_BLD=output_BLD)
+        return torch.cat(values, dim=1)
 
-    def _record(
-        self,
-        part: ProbeBatch,
-        start: int,
-        below_BLD: Tensor | None,
-        layer: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run only layers ``start`` to ``layer``, on the output of the layers below.
-
-        Returns the input_BLD of ``layer``, the heads_BLHP that its output projection reads, and its
-        output_BLD.
-        """
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
+    def _record(self, part: ProbeBatch, below: _Reached | None, layer: int) -> LayerRecord:
+        """Run the layers above ``below`` up to ``layer``, and record the last one."""
+        mixer_outputs: list[object] = []
+        records: list[LayerRecord] = []
 
         def after_mixer(module: nn.Module, args: object, output: object) -> None:
-            self.as_mixer_output = _wrapper_like(output)
+            mixer_outputs.append(output)
 
         def after_block(
             module: nn.Module,
@@ -211,16 +217,21 @@ class FromLayer(Forwards):
             kwargs: Record,
             output: Tensor | tuple[Tensor, ...],
         ) -> None:
-            self.as_block_output = _wrapper_like(output)
-            inputs.append(args[0] if args else kwargs["hidden_states"])
-            outputs.append(output[0] if isinstance(output, tuple) else output)
+            record = LayerRecord(
+                input_BLD=args[0] if args else kwargs["hidden_states"],
+                heads_BLHP=recorded_heads[0],
+                output_BLD=output[0] if isinstance(output, tuple) else output,
+                as_mixer_output=_wrapper_like(mixer_outputs[0]),
+                as_block_output=_wrapper_like(output),
+            )
+            records.append(record)
             # A hook cannot return early from the model; an exception skips the layers above.
             raise _Enough
 
         with ExitStack() as hooks:
-            if below_BLD is not None:
-                below = self.as_block_output(below_BLD)
-                hooks.enter_context(replay_blocks(self.model, start - 1, below))
+            if below is not None:
+                output = below.as_block_output(below.output_BLD)
+                hooks.enter_context(replay_blocks(self.model, below.n_layers - 1, output))
             recorded_heads = hooks.enter_context(record_heads(self.model, layer, kind=self.kind))
             hooks.enter_context(self.site_of[layer].module.register_forward_hook(after_mixer))
             hooks.enter_context(
@@ -228,33 +239,32 @@ class FromLayer(Forwards):
             )
             hooks.enter_context(suppress(_Enough))
             part.logits(self.model)
-        return inputs[0], recorded_heads[0], outputs[0]
+        return records[0]
 
     def _ablate(
         self,
         part: ProbeBatch,
         layer: int,
         heads: Sequence[int],
-        input_BLD: Tensor,
-        heads_BLHP: Tensor,
+        record: LayerRecord,
     ) -> Tensor:
-        """Return read_GQ of one forward from this layer up, the rows repeated for each head."""
+        """Return value_GQ of one forward from this layer up, the rows repeated for each head."""
         site = self.site_of[layer]
         n_groups = len(heads)
-        heads_RLC = heads_BLHP.flatten(2).repeat(n_groups, 1, 1)
+        heads_RLC = record.heads_BLHP.flatten(2).repeat(n_groups, 1, 1)
         # Group by group, as ablate_heads_by_row and ProbeBatch.logits count rows.
-        input_RLD = input_BLD.repeat(n_groups, 1, 1)
+        input_RLD = record.input_BLD.repeat(n_groups, 1, 1)
 
         def project(*args: object, **kwargs: object) -> object:
-            return self.as_mixer_output(site.o_proj(heads_RLC))
+            return record.as_mixer_output(site.o_proj(heads_RLC))
 
         with ExitStack() as patches:
             # The layer's norm and residual run again, on its recorded input; its mixer does not.
-            below = self.as_block_output(input_RLD)
+            below = record.as_block_output(input_RLD)
             patches.enter_context(replay_blocks(self.model, layer - 1, below))
             patches.enter_context(replaced_forward(site.module, project))
             patches.enter_context(ablate_heads_by_row(self.model, layer, heads, kind=self.kind))
-            return part.read(part.logits(self.model, n_groups))
+            return part.values(part.logits(self.model, n_groups))
 
 
 class _Enough(Exception):

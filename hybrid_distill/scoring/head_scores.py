@@ -1,6 +1,7 @@
 """Result of scoring: the numbers of every head and their provenance, in one file.
 
-Shapes: L layer, H query head (in tables [H, E], scored heads only), E example, U unit of neighboring heads.
+Shapes: L layer, H query head (in tables [H, N], scored heads only), N sample (a prompt, a question or a
+text), U unit of neighboring heads.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class HeadScores:
     """Scores of every head, as float64 tensors [layer, head]; a higher drop means that ablating the
     head costs more.
 
-    ``accuracy_drop_LH`` is a share of examples (-1 to 1), ``logprob_drop_LH`` the drop in the
+    ``accuracy_drop_LH`` is a share of questions (-1 to 1), ``logprob_drop_LH`` the drop in the
     answer's log-probability in nats, ``control_drop_LH`` the rise in next-token loss on plain text
     in nats per token (None without texts). Standard errors are for paired differences: the same
-    examples with and without the head. Scores by attribution (`is_additive`) have no accuracy.
+    prompts with and without the head. Scores by attribution (`is_additive`) have no accuracy.
 
     Optional, None if not measured: intervals (low, high) of the three drops; ``n_examples_LH``, the
-    number of examples each head was measured on (int64); ``agreement`` between disjoint halves of
-    the examples (`split_half`). A NaN drop marks a head that was not scored or that its layer does
+    number of prompts each head was measured on (int64); ``agreement`` between disjoint halves of
+    the prompts (`split_half`). A NaN drop marks a head that was not scored or that its layer does
     not have (hybrid teachers).
     """
 
@@ -126,7 +127,7 @@ class HeadScores:
 
     def ranking(self, by: str = "retrieval") -> list[HeadId]:
         """List all scored heads, best first: by `value_LH`, log-probability drop and position."""
-        # Two keys: accuracy moves in steps of one example, so many heads tie.
+        # Two keys: accuracy moves in steps of one question, so many heads tie.
         keys_LH2 = torch.stack([self.value_LH(by), self.logprob_drop_LH], dim=-1)
         is_scored_LH = ~keys_LH2.isnan().any(-1)
         # Negated: sorted() is ascending.
@@ -198,16 +199,16 @@ class HeadScores:
         baseline: Record,
         provenance: Record,
     ) -> HeadScores:
-        """Average the differences of each head over the examples, with the standard error of the mean.
+        """Average the differences of each head over the samples, with the standard error of the mean.
 
-        ``differences`` maps logprob and, if measured, accuracy and control to a table [H, E], one
-        row for each of ``heads``; NaN marks an example that a head was not measured on. All other
+        ``differences`` maps logprob and, if measured, accuracy and control to a table [H, N], one
+        row for each of ``heads``; NaN marks a sample that a head was not measured on. All other
         heads get NaN.
         """
         drops: dict[str, Tensor] = {}
         errors: dict[str, Tensor] = {}
-        for name, difference_HE in differences.items():
-            mean_H, error_H = _mean_and_error(difference_HE)
+        for name, difference_HN in differences.items():
+            mean_H, error_H = _mean_and_error(difference_HN)
             drops[name] = head_table(model, sites, heads, mean_H)
             errors[name] = head_table(model, sites, heads, error_H)
         return cls(
@@ -257,12 +258,12 @@ class HeadScores:
             )
 
 
-def _mean_and_error(difference_HE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each head's mean over its examples and the standard error of that mean."""
-    mean_H1 = difference_HE.nanmean(1, keepdim=True)
-    n_H = (~difference_HE.isnan()).sum(1)
-    squares_H = (difference_HE - mean_H1).nan_to_num().square().sum(1)
-    # From one example no error can be estimated; it is 0, not NaN.
+def _mean_and_error(difference_HN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each head's mean over its samples and the standard error of that mean."""
+    mean_H1 = difference_HN.nanmean(1, keepdim=True)
+    n_H = (~difference_HN.isnan()).sum(1)
+    squares_H = (difference_HN - mean_H1).nan_to_num().square().sum(1)
+    # From one sample no error can be estimated; it is 0, not NaN.
     variance_H = squares_H / (n_H - 1).clamp(min=1)
     return mean_H1[:, 0], (variance_H / n_H).sqrt()
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..distributed import own_share
 from ..probes.answering import accepts
-from .probe_rows import ProbeRow, QuestionRow, TextRow
+from .probe_rows import ProbeRow, PromptRow, TextRow
 
 
 class ProbeBatch:
@@ -23,7 +23,7 @@ class ProbeBatch:
     def __init__(self, rows: Sequence[ProbeRow]) -> None:
         self.rows = list(rows)
         self.kind = type(rows[0])
-        self.n_read = max(row.n_read for row in rows)
+        self.n_positions = max(row.n_positions for row in rows)
         self.length = max(len(row.tokens) for row in rows)
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class ProbeBatch:
 
     @property
     def is_text(self) -> bool:
-        """True for plain texts, False for questions."""
+        """True for plain texts, False for prompts."""
         return self.kind is TextRow
 
     @cached_property
@@ -49,42 +49,42 @@ class ProbeBatch:
         """Compute logits_GBSV of ``groups`` consecutive copies of the rows."""
         arguments = self._tree_arguments(model, groups)
         if accepts(model, "logits_to_keep"):
-            arguments["logits_to_keep"] = self.n_read
+            arguments["logits_to_keep"] = self.n_positions
         output = model(input_ids=self.ids_BL.repeat(groups, 1), use_cache=False, **arguments)
-        return output.logits[:, -self.n_read :].unflatten(0, (groups, len(self)))
+        return output.logits[:, -self.n_positions :].unflatten(0, (groups, len(self)))
 
     def _tree_arguments(self, model: PreTrainedModel, groups: int) -> dict[str, object]:
         """Return the mask and positions of rows with a tree; plain rows need neither."""
-        questions = [row for row in self.rows if isinstance(row, QuestionRow)]
+        prompts = [row for row in self.rows if isinstance(row, PromptRow)]
         # Without a mask, attention takes its fast causal path.
-        if not any(row.node_of for row in questions):
+        if not any(row.node_of for row in prompts):
             return {}
-        mask_B1LL = torch.stack([row.sees_LL for row in questions])[:, None]
+        mask_B1LL = torch.stack([row.sees_LL for row in prompts])[:, None]
         # Only sdpa accepts a Boolean mask; other attentions add the mask to their scores.
         if model.config._attn_implementation != "sdpa":
             lowest = torch.finfo(model.dtype).min
             zeros_B1LL = torch.zeros_like(mask_B1LL, dtype=model.dtype)
             mask_B1LL = zeros_B1LL.masked_fill(~mask_B1LL, lowest)
-        position_BL = torch.stack([row.position_L for row in questions])
+        position_BL = torch.stack([row.position_L for row in prompts])
         return {
             "attention_mask": mask_B1LL.repeat(groups, 1, 1, 1),
             "position_ids": position_BL.repeat(groups, 1),
         }
 
-    def read(self, logits_GBSV: Tensor) -> Tensor:
-        """Return read_GQ, the values from which each row's outcome is computed, in float64 on the CPU."""
+    def values(self, logits_GBSV: Tensor) -> Tensor:
+        """Return value_GQ, from which each row's outcome is computed, in float64 on the CPU."""
         # From here on in float64: drops are small differences of sums.
-        return self.kind.read(self.rows, logits_GBSV).double().cpu()
+        return self.kind.values(self.rows, logits_GBSV).double().cpu()
 
-    def read_plainly(self, model: PreTrainedModel) -> Tensor:
-        """Return read_1Q by ordinary forwards: the fallback and the reference for `read`."""
-        return self.kind.read_plainly(self.rows, model)
+    def values_by_plain_forwards(self, model: PreTrainedModel) -> Tensor:
+        """Return value_1Q by ordinary forwards: the fallback and the reference for `values`."""
+        return self.kind.values_by_plain_forwards(self.rows, model)
 
-    def outcome(self, read_GQ: Tensor) -> Tensor:
+    def outcome(self, value_GQ: Tensor) -> Tensor:
         """Return outcome_XGBE; all rows must have the same number of questions."""
         sizes = [row.n_values for row in self.rows]
         outcomes = []
-        for row, own_GQ in zip(self.rows, read_GQ.split(sizes, dim=1)):
+        for row, own_GQ in zip(self.rows, value_GQ.split(sizes, dim=1)):
             outcomes.append(row.outcome(own_GQ))
         return torch.stack(outcomes, dim=2)
 

@@ -1,4 +1,4 @@
-"""Questions and texts as rows of tokens, and how a forward pass answers them.
+"""Prompts with their questions, and texts, as rows of tokens, and how a forward pass answers them.
 
 All questions about one prompt are one row: the tokens that they share (the trunk), then a tree of
 continuations. Two questions about a dictionary, for a tokenizer that splits digits:
@@ -14,10 +14,10 @@ from the start of the prompt along its path, so both nodes "is" have the same on
 gives the logits of every path: " 84" as the value of apple is read as 8 after "apple is", and 4
 after "apple is 8".
 
-Shapes: G group (of rows with the same head ablated), B row, L length, S positions read (the last
-ones), V vocabulary, Q value read (many per question, one per text), C choice, X value that scores
-depend on (questions: the answer's margin over the best other choice, and its log-probability;
-texts: the loss), E question of a row (texts have one).
+Shapes: G group (of rows with the same head ablated), B row, L length, S final position (whose logits
+are computed), V vocabulary, Q value (questions: the log-probability of a target; texts: the loss),
+C choice, X outcome (questions: the answer's margin over the best other choice, and its
+log-probability; texts: the loss), E question of a row (texts have one).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CPU_LOGITS = 2**19
 class ProbeRow(ABC):
     """A prompt with its questions, or a text.
 
-    ``number`` is its index among all prompts or all texts, ``n_read`` the number of final positions
-    whose logits are read, ``n_values`` the number of values read from them.
+    ``number`` is its index among all prompts or all texts, ``n_positions`` the number of final positions
+    whose logits are computed, ``n_values`` the number of values that these logits give.
     """
 
     def __init__(
@@ -52,28 +52,29 @@ class ProbeRow(ABC):
         number: int,
         tokens: Tokens,
         *,
-        n_read: int,
+        n_positions: int,
         n_values: int,
         device: torch.device,
     ) -> None:
         self.number = number
         self.tokens = tokens
-        self.n_read = n_read
+        self.n_positions = n_positions
         self.n_values = n_values
         self.ids_L = torch.tensor(tokens, device=device)
 
+    # Static: a batch gathers the values of all its rows in one indexing call.
     @staticmethod
     @abstractmethod
-    def read(rows: Sequence[Any], logits_GBSV: Tensor) -> Tensor:
-        """Read read_GQ in nats, row after row, from the logits of the last positions."""
+    def values(rows: Sequence[Any], logits_GBSV: Tensor) -> Tensor:
+        """Return value_GQ in nats, row after row, from the logits of the final positions."""
 
     @staticmethod
     @abstractmethod
-    def read_plainly(rows: Sequence[Any], model: PreTrainedModel) -> Tensor:
-        """Read read_1Q with ordinary forwards, for models that do not support trees."""
+    def values_by_plain_forwards(rows: Sequence[Any], model: PreTrainedModel) -> Tensor:
+        """Return value_1Q by ordinary forwards, for models that do not support trees."""
 
     @abstractmethod
-    def outcome(self, read_GQ: Tensor) -> Tensor:
+    def outcome(self, value_GQ: Tensor) -> Tensor:
         """Return outcome_XGE: a question's margin and answer log-probability, a text's loss."""
 
 
@@ -86,13 +87,13 @@ class TextRow(ProbeRow):
         tokens: Tokens,
         device: torch.device,
     ) -> None:
-        super().__init__(number, tokens, n_read=len(tokens), n_values=1, device=device)
+        super().__init__(number, tokens, n_positions=len(tokens), n_values=1, device=device)
 
     def __str__(self) -> str:
         return f"text {self.number}"
 
     @staticmethod
-    def read(rows: Sequence[TextRow], logits_GBSV: Tensor) -> Tensor:
+    def values(rows: Sequence[TextRow], logits_GBSV: Tensor) -> Tensor:
         next_BS1 = torch.stack([row.ids_L[1:] for row in rows])[..., None]
         next_GBS1 = next_BS1.expand(len(logits_GBSV), -1, -1, -1)
         logit_GBS = logits_GBSV[:, :, :-1].gather(-1, next_GBS1)[..., 0].float()
@@ -100,15 +101,15 @@ class TextRow(ProbeRow):
         return (_normalizers(logits_GBSV)[:, :, :-1] - logit_GBS).mean(-1)
 
     @staticmethod
-    def read_plainly(rows: Sequence[TextRow], model: PreTrainedModel) -> Tensor:
+    def values_by_plain_forwards(rows: Sequence[TextRow], model: PreTrainedModel) -> Tensor:
         batch = TextBatch([row.tokens for row in rows], model.device)
         return batch.text_losses(model).cpu()[None]
 
-    def outcome(self, read_GQ: Tensor) -> Tensor:
-        return read_GQ[None]
+    def outcome(self, value_GQ: Tensor) -> Tensor:
+        return value_GQ[None]
 
 
-class QuestionRow(ProbeRow):
+class PromptRow(ProbeRow):
     """Questions about one prompt, measured by the log-probabilities that make up their choices.
 
     The tokens are ``n_trunk`` shared ones, then the nodes of a tree. ``node_of`` maps the path to a
@@ -124,10 +125,10 @@ class QuestionRow(ProbeRow):
     ) -> None:
         self.examples = examples
         self.encoded = encoded
-        reads: list[tuple[Tokens, int]] = []
+        targets: list[tuple[Tokens, int]] = []
         for question in encoded:
-            reads += [(question.prompt + path, token) for path, token in question.reads]
-        contexts = sorted({context for context, _ in reads})
+            targets += [(question.prompt + path, token) for path, token in question.targets]
+        contexts = sorted({context for context, _ in targets})
         leaves = _without_prefixes(contexts)
         self.n_trunk = common_prefix(leaves)
         self.node_of = _number_nodes(leaves, self.n_trunk)
@@ -138,16 +139,16 @@ class QuestionRow(ProbeRow):
             path = context[self.n_trunk :]
             index_of[context] = self.node_of[path] if path else len(context) - 1
         # Logits of the whole prompt would take gigabytes for a large vocabulary.
-        n_read = len(tokens) - min(index_of.values())
+        n_positions = len(tokens) - min(index_of.values())
         super().__init__(
             number,
             tokens,
-            n_read=n_read,
-            n_values=len(reads),
+            n_positions=n_positions,
+            n_values=len(targets),
             device=device,
         )
         # Counted from the end: a forward returns only the logits of the last positions.
-        addresses = [(index_of[context] - len(tokens), token) for context, token in reads]
+        addresses = [(index_of[context] - len(tokens), token) for context, token in targets]
         self.address_2Q = torch.tensor(addresses, device=device).T
 
     def __str__(self) -> str:
@@ -172,7 +173,7 @@ class QuestionRow(ProbeRow):
         return torch.tensor(positions, device=self.ids_L.device)
 
     @staticmethod
-    def read(rows: Sequence[QuestionRow], logits_GBSV: Tensor) -> Tensor:
+    def values(rows: Sequence[PromptRow], logits_GBSV: Tensor) -> Tensor:
         row_of_value: list[int] = []
         for index, row in enumerate(rows):
             row_of_value += [index] * row.n_values
@@ -183,16 +184,17 @@ class QuestionRow(ProbeRow):
         return logit_GQ - normalizer_GBS[:, row_Q, position_Q]
 
     @staticmethod
-    def read_plainly(rows: Sequence[QuestionRow], model: PreTrainedModel) -> Tensor:
+    def values_by_plain_forwards(rows: Sequence[PromptRow], model: PreTrainedModel) -> Tensor:
         encoded: list[EncodedExample] = []
         for row in rows:
             encoded += row.encoded
-        return torch.cat(list(ChoiceBatch(encoded, model.device).reads(model)))[None]
+        target_logprobs = ChoiceBatch(encoded, model.device).target_logprobs(model)
+        return torch.cat(list(target_logprobs))[None]
 
-    def outcome(self, read_GQ: Tensor) -> Tensor:
+    def outcome(self, value_GQ: Tensor) -> Tensor:
         outcomes = []
-        sizes = [len(question.reads) for question in self.encoded]
-        for question, own_GQ in zip(self.encoded, read_GQ.split(sizes, dim=1)):
+        sizes = [len(question.targets) for question in self.encoded]
+        for question, own_GQ in zip(self.encoded, value_GQ.split(sizes, dim=1)):
             logprob_GC = question.choice_logprobs(own_GQ)
             answer_G = logprob_GC[:, question.answer].clone()
             # The maximum below is then over the other choices alone.

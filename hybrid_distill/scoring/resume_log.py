@@ -10,7 +10,7 @@ from pathlib import Path
 from ..distributed import agree_on, rank_and_world
 from ..io import Record, write_json
 
-FORMAT = "hybrid-distill/head-scores-partial/2"
+FORMAT = "hybrid-distill/head-scores-partial/3"
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Choose the fastest forwards that are exact for a model: the shortcut, if it agrees with full ones.
 
-Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X value that
-scores depend on (`ProbeBatch.outcome`).
+Shapes: G group (one ablation), B row, E question of a row, L length, D model width, X outcome
+(`ProbeBatch.outcome`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,40 @@ from ..teacher import HeadSite, text_config
 from .batch_sizer import BatchSizer
 from .forwards import Forwards, FromLayer, FullForwards
 from .probe_batch import ProbeBatch
-from .probe_rows import ProbeRow
+from .probe_rows import ProbeRow, PromptRow, TextRow
 
 # Largest error of a shortcut, as a multiple of the error from different rounding alone. Both grow
 # with depth, so no constant number of nats separates rounding from a mistake.
 TIMES_THE_NOISE = 4
+SAMPLE_TOKENS = 64
+"""Tokens of the texts on which the shortcut is tested."""
 
 log = logging.getLogger(__name__)
+
+
+def sample_rows(
+    prompts: Sequence[PromptRow], texts: Sequence[TextRow], device: torch.device
+) -> list[list[ProbeRow]]:
+    """Choose rows for `fastest_exact`: two lengths, a tree of choices, and short texts."""
+    longest_first = sorted(prompts, key=_longest_first)
+    median = longest_first[len(longest_first) // 2]
+    chosen: list[ProbeRow] = [longest_first[0], median]
+    chosen += [row for row in longest_first if row.node_of][:1]
+    # A dict, not a set: it keeps their order.
+    samples = [list(dict.fromkeys(chosen))]
+    if texts:
+        beginnings: list[ProbeRow] = []
+        longest_texts = sorted(texts, key=_longest_first)[:2]
+        for index, row in enumerate(longest_texts):
+            # Different lengths, so that each is a batch of its own, as in scoring.
+            tokens = row.tokens[: SAMPLE_TOKENS - index]
+            beginnings.append(TextRow(row.number, tokens, device))
+        samples.append(beginnings)
+    return samples
+
+
+def _longest_first(row: ProbeRow) -> int:
+    return -len(row.tokens)
 
 
 def fastest_exact(

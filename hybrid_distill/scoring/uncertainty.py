@@ -1,6 +1,6 @@
 """Measure the uncertainty of a head ranking: bootstrap intervals, and split-half agreement.
 
-Shapes: H head (any number of them, in any order), E example.
+Shapes: H head (any number of them, in any order), N sample (a prompt, a question or a text).
 """
 
 from __future__ import annotations
@@ -11,37 +11,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
+AGREEMENT_AT = (1, 2, 5, 10, 20, 50, 100)
+"""Sizes of the top-k lists whose agreement between halves of the samples is measured."""
 NUMBERS_AT_ONCE = 2**24  # resampled values in memory: 128 MiB
 
 
-def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
-    """Return [H, 2]: the 95 % percentile-bootstrap interval of each head's mean over the examples.
+def bootstrap_interval(difference_HN: Tensor, *, seed: int = 0) -> Tensor:
+    """Return [H, 2]: the 95 % percentile-bootstrap interval of each head's mean over the samples.
 
-    NaN marks an example that a head was not measured on. Heads measured on equally many examples
-    share resamples.
+    NaN marks a sample that a head was not measured on. Heads measured on equally many samples share
+    resamples.
     """
     from scipy.stats import bootstrap  # slow to import
 
-    difference_HE = difference_HE.detach().cpu().double()
-    is_measured_HE = ~difference_HE.isnan()
-    n_examples_H = is_measured_HE.sum(1)
-    interval_H2 = torch.full((len(difference_HE), 2), torch.nan, dtype=torch.float64)
-    for n_examples in set(n_examples_H.tolist()) - {0}:
-        # scipy resamples whole tables, so heads with as many examples go together.
-        in_table_H = n_examples_H == n_examples
-        measured = difference_HE[in_table_H][is_measured_HE[in_table_H]]
-        sample_HE = measured.view(-1, n_examples)
-        if n_examples == 1:  # scipy rejects a single observation
-            interval_H2[in_table_H] = sample_HE.expand(-1, 2)
+    difference_HN = difference_HN.detach().cpu().double()
+    is_measured_HN = ~difference_HN.isnan()
+    n_samples_H = is_measured_HN.sum(1)
+    interval_H2 = torch.full((len(difference_HN), 2), torch.nan, dtype=torch.float64)
+    for n_samples in set(n_samples_H.tolist()) - {0}:
+        # scipy resamples whole tables, so heads with as many samples go together.
+        in_table_H = n_samples_H == n_samples
+        measured = difference_HN[in_table_H][is_measured_HN[in_table_H]]
+        sample_HN = measured.view(-1, n_samples)
+        if n_samples == 1:  # scipy rejects a single observation
+            interval_H2[in_table_H] = sample_HN.expand(-1, 2)
             continue
         result = bootstrap(
-            (sample_HE.numpy(),),
+            (sample_HN.numpy(),),
             np.mean,
             axis=1,
             method="percentile",
             confidence_level=0.95,
             n_resamples=1000,
-            batch=max(1, NUMBERS_AT_ONCE // sample_HE.numel()),
+            batch=max(1, NUMBERS_AT_ONCE // sample_HN.numel()),
             rng=np.random.default_rng(seed),
         )
         bounds_H2 = np.stack(result.confidence_interval, axis=1)
@@ -50,16 +52,16 @@ def bootstrap_interval(difference_HE: Tensor, *, seed: int = 0) -> Tensor:
 
 
 def split_half(
-    accuracy_HE: Tensor,
-    logprob_HE: Tensor,
+    accuracy_HN: Tensor,
+    logprob_HN: Tensor,
     ks: Sequence[int],
     *,
     n_splits: int = 20,
     seed: int = 0,
 ) -> dict[str, object]:
-    """Measure the agreement of rankings by two disjoint random halves of the examples, averaged over splits.
+    """Measure the agreement of rankings by two disjoint random halves of the samples, averaged over splits.
 
-    Both tensors hold differences on at least two examples, NaN where a head was not measured.
+    Both tensors hold differences on at least two samples, NaN where a head was not measured.
     Returns, with the settings:
 
     - ``overlap[str(k)]``: the share of heads common to both top-k lists, for each k of ``ks`` below
@@ -67,26 +69,26 @@ def split_half(
     - ``overlap_by_logprob``: the same for rankings by log-probability alone;
     - ``spearman``: the correlation of all ranks.
 
-    All are lower bounds for the full set of examples, which ranks heads better than a half.
+    All are lower bounds for the full set of samples, which ranks heads better than a half.
     """
-    is_measured_H = ~accuracy_HE.isnan().all(dim=1)
-    accuracy_HE = accuracy_HE.double()[is_measured_H].cpu()
-    logprob_HE = logprob_HE.double()[is_measured_H].cpu()
-    n_heads, n_examples = accuracy_HE.shape
+    is_measured_H = ~accuracy_HN.isnan().all(dim=1)
+    accuracy_HN = accuracy_HN.double()[is_measured_H].cpu()
+    logprob_HN = logprob_HN.double()[is_measured_H].cpu()
+    n_heads, n_samples = accuracy_HN.shape
     ks = sorted({k for k in ks if 0 < k < n_heads})
-    half = n_examples // 2
+    half = n_samples // 2
     generator = torch.Generator().manual_seed(seed)
     overlaps = dict.fromkeys(ks, 0.0)
     overlaps_by_logprob = dict.fromkeys(ks, 0.0)
     spearman = 0.0
     for _ in range(n_splits):
-        # Both halves rank the same heads on examples that they do not share.
-        shuffled = torch.randperm(n_examples, generator=generator, device="cpu")
+        # Both halves rank the same heads on samples that they do not share.
+        shuffled = torch.randperm(n_samples, generator=generator, device="cpu")
         by_accuracy = []
         by_logprob = []
         for part in (shuffled[:half], shuffled[half : 2 * half]):
-            accuracy_H = accuracy_HE[:, part].nanmean(1)
-            logprob_H = logprob_HE[:, part].nanmean(1)
+            accuracy_H = accuracy_HN[:, part].nanmean(1)
+            logprob_H = logprob_HN[:, part].nanmean(1)
             by_accuracy.append(_ranks(accuracy_H, logprob_H))
             by_logprob.append(_ranks(logprob_H))
         for k in ks:

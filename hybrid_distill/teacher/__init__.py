@@ -1,6 +1,7 @@
 """Load an unmodified Hugging Face decoder, find its heads, and record or ablate them."""
 
 from ..model.layout import head_dim_of, text_config
+from .generation import generate_ids
 from .hooks import (
     MixerCall,
     ablate_heads,
@@ -23,7 +24,7 @@ from .loading import (
     read_teacher,
 )
 from .location import TINY, hub_error
-from .modes import eager_attention, eval_mode, generate_ids, may_cache, without_cache
+from .modes import eager_attention, eval_mode, may_cache, without_cache
 from .sites import (
     SUPPORTED,
     AttentionSite,

@@ -13,9 +13,10 @@ from hybrid_distill.cli.app import main
 from hybrid_distill.cli.score import ScoreJob, run_score, table
 from hybrid_distill.lab.analysis.rankings import compare_files
 from hybrid_distill.plan import HeadId
-from hybrid_distill.probes import default_prompts, queries_of
+from hybrid_distill.probes import queries_of
 from hybrid_distill.probes.registry import make_probe
 from hybrid_distill.scoring import HeadScores
+from hybrid_distill.scoring.defaults import default_prompts
 from hybrid_distill.scoring.resume_log import ResumeLog
 
 CIRCUIT = {HeadId(2, 6), HeadId(0, 1), HeadId(5, 5), HeadId(1, 2)}

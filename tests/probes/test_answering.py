@@ -26,8 +26,7 @@ from hybrid_distill.probes.answering import (
 from hybrid_distill.probes.encoding import EncodedExample, encode_example, tokenize
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.probes.plain_text import text_batches
-from hybrid_distill.teacher import eval_mode, without_cache
-from hybrid_distill.teacher.modes import generate_ids
+from hybrid_distill.teacher import eval_mode, generate_ids, without_cache
 
 # Numbers are one token, or one token a digit.
 WHOLE = r"\n|:|'|\p{N}+"
@@ -93,8 +92,8 @@ def test_a_choice_is_not_counted_as_the_beginning_of_another() -> None:
     example = EncodedExample((1,), choices, n_shared=0, stops=stops, answer=1)
     # Of a token after others.
     probability = {((), eight): 0.9, ((eight,), four): 0.95, ((), two): 0.05}
-    read_1Q = torch.tensor([[probability[read] for read in example.reads]]).log()
-    (logprob_C,) = example.choice_logprobs(read_1Q)
+    target_logprob_1Q = torch.tensor([[probability[target] for target in example.targets]]).log()
+    (logprob_C,) = example.choice_logprobs(target_logprob_1Q)
     assert logprob_C.exp().tolist() == pytest.approx([0.9 * 0.05, 0.9 * 0.95, 0.05])
 
 

@@ -33,7 +33,7 @@ from hybrid_distill.scoring.batch_sizer import BatchSizer
 from hybrid_distill.scoring.forwards import Forwards, FromLayer
 from hybrid_distill.scoring.head_scores import TABLES, heads_of
 from hybrid_distill.scoring.probe_batch import batches_of
-from hybrid_distill.scoring.probe_rows import QuestionRow
+from hybrid_distill.scoring.probe_rows import PromptRow
 from hybrid_distill.scoring.shortcuts import fastest_exact
 from hybrid_distill.student.build import build_student
 from hybrid_distill.teacher import ablate_heads, fingerprint, head_sites
@@ -287,7 +287,7 @@ def test_nothing_is_computed_that_is_not_needed(teacher) -> None:
     rows = []
     for number, example in enumerate(PROBE.examples(n_rows)):
         encoded = encode_example(tokenizer, example)
-        rows.append(QuestionRow(number, [example], [encoded], torch.device("cpu")))
+        rows.append(PromptRow(number, [example], [encoded], torch.device("cpu")))
     (batch,) = batches_of(rows)
     n_tokens_of_batch = n_rows * batch.length
     n_tokens: Counter[torch.nn.Module] = Counter()
@@ -447,12 +447,12 @@ def test_logits_that_are_not_finite_are_named_and_the_rest_is_kept(
     original = Forwards.without
 
     def broken(self, batch, layer, heads):
-        read_HQ = original(self, batch, layer, heads)
+        value_HQ = original(self, batch, layer, heads)
         if layer == 2 and len(heads) == N_HEADS:
             row = [row.number for row in batch.rows].index(5)
-            first_read = row * 8  # 8 choices of one token
-            read_HQ[3, first_read] = math.nan
-        return read_HQ
+            first_value = row * 8  # 8 choices of one token
+            value_HQ[3, first_value] = math.nan
+        return value_HQ
 
     with monkeypatch.context() as patch:
         patch.setattr(Forwards, "without", broken)

@@ -15,7 +15,7 @@ from hybrid_distill.plan import HeadId
 from hybrid_distill.probes.kv_retrieval import KVRetrieval
 from hybrid_distill.scoring import HeadScores, score_heads
 from hybrid_distill.scoring.forwards import FromLayer
-from hybrid_distill.scoring.measure import AblationRun
+from hybrid_distill.scoring.rounds import AblationRun
 from hybrid_distill.scoring.shortcuts import fastest_exact
 
 PROBE = KVRetrieval(6, keys=KEYS[:16])

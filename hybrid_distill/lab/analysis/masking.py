@@ -208,6 +208,6 @@ def masked_logprobs(
         logprob_TV = logits_1TV[0].float().log_softmax(-1)
         for length in range(len(path) + 1):
             logprob_after[path[:length]] = logprob_TV[length]
-    reads = [logprob_after[path][token] for path, token in encoded.reads]
-    read_1Q = torch.tensor([reads], dtype=torch.float64)
-    return encoded.choice_logprobs(read_1Q)[0].tolist()
+    target_logprobs = [logprob_after[path][token] for path, token in encoded.targets]
+    target_logprob_1Q = torch.tensor([target_logprobs], dtype=torch.float64)
+    return encoded.choice_logprobs(target_logprob_1Q)[0].tolist()
