@@ -18,7 +18,7 @@ from ..data import check_launch, check_same_vocabulary, check_sources
 from ..distributed import chosen_dtype
 from ..model.documents import check_packs
 from ..plan import HeadPlan
-from ..probes.checks import CannotAnswer, check_answerable, check_readable
+from ..probes.checks import CannotAnswer, check_answerable, check_questions
 from ..probes.kv_retrieval import KVRetrieval
 from ..probes.plain_text import text_rows
 from ..probes.prompt_formats import PLAIN, with_prompt_format
@@ -26,7 +26,7 @@ from ..student.build import checked_sites, empty_student
 from ..student.family_check import check_family
 from ..student.teachers import check_teacher
 from ..teacher import DTYPES, TINY, check_row_length, longest_context
-from ..train.config import Align, StageConfig
+from ..train.config import Align, AlignMatrix, StageConfig
 from ..train.loop import check_precision
 from ..train.parallel.choice import check_launched
 from ..train.result import StageManifest
@@ -146,7 +146,7 @@ def check_evaluation(inputs: RunInputs) -> None:
     limit = longest_context(inputs.config_and_tokenizer[0]) or sys.maxsize
     knowledge = inputs.knowledge()
     if knowledge is not None:
-        check_readable(knowledge.examples(), inputs.tokenizer, limit)
+        check_questions(knowledge.examples(), inputs.tokenizer, limit)
     probes = [KVRetrieval(n_pairs, seed=seed) for n_pairs in options.n_pairs]
     if inputs.config.probes_heads:
         probes.insert(0, inputs.plain_probe)
@@ -243,7 +243,9 @@ def _check_alignment(options: StudentConfig) -> None:
         raise ValueError(f"student.aligned is {folder}, which has no finished stage; {fix}")
     stage = manifest.config["stage"]
     target = manifest.config.get("target")
-    if stage != Align.__name__ or target != "head":
+    # Only these train each head alone, from the teacher's inputs, against its own target.
+    is_by_head = stage == AlignMatrix.__name__ or (stage == Align.__name__ and target == "head")
+    if not is_by_head:
         raise ValueError(
             f"student.aligned is {folder}, a stage {stage} with target {target}; {fix}"
         )

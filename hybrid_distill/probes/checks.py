@@ -43,7 +43,7 @@ def check_answerable(
     check_fits(examples, tokenizer, max_length)
 
 
-def check_readable(
+def check_questions(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
     """Raise CannotAnswer for questions that do not fit into the model's context, ValueError for equal choices."""
