@@ -116,13 +116,20 @@ def write(
     """
     import gguf
 
-    parts = _parts_of(tokenizer)
-    pre_tokenizer = _pre_tokenizer(parts)
-    assert tokenizer is not None, "its parts have a pre-tokenizer"
+    tokenizer_json = _tokenizer_json(tokenizer)
+    pre_tokenizer = _pre_tokenizer(tokenizer_json)
+    assert tokenizer is not None, "it has a tokenizer.json"
     falcon = to_falcon_h1(student)
     writer = gguf.GGUFWriter(folder / FILE, ARCHITECTURE)
     _add_sizes(writer, falcon.config)
-    _add_tokenizer(writer, tokenizer, parts, pre_tokenizer, falcon.config)
+    # llama.cpp's name for every byte-level BPE.
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    _add_vocabulary(writer, tokenizer, falcon.config["vocab_size"])
+    _add_merges(writer, tokenizer_json)
+    _add_special_tokens(writer, tokenizer)
+    _add_bos_and_eos_rules(writer, tokenizer)
+    _add_chat_template(writer, tokenizer)
     _add_tensors(writer, tensors(falcon), student.dtype)
     # In this order: the file begins with its header, and tensors come last.
     writer.write_header_to_file()
@@ -197,21 +204,17 @@ def _add_sizes(writer: GGUFWriter, config: Record) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
-def _add_tokenizer(
-    writer: GGUFWriter,
-    tokenizer: PreTrainedTokenizerBase,
-    parts: Record,
-    pre_tokenizer: str,
-    config: Record,
+def _add_vocabulary(
+    writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, n_embeddings: int
 ) -> None:
-    """Add the vocabulary, padded to the embedding's rows, merges, special tokens, chat template."""
+    """Add the text and type of each token, padded to the embedding's rows."""
     from gguf import TokenType
 
     text_of = {token: text for text, token in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     texts = []
     types = []
-    for token in range(config["vocab_size"]):
+    for token in range(n_embeddings):
         if token not in added:
             token_type = TokenType.NORMAL if token in text_of else TokenType.UNUSED
         elif added[token].special:
@@ -222,16 +225,21 @@ def _add_tokenizer(
         # fills up in this way.
         texts.append(text_of.get(token, f"[PAD{token}]"))
         types.append(token_type)
-    merges = []
-    for merge in parts["model"]["merges"]:
-        # Older files of tokenizers have strings, newer ones pairs.
-        merges.append(merge if isinstance(merge, str) else " ".join(merge))
-    # llama.cpp's name for every byte-level BPE.
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(texts)
     writer.add_token_types(types)
+
+
+def _add_merges(writer: GGUFWriter, tokenizer_json: Record) -> None:
+    """Add the merges of the BPE, each as two tokens with a space between them."""
+    merges = []
+    for merge in tokenizer_json["model"]["merges"]:
+        # Older files of tokenizers have strings, newer ones pairs.
+        merges.append(merge if isinstance(merge, str) else " ".join(merge))
     writer.add_token_merges(merges)
+
+
+def _add_special_tokens(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the ids of the special tokens that the tokenizer has."""
     special_tokens: dict[Callable[[int], None], Any] = {
         writer.add_bos_token_id: tokenizer.bos_token_id,
         writer.add_eos_token_id: tokenizer.eos_token_id,
@@ -241,28 +249,38 @@ def _add_tokenizer(
     for add, token in special_tokens.items():
         if token is not None:
             add(token)
-    # From an encoded text: the tokenizer's post-processor decides whether BOS and EOS are added.
+
+
+def _add_bos_and_eos_rules(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add whether a text begins with BOS, and whether it ends with EOS."""
+    # From an encoded text: the tokenizer's post-processor decides whether they are added.
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
+
+
+def _add_chat_template(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the chat template, if there is one."""
     if has_chat_template(tokenizer):
         # If there are several, the default one: llama.cpp reads others only where it is asked for tools.
         writer.add_chat_template(tokenizer.get_chat_template())
 
 
-def _parts_of(tokenizer: PreTrainedTokenizerBase | None) -> Record:
+def _tokenizer_json(tokenizer: PreTrainedTokenizerBase | None) -> Record:
     """Return the contents of a fast tokenizer's tokenizer.json. Raises ValueError for any other."""
     if tokenizer is None or not tokenizer.is_fast:
+        found = "none" if tokenizer is None else f"a slow one ({type(tokenizer).__name__})"
         raise ValueError(
-            "the tokenizer is missing or slow, and llama.cpp's files are written from a fast one; pass a fast one."
+            f"the tokenizer is {found}, and gguf needs a fast one, which has a tokenizer.json; pass a fast tokenizer, "
+            "or export as remote-code."
         )
     backend: Any = tokenizer.backend_tokenizer
     return json.loads(backend.to_str())
 
 
-def _pre_tokenizer(parts: Record) -> str:
+def _pre_tokenizer(tokenizer_json: Record) -> str:
     """Return llama.cpp's name for the pre-tokenizer. Raises ValueError if it has none."""
-    pre_tokenizer = parts.get("pre_tokenizer") or {"pretokenizers": []}
+    pre_tokenizer = tokenizer_json.get("pre_tokenizer") or {"pretokenizers": []}
     steps = []
     # A sequence lists its steps; a single one stands for itself.
     for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
@@ -272,8 +290,8 @@ def _pre_tokenizer(parts: Record) -> str:
             # Without its pattern, ByteLevel splits nothing: it only spells bytes.
             steps.append(step["type"])
     name = PRE_TOKENIZERS.get(tuple(steps))
-    kind = parts["model"]["type"]
-    normalizes_otherwise = parts.get("normalizer") not in (None, {"type": "NFC"})
+    kind = tokenizer_json["model"]["type"]
+    normalizes_otherwise = tokenizer_json.get("normalizer") not in (None, {"type": "NFC"})
     if kind != "BPE" or normalizes_otherwise or name is None:
         raise ValueError(
             f"the tokenizer is {kind} after {steps or 'no pre-tokenizer'}, and this export supports only the "

@@ -134,7 +134,7 @@ class GraphBuilder:
         config = self.student.config
         if config.window:
             self.windows = WindowGraph(op, config.window, config.sinks)
-            self.windows.build(mask_BS, token_BL, position_BL)
+            self.window_values = self.windows.build(mask_BS, token_BL, position_BL)
         self._build_rotations(position_BL)
         self._build_attention_mask(mask_BS, first, total)
 
@@ -337,16 +337,17 @@ class GraphBuilder:
         query = self._rotated(attention, "q", projected["window_q"], len(heads.queries))
         new_key = self._rotated(attention, "k", projected["window_k"], n_groups)
         past_key = self._state(layer, "window_key", shape)
-        key, stored_key = self.windows.extend(past_key, new_key)
+        next_BR1 = self.window_values.next_BR1
+        key, stored_key = self.windows.extend(past_key, new_key, next_BR1)
         past_value = self._state(layer, "window_value", shape)
-        value, stored_value = self.windows.extend(past_value, projected["window_v"])
+        value, stored_value = self.windows.extend(past_value, projected["window_v"], next_BR1)
         self.states[f"present.{layer}.window_key"] = stored_key
         self.states[f"present.{layer}.window_value"] = stored_value
         return self.op.Attention(
             query,
             key,
             value,
-            self.windows.attends_B1LT,
+            self.window_values.attends_B1LT,
             q_num_heads=len(heads.queries),
             kv_num_heads=n_groups,
             scale=float(attention.scaling),

@@ -122,7 +122,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused_before_anything_is_written(
     student, _ = student_of("mamba2-stock")
     other = byte_tokenizer()
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    for tokenizer, kind in ((other, "Whitespace"), (None, "missing")):
+    for tokenizer, kind in ((other, "Whitespace"), (None, "gguf")):
         with pytest.raises(ValueError, match=kind):
             write(student, tokenizer, tmp_path, "2GB")
     assert not list(tmp_path.iterdir())
