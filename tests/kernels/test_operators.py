@@ -14,7 +14,7 @@ from hybrid_kernels import common, conv, ssd, ssd_operators, ssd_triton, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybrid_distill.model.convolution import causal_conv
-from hybrid_distill.model.kernel_choice import choose
+from hybrid_distill.model.kernel_choice import choose_implementation
 from hybrid_distill.model.ssd import gated_ssd_scan, ssd_scan, step_in_place
 
 pytestmark = pytest.mark.skipif(
@@ -131,7 +131,10 @@ def test_a_fake_gpu_needs_no_gpu() -> None:
     with FakeTensorMode():
         *inputs, state = [torch.empty(t.shape, device="cuda") for t in scan_arguments()]
         x = inputs[0]
-        assert choose("auto", "recurrence", x, P, N, gated=True, packed=False) == "triton"
+        assert (
+            choose_implementation("auto", "recurrence", x, P, N, gated=True, packed=False)
+            == "triton"
+        )
         y, final = gated_ssd_scan(*inputs, state_BHPN=state)
         assert y.is_cuda
         assert y.shape == x.shape
