@@ -303,6 +303,7 @@ class RunConfig:
     @property
     def is_control(self) -> bool:
         """True for the run of the teacher itself through the stages."""
+        # The control is this run with the plan "all" (`run_control`), under which no other run trains.
         return self.control and self.plan.selection == "all"
 
     def is_idle(self, stage: StageConfig) -> bool:
@@ -351,18 +352,19 @@ class RunConfig:
         return (*aligned, *distilled)
 
     def _within_budget(self, stages: list[StageConfig], budget: float) -> list[StageConfig]:
-        """Divide a budget of tokens among stages, in proportion to the tokens of their own steps."""
-        tokens_before = sum(stage.steps * self.tokens_per_step(stage) for stage in stages)
+        """Scale the steps of stages so that they take a budget of tokens together."""
+        tokens_now = sum(stage.steps * self.tokens_per_step(stage) for stage in stages)
         resized: list[StageConfig] = []
         for stage in stages:
-            per_step = self.tokens_per_step(stage)
-            own_before = stage.steps * per_step
-            own_tokens = budget * own_before / tokens_before
-            steps = round(own_tokens / per_step)
+            # Multiplied first: a scale for all stages would be rounded, and half steps with it.
+            scaled_steps = budget * stage.steps / tokens_now
+            steps = round(scaled_steps)
             if steps < 1:
+                tokens_per_step = self.tokens_per_step(stage)
                 raise ValueError(
-                    f"tokens is {self.tokens!r}, of which {stage.name} gets {own_tokens:,.0f}, less than one step of "
-                    f"{per_step:,}; pass more tokens, another align_share, or smaller batches."
+                    f"tokens is {self.tokens!r}, which gives {stage.name} {scaled_steps * tokens_per_step:,.0f} "
+                    f"tokens, less than one step of {tokens_per_step:,}; pass more tokens, another align_share, or "
+                    "smaller batches."
                 )
             resized.append(replace(stage, steps=steps))
         return resized

@@ -29,7 +29,7 @@ def _scores(run: RunConfig) -> bool:
 
 COUNTED = "with --plan.selection top, restoration or random"
 UNSCORED = "without --scoring.file"
-READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+CONDITIONS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "align_share": (lambda run: run.tokens is not None, "with --tokens"),
     "context": (lambda run: run.cache is not None, "with --cache"),
     "show_config": (lambda run: run.dry_run, "with --dry-run"),
@@ -53,19 +53,19 @@ READERS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "scoring.distance": (lambda run: run.ranks_by_attribution, "with --scoring.method attribution"),
     "scoring.other_weights": (lambda run: run.scoring.file is not None, "with --scoring.file"),
 }
-"""Condition under which each option is read, and the flag that makes it true."""
+"""Condition under which each option is read, as a check of the run and as flags."""
 
 
 def check_read(run: RunConfig, default: RunConfig, unchecked: Collection[str] = ()) -> None:
     """Raise ValueError for an option that flags have changed although nothing in ``run`` reads it.
 
-    ``default`` is the run before the flags: a recipe may set an option that takes effect only with a later flag.
+    ``default`` is the run before the flags: a recipe may set an option that has an effect only with a later flag.
     Options in ``unchecked`` may be read by runs that are made of this one.
     """
-    for name, (is_read, reader) in READERS.items():
+    for name, (is_met, condition) in CONDITIONS.items():
         option = attrgetter(name)
-        if name not in unchecked and not is_read(run):
-            _check_unchanged(name, option(run), option(default), reader)
+        if name not in unchecked and not is_met(run):
+            _check_unchanged(name, option(run), option(default), condition)
     for stage in run.student_stages:
         before = default.stage(stage.name)
         assert isinstance(before, Distill)
@@ -75,10 +75,10 @@ def check_read(run: RunConfig, default: RunConfig, unchecked: Collection[str] = 
             )
 
 
-def _check_unchanged(name: str, value: T, default: T, reader: str) -> None:
+def _check_unchanged(name: str, value: T, default: T, condition: str) -> None:
     if value == default:
         return
     flag = name.replace("_", "-")
     raise ValueError(
-        f"{name} is {value!r}, which takes effect only {reader}; meet that condition, or leave out --{flag}."
+        f"{name} is {value!r}, which has an effect only {condition}; run {condition}, or leave out --{flag}."
     )

@@ -55,4 +55,4 @@ def without_stage_flags(
 
 
 def _unchecked(flags: RunConfig) -> None:
-    """Stand for `RunConfig.__post_init__`."""
+    """Skip the checks of `RunConfig`: flags are not a run yet."""

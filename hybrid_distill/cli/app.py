@@ -31,8 +31,8 @@ COMMANDS = {
     "Get a teacher and text": ("import-gguf", "prepare-data", "generate-data", "cache-logits"),
     "Make students": ("recipes", "run"),
     "Measure": ("evaluate", "report"),
-    "Pass on": ("export", "verify"),
-    "Choose": ("memory", "sweep"),
+    "Export": ("export", "verify"),
+    "Compare budgets": ("memory", "sweep"),
     "Look inside": ("analyze",),
 }
 NAMES = tuple(chain.from_iterable(COMMANDS.values()))

@@ -24,7 +24,7 @@ from ..pipeline.planning import placeholder_plan, plan_before_ranking
 from ..plan import HeadPlan
 from ..student.build import empty_student
 from ..teacher import load_config
-from ..teacher.location import RECIPE_FLAG, check_name, folder_or_name
+from ..teacher.location import RECIPE_FLAG, check_not_missing_path, folder_or_name
 from ..validation import MB, first_line
 from .launch_plan import launch_command, memory_tables, plan_stage
 
@@ -47,7 +47,7 @@ def describe(config: RunConfig, command: str = "RECIPE.py") -> str:
     if config.control:
         stages_text += ", and those that train whole models again for the control"
     heading = f"{config.name}: {config.teacher.path} as a hybrid, {stages_text}; into {config.out}"
-    check_name(config.teacher.path, RECIPE_FLAG)
+    check_not_missing_path(config.teacher.path, RECIPE_FLAG)
     missing = _missing_config(config)
     if missing:
         return "\n\n".join([*settings, heading, missing])

@@ -73,7 +73,9 @@ def exit_cleanly(action: Callable[[], object]) -> None:
         )
         sys.exit(CTRL_C)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _lost_its_reader():
+        if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+            # Otherwise the interpreter flushes stdout once more at its end, and prints that this failed.
+            _discard_stdout()
             sys.exit(128 + signal.SIGPIPE)
         status = _exit_status(error)
         if status is None:
@@ -152,13 +154,13 @@ def _exit_status(error: Exception) -> int | None:
     return 2 if isinstance(error, (ExportError, Diverged)) else None
 
 
-def _lost_its_reader() -> bool:
-    """Return whether the reader of stdout is gone, as with `| head`; if so, discard further
-    output."""
+def _stdout_has_no_reader() -> bool:
+    """Check whether the reader of stdout is gone, as with `| head`."""
     poll = select.poll()
     poll.register(sys.stdout)
-    is_lost = any(event & select.POLLERR for _, event in poll.poll(0))
-    if is_lost:
-        # Otherwise the interpreter flushes stdout once more at its end, and prints that this failed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return is_lost
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _discard_stdout() -> None:
+    """Send what is still printed to stdout nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

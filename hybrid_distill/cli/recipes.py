@@ -158,13 +158,15 @@ def fit_to_cache(
     from ..pipeline.budget import SINKS, longest_window, within_cache
     from ..teacher import load_config
 
-    # Parsed a first time to learn the state and sinks that flags set: these take their part of the cache first.
+    # Flags win over what the cache decides, so the command line is parsed on top of it, twice. First on the student
+    # that a cache alone would get: flags may set its state and sinks, which take their part before groups and windows.
     longest = max(SINKS, longest_window(config))
-    windowed = replace(defaults.student, d_state=0, window=longest, sinks=SINKS)
-    student = parse(replace(defaults, student=windowed)).student
+    by_cache_alone = replace(defaults.student, d_state=0, window=longest, sinks=SINKS)
+    flagged = parse(replace(defaults, student=by_cache_alone)).student
     teacher = load_config(config.teacher.path, config.teacher.revision)
-    fitting = within_cache(config, teacher, d_state=student.d_state, sinks=student.sinks)
-    return parse(replace(defaults, plan=fitting.plan, student=fitting.student))
+    fitted = within_cache(config, teacher, d_state=flagged.d_state, sinks=flagged.sinks)
+    # Then on the fitted plan and student.
+    return parse(replace(defaults, plan=fitted.plan, student=fitted.student))
 
 
 def override(

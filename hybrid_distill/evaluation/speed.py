@@ -24,6 +24,7 @@ PIECE = 2048
 NEW_TOKENS = 32
 MAX_SECONDS = 300.0
 """A length that would take longer, going by the length before, is left out."""
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -59,38 +60,38 @@ def measure_speed(
         if seconds_a_token * growth * length > MAX_SECONDS:
             return
         with eval_mode(model):
-            speed = _measured(model, length, n_new)
+            speed = _time_length(model, length, n_new)
         seconds_a_token = 1 / speed.prefill
         length_before = length
         yield speed
 
 
-def _measured(model: PreTrainedModel, length: int, n_new: int) -> Speed:
+def _time_length(model: PreTrainedModel, length: int, n_new: int) -> Speed:
     generator = torch.Generator().manual_seed(0)
     vocab_size = text_config(model).vocab_size
     ids_1L = torch.randint(vocab_size, (1, length), generator=generator, device="cpu")
     ids_1L = ids_1L.to(model.device)
-    step = _Step(model)
+    reader = _CachedReader(model)
     # The first call of a shape allocates, tries kernels and compiles.
-    step.read(ids_1L[:, : min(length, PIECE)])
-    step.read(ids_1L[:, :1])
-    step = _Step(model)
+    reader.read(ids_1L[:, : min(length, PIECE)])
+    reader.read(ids_1L[:, :1])
+    reader = _CachedReader(model)
     peak = _PeakMemory(model.device)
 
     def read_context() -> None:
         for piece_1L in ids_1L.split(PIECE, dim=1):
-            step.read(piece_1L)
+            reader.read(piece_1L)
 
     def decode() -> None:
         for _ in range(n_new):
-            step.read(step.next_11)
+            reader.read(reader.next_11)
 
     reading = _seconds(model.device, read_context)
     decoding = _seconds(model.device, decode)
     return Speed(length, length / reading, n_new / decoding, peak.read())
 
 
-class _Step:
+class _CachedReader:
     """Calls of a model that follow one another in one cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -151,6 +152,3 @@ class _PeakMemory:
             return None
         peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
         return int(peak[1]) * 1024 if peak else None
-
-
-_CLEAR_REFS = Path("/proc/self/clear_refs")

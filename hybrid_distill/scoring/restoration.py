@@ -30,7 +30,7 @@ from ..probes import Probe
 from ..probes.answering import ChoiceResult, answer_choices
 from ..progress import track
 from ..teacher import (
-    AttentionSite,
+    HeadSite,
     attention_sites,
     check_exists,
     fingerprint,
@@ -74,7 +74,7 @@ def _replace_heads(heads: list[int], own_BLHP: Tensor, teacher_BLHP: Tensor) -> 
 
 @contextmanager
 def merged_heads(
-    student: AttentionSite, teacher: AttentionSite, merge: Callable[[Tensor, Tensor], Tensor]
+    student: HeadSite, teacher: HeadSite, merge: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[None]:
     """Run the teacher's attention on the student's inputs before the student's mixer.
 
@@ -127,7 +127,7 @@ def restore_layers(
 
 
 def _teacher_forward(
-    site: AttentionSite, hidden_states: Tensor, *args: object, **kwargs: object
+    site: HeadSite, hidden_states: Tensor, *args: object, **kwargs: object
 ) -> object:
     output = site.module(hidden_states, *args, **_teacher_arguments(kwargs))
     cache = cache_among(kwargs)

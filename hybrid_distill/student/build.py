@@ -18,7 +18,7 @@ from ..model.self_check import check_same_logits
 from ..plan import HeadPlan
 from ..teacher import (
     SUPPORTED,
-    AttentionSite,
+    HeadSite,
     MixerCall,
     attention_sites,
     eval_mode,
@@ -182,7 +182,7 @@ def empty_student(
         return HybridForCausalLM(config)
 
 
-def checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[AttentionSite]:
+def checked_sites(teacher: PreTrainedModel, plan: HeadPlan, init: Init) -> list[HeadSite]:
     """Find the teacher's attention.
 
     Raises ValueError for an unknown init, a hybrid, a plan of another shape or unknown parts.
@@ -289,7 +289,7 @@ def _windowed_heads(mixer: HybridMixer, call: MixerCall, seq_idx_BL: Tensor) -> 
 @torch.no_grad()
 def _initialized_tensors(
     student: HybridForCausalLM,
-    sites: Sequence[AttentionSite],
+    sites: Sequence[HeadSite],
     init: Init,
     traces: Sequence[LayerTrace | None],
     seed: int,

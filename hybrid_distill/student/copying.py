@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..model import HybridForCausalLM, HybridMixer
 from ..model.layout import HEAD_NORMS, decoder_of
-from ..teacher import AttentionSite
+from ..teacher import HeadSite
 
 Action = Literal["copied", "sliced", "initialized", "dropped"]
 _REFUSED = "Its heads can be scored and ablated, but not replaced: take a teacher of another family (docs/heads.md)."
@@ -38,13 +38,13 @@ class StudentTensor(NamedTuple):
     tensor: Tensor
 
 
-def check_attention(site: AttentionSite, n_kv_heads: int) -> None:
+def check_attention(site: HeadSite, n_kv_heads: int) -> None:
     """Raise ValueError for parts that a student would lose or slice wrongly: odd projections, unknown tensors."""
     _check_projections(site, n_kv_heads)
     _check_tensors(site, n_kv_heads)
 
 
-def _check_projections(site: AttentionSite, n_kv_heads: int) -> None:
+def _check_projections(site: HeadSite, n_kv_heads: int) -> None:
     assert site.layout is not None
     heads = range(site.n_heads)
     kv_heads = range(n_kv_heads)
@@ -59,7 +59,7 @@ def _check_projections(site: AttentionSite, n_kv_heads: int) -> None:
             )
 
 
-def _check_tensors(site: AttentionSite, n_kv_heads: int) -> None:
+def _check_tensors(site: HeadSite, n_kv_heads: int) -> None:
     assert site.layout is not None
     linears = (*site.layout.inputs, site.layout.output)
     projections = set()
@@ -76,7 +76,7 @@ def _check_tensors(site: AttentionSite, n_kv_heads: int) -> None:
             )
 
 
-def _norm_sizes(site: AttentionSite, n_kv_heads: int) -> dict[str, set[int]]:
+def _norm_sizes(site: HeadSite, n_kv_heads: int) -> dict[str, set[int]]:
     """Return the sizes that a student can copy, by the name of a norm's tensor."""
     assert site.layout is not None
     sizes = {"query": {site.head_dim}, "key": {site.head_dim}}
@@ -93,7 +93,7 @@ def _norm_sizes(site: AttentionSite, n_kv_heads: int) -> dict[str, set[int]]:
 
 
 def copied_tensors(
-    student: HybridForCausalLM, teacher: PreTrainedModel, sites: Sequence[AttentionSite]
+    student: HybridForCausalLM, teacher: PreTrainedModel, sites: Sequence[HeadSite]
 ) -> Iterator[StudentTensor]:
     """Yield every tensor that the student takes from the teacher, with its record."""
     mixers = mixer_names(student)
@@ -108,9 +108,7 @@ def copied_tensors(
             yield _copied(name, "copied", teacher_tensors[source], source)
 
 
-def _mixer_tensors(
-    site: AttentionSite, mixer_name: str, mixer: HybridMixer
-) -> Iterator[StudentTensor]:
+def _mixer_tensors(site: HeadSite, mixer_name: str, mixer: HybridMixer) -> Iterator[StudentTensor]:
     """Yield what one mixer takes from the attention that it replaces: its kept heads, the output projection."""
     assert site.layout is not None
     site_tensors = site.module.state_dict()
@@ -127,7 +125,7 @@ def _copied(name: str, action: Action, tensor: Tensor, source: str) -> StudentTe
     return StudentTensor(TensorRecord(name, action, tuple(tensor.shape), (source,)), tensor)
 
 
-def _kept_tensors(site: AttentionSite, mixer: HybridMixer) -> dict[str, Tensor]:
+def _kept_tensors(site: HeadSite, mixer: HybridMixer) -> dict[str, Tensor]:
     """Slice the teacher's attention tensors to the kept heads where the student's shape differs; norms stay whole."""
     if mixer.attention is None:
         return {}

@@ -29,7 +29,7 @@ from ..model.decays import raw_decay
 from ..model.layout import HEAD_NORMS
 from ..model.recurrences import FORMS, Recurrence
 from ..model.recurrent_heads import CLOSED_GATE, OPEN_GATE
-from ..teacher import AttentionSite
+from ..teacher import HeadSite
 from .fit import WRITE, Coefficients, fit_coefficients, guess_coefficients
 from .score_factors import (
     Factors,
@@ -78,7 +78,7 @@ class _Start(NamedTuple):
 
 def init_ssm(
     init: Init,
-    site: AttentionSite,
+    site: HeadSite,
     heads: tuple[int, ...],
     config: HybridConfig,
     generator: torch.Generator,
@@ -179,7 +179,7 @@ def _convolution(start: _Start, conv_width: int, head_dim: int) -> Tensor:
 
 
 def _random_start(
-    site: AttentionSite, n_heads: int, config: HybridConfig, generator: torch.Generator
+    site: HeadSite, n_heads: int, config: HybridConfig, generator: torch.Generator
 ) -> _Start:
     value = projection_of(site, "value")
     width = value.in_features
@@ -201,7 +201,7 @@ def _random_start(
 
 
 def _teacher_start(
-    site: AttentionSite,
+    site: HeadSite,
     heads: tuple[int, ...],
     config: HybridConfig,
     generator: torch.Generator,
@@ -236,7 +236,7 @@ def _teacher_start(
     )
 
 
-def _value_rows(site: AttentionSite, heads: tuple[int, ...]) -> _Rows:
+def _value_rows(site: HeadSite, heads: tuple[int, ...]) -> _Rows:
     """Return the rows of the value projection that each head reads; heads of a KV group get a copy each."""
     group_size = site.n_heads // site.n_kv_heads
     weights = []
@@ -249,7 +249,7 @@ def _value_rows(site: AttentionSite, heads: tuple[int, ...]) -> _Rows:
 
 
 def _factors_of_layer(
-    site: AttentionSite,
+    site: HeadSite,
     heads: tuple[int, ...],
     n_factors: int,
     inputs: InputMoments,
@@ -338,7 +338,7 @@ def _before_silu(rows: _Rows) -> _Rows:
     return _Rows(2 * weight_CD, silu_bias_C)
 
 
-def _names(site: AttentionSite, *modules: str) -> Names:
+def _names(site: HeadSite, *modules: str) -> Names:
     """Return the names of the tensors of these modules of the site's attention."""
     names = site.module.state_dict()
     return tuple(name for name in names if name.partition(".")[0] in modules)

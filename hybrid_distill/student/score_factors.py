@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.layout import Part, head_norm, is_over_all_heads
-from ..teacher import AttentionSite
+from ..teacher import HeadSite
 
 NOISE = 0.02
 """Standard deviation of B where C is 0: if both were 0, neither would get a gradient."""
@@ -55,12 +55,12 @@ def small_noise(generator: torch.Generator, *shape: int, like: Tensor) -> Tensor
     return unit_noise.to(like.device) * NOISE
 
 
-def projection_of(site: AttentionSite, part: Part) -> nn.Linear:
+def projection_of(site: HeadSite, part: Part) -> nn.Linear:
     """Return the projection of the site's attention that computes ``part``."""
     return site.linear(getattr(site.layout, part))
 
 
-def head_rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
+def head_rows(site: HeadSite, part: Part, head: int) -> tuple[Tensor, Tensor]:
     """Return one head's weight [P, D] and bias [P] (zeros if absent) of a projection, in fp32."""
     assert site.layout is not None
     projection = projection_of(site, part)
@@ -73,7 +73,7 @@ def head_rows(site: AttentionSite, part: Part, head: int) -> tuple[Tensor, Tenso
     return weight_PD, projection.bias[rows].float()
 
 
-def input_moments(site: AttentionSite, trace: LayerTrace | None) -> InputMoments:
+def input_moments(site: HeadSite, trace: LayerTrace | None) -> InputMoments:
     """Estimate the moments of the layer's inputs from the trace; without one, from the layer's input norm."""
     if trace is None:
         return _white_moments(site)
@@ -86,7 +86,7 @@ def input_moments(site: AttentionSite, trace: LayerTrace | None) -> InputMoments
     return InputMoments(mean_D, _root(moment_DD), _root(covariance_DD))
 
 
-def _white_moments(site: AttentionSite) -> InputMoments:
+def _white_moments(site: HeadSite) -> InputMoments:
     """Assume white noise whose standard deviation per channel is the gain of the layer's input norm."""
     gains_D = norm_gains(getattr(site.block, "input_layernorm", None))
     if gains_D is None:
@@ -118,9 +118,7 @@ class KeySide(NamedTuple):
     """Pseudoinverse of R."""
 
 
-def key_sides(
-    site: AttentionSite, heads: tuple[int, ...], inputs: InputMoments
-) -> dict[int, KeySide]:
+def key_sides(site: HeadSite, heads: tuple[int, ...], inputs: InputMoments) -> dict[int, KeySide]:
     """Return the key side of the KV groups of ``heads``, by group."""
     group_size = site.n_heads // site.n_kv_heads
     groups = {head // group_size for head in heads}
@@ -135,7 +133,7 @@ def key_sides(
 
 
 def score_factors(
-    site: AttentionSite,
+    site: HeadSite,
     head: int,
     key: KeySide,
     n_factors: int,
@@ -175,7 +173,7 @@ def score_factors(
 
 
 def _head_projection(
-    site: AttentionSite, part: Part, head: int, root_DD: Tensor
+    site: HeadSite, part: Part, head: int, root_DD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return one head's query or key projection; the norm after it is folded in as a usual gain.
 

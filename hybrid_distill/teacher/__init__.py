@@ -27,7 +27,6 @@ from .location import TINY, hub_error
 from .modes import eager_attention, eval_mode, may_cache, without_cache
 from .sites import (
     SUPPORTED,
-    AttentionSite,
     HeadKind,
     HeadSite,
     as_head_kind,

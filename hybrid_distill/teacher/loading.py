@@ -24,9 +24,9 @@ from .llamba import is_llamba, llamba_config, load_llamba
 from .location import (
     RECIPE_FLAG,
     folder_or_name,
-    is_only_local,
     loading_errors,
     locate,
+    must_use_cache,
     offline_reason,
 )
 
@@ -92,7 +92,7 @@ def _load_model(path: str | Path, **options: Any) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         output_loading_info=True,
-        local_files_only=is_only_local(path),
+        local_files_only=must_use_cache(path),
         **options,
     )
     model, loading = loaded
@@ -155,7 +155,7 @@ def load_config(name_or_path: str | Path, revision: str | None = None) -> Pretra
             path,
             revision=revision,
             trust_remote_code=False,
-            local_files_only=is_only_local(path),
+            local_files_only=must_use_cache(path),
         )
     except Exception as error:  # errors for fields of a wrong type vary by version of transformers
         reason = offline_reason(path)
@@ -202,7 +202,7 @@ def _tokenizer(
             path,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            local_files_only=is_only_local(path),
+            local_files_only=must_use_cache(path),
         )
     if not (Path(path) / "tokenizer.json").is_file():
         raise ValueError(

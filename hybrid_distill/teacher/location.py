@@ -29,12 +29,12 @@ def folder_or_name(name_or_path: str | Path) -> str | Path:
     return path if path.is_dir() else str(name_or_path)
 
 
-def check_name(name_or_path: str | Path, flag: str) -> None:
-    """Raise ValueError for what looks like a path, but is not a folder."""
+def check_not_missing_path(name_or_path: str | Path, flag: str) -> None:
+    """Raise ValueError for a name that looks like a path to no folder: it is not sent to the hub."""
     path = folder_or_name(name_or_path)
     if isinstance(path, Path):
         return
-    # A hub id is "owner/name": what looks like a path is not sent to the hub.
+    # A hub id is "owner/name".
     looks_local = isinstance(name_or_path, Path) or path.startswith((".", "/", "~"))
     is_file = Path(path).exists()
     if looks_local or is_file or path.count("/") > 1:
@@ -43,7 +43,7 @@ def check_name(name_or_path: str | Path, flag: str) -> None:
 
 def locate(name_or_path: str | Path, flag: str) -> str | Path:
     """Return a folder with config and weights, or a hub id. Raises ValueError for a wrong path."""
-    check_name(name_or_path, flag)
+    check_not_missing_path(name_or_path, flag)
     path = folder_or_name(name_or_path)
     if not isinstance(path, Path):
         return path
@@ -71,14 +71,17 @@ def hub_error() -> str | None:
 
 
 def offline_reason(path: str | Path) -> str:
-    """Return why a hub id can only be read from the cache; empty if that is not so."""
+    """Return the reason to read a hub id from the cache alone: the hub is unreachable.
+
+    Empty for a folder, and if the hub answers.
+    """
     if isinstance(path, Path):
         return ""
     error = hub_error()
     return f"{error}, and it is not in the cache" if error else ""
 
 
-def is_only_local(path: str | Path) -> bool:
+def must_use_cache(path: str | Path) -> bool:
     """Return True if files may come from disk alone, as transformers' ``local_files_only``.
 
     Without it, huggingface_hub retries every file of an unreachable hub for 25 seconds.

@@ -65,10 +65,6 @@ class HeadSite:
         return _linear(self.module, name)
 
 
-AttentionSite = HeadSite
-"""Site that `attention_sites` returns: attention, or a student's mixer."""
-
-
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List (name, module) of every decoder layer, first to last.
 
@@ -84,7 +80,7 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     )
 
 
-def attention_sites(model: nn.Module) -> list[AttentionSite]:
+def attention_sites(model: nn.Module) -> list[HeadSite]:
     """Find the attention of every layer of a possible teacher, or the mixers of a student.
 
     Raises ValueError, naming the module and what was expected, if a layer's attention fits none of

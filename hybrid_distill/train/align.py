@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..teacher import AttentionSite, MixerCall
+from ..teacher import HeadSite, MixerCall
 from .config import Align
 from .losses import l2_norm_loss, normalized_mse, power
 from .stage import TeacherForced, Totals, mixer_parameters, select_heads
@@ -41,7 +41,7 @@ class LayerAlignment(TeacherForced[Align]):
         self.teacher_shardable = config.target != "layer"
         self.train_only(mixer_parameters(student, config.train))
 
-    def watched(self, site: AttentionSite) -> nn.Module:
+    def watched(self, site: HeadSite) -> nn.Module:
         if self.config.target == "layer":
             return site.block
         return site.module

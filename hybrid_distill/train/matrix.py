@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..data import Batch
 from ..model.modeling_hybrid import HybridForCausalLM
-from ..teacher import AttentionSite, MixerCall
+from ..teacher import HeadSite, MixerCall
 from .config import AlignMatrix
 from .losses import frobenius_loss
 from .stage import TeacherForced, Totals, mixer_parameters, n_rows, select_heads
@@ -50,7 +50,7 @@ class MatrixAlignment(TeacherForced[AlignMatrix]):
         chosen = {name: p for name, p in parameters.items() if not _is_unused(name)}
         self.train_only(chosen)
 
-    def watched(self, site: AttentionSite) -> nn.Module:
+    def watched(self, site: HeadSite) -> nn.Module:
         return site.module
 
     def totals(self, batch: Batch) -> dict[str, Tensor]:

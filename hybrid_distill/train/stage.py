@@ -28,7 +28,7 @@ from ..model.layout import decoder_of
 from ..model.modeling_hybrid import HybridForCausalLM
 from ..student.dtypes import make_master_weights
 from ..student.sharing import share_frozen_weights
-from ..teacher import AttentionSite, MixerCall, attention_sites, watch_calls
+from ..teacher import HeadSite, MixerCall, attention_sites, watch_calls
 from .config import StageConfig
 from .noise import remove_noise
 
@@ -190,7 +190,7 @@ class TeacherForced(Stage[Config]):
         self._sites = [site for site in attention_sites(teacher) if mixers[site.layer].replaced]
 
     @abstractmethod
-    def watched(self, site: AttentionSite) -> nn.Module:
+    def watched(self, site: HeadSite) -> nn.Module:
         """Return the teacher's module whose calls are repeated with the student's weights."""
 
     @abstractmethod

@@ -197,7 +197,7 @@ def test_the_time_of_a_longer_context_is_bounded_by_the_growth_of_a_token(monkey
         # 1 s; four times as long a context may take sixteen.
         return Speed(length, length, 1.0, None)
 
-    monkeypatch.setattr(speed, "_measured", measured)
+    monkeypatch.setattr(speed, "_time_length", measured)
     for limit, expected in ((15.0, [50]), (17.0, [50, 200])):
         timed.clear()
         monkeypatch.setattr(speed, "MAX_SECONDS", limit)

@@ -25,7 +25,7 @@ from hybrid_distill.teacher import (
     longest_context,
     read_teacher,
 )
-from hybrid_distill.teacher.location import RECIPE_FLAG, check_name
+from hybrid_distill.teacher.location import RECIPE_FLAG, check_not_missing_path
 
 FamilyModel = Callable[..., PreTrainedModel]
 
@@ -178,8 +178,10 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused_in_one_line(
     assert "--teacher.path" in message
     assert "make demo" in message
     for path in (nowhere, "./nowhere", str(nowhere)):
-        assert has_facts(refusal(check_name, path, RECIPE_FLAG), "--teacher.path", repr(str(path)))
-        assert refusal(load_teacher, path) == refusal(check_name, path, RECIPE_FLAG)
+        assert has_facts(
+            refusal(check_not_missing_path, path, RECIPE_FLAG), "--teacher.path", repr(str(path))
+        )
+        assert refusal(load_teacher, path) == refusal(check_not_missing_path, path, RECIPE_FLAG)
 
     # Another program's flag is named, and the demo is a recipe's.
     for path in (nowhere, tmp_path, hub_id):
