@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from operator import attrgetter
 from typing import TypeVar
 
 from .config import RunConfig
-from .train.config import Distill
+from .train.config import Distill, StageConfig
 
 T = TypeVar("T")
 
@@ -60,19 +61,45 @@ def check_read(run: RunConfig, default: RunConfig, unchecked: Collection[str] = 
     """Raise ValueError for an option that flags have changed although nothing in ``run`` reads it.
 
     ``default`` is the run before the flags: a recipe may set an option that has an effect only with a later flag.
-    Options in ``unchecked`` may be read by runs that are made of this one.
+    Options and stages in ``unchecked`` may be read by runs that are made of this one.
     """
     for name, (is_met, condition) in CONDITIONS.items():
         option = attrgetter(name)
         if name not in unchecked and not is_met(run):
             _check_unchanged(name, option(run), option(default), condition)
-    for stage in run.student_stages:
-        before = default.stage(stage.name)
-        assert isinstance(before, Distill)
-        if stage.kind != "jsd":
-            _check_unchanged(
-                f"{stage.name}.beta", stage.beta, before.beta, f"with --{stage.name}.kind jsd"
-            )
+    for stage in run.stages:
+        _check_stage(run, stage, default.stage(stage.name), unchecked)
+
+
+def _check_stage(
+    run: RunConfig, stage: StageConfig, default: StageConfig, unchecked: Collection[str]
+) -> None:
+    """Raise ValueError for a changed option of a stage that nothing reads."""
+    if run.is_idle(stage) and stage.name not in unchecked:
+        check_same_stage(stage, default, "in a run where this stage has heads to train")
+    if run.tokens is not None and len(_sharing_tokens(run, stage)) == 1:
+        _check_unchanged(f"{stage.name}.steps", stage.steps, default.steps, "without --tokens")
+    if isinstance(stage, Distill) and isinstance(default, Distill) and stage.kind != "jsd":
+        condition = f"with --{stage.name}.kind jsd"
+        _check_unchanged(f"{stage.name}.beta", stage.beta, default.beta, condition)
+
+
+def _sharing_tokens(run: RunConfig, stage: StageConfig) -> list[StageConfig]:
+    """List the stages that share a part of ``--tokens`` with this one, in proportion to their own steps."""
+    sharing = []
+    for other in run.stages:
+        if other.is_alignment == stage.is_alignment and not run.is_idle(other):
+            sharing.append(other)
+    return sharing
+
+
+def check_same_stage(stage: StageConfig, default: StageConfig, condition: str) -> None:
+    """Raise ValueError for the first option in which a stage that does not run differs from its default."""
+    for field in fields(stage):
+        value = getattr(stage, field.name)
+        _check_unchanged(
+            f"{stage.name}.{field.name}", value, getattr(default, field.name), condition
+        )
 
 
 def _check_unchanged(name: str, value: T, default: T, condition: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from .config import RunConfig
-from .dependent_options import check_read
+from .dependent_options import check_read, check_same_stage
 
 CHOICE = (
     "Stages of the recipe to run, in this order; by default all. Without a name: none, no training."
@@ -50,6 +50,10 @@ def without_stage_flags(
     options = {field.name: getattr(flags, field.name) for field in dataclasses.fields(RunConfig)}
     stages = tuple(getattr(flags, str(name)) for name in flags.stages)
     run = RunConfig(**{**options, "stages": stages})
+    for stage in default.stages:
+        if stage.name not in run.stage_names:
+            changed = getattr(flags, stage.name)
+            check_same_stage(changed, stage, f"with {stage.name} among --stages")
     check_read(run, default, unchecked)
     return run
 

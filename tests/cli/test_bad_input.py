@@ -99,6 +99,9 @@ CASES = """
     run tiny --dry-run --scoring.distance 9: scoring.distance 9
     run tiny --dry-run --scoring.other-weights: scoring.other_weights True
     run tiny --dry-run --distill.beta 0.3: --distill.kind jsd
+    run tiny --dry-run --tokens 0.3M --distill.steps 7: distill.steps 7 --tokens
+    run tiny --dry-run --stages distill --align.steps 7: align.steps 7 --stages
+    run tiny --dry-run --student.d-state 0 --student.window 16 --align.steps 7: align.steps 7
     cache-logits tiny --align-share 0.3: align_share 0.3
     sweep --set align-share=0.3: align_share 0.3
     sweep --d-state 3,8: --d-state 3

@@ -176,9 +176,10 @@ def base_config(job: SweepJob, recipe: ModuleType, grid: Grid) -> RunConfig:
     window = max(grid.window)
     if window > recipe_run.student.window:
         flags += ["--student.window", str(window)]
-    read_by_cells: tuple[str, ...] = ()
+    # A cell may have a state where the recipe has none.
+    read_by_cells = [stage.name for stage in recipe_run.head_stages]
     if "restoration" in grid.selection:
-        read_by_cells = ("scoring.n_pairs", "scoring.n_queries", "scoring.restoration_examples")
+        read_by_cells += ["scoring.n_pairs", "scoring.n_queries", "scoring.restoration_examples"]
     default = with_stage_flags(recipe_run)
     changed = parse_as(type(default), flags, default=default, prog="--set", description=None)
     base = without_stage_flags(changed, recipe_run, unchecked=read_by_cells)
