@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data import read_held_out
 from ..distributed import Dtype, agree_on, alone_in, connect, is_launched_main, on_main_process
 from ..io import differences
-from ..lab.reporting import can_draw, text_table
+from ..lab.reporting import has_matplotlib, log_no_figures, text_table
 from ..lab.reporting.heads import score_map, score_table
 from ..model import HybridConfig
 from ..model.field_rules import check_windows
@@ -354,8 +354,10 @@ def _log_accuracies(accuracies: Mapping[str, float], chance: float) -> None:
 
 
 def _draw(scores: HeadScores, job: ScoreJob) -> None:
-    if can_draw():
+    if has_matplotlib():
         score_map(scores, job.beside(".map.png"), kept=scores.ranking()[: job.k])
+    else:
+        log_no_figures()
 
 
 def table(scores: HeadScores, k: int) -> str:

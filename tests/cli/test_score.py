@@ -75,7 +75,7 @@ def test_a_stopped_run_continues_from_its_measurements(
         return original(log, measure)
 
     monkeypatch.setattr(ResumeLog, "next", stop_after_two)
-    monkeypatch.setattr(score, "can_draw", lambda: False)
+    monkeypatch.setattr(score, "has_matplotlib", lambda: False)
     with pytest.raises(KeyboardInterrupt):
         run_score(job)
     assert [path.name for path in tmp_path.glob("*.json")] == ["s.partial.json"]

@@ -23,7 +23,7 @@ from ...scoring.resume_log import ResumeLog
 from ...student.teachers import check_teacher
 from ...teacher import TINY, load_on_own_device, read_teacher
 from ...validation import check_options
-from ..reporting import can_draw, markdown_table, text_table
+from ..reporting import has_matplotlib, log_no_figures, markdown_table, text_table
 from .tables import Row, Table, shortened
 from .tasks import Questions, Task
 
@@ -68,8 +68,10 @@ class Experiment(ABC):
         if most:
             table = shortened(table, most)
         # matplotlib is an extra.
-        if draw is not None and can_draw():
+        if draw is not None and has_matplotlib():
             draw(table, Path(f"{path}.png"))
+        elif draw is not None:
+            log_no_figures()
         cells, _ = table.frames()
         return f"{table.title}\n{text_table(cells)}"
 

@@ -59,12 +59,12 @@ def mix_heads(
             results[mix.head] = read(mix)
 
     ids_1L = torch.tensor([ids], device=model.device)
-    with eval_mode(model), _behind_mixers(model, heads, kind, read_all):
+    with eval_mode(model), _after_mixers(model, heads, kind, read_all):
         forward(model, ids_1L, torch.ones_like(ids_1L), logits_to_keep=1)
     return [results[head] for head in heads]
 
 
-Action = Callable[[HeadSite, Iterator[HeadMix], Calls], object]
+AfterForward = Callable[[HeadSite, Iterator[HeadMix], Calls], object]
 """Callback after a mixer's forward, given the matrices of its heads."""
 
 
@@ -81,7 +81,7 @@ def mask_heads(
     forwards of anything but one prompt of T tokens without a cache.
     """
 
-    _refuse_sums(model, masks, kind)
+    _check_single_matrix(model, masks, kind)
 
     def project_masked(site: HeadSite, mixes: Iterator[HeadMix], calls: Calls) -> object:
         heads_BTHP = calls[site.o_proj].hidden.unflatten(-1, (-1, site.head_dim)).clone()
@@ -105,12 +105,15 @@ def mask_heads(
         output = calls[site.module].output
         return (out_BTD, *output[1:]) if isinstance(output, tuple) else out_BTD
 
-    with _behind_mixers(model, list(masks), kind, project_masked):
+    with _after_mixers(model, list(masks), kind, project_masked):
         yield
 
 
-def _refuse_sums(model: PreTrainedModel, heads: Iterable[HeadId], kind: HeadKind | None) -> None:
-    """Raise ValueError for a head that sums a window and a recurrence: its matrix is only the second."""
+def _check_single_matrix(
+    model: PreTrainedModel, heads: Iterable[HeadId], kind: HeadKind | None
+) -> None:
+    """Raise ValueError for a head with a window and a recurrence: its matrix covers only the recurrence, so a mask
+    would miss the window."""
     site_of = find_heads(model, kind)
     for head in heads:
         site = site_of.get(head)
@@ -125,13 +128,13 @@ def _refuse_sums(model: PreTrainedModel, heads: Iterable[HeadId], kind: HeadKind
 
 
 @contextmanager
-def _behind_mixers(
+def _after_mixers(
     model: PreTrainedModel,
     heads: Sequence[HeadId],
     kind: HeadKind | None,
-    act: Action,
+    after_forward: AfterForward,
 ) -> Iterator[None]:
-    """Call ``act`` after each mixer that has some of the heads.
+    """Call ``after_forward`` after each mixer that has some of the heads.
 
     Its result, if any, replaces the mixer's output.
     """
@@ -141,12 +144,14 @@ def _behind_mixers(
             hooks.enter_context(eager_attention(model))
         for site in sites_of(model, heads, kind):
             in_layer = [head for head in heads if head.layer == site.layer]
-            hooks.enter_context(_behind_mixer(site, in_layer, act))
+            hooks.enter_context(_after_mixer(site, in_layer, after_forward))
         yield
 
 
 @contextmanager
-def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[None]:
+def _after_mixer(
+    site: HeadSite, heads: list[HeadId], after_forward: AfterForward
+) -> Iterator[None]:
     calls: Calls = {}
     # Hooks of the mixer, only while its block runs: layers may share a mixer.
     inner = ExitStack()
@@ -167,10 +172,10 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
                 module.register_forward_hook(record, with_kwargs=True, prepend=True)
             )
 
-    def behind(*_: object) -> object:
+    def after(*_: object) -> object:
         if not calls:  # it runs for another layer
             return None
-        return act(site, read_mixes(site, heads, calls), calls)
+        return after_forward(site, read_mixes(site, heads, calls), calls)
 
     def leave(*_: object) -> None:
         inner.close()
@@ -178,7 +183,7 @@ def _behind_mixer(site: HeadSite, heads: list[HeadId], act: Action) -> Iterator[
 
     with (
         site.block.register_forward_pre_hook(enter),
-        site.module.register_forward_hook(behind),
+        site.module.register_forward_hook(after),
         # Also after an error: no hook may stay behind.
         site.block.register_forward_hook(leave, always_call=True),
     ):

@@ -16,4 +16,15 @@ from .document import (
     text_table,
     with_error,
 )
-from .figures import BLUE, GREEN, GREY, LOOKS, ORANGE, PALE, VERMILION, can_draw, figure
+from .figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    LOOKS,
+    ORANGE,
+    PALE,
+    VERMILION,
+    figure,
+    has_matplotlib,
+    log_no_figures,
+)

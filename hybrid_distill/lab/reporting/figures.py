@@ -130,11 +130,8 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def can_draw() -> bool:
-    """Return whether matplotlib is installed; log a line if it is not."""
-    if not has_matplotlib():
-        log.info("no figures: matplotlib is not installed (pip install 'hybrid-distill[plot]')")
-    return has_matplotlib()
+def log_no_figures() -> None:
+    log.info("no figures: matplotlib is not installed (pip install 'hybrid-distill[plot]')")
 
 
 @contextmanager

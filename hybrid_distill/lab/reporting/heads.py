@@ -25,6 +25,9 @@ from .figures import (
     name_points,
 )
 
+FEW = 16
+"""Number of heads or layers up to which an axis names each. Cells of so few heads have room for a number."""
+
 
 class Measure(NamedTuple):
     """Measure of every head, and its format."""
@@ -132,8 +135,8 @@ def score_map(
 
 
 def _cell_size(scores: HeadScores) -> float:
-    """Return the width of a cell in inches; cells of few heads have room for a number."""
-    return 0.44 if scores.n_heads <= 16 else 0.19
+    """Return the width of a cell in inches."""
+    return 0.44 if scores.n_heads <= FEW else 0.19
 
 
 def _draw_measure(
@@ -143,7 +146,7 @@ def _draw_measure(
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    has_numbers = scores.n_heads <= 16
+    has_numbers = scores.n_heads <= FEW
     value_LH = measure.drop_LH(scores)
     top = max(np.nanmax(value_LH, initial=0.0), 1e-9)
     colors = LinearSegmentedColormap.from_list(measure.title, ["#FFFFFF", measure.color])
@@ -152,7 +155,7 @@ def _draw_measure(
     axes.grid(False)
     axes.set(xlabel="head", ylabel="layer", title=measure.title)
     axes.set_xticks(range(0, scores.n_heads, 1 if has_numbers else 4))
-    axes.set_yticks(range(0, scores.n_layers, 1 if scores.n_layers <= 16 else 4))
+    axes.set_yticks(range(0, scores.n_layers, 1 if scores.n_layers <= FEW else 4))
     digits = 0 if measure is ACCURACY else 2
     titles = []
     for (layer, head), value in np.ndenumerate(value_LH):

@@ -75,7 +75,7 @@ def _sections(record: RunRecord, folder: Path) -> list[Section]:
         Section("Retrieval by dictionary size", _retrieval(record, names, folder)),
         Section("Head scores", _head_blocks(record, folder)),
         Section("Training", _training(record.losses, folder)),
-        Section("Memory", _cache(record, folder)),
+        Section("Memory", [*_cache_figure(record, folder), *_cache_table(record.models)]),
         Section("Speed", _speed(record)),
         Section("Missing", [missing] if missing else []),
     ]
@@ -179,9 +179,12 @@ def _head_blocks(record: RunRecord, folder: Path) -> list[Block]:
     facts = {name: fact for name, fact in scores.provenance.items() if isinstance(fact, str | int)}
     method = facts.pop("method", "scores")
     n_shown = max(10, min(len(kept), 20))
+    loss = "Loss without each head"
+    if scores.is_additive:
+        loss = "Share of each head in what windows lose"
     blocks: list[Block] = [
         *score_map(scores, folder / "heads.png", kept=kept, label=STUDENT),
-        f"What a single head is worth ({method}), ± one standard error:",
+        f"{loss} ({method}), ± one standard error:",
         score_table(scores, top=n_shown, kept=kept),
     ]
     if record.unit != "head":
@@ -228,9 +231,9 @@ def _by_stage(losses: pd.DataFrame) -> pd.DataFrame:
     return losses
 
 
-def _cache(record: RunRecord, folder: Path) -> list[Block]:
+def _cache_figure(record: RunRecord, folder: Path) -> list[Figure]:
     points = _by_size(record, "cache_bytes", 1e-6)
-    figures = draw_lines(
+    return draw_lines(
         folder / "cache.png",
         "Bytes that the cache of one sequence takes, by the length of the context.",
         [PanelRow(points, "cache of one sequence, MB")],
@@ -238,19 +241,25 @@ def _cache(record: RunRecord, folder: Path) -> list[Block]:
         "tokens in the context",
         evenly_spaced=False,
     )
-    lengths = sizes(record.models, "cache_bytes")
+
+
+def _cache_table(models: pd.DataFrame) -> list[Block]:
+    lengths = sizes(models, "cache_bytes")
     if len(lengths) < 2:
-        return [*figures]
-    models = record.models.dropna(subset=f"cache_bytes_{lengths[-1]}")
+        return []
+    models = models.dropna(subset=f"cache_bytes_{lengths[-1]}")
     table = {"model": list(models.index)}
     for length in lengths:
         table[f"at {length:,}, MB"] = _scaled(models[f"cache_bytes_{length}"], 1e-6, ".3f")
+    # Beyond every window a cache is a line: a fixed part, and the same bytes for each further token.
     longest = models[f"cache_bytes_{lengths[-1]}"]
-    growth = (longest - models[f"cache_bytes_{lengths[-2]}"]) / (lengths[-1] - lengths[-2])
-    table["each token, kB"] = _scaled(growth, 1e-3, ".3g")
-    table["whatever the length, MB"] = _scaled(longest - growth * lengths[-1], 1e-6, ".3g")
-    table["convolutions, kB"] = _scaled(models["conv_state_bytes"], 1e-3, ".1f")
-    return [*figures, pd.DataFrame(table), CACHE]
+    second = models[f"cache_bytes_{lengths[-2]}"]
+    per_token = (longest - second) / (lengths[-1] - lengths[-2])
+    fixed = longest - per_token * lengths[-1]
+    table["per token, kB"] = _scaled(per_token, 1e-3, ".3g")
+    table["fixed, MB"] = _scaled(fixed, 1e-6, ".3g")
+    table["convolutions (fixed), kB"] = _scaled(models["conv_state_bytes"], 1e-3, ".1f")
+    return [pd.DataFrame(table), CACHE]
 
 
 def _scaled(values: pd.Series, scale: float, form: str) -> list[str]:
