@@ -40,9 +40,7 @@ def backbone_obstacles(
 
 
 def recurrence_obstacles(student: HybridForCausalLM) -> list[str]:
-    """List the reason, if any, why a format whose recurrences are linear attention cannot express the
-    recurrent heads.
-    """
+    """List the reason, if any, why a format with linear attention cannot express the recurrent heads."""
     unsupported = unsupported_recurrence(student, SSD_RECURRENCES)
     if unsupported is None:
         return []
