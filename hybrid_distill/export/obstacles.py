@@ -15,7 +15,7 @@ MAMBA2 = ("mamba2", "mamba2-stock")
 SSD_RECURRENCES = ("discrete", *MAMBA2)
 """Recurrences that are linear attention: their states decay and add up, and erase nothing (unlike those of gdn)."""
 BACKBONES = ("llama", "mistral", "qwen2")
-"""Backbones whose decoder layers are those of Llama."""
+"""Backbones with Llama's decoder layers, apart from biases."""
 
 
 def backbone_obstacles(
