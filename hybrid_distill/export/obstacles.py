@@ -15,7 +15,7 @@ MAMBA2 = ("mamba2", "mamba2-stock")
 SSD_RECURRENCES = ("discrete", *MAMBA2)
 """Recurrences that are linear attention: their states decay and add up, and erase nothing (unlike those of gdn)."""
 BACKBONES = ("llama", "mistral", "qwen2")
-"""Backbones whose decoder layers are those of Llama."""
+"""Backbones with Llama's decoder layers, apart from biases."""
 
 
 def backbone_obstacles(
@@ -40,9 +40,7 @@ def backbone_obstacles(
 
 
 def recurrence_obstacles(student: HybridForCausalLM) -> list[str]:
-    """List the reason, if any, why a format whose recurrences are linear attention cannot express the
-    recurrent heads.
-    """
+    """List the reason, if any, why a format with linear attention cannot express the recurrent heads."""
     unsupported = unsupported_recurrence(student, SSD_RECURRENCES)
     if unsupported is None:
         return []
