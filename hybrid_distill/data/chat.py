@@ -8,12 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..chat_template import Span, has_chat_template, render, render_marked
 from ..io import Record
-from ..probes.prompt_formats import has_chat_template
 
 MESSAGES = ("messages", "conversations")
 """Columns that hold a list of messages: ``role`` and ``content``, or ``from`` and ``value``."""
@@ -21,13 +19,8 @@ PAIRS = (("prompt", "completion"), ("problem", "generated_solution"))
 """Columns that hold one question and one answer: the usual names, and those of OpenMathInstruct."""
 COLUMNS = (*MESSAGES, *PAIRS[0], *PAIRS[1])
 _ROLES = {"human": "user", "gpt": "assistant"}
-_DATE = "26 Jul 2024"
-"""Date in conversations, Llama 3.1's default. Llama 3.2's template would insert today's: new tokens every day."""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Mark of the beginning of the assistant's part in a template."""
-
-Span = tuple[int, int]
-"""Start and end in a text, in characters."""
 
 
 def conversation_of(record: object, record_name: str) -> str:
@@ -67,7 +60,7 @@ def _turns(columns: Record) -> Sequence[object] | None:
 
 def _message(message: object, record_name: str) -> Record:
     """Return a message with its role and content as transformers names them. Raises ValueError if it lacks one."""
-    fields: Record = message if isinstance(message, dict) else {}
+    fields: Record = _without_nulls(message) if isinstance(message, dict) else {}
     role = fields.get("role", fields.get("from"))
     content = _text_of(fields)
     if not isinstance(role, str) or content is None:
@@ -76,6 +69,19 @@ def _message(message: object, record_name: str) -> Record:
         )
     # Other fields stay: templates read tool calls and names.
     return {**fields, "role": _ROLES.get(role, role), "content": content}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the fields that are null, at any depth.
+
+    Parquet and the hub give every message the fields of all of them, with None where a message has none, and templates
+    ask whether a field is defined.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _text_of(message: Record) -> str | None:
@@ -128,13 +134,11 @@ def encode_conversation(
     rendered text. Raises ValueError for a template that renders the beginning of a longer conversation differently,
     and for a conversation that the template refuses.
     """
-    try:
-        text, spans = _rendered_with_answers(json.loads(conversation), tokenizer)
-    except TemplateError as error:
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot render a conversation ({error}): "
-            f"{conversation[:60]} ...; leave such conversations out, or change the template."
-        ) from error
+    messages = json.loads(conversation)
+    if _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        text, spans = render_marked(messages, tokenizer)
+    else:
+        text, spans = _answers_by_difference(messages, tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     is_answer = [_is_within(token, spans) for token in encoded["offset_mapping"]]
     ids = encoded["input_ids"]
@@ -157,28 +161,6 @@ def _is_within(token: Span, spans: list[Span]) -> bool:
     return False
 
 
-def _rendered_with_answers(
-    messages: list[Record], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[Span]]:
-    """Return the conversation as text, and the span of each answer in it.
-
-    ``apply_chat_template(return_assistant_tokens_mask=True)`` is not used: if a mark begins or ends on whitespace that
-    the tokenizer drops, it loses the answer or includes the user's next message (transformers issue 47325).
-    """
-    template = tokenizer.get_chat_template()
-    if not _GENERATION_MARK.search(template):
-        return _answers_by_difference(messages, tokenizer)
-    options = {
-        "return_assistant_tokens_mask": True,
-        "date_string": _DATE,
-        **tokenizer.special_tokens_map,
-    }
-    # Lists of one: it renders batches. Its annotation leaves out the spans.
-    rendering: Any = render_jinja_template([messages], chat_template=template, **options)
-    texts, spans = rendering
-    return texts[0], spans[0]
-
-
 def _answers_by_difference(
     messages: list[Record], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, list[Span]]:
@@ -186,16 +168,16 @@ def _answers_by_difference(
 
     The role header belongs to the prompt, as in generation.
     """
-    whole = rendered(messages, tokenizer)
+    whole = render(messages, tokenizer)
     answers: list[Span] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        with_answer = rendered(messages[: number + 1], tokenizer)
+        with_answer = render(messages[: number + 1], tokenizer)
         if number == 0:
             up_to_answer = _opening(with_answer, tokenizer)
         else:
-            up_to_answer = rendered(messages[:number], tokenizer, prompt=True)
+            up_to_answer = render(messages[:number], tokenizer, prompt=True)
         if not (with_answer.startswith(up_to_answer) and whole.startswith(with_answer)):
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} renders the conversation up to "
@@ -215,7 +197,7 @@ def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     conversation.
     """
     question = [{"role": "user", "content": "w"}]
-    header = rendered(question, tokenizer, prompt=True).removeprefix(rendered(question, tokenizer))
+    header = render(question, tokenizer, prompt=True).removeprefix(render(question, tokenizer))
     if not header:
         return ""
     before, header_there, _ = text.partition(header)
@@ -226,11 +208,3 @@ def _opening(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
             "them in the template with {% generation %}, or begin conversations with a user's message."
         )
     return before + header
-
-
-def rendered(
-    messages: list[Record], tokenizer: PreTrainedTokenizerBase, prompt: bool = False
-) -> str:
-    """Render messages as text; a ``prompt`` ends with the beginning of an answer."""
-    options = {"add_generation_prompt": prompt, "date_string": _DATE}
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))

@@ -20,12 +20,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assets import prompts_path
+from ..chat_template import render
 from ..io import Record, read_json
 from ..probes.answering import left_pad
 from ..probes.encoding import tokenize
 from ..teacher import eval_mode, fingerprint, generate_ids, longest_context
 from ..validation import Count, Positive, Share
-from .chat import check_template, rendered
+from .chat import check_template
 from .documents import SourcePosition
 from .folder import TokenHeader
 from .tokens import eos_id, hash_of
@@ -141,7 +142,7 @@ def _conversations(
             if turn < len(questions):
                 messages.append({"role": "user", "content": questions[turn]})
                 active.append(messages)
-        texts = [rendered(messages, tokenizer, prompt=True) for messages in active]
+        texts = [render(messages, tokenizer, prompt=True) for messages in active]
         seed = f"{sampling.seed} {number} {turn}"
         # A chat template writes the beginning-of-text token itself.
         answers = _continuations(model, tokenizer, texts, sampling, seed, special=False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..chat_template import has_chat_template
 from ..teacher import longest_context
 from . import Example, Probe, SeededProbe, queries_of
 from .answering import answer_choices
@@ -112,14 +113,6 @@ class FormattedProbe:
             ) from error
         lead = getattr(self.probe, "lead", SeededProbe.lead)
         return replace(example, prompt=f"{text}{lead}")
-
-
-def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Check for a chat template; of several (Command R's), conversations take ``default``."""
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        return "default" in template
-    return bool(template)
 
 
 def with_prompt_format(

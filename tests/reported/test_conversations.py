@@ -1,14 +1,18 @@
 """Conversations as people have them: which tokens are the assistant's."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from test_post import MARKED, PLAIN, chat_tokenizer
+from pyarrow import parquet
+from test_post import MARKED, PLAIN, chat_tokenizer, write_jsonl
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.data.chat import conversation_of, encode_conversation
+from hybrid_distill.data.documents import document_batches
 
 WITH_SYSTEM = "{% if messages[0].role != 'system' %}<user> w90 <end> {% endif %}" + PLAIN
 """Template that writes a default system message, and needs messages to render anything."""
@@ -121,6 +125,58 @@ def test_a_call_of_tools_needs_no_text() -> None:
     question = {"role": "user", "content": "w1"}
     _, read = messages_of({"messages": [question, call]})
     assert read == {**call, "content": ""}
+
+
+NAMED = "{% if m.name is defined %}w80 {{ m.name }} {% endif %}"
+CALLED = (
+    "{% if 'tool_calls' in m %} w{{ m.tool_calls|length }}"
+    "{% for w in m.tool_calls[0].args %} {{ w }}{% endfor %}{% endif %}"
+)
+READS_FIELDS = PLAIN.replace("{{ m.content }}", NAMED + "{{ m.content }}" + CALLED)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [READS_FIELDS, MARKED.replace("{{ m.content }}", NAMED + "{{ m.content }}" + CALLED)],
+    ids=["by prefixes", "marked"],
+)
+@pytest.mark.parametrize("prefix", ["", "hf:"], ids=["parquet", "hub"])
+def test_a_field_that_other_messages_have_is_not_defined(
+    tmp_path: Path, prefix: str, template: str
+) -> None:
+    """Parquet gives every message, and every call of a tool, the fields of all of them."""
+    calls = [{"args": {"w7": "w8"}}, {"args": {"w9": "w1"}}]
+    question = {"role": "user", "content": "w1"}
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "user", "name": "w2", "content": "w3"}
+    answer = {"role": "assistant", "content": "w4"}
+    records = [
+        {"messages": [question, call, result, answer]},
+        {"messages": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w5"}]},
+    ]
+    lines = write_jsonl(tmp_path / "chat.jsonl", records)
+    (tmp_path / "table").mkdir()
+    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "table" / "chat.parquet")
+
+    tokenizer = chat_tokenizer(template)
+    encoded = []
+    for source in (str(lines), f"{prefix}{tmp_path / 'table'}"):
+        ((documents, _),) = document_batches([source], None, 10**6)
+        encoded.append([encode_conversation(document, tokenizer) for document in documents])
+
+    of_lines, of_table = encoded
+    assert of_table == of_lines
+    words = "<user> w1 <end> <assistant> w2 w7 <end> <user> w80 w2 w3 <end> <assistant> w4 <end>"
+    assert tokenizer.decode(of_lines[0][0]) == words
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "marked"])
+@pytest.mark.parametrize("broken", ["{{ 'w'.missing.field }}", "{{ 1 + m.role }}", "{{ 1 / 0 }}"])
+def test_any_error_of_a_template_names_the_conversation(template: str, broken: str) -> None:
+    with pytest.raises(ValueError, match='"content": "w7"'):
+        learned_words(
+            template.replace("{{ m.content }}", broken), ("user", "w7"), ("assistant", "w")
+        )
 
 
 @pytest.mark.parametrize(
