@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,8 +14,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from .io import Record
 
-_DATE = "26 Jul 2024"
-"""Date in conversations, Llama 3.1's default. Llama 3.2's template would insert today's: new tokens every day."""
+_DATE = datetime(2024, 7, 26)
+"""Date in every chat, the default of Llama 3.1's template: today's would be new tokens every day."""
+_DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])((?:(?!\1).)*)\1\s*\)")
+"""A template's call for today's date, with its format written out."""
+_ANY_DATE_CALL = re.compile(r"strftime_now\s*\(")
 
 Span = tuple[int, int]
 """Start and end in a text, in characters."""
@@ -27,22 +32,54 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(template)
 
 
+def dated_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template with a fixed date in place of calls for today's.
+
+    Raises ValueError for a call with a format that is not written out.
+    """
+    # Not by an argument of the same name: transformers turns the arguments of templates into plain data.
+    template = _DATE_CALL.sub(_fixed_date, tokenizer.get_chat_template())
+    call = _ANY_DATE_CALL.search(template)
+    if call is not None:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} writes today's date "
+            f"({template[call.start() : call.start() + 40]!r}), so its tokens change every day; write the format out, "
+            "as in strftime_now('%d %b %Y'), or the date itself."
+        )
+    return template
+
+
+def _fixed_date(call: re.Match[str]) -> str:
+    quote, date_format = call.groups()
+    return f"{quote}{_DATE.strftime(date_format)}{quote}"
+
+
 def render(
-    messages: Sequence[Record], tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False
+    messages: Sequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    thinking: bool,
+    prompt: bool = False,
 ) -> str:
     """Render messages as text; a ``prompt`` ends with the beginning of an answer.
 
-    Raises ValueError for messages that the template cannot render.
+    ``thinking`` is for templates of models that may think: without it, an answer begins behind an empty thought.
+    Raises ValueError for messages that the template cannot render, and as `dated_template` does.
     """
+    template = dated_template(tokenizer)
     with _naming(messages, tokenizer):
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt, date_string=_DATE
+            list(messages),
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **_variables(thinking),
         )
     return str(text)
 
 
 def render_marked(
-    messages: Sequence[Record], tokenizer: PreTrainedTokenizerBase
+    messages: Sequence[Record], tokenizer: PreTrainedTokenizerBase, *, thinking: bool
 ) -> tuple[str, list[Span]]:
     """Render messages as text; return also the spans that the template marks with ``{% generation %}``.
 
@@ -50,17 +87,22 @@ def render_marked(
     the tokenizer drops, it loses the answer or includes the user's next message (transformers issue 47325).
     Raises ValueError as `render` does.
     """
-    options = {
-        "return_assistant_tokens_mask": True,
-        "date_string": _DATE,
-        **tokenizer.special_tokens_map,
-    }
-    template = tokenizer.get_chat_template()
+    template = dated_template(tokenizer)
     with _naming(messages, tokenizer):
         # Lists of one: it renders batches. Its annotation leaves out the spans.
-        rendering: Any = render_jinja_template([list(messages)], chat_template=template, **options)
+        rendering: Any = render_jinja_template(
+            [list(messages)],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+            **_variables(thinking),
+        )
     texts, spans = rendering
     return texts[0], spans[0]
+
+
+def _variables(thinking: bool) -> Record:
+    return {"date_string": _DATE.strftime("%d %b %Y"), "enable_thinking": thinking}
 
 
 @contextmanager

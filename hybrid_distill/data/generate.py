@@ -142,7 +142,7 @@ def _conversations(
             if turn < len(questions):
                 messages.append({"role": "user", "content": questions[turn]})
                 active.append(messages)
-        texts = [render(messages, tokenizer, prompt=True) for messages in active]
+        texts = [render(messages, tokenizer, thinking=False, prompt=True) for messages in active]
         seed = f"{sampling.seed} {number} {turn}"
         # A chat template writes the beginning-of-text token itself.
         answers = _continuations(model, tokenizer, texts, sampling, seed, special=False)

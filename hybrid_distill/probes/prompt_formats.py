@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..chat_template import has_chat_template
+from ..chat_template import has_chat_template, render
 from ..teacher import longest_context
 from . import Example, Probe, SeededProbe, queries_of
 from .answering import answer_choices
@@ -97,19 +96,13 @@ class FormattedProbe:
         return formatted
 
     def _in_chat(self, example: Example) -> Example:
+        question = {"role": "user", "content": example.prompt}
         try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": example.prompt}],
-                tokenize=False,
-                add_generation_prompt=True,
-                # Templates of thinking models would begin the answer with a thought.
-                enable_thinking=False,
-                # Some templates insert today's date, so prompts would change daily.
-                date_string="1 January 2025",
-            )
-        except TemplateError as error:
+            # Thinking models would begin the answer with a thought.
+            text = render([question], self.tokenizer, thinking=False, prompt=True)
+        except ValueError as error:
             raise ValueError(
-                f"the chat template rejects a question ({error}); pass plain or shots=1."
+                f"the chat template rejects a question ({error.__cause__ or error}); pass plain or shots=1."
             ) from error
         lead = getattr(self.probe, "lead", SeededProbe.lead)
         return replace(example, prompt=f"{text}{lead}")

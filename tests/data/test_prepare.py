@@ -303,7 +303,7 @@ def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_
     record = {"messages": [{"role": "assistant", "content": "w1", "at": datetime(2024, 1, 2)}]}
     conversation = conversation_of(record, "line 1")
     tokenizer.chat_template = "{{ date_string or strftime_now('%d %b %Y') }}"
-    assert render(json.loads(conversation), tokenizer) == "26 Jul 2024"
+    assert render(json.loads(conversation), tokenizer, thinking=False) == "26 Jul 2024"
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     with pytest.raises(ValueError, match="no users"):
         encode_conversation(conversation, tokenizer)
