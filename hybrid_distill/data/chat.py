@@ -252,3 +252,36 @@ def _span_by_placeholder(
     if begin > end or not (whole.startswith(before) and whole.endswith(next_turns)):
         return None
     return begin, end
+
+
+def prompt_of_answer(messages: list[Record], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Render messages up to where the text of their answer begins in the conversation.
+
+    This is the template's prompt, except where conversations hold another text there: an empty thought that the prompt
+    lacks, or none where the prompt begins one. So what a model writes after it stands in the conversation as written.
+    """
+    prompt = render(messages, tokenizer, thinking=False, prompt=True)
+    answer = {"role": "assistant", "content": _PLACEHOLDER}
+    conversation = render([*messages, answer], tokenizer, thinking=False)
+    before_answer = conversation.partition(_PLACEHOLDER)[0]
+    # A prompt ends before a space that belongs to the first token of the answer.
+    if _without_space(before_answer) == _without_space(prompt):
+        return prompt
+    return before_answer
+
+
+def is_rendered_as_written(
+    messages: list[Record], prompt: str, tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Check that a conversation is rendered as a prompt and what the model wrote after it, the last message.
+
+    Templates take thoughts out of an answer. A student would learn what the model never wrote.
+    """
+    text = render(messages, tokenizer, thinking=has_thought(messages))
+    written = prompt + messages[-1]["content"]
+    # Templates strip answers too, which changes nothing that counts.
+    return _without_space(text).startswith(_without_space(written))
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
