@@ -26,6 +26,25 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
+QWEN3 = """
+{%- set last = namespace(question=-1) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content %}
+{%- set answer = m.content.split('</think>')[-1] %}
+{{- '<' + m.role + '> ' }}
+{%- if m.role == 'assistant' and loop.index0 > last.question and (loop.last or thought) %}
+{{- '<think> ' + thought|trim + ' </think> ' }}
+{%- endif %}
+{{- answer|trim + ' <end> ' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<assistant> ' }}
+{%- if enable_thinking is false %}{{ '<think>  </think> ' }}{% endif %}
+{%- endif %}"""
+"""Template of a model that may think, as Qwen3's: drops the thoughts of earlier turns, writes an empty one for none."""
 STYLES = ("llama3", "qwen", "smollm2", "gemma", "glued")
 
 

@@ -23,6 +23,7 @@ LAYERS = (
         "distributed",
         "progress",
         "vocabulary",
+        "chat_template",
     ),
     ("assets", "model", "plan", "cache_size"),
     ("safe_loading", "export_paths", "kernels"),

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 import tyro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..chat_template import has_chat_template
 from ..data import PackedRows, open_tokens, write_logits
 from ..data.caching import check_top_k
 from ..data.config import TokensOfARow
 from ..data.generate import SHARD_TOKENS, Sampling, generate_tokens
 from ..distributed import Dtype
 from ..locking import locked
-from ..probes.prompt_formats import has_chat_template
 from ..student.teachers import check_teacher
 from ..teacher import check_row_length, load_on_own_device, read_teacher
 from ..validation import Count, check_options, number_of_tokens

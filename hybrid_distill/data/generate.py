@@ -8,6 +8,7 @@ interrupted command resumes with the next batch and the same bytes. The parts of
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,23 @@ from ..probes.answering import left_pad
 from ..probes.encoding import tokenize
 from ..teacher import eval_mode, fingerprint, generate_ids, longest_context
 from ..validation import Count, Positive, Share
-from .chat import check_template, rendered
+from .chat import check_template, encode_conversation, is_rendered_as_written, prompt_of_answer
 from .documents import SourcePosition
 from .folder import TokenHeader
 from .tokens import eos_id, hash_of
 from .writer import Generated, write_tokens
 
+log = logging.getLogger(__name__)
+
 SHARD_TOKENS = 2**15
 RECALL = 0.5
 """Share of prompts that state facts and ask for some of them later."""
+_EMPTY_BATCHES = 4
+"""Batches without a conversation after which no more are tried."""
+_TWO_TURNS = [
+    {"role": "user", "content": "w"},
+    {"role": "assistant", "content": "w"},
+] * 2
 _SLOT = re.compile(r"\{(\w+?)(\d*)\}")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
 
@@ -67,10 +76,13 @@ def generate_tokens(
 ) -> TokenHeader:
     """Write a token folder of the model's own text, or complete an unfinished one.
 
-    Raises ValueError as `write_tokens` does, and for answers that do not fit into the model's context.
+    Raises ValueError as `write_tokens` does, for answers that do not fit into the model's context, and for a chat
+    template that renders none of them as the model wrote it.
     """
     if chat:
         check_template(tokenizer)
+        # Raises for a template in which answers cannot be located: not only after they are computed.
+        _ = encode_conversation(json.dumps(_TWO_TURNS), tokenizer)
     longest = longest_context(model.config)
     if longest is not None and 2 * sampling.new_tokens > longest:
         raise ValueError(
@@ -88,8 +100,15 @@ def generate_tokens(
         # There is one source, read up to a number of batches.
         _, inside = position
         first = inside[0] if isinstance(inside, list) else 0
+        n_empty = 0
         for number in count(first):
             texts = _documents(model, tokenizer, sampling, number, chat)
+            n_empty = 0 if texts else n_empty + 1
+            if n_empty == _EMPTY_BATCHES:
+                raise ValueError(
+                    f"{n_empty} batches in a row hold no answer of {name} that its chat template renders as written; "
+                    "if thoughts are cut, raise --new-tokens; else pass --form text."
+                )
             yield texts, (0, [number + 1])
 
     text_column = None if chat else "text"
@@ -132,22 +151,37 @@ def _conversations(
     number: int,
     prompts: list[tuple[str, ...]],
 ) -> list[list[dict[str, str]]]:
-    """Answer the prompts turn by turn: at each turn, one batch of the conversations that have another question."""
+    """Answer the prompts turn by turn: at each turn, one batch of the conversations that have another question.
+
+    An answer that the template renders differently is left out, with the questions after it.
+    """
     conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
-    n_turns = max(map(len, prompts))
-    for turn in range(n_turns):
+    n_dropped = 0
+    for turn in range(max(map(len, prompts))):
         active = []
         for questions, messages in zip(prompts, conversations):
-            if turn < len(questions):
+            answered_all_before = len(messages) == 2 * turn
+            if turn < len(questions) and answered_all_before:
                 messages.append({"role": "user", "content": questions[turn]})
                 active.append(messages)
-        texts = [rendered(messages, tokenizer, prompt=True) for messages in active]
+        if not active:
+            break
+        texts = [prompt_of_answer(messages, tokenizer) for messages in active]
         seed = f"{sampling.seed} {number} {turn}"
         # A chat template writes the beginning-of-text token itself.
         answers = _continuations(model, tokenizer, texts, sampling, seed, special=False)
-        for messages, answer in zip(active, answers):
+        for messages, text, answer in zip(active, texts, answers):
             messages.append({"role": "assistant", "content": answer.strip()})
-    return conversations
+            if not is_rendered_as_written(messages, text, tokenizer):
+                del messages[-2:]
+                n_dropped += 1
+    if n_dropped:
+        log.info(
+            "batch %d: %d answers left out, which the chat template renders otherwise",
+            number,
+            n_dropped,
+        )
+    return [messages for messages in conversations if messages]
 
 
 def _continuations(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..chat_template import has_chat_template
 from ..io import Record
 from ..model import HybridForCausalLM
-from ..probes.prompt_formats import has_chat_template
 from . import falcon_h1
 from .falcon_h1 import FalconH1, to_falcon_h1
 from .obstacles import rope_kinds

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..chat_template import has_chat_template, render
 from ..teacher import longest_context
 from .answering import answer_choices
 from .checks import token_counts
@@ -96,30 +96,16 @@ class FormattedProbe:
         return formatted
 
     def _in_chat(self, example: Example) -> Example:
+        question = {"role": "user", "content": example.prompt}
         try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": example.prompt}],
-                tokenize=False,
-                add_generation_prompt=True,
-                # Templates of thinking models would begin the answer with a thought.
-                enable_thinking=False,
-                # Some templates insert today's date, so prompts would change daily.
-                date_string="1 January 2025",
-            )
-        except TemplateError as error:
+            # Thinking models would begin the answer with a thought.
+            text = render([question], self.tokenizer, thinking=False, prompt=True)
+        except ValueError as error:
             raise ValueError(
-                f"the chat template rejects a question ({error}); pass plain or shots=1."
+                f"the chat template rejects a question ({error.__cause__ or error}); pass plain or shots=1."
             ) from error
         lead = getattr(self.probe, "lead", SeededProbe.lead)
         return replace(example, prompt=f"{text}{lead}")
-
-
-def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Check for a chat template; of several (Command R's), conversations take ``default``."""
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        return "default" in template
-    return bool(template)
 
 
 def with_prompt_format(

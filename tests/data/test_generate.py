@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import QWEN3, family_tokenizer
 from messages import has_facts, naming
+from test_post import CLOSES_THE_LAST
 from tokenizers.processors import TemplateProcessing
 from training import die, killed, small_models, spaced_tokenizer, word_tokenizer
 
 from hybrid_distill.assets import prompts_path
 from hybrid_distill.assets.dictionaries import HEADER, QUESTION
+from hybrid_distill.chat_template import render
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.generate_data import GenerateJob, generate
 from hybrid_distill.data import (
@@ -52,11 +55,16 @@ def job(tmp_path: Path) -> GenerateJob:
 
 @pytest.fixture
 def chat_job(job: GenerateJob, tmp_path: Path) -> GenerateJob:
+    return with_template(CHAT, job, tmp_path / "instruct")
+
+
+def with_template(template: str, job: GenerateJob, folder: Path) -> GenerateJob:
+    """Return a job with the embedded teacher as an instruct model of this chat template."""
     model, tokenizer = load_teacher("tiny")
-    tokenizer.chat_template = CHAT
-    model.save_pretrained(tmp_path / "instruct")
-    tokenizer.save_pretrained(tmp_path / "instruct")
-    return replace(job, model=str(tmp_path / "instruct"), tokens="1K")
+    tokenizer.chat_template = template
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return replace(job, model=str(folder), tokens="1K")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -188,6 +196,107 @@ def test_conversations_have_the_loss_on_the_answers_and_the_logits_of_their_rows
     expected, _ = top.ids_BLK.sort(-1)
     assert mask.any()
     assert torch.equal(batch["teacher_ids_BLK"][mask], expected[mask])
+
+
+def test_conversations_of_several_turns_by_a_template_that_drops_thoughts(
+    job: GenerateJob, tmp_path: Path
+) -> None:
+    thinking_job = with_template(QWEN3, job, tmp_path / "thinking")
+
+    generate(thinking_job)
+
+    _, tokenizer = load_teacher(thinking_job.model)
+    (tokens,) = open_rows(DataConfig((str(job.out),), chat=True), tokenizer).sources
+    n_answers = []
+    for shard in tokens.shards:
+        assert shard.learned is not None
+        learned_ids = shard.ids[shard.learned.nonzero()[0] + 1]
+        assert "think>" not in tokenizer.decode(learned_ids)
+        for document in np.split(shard.ids, shard.starts[1:]):
+            n_answers.append(tokenizer.decode(document).count("<assistant>"))
+    assert max(n_answers) == 3
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[list[str]]:
+    """Replace the model's answers by these, in turn; return the prompts of each batch."""
+    batches: list[list[str]] = []
+
+    def answer(model: Any, tokenizer: Any, texts: list[str], *_: Any, **__: Any) -> list[str]:
+        batches.append(texts)
+        return list(itertools.islice(itertools.cycle(answers), len(texts)))
+
+    monkeypatch.setattr(writing, "_continuations", answer)
+    return batches
+
+
+def test_an_answer_stands_in_its_conversation_as_it_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cut thought stays; a closed one takes the place of the empty one that the prompt ends in."""
+    tokenizer = family_tokenizer("qwen", QWEN3)
+    batches = answering(monkeypatch, "<think>\nlong", "a </think> b", "c")
+    prompts = [("q1", "q2"), ("q3", "q4"), ("q5",)]
+
+    conversations = writing._conversations(None, tokenizer, Sampling(), 0, prompts)  # type: ignore[arg-type]
+
+    said = [[message["content"] for message in messages] for messages in conversations]
+    assert said == [["q1", "<think>\nlong", "q2", "<think>\nlong"], ["q5", "c"]]
+    assert [len(texts) for texts in batches] == [3, 1]
+    for n_messages, texts in zip((2, 4), batches, strict=True):
+        text = render(conversations[0][:n_messages], tokenizer, thinking=False)
+        assert text == texts[0] + "<think>\nlong <end> "
+
+
+def test_a_model_without_an_answer_that_the_template_keeps_is_refused(
+    job: GenerateJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = answering(monkeypatch, "a </think> b")
+    with pytest.raises(ValueError, match="--form text"):
+        generate(with_template(QWEN3, job, tmp_path / "thinking"))
+    assert len(batches) == 4
+
+
+def test_a_template_without_a_place_for_answers_is_refused_before_they_are_computed(
+    job: GenerateJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = answering(monkeypatch, "a")
+    with pytest.raises(ValueError, match=naming("{% generation %}")):
+        generate(with_template(CLOSES_THE_LAST, job, tmp_path / "closing"))
+    assert batches == []
+
+
+WITHOUT_SWITCH = QWEN3.replace("enable_thinking is false", "false")
+BEGINS_A_THOUGHT = QWEN3.replace("{{ '<think>  </think> ' }}", "{{ '<think> ' }}").replace(
+    "(loop.last or thought)", "false"
+)
+"""Template whose prompts begin a thought, and whose conversations hold none, as DeepSeek-R1's."""
+
+
+@pytest.mark.parametrize(
+    ("template", "ending"),
+    [
+        (QWEN3, "<assistant> <think>  </think> "),
+        (WITHOUT_SWITCH, "<assistant> <think>  </think> "),
+        (BEGINS_A_THOUGHT, "<assistant> "),
+        (CHAT, "assistant: "),
+        (CHAT.replace("assistant: {%", "assistant:{%"), "assistant:"),
+    ],
+    ids=["qwen3", "without a switch", "begins a thought", "plain", "plain, space in the answer"],
+)
+def test_a_model_answers_behind_the_text_that_stands_in_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, template: str, ending: str
+) -> None:
+    tokenizer = family_tokenizer("qwen", template)
+    batches = answering(monkeypatch, "c")
+    prompts: list[tuple[str, ...]] = [("q1", "q2")]
+
+    (messages,) = writing._conversations(None, tokenizer, Sampling(), 0, prompts)  # type: ignore[arg-type]
+
+    assert len(messages) == 4
+    for (text,), question in zip(batches, prompts[0], strict=True):
+        after_question = text.split(question)[1]
+        assert after_question.endswith(ending)
+        assert after_question.count("assistant") == 1
 
 
 def test_a_text_continues_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

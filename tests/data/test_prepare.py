@@ -21,6 +21,7 @@ from training import word_texts as texts
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill import data
+from hybrid_distill.chat_template import render
 from hybrid_distill.cli import prepare_data as prepare
 from hybrid_distill.cli.app import main
 from hybrid_distill.cli.prepare_data import PrepareJob
@@ -33,7 +34,7 @@ from hybrid_distill.data import (
     readers,
     writer,
 )
-from hybrid_distill.data.chat import conversation_of, encode_conversation, rendered
+from hybrid_distill.data.chat import conversation_of, encode_conversation
 from hybrid_distill.data.header import Unfinished
 
 
@@ -302,7 +303,7 @@ def test_a_conversation_has_the_same_date_every_day_and_its_template_may_refuse_
     record = {"messages": [{"role": "assistant", "content": "w1", "at": datetime(2024, 1, 2)}]}
     conversation = conversation_of(record, "line 1")
     tokenizer.chat_template = "{{ date_string or strftime_now('%d %b %Y') }}"
-    assert rendered(json.loads(conversation), tokenizer) == "26 Jul 2024"
+    assert render(json.loads(conversation), tokenizer, thinking=False) == "26 Jul 2024"
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     with pytest.raises(ValueError, match="no users"):
         encode_conversation(conversation, tokenizer)

@@ -1,14 +1,19 @@
 """Conversations as people have them: which tokens are the assistant's."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from test_post import MARKED, PLAIN, chat_tokenizer
+from families import QWEN3
+from pyarrow import parquet
+from test_post import MARKED, PLAIN, chat_tokenizer, write_jsonl
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_distill.data.chat import conversation_of, encode_conversation
+from hybrid_distill.data.documents import document_batches
 
 WITH_SYSTEM = "{% if messages[0].role != 'system' %}<user> w90 <end> {% endif %}" + PLAIN
 """Template that writes a default system message, and needs messages to render anything."""
@@ -20,7 +25,10 @@ OTHER_FIRST = PLAIN.replace(
 
 def learned_tokens(tokenizer: PreTrainedTokenizerFast, *said: tuple[str, str]) -> list[str]:
     """Return the tokens that a student learns to predict of these messages of a role each."""
-    messages = [{"role": role, "content": content} for role, content in said]
+    return learned_of([{"role": role, "content": content} for role, content in said], tokenizer)
+
+
+def learned_of(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> list[str]:
     ids, learned = encode_conversation(json.dumps(messages), tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(ids)
     return [after for after, counts in zip(tokens[1:], learned) if counts]
@@ -55,12 +63,76 @@ def test_a_conversation_without_a_token_learns_none():
     assert encode_conversation(json.dumps(said), bare) == ([], [])
 
 
-def test_a_template_that_hides_where_the_first_answer_begins_is_refused():
-    with pytest.raises(ValueError, match="<assistant>"):
-        learned_words(OTHER_FIRST, ("assistant", "w3"))
+def test_a_template_that_begins_the_first_answer_otherwise_learns_it_all_the_same():
+    first = learned_words(OTHER_FIRST, ("assistant", "w3"))
+    assert first == ["w3", "<end>"]
 
     after_a_question = learned_words(OTHER_FIRST, ("user", "w2"), ("assistant", "w3"))
     assert after_a_question == ["w3", "<end>"]
+
+
+FORGETFUL = PLAIN.replace("{{ m.content }}", "{% if loop.last %}w96 {% endif %}{{ m.content }}")
+"""A template that renders a message differently once another one follows."""
+BEGINS_A_THOUGHT = PLAIN.replace("<assistant>", "<assistant> w97")
+"""A template whose prompt ends with more than the beginning of an answer in a conversation, as DeepSeek-R1's."""
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (FORGETFUL, "w3 <end> w5 w6 <end>"),
+        (BEGINS_A_THOUGHT, "w3 <end> w5 w6 <end>"),
+        (QWEN3, "w3 <end> w5 w6 <end>"),
+    ],
+    ids=["forgetful", "begins a thought", "qwen3"],
+)
+def test_an_answer_is_found_behind_messages_that_are_rendered_otherwise(template, expected):
+    asked = ("user", "w3 w5")
+    turns = [asked, ("assistant", "w3"), asked, ("assistant", "w5 w6")]
+    assert learned_words(template, *turns) == expected.split()
+
+
+def test_a_call_of_tools_is_found_behind_messages_that_are_rendered_otherwise() -> None:
+    template = FORGETFUL.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %} w9{% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "w8"}]}
+    question = {"role": "user", "content": "w1"}
+    assert learned_of([question, call, question], chat_tokenizer(template)) == ["w9", "<end>"]
+
+
+def test_a_thought_is_learned_where_the_template_keeps_it_and_an_empty_one_is_not() -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    question = ("user", "w1")
+    thoughtful = ("assistant", "<think> w7 </think> w3")
+    once = learned_tokens(tokenizer, question, thoughtful)
+    assert once == "<think> w7 </think> w3 <end>".split()
+
+    twice = learned_tokens(tokenizer, question, thoughtful, question, thoughtful)
+    assert twice == ["w3", "<end>", *once]
+
+    # Cut before its end, and written behind the empty thought of the prompt.
+    cut = learned_tokens(tokenizer, question, ("assistant", "<think> w7"))
+    assert cut == "<think> w7 <end>".split()
+
+    greeting = ("assistant", "w5")
+    greeted = learned_tokens(tokenizer, greeting, question, greeting)
+    assert greeted == "w5 <end> w5 <end>".split()
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "marked"])
+def test_thinking_is_off_in_conversations_without_a_thought(template: str) -> None:
+    tokenizer = chat_tokenizer("{{ 'w80 ' if enable_thinking else 'w81 ' }}" + template)
+    question = {"role": "user", "content": "w1"}
+    answer = {"role": "assistant", "content": "w2"}
+    expected = {
+        "w81": answer,
+        "w80": {**answer, "reasoning_content": "w7"},
+    }
+    for first, message in expected.items():
+        ids, _ = encode_conversation(json.dumps([question, message]), tokenizer)
+        assert tokenizer.decode(ids) == f"{first} <user> w1 <end> <assistant> w2 <end>"
 
 
 VICUNA = (
@@ -121,6 +193,58 @@ def test_a_call_of_tools_needs_no_text() -> None:
     question = {"role": "user", "content": "w1"}
     _, read = messages_of({"messages": [question, call]})
     assert read == {**call, "content": ""}
+
+
+NAMED = "{% if m.name is defined %}w80 {{ m.name }} {% endif %}"
+CALLED = (
+    "{% if 'tool_calls' in m %} w{{ m.tool_calls|length }}"
+    "{% for w in m.tool_calls[0].args %} {{ w }}{% endfor %}{% endif %}"
+)
+READS_FIELDS = PLAIN.replace("{{ m.content }}", NAMED + "{{ m.content }}" + CALLED)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [READS_FIELDS, MARKED.replace("{{ m.content }}", NAMED + "{{ m.content }}" + CALLED)],
+    ids=["by prefixes", "marked"],
+)
+@pytest.mark.parametrize("prefix", ["", "hf:"], ids=["parquet", "hub"])
+def test_a_field_that_other_messages_have_is_not_defined(
+    tmp_path: Path, prefix: str, template: str
+) -> None:
+    """Parquet gives every message, and every call of a tool, the fields of all of them."""
+    calls = [{"args": {"w7": "w8"}}, {"args": {"w9": "w1"}}]
+    question = {"role": "user", "content": "w1"}
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "user", "name": "w2", "content": "w3"}
+    answer = {"role": "assistant", "content": "w4"}
+    records = [
+        {"messages": [question, call, result, answer]},
+        {"messages": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w5"}]},
+    ]
+    lines = write_jsonl(tmp_path / "chat.jsonl", records)
+    (tmp_path / "table").mkdir()
+    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "table" / "chat.parquet")
+
+    tokenizer = chat_tokenizer(template)
+    encoded = []
+    for source in (str(lines), f"{prefix}{tmp_path / 'table'}"):
+        ((documents, _),) = document_batches([source], None, 10**6)
+        encoded.append([encode_conversation(document, tokenizer) for document in documents])
+
+    of_lines, of_table = encoded
+    assert of_table == of_lines
+    words = "<user> w1 <end> <assistant> w2 w7 <end> <user> w80 w2 w3 <end> <assistant> w4 <end>"
+    assert tokenizer.decode(of_lines[0][0]) == words
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "marked"])
+@pytest.mark.parametrize("broken", ["{{ 'w'.missing.field }}", "{{ 1 + m.role }}", "{{ 1 / 0 }}"])
+def test_any_error_of_a_template_names_the_conversation(template: str, broken: str) -> None:
+    with pytest.raises(ValueError, match='"content": "w7"'):
+        learned_words(
+            template.replace("{{ m.content }}", broken), ("user", "w7"), ("assistant", "w")
+        )
 
 
 @pytest.mark.parametrize(

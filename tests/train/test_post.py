@@ -32,9 +32,9 @@ MARKED = (
     "{% if m.role == 'assistant' %}{% generation %} {{ m.content }} <end>{% endgeneration %}"
     "{% else %} {{ m.content }} <end>{% endif %} {% endfor %}"
 )
-FORGETFUL = (
-    "{% for m in messages %}<{{ m.role }}> "
-    "{% if loop.last %}w96 {% endif %}{{ m.content }} <end> {% endfor %}" + PROMPT
+CLOSES_THE_LAST = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} "
+    "{% if loop.last %}<end> {% endif %}{% endfor %}" + PROMPT
 )
 
 
@@ -113,9 +113,9 @@ def test_what_the_assistant_says_is_learned_token_by_token(template):
     assert labels[labels != IGNORE].tolist() == tokenizer.convert_tokens_to_ids(predicted)
 
 
-def test_a_template_that_renders_the_beginning_otherwise_is_refused():
+def test_a_template_that_closes_an_earlier_answer_otherwise_is_refused():
     with pytest.raises(ValueError, match=naming("message 2", "{% generation %}")):
-        encode_conversation(json.dumps(MESSAGES), chat_tokenizer(FORGETFUL))
+        encode_conversation(json.dumps(MESSAGES), chat_tokenizer(CLOSES_THE_LAST))
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...chat_template import has_chat_template
 from ...data.chat import check_template
 from ...plan import HeadId
 from ...probes import Probe
 from ...probes.knowledge import AnswerFormat, LetterChoice
 from ...probes.kv_retrieval import DIALOGUE, DICTIONARY, REWORDED, KVRetrieval
-from ...probes.prompt_formats import CHAT, has_chat_template, with_prompt_format
+from ...probes.prompt_formats import CHAT, with_prompt_format
 from ...scoring import HeadScores, describe_run
 from ...scoring.head_scores import heads_of
 from ...scoring.resume_log import ResumeLog
