@@ -68,7 +68,8 @@ def check_read(run: RunConfig, default: RunConfig, unchecked: Collection[str] = 
         if name not in unchecked and not is_met(run):
             _check_unchanged(name, option(run), option(default), condition)
     for stage in run.stages:
-        _check_stage(run, stage, default.stage(stage.name), unchecked)
+        if stage.name in default.stage_names:
+            _check_stage(run, stage, default.stage(stage.name), unchecked)
 
 
 def _check_stage(
@@ -76,7 +77,10 @@ def _check_stage(
 ) -> None:
     """Raise ValueError for a changed option of a stage that nothing reads."""
     if run.is_idle(stage) and stage.name not in unchecked:
-        check_same_stage(stage, default, "in a run where this stage has heads to train")
+        condition = "with recurrent heads (--student.d-state)"
+        if run.is_control:
+            condition = "without --control"
+        check_same_stage(stage, default, condition)
     if run.tokens is not None and len(_sharing_tokens(run, stage)) == 1:
         _check_unchanged(f"{stage.name}.steps", stage.steps, default.steps, "without --tokens")
     if isinstance(stage, Distill) and isinstance(default, Distill) and stage.kind != "jsd":
