@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -230,13 +231,11 @@ def check_student(inputs: RunInputs, plan: PlanConfig | None = None) -> None:
     empty_student(teacher, head_plan, **options.head_options)
     _check_family_once(teacher, options.recurrence, options.window)
     if options.aligned is not None:
-        _check_alignment(options)
+        _check_alignment(options.aligned, options)
 
 
-def _check_alignment(options: StudentConfig) -> None:
-    """Raise ValueError if a student's heads would not compute what they were aligned to."""
-    folder = options.aligned
-    assert folder is not None
+def _check_alignment(folder: Path, options: StudentConfig) -> None:
+    """Raise ValueError if the heads of the stage in ``folder`` would not compute what they were aligned to."""
     manifest = StageManifest.read(folder)
     fix = "pass a finished stage `align`, with target head, of a run without kept heads."
     if manifest is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise")
 """Attributes of mixtures of experts (Mixtral, MiniMax, PhiMoE): width of the noise on a router's inputs."""
@@ -16,7 +15,7 @@ def remove_noise(student: nn.Module) -> None:
     size and on the number of processes, on which the updates must not depend.
     """
     for module in student.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
             is_noise = "dropout" in name or name in ROUTER_NOISE
